@@ -1,0 +1,29 @@
+"""Faults a user can mend, and the one line in which they are told."""
+
+import sys
+from typing import Any
+
+import click
+
+
+class UserError(Exception):
+    """A fault in the input, parameters or machine.
+
+    The message is one line: the dotted parameter or file:line, the rule, the value got, the remedy.
+    """
+
+
+class StageCommand(click.Command):
+    """A click command that ends a `UserError` as one line on standard error and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command.
+
+        Raises:
+            SystemExit: with code 1 after a `UserError` was printed.
+        """
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            click.echo(f"error: {' '.join(str(error).split())}", err=True)
+            sys.exit(1)

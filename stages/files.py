@@ -1,0 +1,147 @@
+"""Atomic files and directories: write aside, fsync, rename. A killed or full disk leaves the old content whole."""
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stages.errors import UserError
+
+READ_BLOCK_BYTES = 1 << 20
+
+
+def repo_root() -> Path:
+    """The user's checkout: DVC's root also in `--temp` and queued runs, whose working directory is a copy."""
+    return Path(os.environ.get("DVC_ROOT", "."))
+
+
+def find_source(path: str) -> Path:
+    """Where a local path from params.yaml is: beside the working directory, or beside the user's checkout.
+
+    Temporary and queued experiments run in a copy that lacks what git does not track.
+    """
+    here = Path(path)
+    return here if here.exists() or here.is_absolute() else repo_root() / here
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's bytes, read in blocks."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces)."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file another stage wrote.
+
+    Raises:
+        UserError: the file is missing or not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: file is missing; run `dvc repro`") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}); delete it and run `dvc repro`") from None
+
+
+@contextmanager
+def told_in_one_line(path: Path) -> Iterator[None]:
+    """Turn an operating-system refusal (disk full, no permission) into a `UserError` naming the path."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(
+            f"{path}: cannot be written ({reason}); free space or change permissions, then rerun"
+        ) from error
+
+
+def _sync_directory(path: Path) -> None:
+    """Make a rename inside this directory durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` to write a file at; rename it into place when the block ends without a fault.
+
+    Raises:
+        UserError: the disk refused.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    with told_in_one_line(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield aside
+            with open(aside, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+            _sync_directory(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory beside `path` to fill; it replaces `path` when the block ends without a fault.
+
+    Raises:
+        UserError: the disk refused.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    with told_in_one_line(path):
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        try:
+            yield aside
+            for file in sorted(aside.rglob("*")):
+                if file.is_file():
+                    with open(file, "rb") as handle:
+                        os.fsync(handle.fileno())
+            if path.is_dir():
+                shutil.rmtree(path)
+            os.replace(aside, path)
+            _sync_directory(path.parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file atomically."""
+    with atomic_path(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically: sorted keys, two spaces, a newline at the end.
+
+    Raises:
+        ValueError: the value holds NaN or infinity, which JSON cannot.
+    """
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a CSV atomically; a None becomes an empty cell.
+
+    Raises:
+        ValueError: a row has a key that is not a column.
+    """
+    with atomic_path(path) as aside, open(aside, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(columns), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

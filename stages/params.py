@@ -1,0 +1,314 @@
+"""Schema of params.yaml: types, units, limits, meaning; and the one reader every stage uses."""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stages.errors import UserError
+
+PARAMS_FILE = Path("params.yaml")
+HUB_PREFIX = "hf://"
+ALL_LINEAR = "all-linear"
+
+Text = Annotated[str, Field(min_length=1)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A frozen, strict part of params.yaml: unknown keys are refused and there are no defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Model(Section):
+    """Which model is fine-tuned."""
+
+    name: Text
+    """`tiny`, a directory, or a hub id."""
+    revision: Text | None
+    """Hub branch, tag or commit; None means main."""
+
+
+class Data(Section):
+    """Which rows are learnt, and how they become tokens."""
+
+    source: Text
+    """A local file or directory, or `hf://org/name`."""
+    revision: Text | None
+    """Hub branch, tag or commit; None means main."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+    """Shape of a row; `auto` reads it off the first row."""
+    max_length: Annotated[int, Field(ge=8)]
+    """Tokens; longer rows are cut. Activation memory grows with the longest row."""
+    heldout_fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
+    """Share of rows held out, by a hash of the prompt."""
+    max_rows: PositiveInt | None
+    """Rows read at most; None means all."""
+
+
+class Bucket(Section):
+    """How an optimizer step is cut into micro-batches. Changes memory and speed, never what is learnt."""
+
+    max_tokens: PositiveInt
+    """Padded tokens in one micro-batch: activations and logits grow in step with it."""
+    pad_multiple: PositiveInt
+    """Row lengths are padded up to a multiple of this many tokens."""
+
+
+class Hardware(Section):
+    """The device a run has to fit."""
+
+    gpu: Text
+    """`auto`, a known name, or a size such as `24GiB`."""
+
+
+class Estimate(Section):
+    """What is done with the prediction."""
+
+    enforce: bool
+    """True: train refuses a run predicted not to fit."""
+    headroom_percent: Annotated[float, Field(ge=0.0, lt=90.0)]
+    """Percent of the device kept free for what the prediction does not count."""
+
+
+class Lora(Section):
+    """Adapters of the methods lora and qlora (Hu et al. 2021)."""
+
+    rank: PositiveInt
+    """Rank of the adapter matrices: trained parameters grow in step with it."""
+    alpha: PositiveFloat | PositiveInt
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: Share
+    """Dropout on the adapter's input."""
+    targets: Annotated[list[Text], Field(min_length=1)]
+    """Names of linear layers, or `all-linear` alone."""
+
+
+class Train(Section):
+    """The training step and its schedule."""
+
+    method: Literal["full", "lora", "qlora"]
+    """What is trained: all weights, adapters, or adapters on 4-bit weights."""
+    precision: Literal["bf16", "fp32"]
+    """Type of frozen and full weights; adapters are always fp32, under bf16 autocast when this is bf16."""
+    grad_ckpt: bool
+    """Recompute activations layer by layer in backward."""
+    optimizer: Literal["adamw", "adamw_8bit"]
+    """AdamW with full or with 8-bit moments (bitsandbytes)."""
+    lr: PositiveFloat
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat
+    """Decoupled decay; never on norms and biases."""
+    schedule: Literal["cosine", "constant"]
+    """Learning rate after warm-up."""
+    warmup_fraction: Share
+    """Share of all optimizer steps that warm up linearly."""
+    epochs: PositiveInt
+    """Passes over the training rows."""
+    tokens_per_step: PositiveInt
+    """Unpadded tokens per optimizer step; with seed and epoch it alone decides a step's rows."""
+    max_grad_norm: PositiveFloat | None
+    """Global L2 norm to which gradients are scaled down; None means never."""
+    loss_chunk: PositiveInt | None
+    """Supervised tokens whose logits exist at once; None means the whole micro-batch."""
+    heldout_every_steps: PositiveInt | None
+    """Optimizer steps between held-out losses; None means never during training."""
+    heldout_rows: PositiveInt
+    """Held-out rows of that periodic loss."""
+    lora: Lora
+    """Adapters, read when method is lora or qlora."""
+
+
+class Evaluate(Section):
+    """How the base and the tuned model are compared on held-out rows."""
+
+    loss_rows: PositiveInt | None
+    """Held-out rows for loss; None means all."""
+    max_tokens: PositiveInt
+    """Padded tokens in one evaluation batch."""
+    logits_chunk: PositiveInt
+    """Tokens whose logits exist at once."""
+    generate_rows: Annotated[int, Field(ge=0)]
+    """Held-out prompts answered by greedy decoding."""
+    max_new_tokens: PositiveInt
+    """Longest generated answer in tokens."""
+    generate_batch_rows: PositiveInt
+    """Prompts decoded together."""
+
+
+class Run(Section):
+    """Speed and safety only; tracked by no stage."""
+
+    progress: bool
+    """Progress bars on standard error."""
+    cpu_threads: PositiveInt | None
+    """Threads of torch on the CPU; None means all cores."""
+
+
+class Params(Section):
+    """All of params.yaml."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    """Seeds row order, adapter start and dropout."""
+    model: Model
+    data: Data
+    bucket: Bucket
+    hardware: Hardware
+    estimate: Estimate
+    train: Train
+    evaluate: Evaluate
+    run: Run
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def parse_params(values: Any) -> Params:
+    """Check a mapping against the schema and the rules that span sections.
+
+    Raises:
+        UserError: naming the dotted key, the rule, the value and the remedy.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"params.yaml: must be a mapping of sections, got {type(values).__name__}")
+    try:
+        params = Params.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_first_fault(error)) from None
+    _check_across_sections(params)
+    return params
+
+
+def _first_fault(error: ValidationError) -> str:
+    """One line for the first fault pydantic found."""
+    fault = error.errors()[0]
+    # A union adds the name of the branch tried (`int`, `float`) to the location: only real keys are dotted.
+    keys = [str(part) for part in fault["loc"] if not re.match(r"(constrained-)?(int|float|str|function)\b", str(part))]
+    dotted = ".".join(keys)
+    if fault["type"] == "extra_forbidden":
+        parent = _section_at(keys[:-1])
+        near = difflib.get_close_matches(keys[-1], parent.model_fields, n=1)
+        remedy = (
+            f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known: {', '.join(parent.model_fields)}"
+        )
+        return f"{dotted}: unknown parameter; {remedy}"
+    if fault["type"] == "missing":
+        return f"{dotted}: parameter is missing from params.yaml; add it (every value stands there, see README)"
+    rule = fault["msg"][0].lower() + fault["msg"][1:]
+    return f"{dotted}: {rule}; got {json.dumps(fault['input'], default=str)}"
+
+
+def _section_at(keys: list[str]) -> type[BaseModel]:
+    """The schema class found by walking dotted keys from the top."""
+    section: type[BaseModel] = Params
+    for key in keys:
+        annotation = section.model_fields[key].annotation
+        inner = next((a for a in (annotation, *get_args(annotation)) if isinstance(a, type)), None)
+        section = cast(type[BaseModel], inner)
+    return section
+
+
+def _check_across_sections(params: Params) -> None:
+    """Rules that need two values; each names both and the remedy."""
+    longest = round_up(params.data.max_length, params.bucket.pad_multiple)
+    if params.bucket.max_tokens < longest:
+        raise UserError(
+            f"bucket.max_tokens: one row of data.max_length={params.data.max_length} padded to {longest} tokens must fit "
+            f"in a micro-batch; got {params.bucket.max_tokens}; raise bucket.max_tokens or lower data.max_length"
+        )
+    if params.evaluate.max_tokens < longest:
+        raise UserError(
+            f"evaluate.max_tokens: must hold one row of data.max_length={params.data.max_length} (padded {longest}); "
+            f"got {params.evaluate.max_tokens}; raise it or lower data.max_length"
+        )
+    if params.data.revision is not None and not params.data.source.startswith(HUB_PREFIX):
+        raise UserError(
+            f"data.revision: only a hub source ({HUB_PREFIX}org/name) has revisions; got {params.data.revision!r} with "
+            f"data.source={params.data.source!r}; leave data.revision blank"
+        )
+    targets = params.train.lora.targets
+    if ALL_LINEAR in targets and len(targets) > 1:
+        raise UserError(f"train.lora.targets: {ALL_LINEAR} stands alone; got {targets}; drop it or the other names")
+
+
+def load_params(path: Path = PARAMS_FILE) -> Params:
+    """Read and check the whole of params.yaml.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or breaks the schema.
+    """
+    # ruamel reads YAML 1.2 as DVC does: 1e-05 is a float, `no` is a string.
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        values = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: file is missing; run from the repository's root") from None
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise UserError(
+            f"{path}:{mark.line + 1 if mark else 1}: not YAML; {getattr(error, 'problem', error)}"
+        ) from None
+    return parse_params(values)
+
+
+class Declared:
+    """A section from which a stage reads only what dvc.yaml declares, so an undeclared read leaves no stale cache."""
+
+    def __init__(self, section: BaseModel, declared: Mapping[str, Any], stage: str, prefix: str, reads: set[str]):
+        """Wrap `section`; `declared` holds the keys allowed below `prefix`; every leaf read is added to `reads`."""
+        self._section, self._declared, self._stage, self._prefix, self._reads = section, declared, stage, prefix, reads
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("__") or key not in type(self._section).model_fields:
+            raise AttributeError(key)
+        dotted = f"{self._prefix}{key}"
+        value = getattr(self._section, key)
+        if dotted == "run":
+            return value
+        if key not in self._declared:
+            raise UserError(
+                f"{dotted}: stage {self._stage} reads it but dvc.yaml does not list it under params; "
+                f"add it to stages.{self._stage}.params"
+            )
+        if isinstance(value, BaseModel):
+            return Declared(value, self._declared[key], self._stage, f"{dotted}.", self._reads)
+        self._reads.add(dotted)
+        return value
+
+
+def read_params() -> Params:
+    """The parameters of the running stage.
+
+    Under DVC (`DVC_STAGE` is set) only the keys declared in dvc.yaml can be read; without DVC the schema alone rules.
+    With `LEAN_FINETUNE_PARAM_READS` set to a directory, the keys read are written there as `<stage>.json`, for the
+    contract test.
+
+    Raises:
+        UserError: params.yaml breaks the schema.
+    """
+    params = load_params()
+    stage = os.environ.get("DVC_STAGE")
+    if not stage:
+        return params
+    import dvc.api
+
+    reads: set[str] = set()
+    if directory := os.environ.get("LEAN_FINETUNE_PARAM_READS"):
+        import atexit
+
+        record = Path(directory).resolve() / f"{stage}.json"
+        atexit.register(lambda: record.write_text(json.dumps(sorted(reads))))
+    return cast(Params, Declared(params, dvc.api.params_show(stages=stage), stage, "", reads))
