@@ -224,7 +224,7 @@ def _check_across_sections(params: Params) -> None:
     longest = round_up(params.data.max_length, params.bucket.pad_multiple)
     if params.bucket.max_tokens < longest:
         raise UserError(
-            f"bucket.max_tokens: one row of data.max_length={params.data.max_length} padded to {longest} tokens must fit "
+            f"bucket.max_tokens: a row of data.max_length={params.data.max_length} (padded {longest}) must fit "
             f"in a micro-batch; got {params.bucket.max_tokens}; raise bucket.max_tokens or lower data.max_length"
         )
     if params.evaluate.max_tokens < longest:
