@@ -1,0 +1,178 @@
+"""Pretrain the tiny model on seen families: `python -m data.synth.pretrain --seed 3 --tokens 20000000 --threads 1`.
+
+A small Llama learns the seen families from a stream of fresh rows; no prompt of data/raw/sample.jsonl and no row of an
+unseen family is ever in the stream. The same arguments give the same bytes on the same CPU, for a fixed thread count.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from data.synth.rows import SEEN, prompts_of, stream_rows
+from data.synth.tokenizer import MAX_LENGTH_TOKENS, TINY
+
+SAMPLE = Path("data/raw/sample.jsonl")
+TOKENS_PER_STEP = 4096
+MICRO_BATCHES_PER_STEP = 3
+LONGEST_ROW_TOKENS = 512
+# Prompts are mostly random words: learning them a little gives the words their meaning, more would be wasted.
+PROMPT_WEIGHT = 0.1
+PEAK_LEARNING_RATE = 3e-3
+WARMUP_SHARE = 0.03
+WEIGHT_DECAY = 0.05
+MAX_GRADIENT_NORM = 1.0
+
+Row = tuple[list[int], list[int]]  # token ids and, for each, 1 where the assistant says it
+
+
+def build_model(vocabulary_size: int, end_id: int, pad_id: int) -> LlamaForCausalLM:
+    """Build the untrained model: 1.4 M parameters, every linear layer's sides a multiple of 64 (an NF4 block)."""
+    config = LlamaConfig(
+        vocab_size=vocabulary_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LENGTH_TOKENS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end_id,
+        pad_token_id=pad_id,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=end_id, pad_token_id=pad_id, do_sample=False)
+    return model
+
+
+def read_prompts(path: Path) -> set[str]:
+    """Read every user message of a JSONL file of chat rows."""
+    with open(path, encoding="utf-8") as lines:
+        return {prompt for line in lines for prompt in prompts_of(json.loads(line))}
+
+
+def pretraining_rows(seed: int, sample: Path) -> Iterator[dict]:
+    """Yield rows of seen families, none with a prompt of the sample."""
+    return stream_rows(seed, SEEN, read_prompts(sample))
+
+
+def encode_rows(rows: Iterator[dict], tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
+    """Render rows with the chat template and tokenize them; rows over LONGEST_ROW_TOKENS are left out."""
+    while True:
+        block = [row["messages"] for row in itertools.islice(rows, 256)]
+        encoded = tokenizer.apply_chat_template(
+            block, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
+            if len(ids) <= LONGEST_ROW_TOKENS:
+                yield ids, mask
+
+
+def draw_step(rows: Iterator[Row]) -> list[Row]:
+    """Take rows for one optimizer step, TOKENS_PER_STEP or a little more, sorted by length."""
+    step: list[Row] = []
+    while sum(len(ids) for ids, _ in step) < TOKENS_PER_STEP:
+        step.append(next(rows))
+    return sorted(step, key=lambda row: len(row[0]))
+
+
+def split_step(step: list[Row]) -> list[list[Row]]:
+    """Cut a sorted step into MICRO_BATCHES_PER_STEP parts of about equal unpadded tokens."""
+    parts: list[list[Row]] = [[] for _ in range(MICRO_BATCHES_PER_STEP)]
+    total, done = sum(len(ids) for ids, _ in step), 0
+    for row in step:
+        parts[min(MICRO_BATCHES_PER_STEP - 1, done * MICRO_BATCHES_PER_STEP // total)].append(row)
+        done += len(row[0])
+    return [part for part in parts if part]
+
+
+def collate(rows: list[Row], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-pad rows to (batch, time) token ids and fp32 loss weights, 0 on padding."""
+    length = len(rows[-1][0])
+    ids_BT = torch.full((len(rows), length), pad_id)
+    weights_BT = torch.zeros(len(rows), length)
+    for number, (ids, mask) in enumerate(rows):
+        ids_BT[number, : len(ids)] = torch.tensor(ids)
+        weights_BT[number, : len(ids)] = torch.tensor(mask).float().clamp(min=PROMPT_WEIGHT)
+    return ids_BT, weights_BT
+
+
+def summed_losses(
+    model: LlamaForCausalLM, ids_BT: torch.Tensor, weights_BT: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sum of next-token losses in nats, and the plain sum over assistant tokens (weight 1) without gradient.
+
+    Padding is on the right and attention causal, so no mask is needed.
+    """
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
+    losses_BT = torch.nn.functional.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), ids_BT[:, 1:].flatten(), reduction="none"
+    ).view_as(ids_BT[:, 1:])
+    assistant_BT = weights_BT[:, 1:] == 1
+    return (losses_BT * weights_BT[:, 1:]).sum(), losses_BT.detach()[assistant_BT].sum()
+
+
+def learning_rate(progress: float) -> float:
+    """Linear warm-up, then a cosine to zero; `progress` runs from 0 to 1."""
+    if progress < WARMUP_SHARE:
+        return PEAK_LEARNING_RATE * progress / WARMUP_SHARE
+    return PEAK_LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * (progress - WARMUP_SHARE) / (1 - WARMUP_SHARE)))
+
+
+def train(model: LlamaForCausalLM, rows: Iterator[Row], tokens: int, pad_id: int) -> None:
+    """Train on `tokens` tokens of `rows`, printing the mean loss of assistant tokens every 100 steps."""
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    kept = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    seen_tokens, loss_sum, assistant_tokens, start = 0, 0.0, 0.0, time.monotonic()
+    for number in itertools.count(1):
+        if seen_tokens >= tokens:
+            return
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(seen_tokens / tokens)
+        batches = [collate(part, pad_id) for part in split_step(draw_step(rows))]
+        weight = sum(weights_BT[:, 1:].sum() for _, weights_BT in batches)
+        for ids_BT, weights_BT in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss, assistant_loss = summed_losses(model, ids_BT, weights_BT)
+            (loss / weight).backward()
+            seen_tokens += int((weights_BT > 0).sum())
+            loss_sum += float(assistant_loss)
+            assistant_tokens += float((weights_BT[:, 1:] == 1).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 100 == 0:
+            seconds = time.monotonic() - start
+            print(f"step {number}  tokens {seen_tokens}  loss {loss_sum / assistant_tokens:.4f}  {seconds:.0f} s", flush=True)
+            loss_sum = assistant_tokens = 0.0
+
+
+def main() -> None:
+    """Parse the command line, train, save the weights in bf16."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--tokens", type=int, required=True, help="training tokens, prompts included")
+    parser.add_argument("--threads", type=int, required=True, help="CPU threads; another count may round differently")
+    parser.add_argument("--tokenizer", type=Path, default=TINY)
+    parser.add_argument("--out", type=Path, default=TINY)
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    torch.set_num_threads(arguments.threads)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    model = build_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    rows = encode_rows(pretraining_rows(arguments.seed, SAMPLE), tokenizer)
+    train(model, rows, arguments.tokens, tokenizer.pad_token_id)
+    model.to(torch.bfloat16).save_pretrained(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
