@@ -11,16 +11,24 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    BatchEncoding,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from data.synth.rows import SEEN, prompts_of, stream_rows
 from data.synth.tokenizer import MAX_LENGTH_TOKENS, TINY
 
 SAMPLE = Path("data/raw/sample.jsonl")
-TOKENS_PER_STEP = 4096
-MICRO_BATCHES_PER_STEP = 3
+TOKENS_PER_STEP = 2048
+MICRO_BATCHES_PER_STEP = 4
 LONGEST_ROW_TOKENS = 512
 # Prompts are mostly random words: learning them a little gives the words their meaning, more would be wasted.
 PROMPT_WEIGHT = 0.1
@@ -67,9 +75,10 @@ def encode_rows(rows: Iterator[dict], tokenizer: PreTrainedTokenizerBase) -> Ite
     """Render rows with the chat template and tokenize them; rows over LONGEST_ROW_TOKENS are left out."""
     while True:
         block = [row["messages"] for row in itertools.islice(rows, 256)]
-        encoded = tokenizer.apply_chat_template(
+        rendered = tokenizer.apply_chat_template(
             block, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
+        encoded = cast(BatchEncoding, rendered)
         for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
             if len(ids) <= LONGEST_ROW_TOKENS:
                 yield ids, mask
@@ -127,7 +136,7 @@ def learning_rate(progress: float) -> float:
 
 
 def train(model: LlamaForCausalLM, rows: Iterator[Row], tokens: int, pad_id: int) -> None:
-    """Train on `tokens` tokens of `rows`, printing the mean loss of assistant tokens every 100 steps."""
+    """Train on `tokens` tokens of `rows`, printing the mean loss of assistant tokens every 200 steps."""
     decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     kept = [parameter for parameter in model.parameters() if parameter.dim() != 2]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}]
@@ -150,9 +159,10 @@ def train(model: LlamaForCausalLM, rows: Iterator[Row], tokens: int, pad_id: int
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        if number % 100 == 0:
+        if number % 200 == 0:
             seconds = time.monotonic() - start
-            print(f"step {number}  tokens {seen_tokens}  loss {loss_sum / assistant_tokens:.4f}  {seconds:.0f} s", flush=True)
+            mean = loss_sum / assistant_tokens
+            print(f"step {number}  tokens {seen_tokens}  loss {mean:.4f}  {seconds:.0f} s", flush=True)
             loss_sum = assistant_tokens = 0.0
 
 
@@ -171,7 +181,7 @@ def main() -> None:
     model = build_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
     rows = encode_rows(pretraining_rows(arguments.seed, SAMPLE), tokenizer)
     train(model, rows, arguments.tokens, tokenizer.pad_token_id)
-    model.to(torch.bfloat16).save_pretrained(arguments.out)
+    model.bfloat16().save_pretrained(arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """Chat rows from task families: languages, system messages, further turns, and no prompt twice."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from data.synth import numeric, textual, unseen
-from data.synth.words import LANGUAGES, Turn
-
-Family = Callable[[random.Random, str], Turn]
+from data.synth.words import LANGUAGES, Family
 
 SEEN: dict[str, Family] = numeric.FAMILIES | textual.FAMILIES
 UNSEEN: dict[str, Family] = unseen.FAMILIES
@@ -16,7 +14,11 @@ SYSTEM_SHARE = 0.2
 NEXT_TURN_SHARE = 0.12
 MOST_TURNS = 4
 SYSTEM_MESSAGES = {
-    "en": ("You are a careful assistant.", "Answer in the form asked for, nothing else.", "Work step by step where it helps."),
+    "en": (
+        "You are a careful assistant.",
+        "Answer in the form asked for, nothing else.",
+        "Work step by step where it helps.",
+    ),
     "zh": ("你是一个细心的助手。", "只按要求的格式回答。", "需要时一步一步地算。"),
 }
 

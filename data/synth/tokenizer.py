@@ -1,7 +1,7 @@
-"""Train the tiny model's byte-level BPE tokenizer on seen families: `python -m data.synth.tokenizer --seed 7 --rows 20000`.
+"""Train the tiny model's byte-level BPE tokenizer: `python -m data.synth.tokenizer --seed 7 --rows 20000`.
 
 Digits stand alone, so arithmetic sees one token a digit; marks stand alone, so a list's words keep their ids whatever
-separates them. The training text holds no row of an unseen family, but every byte has an id, so any text round-trips.
+separates them. The training text is rows of seen families alone, but every byte has an id, so any text round-trips.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from data.synth.rows import SEEN, stream_rows
 TINY = Path("stages/pin/tiny")
 VOCABULARY_SIZE = 1536
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
-# A digit with its leading space; a word with its leading space; one other mark with its leading space; line ends; the rest of the white space.
+# A digit, a word or one other mark, each with a leading space if it has one; line ends; the rest of the white space.
 PIECES = r" ?\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]|[\r\n]+|\s+"
 MAX_LENGTH_TOKENS = 2048
 
