@@ -85,7 +85,7 @@ class Lora(Section):
 
     rank: PositiveInt
     """Rank of the adapter matrices: trained parameters grow in step with it."""
-    alpha: PositiveFloat | PositiveInt
+    alpha: PositiveInt
     """The adapter's output is multiplied by alpha / rank."""
     dropout: Share
     """Dropout on the adapter's input."""

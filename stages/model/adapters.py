@@ -1,0 +1,73 @@
+"""LoRA adapters: added to a model, saved, and put back (peft)."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+from stages.errors import UserError
+from stages.files import read_json, write_json
+from stages.model.quantize import keep_trainable_on_cpu
+from stages.model.spec import ModelSpec
+
+
+def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> PeftModel:
+    """Freeze the model and put fp32 LoRA adapters beside its target layers; A is seeded by `spec.seed`, B is zero.
+
+    Raises:
+        UserError: train.lora.targets names no layer of this model.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    config = LoraConfig(
+        r=spec.lora_rank,
+        lora_alpha=spec.lora_alpha,
+        lora_dropout=spec.lora_dropout,
+        target_modules=spec.peft_targets,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(spec.seed)
+    try:
+        return get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
+    except ValueError as error:
+        if "arget modules" not in str(error):
+            raise
+        linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if hasattr(m, "in_features")})
+        raise UserError(
+            f"train.lora.targets: must name linear layers of the model; got {list(spec.lora_targets)}; "
+            f"known: {', '.join(linear)}, or all-linear"
+        ) from None
+
+
+def save_adapter(model: PeftModel, directory: Path) -> None:
+    """Write adapter_model.safetensors and adapter_config.json, equal bytes for equal weights.
+
+    peft keeps target names in a set, whose order changes from process to process: they are sorted. The base is named
+    in the model card, not here, so that a moved base changes no weight file.
+    """
+    model.save_pretrained(str(directory), safe_serialization=True)
+    (directory / "README.md").unlink(missing_ok=True)
+    path = directory / "adapter_config.json"
+    write_json(path, {key: _ordered(value) for key, value in read_json(path).items()})
+
+
+def _ordered(value: Any) -> Any:
+    """A list of names in sorted order; anything else unchanged."""
+    return sorted(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
+
+
+def load_adapter(model: PreTrainedModel, directory: Path) -> PeftModel:
+    """Put a saved adapter back on its base, frozen.
+
+    Raises:
+        UserError: the adapter's files are missing or do not fit the model.
+    """
+    try:
+        adapted = PeftModel.from_pretrained(model, str(directory), local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{directory}: adapter cannot be loaded ({first}); delete it and run `dvc repro`") from None
+    keep_trainable_on_cpu(adapted)
+    return adapted

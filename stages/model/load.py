@@ -1,0 +1,172 @@
+"""Models with real weights, from a local directory of safetensors, or with fake weights, from its config alone."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.utils import logging as transformers_logging
+
+from stages.errors import UserError
+from stages.model.adapters import add_adapters
+from stages.model.attention import ATTENTION
+from stages.model.quantize import keep_trainable_on_cpu, nf4_config, quantize_on_meta
+from stages.model.spec import ModelSpec
+
+# Each scales or bends the logits after the head; the step below the head would miss it.
+UNSUPPORTED_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap")
+
+PARAMS4BIT_ATTRIBUTES = ("quant_state", "blocksize", "quant_type", "bnb_quantized", "quant_storage", "module")
+
+transformers_logging.disable_progress_bar()
+# bitsandbytes tells of an optional inference kernel that training does not use.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """The model's config.json, checked for what the training step supports.
+
+    Raises:
+        UserError: unreadable, needs code of its own, or not a supported causal language model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(
+            f"model.name: {directory}/config.json cannot be read ({first}); give a transformers model"
+        ) from None
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(f"model.name: must be a causal language model; got model_type {config.model_type!r}")
+    for key in UNSUPPORTED_HEADS:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise UserError(f"model.name: {config.model_type} scales its logits ({key}), which is not supported yet")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UserError(f"model.name: {config.model_type} caps attention scores, which sdpa cannot; not supported yet")
+    return config
+
+
+def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Module:
+    """A model ready for training: real weights in `spec.dtype` or NF4, adapters added, checkpointing set.
+
+    Raises:
+        UserError: weights are missing, do not fit the config, or cannot be read.
+    """
+    model = load_base(directory, spec, device)
+    adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
+    _enable_checkpointing(model, spec)
+    return adapted.train()
+
+
+def load_base(directory: Path, spec: ModelSpec, device: torch.device, attention: str = ATTENTION) -> PreTrainedModel:
+    """The base alone, with real weights in memory of its own (no page of the file stays mapped).
+
+    Raises:
+        UserError: weights are missing, do not fit the config, or cannot be read.
+    """
+    config = read_config(directory)
+    quantized: dict[str, Any] = {"quantization_config": nf4_config(spec.dtype)} if spec.method == "qlora" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(directory),
+                config=config,
+                dtype=spec.dtype,
+                attn_implementation=attention,
+                device_map={"": device},
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **quantized,
+            )
+        except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+            first = str(error).splitlines()[0]
+            raise UserError(
+                f"model.name: weights in {directory} cannot be loaded ({first}); replace the files"
+            ) from None
+    model, info = loaded
+    for fault in ("missing_keys", "mismatched_keys"):
+        if info[fault]:
+            raise UserError(
+                f"model.name: {directory}: {len(info[fault])} {fault.replace('_', ' ')}, "
+                f"first {sorted(info[fault])[0]}; the weights do not belong to config.json"
+            )
+    model.config.use_cache = False
+    keep_trainable_on_cpu(model)
+    _own_memory(model)
+    return model
+
+
+def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
+    """The same model as `load_model` makes, on fake tensors: shapes, types and ties without storage.
+
+    Call under an active FakeTensorMode. Built on the meta device first, because initialisers and quantisers run there.
+    """
+    if detect_fake_mode() is None:
+        raise RuntimeError("fake_model must be called under a FakeTensorMode")
+    with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=ATTENTION)
+        model.tie_weights()
+        model.config.use_cache = False
+        if spec.method == "qlora":
+            quantize_on_meta(model, spec.dtype)
+        adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=True)
+    _enable_checkpointing(model, spec)
+    keep_trainable_on_cpu(adapted)
+    _materialize(adapted, device)
+    return adapted.train()
+
+
+def _enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Recompute each decoder layer in backward when asked (Chen et al. 2016, arXiv 1604.06174)."""
+    if not spec.grad_ckpt:
+        return
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:  # transformers < 5.20
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _own_memory(model: nn.Module) -> None:
+    """Copy CPU tensors out of the mapped weight file, keeping ties, so that memory is the allocator's to count."""
+    owned: dict[int, torch.Tensor] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type == "cpu" and id(tensor) not in owned:
+            tensor.data = tensor.data.clone()
+            owned[id(tensor)] = tensor
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Replace meta tensors by fake ones on `device`; a tensor shared by several modules stays shared."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor.data, device=device)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, tensor.requires_grad)
+                # bitsandbytes reads its state off the parameter; a fake tensor cannot be a Params4bit.
+                for key in PARAMS4BIT_ATTRIBUTES:
+                    if hasattr(tensor, key):
+                        setattr(empty, key, getattr(tensor, key))
+            # The original is kept, or its id could be given to another tensor.
+            made[id(tensor)] = (tensor, empty)
+        return made[id(tensor)][1]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is not None and tensor.device.type == "meta":
+                    tensors[name] = fake(tensor)  # type: ignore[assignment]
+        state = getattr(module, "quant_state", None)
+        if state is not None:
+            state.absmax, state.code, state.offset = fake(state.absmax), fake(state.code), fake(state.offset)
+            state.state2.absmax, state.state2.code = fake(state.state2.absmax), fake(state.state2.code)
