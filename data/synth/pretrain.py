@@ -27,12 +27,14 @@ from data.synth.rows import SEEN, prompts_of, stream_rows
 from data.synth.tokenizer import MAX_LENGTH_TOKENS, TINY
 
 SAMPLE = Path("data/raw/sample.jsonl")
-TOKENS_PER_STEP = 2048
-MICRO_BATCHES_PER_STEP = 4
-LONGEST_ROW_TOKENS = 512
+# Rows are padded to the next of these; longer rows are left out.
+BUCKET_LENGTHS = (32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 256, 384, 512)
+MICRO_BATCH_TOKENS = 1536
+MICRO_BATCHES_PER_STEP = 2
+REPORT_STEPS = 50
 # Prompts are mostly random words: learning them a little gives the words their meaning, more would be wasted.
 PROMPT_WEIGHT = 0.1
-PEAK_LEARNING_RATE = 3e-3
+PEAK_LEARNING_RATE = 5e-3
 WARMUP_SHARE = 0.03
 WEIGHT_DECAY = 0.05
 MAX_GRADIENT_NORM = 1.0
@@ -72,39 +74,33 @@ def pretraining_rows(seed: int, sample: Path) -> Iterator[dict]:
 
 
 def encode_rows(rows: Iterator[dict], tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
-    """Render rows with the chat template and tokenize them; rows over LONGEST_ROW_TOKENS are left out."""
-    while True:
-        block = [row["messages"] for row in itertools.islice(rows, 256)]
+    """Render rows with the chat template and tokenize them; rows over the longest bucket are left out."""
+    while block := [row["messages"] for row in itertools.islice(rows, 256)]:
         rendered = tokenizer.apply_chat_template(
             block, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         encoded = cast(BatchEncoding, rendered)
         for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
-            if len(ids) <= LONGEST_ROW_TOKENS:
+            if len(ids) <= BUCKET_LENGTHS[-1]:
                 yield ids, mask
 
 
-def draw_step(rows: Iterator[Row]) -> list[Row]:
-    """Take rows for one optimizer step, TOKENS_PER_STEP or a little more, sorted by length."""
-    step: list[Row] = []
-    while sum(len(ids) for ids, _ in step) < TOKENS_PER_STEP:
-        step.append(next(rows))
-    return sorted(step, key=lambda row: len(row[0]))
+def bucket_rows(rows: Iterator[Row]) -> Iterator[tuple[int, list[Row]]]:
+    """Collect rows by length; yield `(padded length, rows)` as soon as a bucket holds MICRO_BATCH_TOKENS.
+
+    Few distinct shapes and little padding: on a CPU every new shape costs the matrix library a compilation.
+    """
+    buckets: dict[int, list[Row]] = {length: [] for length in BUCKET_LENGTHS}
+    for row in rows:
+        length = next(length for length in BUCKET_LENGTHS if length >= len(row[0]))
+        buckets[length].append(row)
+        if len(buckets[length]) == MICRO_BATCH_TOKENS // length:
+            yield length, buckets[length]
+            buckets[length] = []
 
 
-def split_step(step: list[Row]) -> list[list[Row]]:
-    """Cut a sorted step into MICRO_BATCHES_PER_STEP parts of about equal unpadded tokens."""
-    parts: list[list[Row]] = [[] for _ in range(MICRO_BATCHES_PER_STEP)]
-    total, done = sum(len(ids) for ids, _ in step), 0
-    for row in step:
-        parts[min(MICRO_BATCHES_PER_STEP - 1, done * MICRO_BATCHES_PER_STEP // total)].append(row)
-        done += len(row[0])
-    return [part for part in parts if part]
-
-
-def collate(rows: list[Row], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-pad rows to (batch, time) token ids and fp32 loss weights, 0 on padding."""
-    length = len(rows[-1][0])
+def collate(rows: list[Row], length: int, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-pad rows to (batch, length) token ids and fp32 loss weights, 0 on padding."""
     ids_BT = torch.full((len(rows), length), pad_id)
     weights_BT = torch.zeros(len(rows), length)
     for number, (ids, mask) in enumerate(rows):
@@ -135,35 +131,54 @@ def learning_rate(progress: float) -> float:
     return PEAK_LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * (progress - WARMUP_SHARE) / (1 - WARMUP_SHARE)))
 
 
-def train(model: LlamaForCausalLM, rows: Iterator[Row], tokens: int, pad_id: int) -> None:
-    """Train on `tokens` tokens of `rows`, printing the mean loss of assistant tokens every 200 steps."""
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    kept = [parameter for parameter in model.parameters() if parameter.dim() != 2]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-    seen_tokens, loss_sum, assistant_tokens, start = 0, 0.0, 0.0, time.monotonic()
-    for number in itertools.count(1):
-        if seen_tokens >= tokens:
-            return
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(seen_tokens / tokens)
-        batches = [collate(part, pad_id) for part in split_step(draw_step(rows))]
-        weight = sum(weights_BT[:, 1:].sum() for _, weights_BT in batches)
-        for ids_BT, weights_BT in batches:
-            with torch.autocast("cpu", torch.bfloat16):
-                loss, assistant_loss = summed_losses(model, ids_BT, weights_BT)
-            (loss / weight).backward()
-            seen_tokens += int((weights_BT > 0).sum())
-            loss_sum += float(assistant_loss)
-            assistant_tokens += float((weights_BT[:, 1:] == 1).sum())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices (it learns these tasks from fewer tokens), AdamW for embeddings and norms."""
+    matrices = [parameter for name, parameter in model.named_parameters() if name.endswith("_proj.weight")]
+    others = [parameter for name, parameter in model.named_parameters() if not name.endswith("_proj.weight")]
+    return [
+        torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def train_step(
+    model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], batches: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[float, int]:
+    """Take one optimizer step; return the summed loss of assistant tokens in nats and their number."""
+    weight = sum(weights_BT[:, 1:].sum() for _, weights_BT in batches)
+    loss_sum, assistant_tokens = 0.0, 0
+    for ids_BT, weights_BT in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, assistant_loss = summed_losses(model, ids_BT, weights_BT)
+        (loss / weight).backward()
+        loss_sum += float(assistant_loss)
+        assistant_tokens += int((weights_BT[:, 1:] == 1).sum())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+    for optimizer in optimizers:
         optimizer.step()
-        optimizer.zero_grad()
-        if number % 200 == 0:
-            seconds = time.monotonic() - start
-            mean = loss_sum / assistant_tokens
-            print(f"step {number}  tokens {seen_tokens}  loss {mean:.4f}  {seconds:.0f} s", flush=True)
-            loss_sum = assistant_tokens = 0.0
+    model.zero_grad()
+    return loss_sum, assistant_tokens
+
+
+def train(model: LlamaForCausalLM, rows: Iterator[Row], tokens: int, pad_id: int) -> None:
+    """Train on `tokens` tokens of `rows`, printing the mean loss of assistant tokens every REPORT_STEPS steps."""
+    optimizers, buckets = build_optimizers(model), bucket_rows(rows)
+    done_tokens, loss_sum, assistant_tokens, start = 0, 0.0, 0, time.monotonic()
+    for number in itertools.count(1):
+        if done_tokens >= tokens:
+            return
+        for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
+            group["lr"] = learning_rate(done_tokens / tokens)
+        drawn = [next(buckets) for _ in range(MICRO_BATCHES_PER_STEP)]
+        done_tokens += sum(len(ids) for _, part in drawn for ids, _ in part)
+        step_loss, step_tokens = train_step(
+            model, optimizers, [collate(part, length, pad_id) for length, part in drawn]
+        )
+        loss_sum, assistant_tokens = loss_sum + step_loss, assistant_tokens + step_tokens
+        if number % REPORT_STEPS == 0:
+            mean, seconds = loss_sum / assistant_tokens, time.monotonic() - start
+            print(f"step {number}  tokens {done_tokens}  loss {mean:.4f}  {seconds:.0f} s", flush=True)
+            loss_sum, assistant_tokens = 0.0, 0
 
 
 def main() -> None:
