@@ -289,6 +289,18 @@ class Declared:
         return value
 
 
+def parameter_values(section: Any) -> dict[str, Any]:
+    """All values of a section (or of what a stage may read of it) as plain nested dictionaries."""
+    if isinstance(section, Declared):
+        return {key: _plain(getattr(section, key)) for key in section._declared}
+    return section.model_dump()
+
+
+def _plain(value: Any) -> Any:
+    """A leaf unchanged, a section as a dictionary."""
+    return parameter_values(value) if isinstance(value, Declared | BaseModel) else value
+
+
 def read_params() -> Params:
     """The parameters of the running stage.
 

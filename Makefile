@@ -1,0 +1,46 @@
+# `make run` and `make test` need Python 3.11+, git and make; everything else they install into .venv themselves.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Stages run `python -m stages.<name>`: the environment's python must come first.
+WITH_VENV := PATH="$(abspath $(BIN)):$$PATH"
+PYTHON_FILES := stages data/synth benchmarks tests
+
+.PHONY: run test test-all lint compare plots clean
+
+run: $(VENV)/.installed
+	$(WITH_VENV) dvc repro
+
+test: $(VENV)/.installed-test
+	$(WITH_VENV) python -m pytest -m "not slow"
+
+test-all: $(VENV)/.installed-test
+	$(WITH_VENV) python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check $(PYTHON_FILES)
+	$(BIN)/ruff format --check $(PYTHON_FILES)
+	$(BIN)/mypy $(PYTHON_FILES)
+
+# Experiments side by side: predicted and measured peak, speed, loss.
+compare: $(VENV)/.installed
+	@$(WITH_VENV) dvc exp show --only-changed --hide-failed
+
+plots: $(VENV)/.installed
+	$(WITH_VENV) dvc plots show
+
+clean:
+	rm -rf $(VENV) scratch
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@ $(VENV)/.installed

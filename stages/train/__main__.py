@@ -1,0 +1,112 @@
+"""Fine-tune as planned: `python -m stages.train`."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from stages.bucket.plan import read_plan
+from stages.bucket.worst import worst_steps
+from stages.errors import StageCommand
+from stages.files import atomic_directory, read_json, write_csv, write_json, write_text
+from stages.model.adapters import save_adapter
+from stages.model.spec import ModelSpec
+from stages.params import parameter_values, read_params
+from stages.pin.locate import model_directory, verify_files
+from stages.step.batches import TokenRows
+from stages.step.optim import OptimSpec
+from stages.step.step import StepSpec
+from stages.train.card import model_card
+from stages.train.device import check_device, training_device
+from stages.train.loop import CURVE_COLUMNS, TrainJob, TrainResult, train
+from stages.train.measure import make_meter
+from stages.train.metrics import train_metrics
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command(cls=StageCommand)
+@click.option("--tokens", type=PATH, default="data/tokens", show_default=True, help="Token files of stage tokenize.")
+@click.option("--batches", type=PATH, default="data/batches", show_default=True, help="Batch plan of stage bucket.")
+@click.option("--verdict", type=PATH, default="data/estimate/verdict.json", show_default=True, help="Does it fit?")
+@click.option("--estimate", type=PATH, default="metrics/estimate.json", show_default=True, help="Predicted peak.")
+@click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned model.")
+@click.option("--tokenizer-lock", type=PATH, default="locks/tokenizer.json", show_default=True, help="Its tokenizer.")
+@click.option("--data-lock", type=PATH, default="locks/data.json", show_default=True, help="The pinned data.")
+@click.option("--out", type=PATH, default="data/tuned", show_default=True, help="Adapter or model, safetensors.")
+@click.option("--curves", type=PATH, default="data/train", show_default=True, help="Curves and model card.")
+@click.option("--metrics", type=PATH, default="metrics/train.json", show_default=True, help="Metrics.")
+def main(
+    tokens: Path,
+    batches: Path,
+    verdict: Path,
+    estimate: Path,
+    model_lock: Path,
+    tokenizer_lock: Path,
+    data_lock: Path,
+    out: Path,
+    curves: Path,
+    metrics: Path,
+) -> None:
+    """Fine-tune the pinned model on the planned batches.
+
+    Refuses a run that is predicted not to fit (unless estimate.enforce is false), trains, and writes the weights, a
+    model card, per-step curves and the measured peak memory.
+    """
+    params = read_params()
+    torch.set_num_threads(params.run.cpu_threads or torch.get_num_threads())
+    device = training_device()
+    spec = ModelSpec.from_params(params)
+    check_device(device, spec, read_json(verdict), read_json(estimate))
+    lock = read_json(model_lock)
+    directory = model_directory(lock)
+    verify_files(directory, lock["files"])
+    plan = read_plan(batches / "plan.arrow")
+    meter = make_meter(device)
+    job = TrainJob(
+        model_directory=directory,
+        plan=plan,
+        rows=TokenRows(tokens / "train.arrow"),
+        heldout=TokenRows(tokens / "heldout.arrow"),
+        pad_id=read_json(tokens / "meta.json")["pad_id"],
+        model_spec=spec,
+        optim_spec=OptimSpec.from_params(params),
+        step_spec=StepSpec(
+            loss_chunk=params.train.loss_chunk,
+            max_grad_norm=params.train.max_grad_norm,
+            foreach=device.type == "cuda",
+        ),
+        heldout_every_steps=params.train.heldout_every_steps,
+        heldout_rows=params.train.heldout_rows,
+        measured_steps=frozenset(worst_steps(plan)),
+        device=device,
+        progress=params.run.progress,
+    )
+    result = train(job, meter)
+    with atomic_directory(out) as aside:
+        _save_weights(result, spec, directory, read_json(tokenizer_lock), aside)
+    numbers = train_metrics(result, meter.result(), device)
+    values = {key: value for key, value in parameter_values(params).items() if key != "run"}
+    with atomic_directory(curves) as aside:
+        write_csv(aside / "curves.csv", CURVE_COLUMNS, result.curves)
+        card = model_card(model_lock=lock, data_lock=read_json(data_lock), params=values, metrics=numbers)
+        write_text(aside / "MODEL_CARD.md", card)
+    write_json(metrics, numbers)
+
+
+def _save_weights(
+    result: TrainResult, spec: ModelSpec, directory: Path, tokenizer_lock: dict[str, Any], out: Path
+) -> None:
+    """An adapter alone, or a full model with its tokenizer; a function of the weights and nothing else."""
+    if spec.method != "full":
+        save_adapter(result.model, out)  # type: ignore[arg-type]
+        return
+    result.model.save_pretrained(str(out), safe_serialization=True)  # type: ignore[operator]
+    for name in tokenizer_lock["files"]:
+        shutil.copyfile(directory / name, out / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The device a run really has, checked against the prediction before anything is loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import torch
+
+from stages.errors import UserError
+from stages.model.spec import ModelSpec
+
+GIB = 2**30
+
+
+def training_device() -> torch.device:
+    """The CUDA device here, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_device(
+    device: torch.device, spec: ModelSpec, verdict: Mapping[str, Any], estimate: Mapping[str, Any]
+) -> None:
+    """Refuse a run that the device at hand cannot hold or compute.
+
+    Args:
+        device: where training would run.
+        spec: the model's method and precision.
+        verdict: data/estimate/verdict.json; its refusal was decided for `hardware.gpu`.
+        estimate: metrics/estimate.json; its predicted peak is compared with the memory free here.
+
+    Raises:
+        UserError: with the breakdown, or with the precision that this device lacks.
+    """
+    if verdict["refusal"]:
+        raise UserError(verdict["refusal"])
+    if (
+        device.type == "cuda"
+        and spec.precision == "bf16"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"train.precision: {name} has no native bf16; got bf16; use fp32")
+    if not verdict["enforce"]:
+        return
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    predicted = estimate["peak_bytes_predicted"]
+    if predicted > free:
+        raise UserError(
+            f"hardware.gpu: the run needs {predicted / GIB:.2f} GiB (predicted for {estimate['gpu']}) but {device} has "
+            f"{free / GIB:.2f} GiB free here; free memory, change the run, or set estimate.enforce=false"
+        )

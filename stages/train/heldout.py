@@ -1,0 +1,40 @@
+"""The held-out loss during training: a fixed set of rows, in batches no larger than training's own."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from stages.model.spec import ModelSpec
+from stages.step.batches import Batch, TokenRows, collate
+from stages.step.loss import summed_loss
+
+
+def heldout_batches(rows: TokenRows, count: int, max_tokens: int, pad_id: int) -> Iterator[Batch]:
+    """The first `count` held-out rows, sorted by length, in batches of at most `max_tokens` padded tokens.
+
+    A single row longer than the budget forms a batch of its own.
+    """
+    numbers = sorted(range(min(count, len(rows))), key=lambda row: (len(rows.ids(row)), row))
+    start = 0
+    for end in range(1, len(numbers) + 1):
+        longest_next = len(rows.ids(numbers[min(end, len(numbers) - 1)]))
+        if end == len(numbers) or (end - start + 1) * longest_next > max_tokens:
+            batch = [(rows.ids(row), rows.spans(row)) for row in numbers[start:end]]
+            yield collate(batch, len(batch[-1][0]), pad_id)
+            start = end
+
+
+@torch.no_grad()
+def heldout_loss(
+    model: nn.Module, batches: Iterator[Batch], model_spec: ModelSpec, chunk: int | None, device: torch.device
+) -> float:
+    """Mean cross-entropy per trained token over held-out batches, without dropout."""
+    model.eval()
+    total, tokens = 0.0, 0
+    with model_spec.autocast(device.type):
+        for batch in batches:
+            total += summed_loss(model, batch.to(device), chunk).item()
+            tokens += len(batch.supervised_index_N)
+    model.train()
+    return total / tokens

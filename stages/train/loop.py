@@ -1,0 +1,194 @@
+"""The training loop: the plan's steps in order, each the one training step on real tensors."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from stages.bucket.plan import MicroBatch, Plan
+from stages.errors import UserError
+from stages.model.load import load_model
+from stages.model.spec import ModelSpec
+from stages.step.batches import Batch, TokenRows, read_batch
+from stages.step.loss import check_head
+from stages.step.optim import OptimSpec, build_optimizer, learning_rate
+from stages.step.step import StepResult, StepSpec, training_step
+from stages.train.heldout import heldout_batches, heldout_loss
+from stages.train.measure import Meter
+
+GIB = 2**30
+
+CURVE_COLUMNS = (
+    "step",
+    "epoch",
+    "loss",
+    "heldout_loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "supervised_tokens",
+    "padded_tokens",
+    "micro_batches",
+    "allocated_bytes",
+    "rss_bytes",
+    "measured",
+    "seconds",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """Everything one run of the loop needs."""
+
+    model_directory: Path
+    plan: Plan
+    rows: TokenRows
+    heldout: TokenRows
+    pad_id: int
+    model_spec: ModelSpec
+    optim_spec: OptimSpec
+    step_spec: StepSpec
+    heldout_every_steps: int | None
+    heldout_rows: int
+    measured_steps: frozenset[int]
+    """Steps whose peak memory is measured; always holds the first."""
+    device: torch.device
+    progress: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """The trained model and what was seen on the way."""
+
+    model: nn.Module
+    curves: list[dict[str, Any]]
+    """One row per optimizer step, keys `CURVE_COLUMNS`."""
+    train_seconds: float
+    """Seconds spent in optimizer steps, held-out losses apart."""
+
+
+def train(job: TrainJob, meter: Meter) -> TrainResult:
+    """Load the model and run every step of the plan.
+
+    The first step and the model's loading share one measuring window, since the first step is planned to hold the
+    largest batch; the other steps that can be the worst are measured each in a window of its own.
+
+    Raises:
+        UserError: the model cannot be loaded, or a loss or gradient is not finite.
+    """
+    curves: list[dict[str, Any]] = []
+    bar = tqdm(total=len(job.plan.steps), desc="train", unit="step", disable=not job.progress)
+    with bar:
+        with meter.window("first step"):
+            with meter.phase("load"):
+                model = load_model(job.model_directory, job.model_spec, job.device)
+                check_head(model, job.device)
+                optimizer = build_optimizer(model, job.optim_spec)
+            torch.manual_seed(job.model_spec.seed)
+            curves.append(_run_step(job, model, optimizer, 0, meter, bar))
+        for step in range(1, len(job.plan.steps)):
+            if step in job.measured_steps:
+                with meter.window(f"step {step}"):
+                    curves.append(_run_step(job, model, optimizer, step, meter, bar))
+            else:
+                curves.append(_run_step(job, model, optimizer, step, meter, bar))
+            _maybe_heldout(job, model, step, curves[-1], bar)
+    return TrainResult(model=model, curves=curves, train_seconds=sum(row["seconds"] for row in curves))
+
+
+def _run_step(
+    job: TrainJob, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, meter: Meter, bar: Any
+) -> dict[str, Any]:
+    """One optimizer step and its row of the curves."""
+    micro_batches = job.plan.steps[step]
+    lr = learning_rate(step, len(job.plan.steps), job.optim_spec)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    supervised = sum(micro_batch.supervised for micro_batch in micro_batches)
+    start = time.perf_counter()
+    result = training_step(
+        model,
+        optimizer,
+        _load_batches(job, micro_batches),
+        supervised_tokens=supervised,
+        model_spec=job.model_spec,
+        spec=job.step_spec,
+        phase=meter.phase,
+        guard=lambda losses, norm: refuse_non_finite(losses, norm, step, micro_batches),
+    )
+    loss, grad_norm = _read(result)
+    seconds = time.perf_counter() - start
+    row = {
+        "step": step,
+        "epoch": micro_batches[0].epoch,
+        "loss": loss,
+        "lr": lr,
+        "grad_norm": grad_norm,
+        "tokens": sum(len(job.rows.ids(row)) for m in micro_batches for row in m.rows.tolist()),
+        "supervised_tokens": supervised,
+        "padded_tokens": sum(micro_batch.padded_tokens for micro_batch in micro_batches),
+        "micro_batches": len(micro_batches),
+        "allocated_bytes": meter.peak_bytes_of_step(),
+        "rss_bytes": psutil.Process().memory_info().rss,
+        "measured": step in job.measured_steps,
+        "seconds": seconds,
+    }
+    memory = row["allocated_bytes"] or row["rss_bytes"]
+    bar.set_postfix_str(
+        f"loss {loss:.4f}, {row['tokens'] / seconds:,.0f} tokens/s, {memory / GIB:.2f} GiB", refresh=False
+    )
+    bar.update()
+    return row
+
+
+def _read(result: StepResult) -> tuple[float, float]:
+    """The step's scalars as Python numbers; waits for the device."""
+    return result.loss.item(), result.grad_norm.item()
+
+
+def _load_batches(job: TrainJob, micro_batches: list[MicroBatch]) -> Iterator[Batch]:
+    """The step's micro-batches on the device, one at a time."""
+    for micro_batch in micro_batches:
+        yield read_batch(job.rows, micro_batch, job.pad_id).to(job.device)
+
+
+def _maybe_heldout(job: TrainJob, model: nn.Module, step: int, row: dict[str, Any], bar: Any) -> None:
+    """Add the held-out loss to the step's row when it is due, and after the last step."""
+    every = job.heldout_every_steps
+    if every is None or ((step + 1) % every and step + 1 != len(job.plan.steps)):
+        return
+    budget = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
+    batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id)
+    row["heldout_loss"] = heldout_loss(model, batches, job.model_spec, job.step_spec.loss_chunk, job.device)
+    bar.write(f"step {step + 1}: loss {row['loss']:.4f}, held-out loss {row['heldout_loss']:.4f}")
+
+
+def refuse_non_finite(
+    losses: list[torch.Tensor], grad_norm: torch.Tensor, step: int, micro_batches: list[MicroBatch]
+) -> None:
+    """Stop before the update when a loss or the gradient is not finite.
+
+    Raises:
+        UserError: naming the step, the micro-batch and its rows.
+    """
+    finite = torch.isfinite(torch.stack([*losses, grad_norm.to(losses[0].dtype)])).tolist()
+    if all(finite):
+        return
+    index = finite.index(False)
+    if index == len(losses):
+        raise UserError(
+            f"train.lr: gradient must be finite; its norm is {grad_norm.item()} at optimizer step {step} "
+            f"(losses of its {len(losses)} micro-batches are finite); lower train.lr or set train.max_grad_norm"
+        )
+    rows = micro_batches[index].rows.tolist()
+    shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
+    raise UserError(
+        f"train.lr: loss must be finite; it is {losses[index].item()} at optimizer step {step}, micro-batch {index} "
+        f"(training rows {shown}); lower train.lr, or look at those rows"
+    )

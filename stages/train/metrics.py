@@ -1,0 +1,38 @@
+"""What a training run reports."""
+
+from typing import Any
+
+import torch
+
+from stages.step.optim import trained_parameters
+from stages.train.loop import GIB, TrainResult
+from stages.train.measure import Measured
+
+LAST_SHARE = 0.1
+"""Share of the steps, at the end, over which the reported training loss is averaged."""
+
+WARM_UP_STEPS = 1
+"""Steps left out of the speed: the first pays for allocation and, where measured, for the profiler."""
+
+
+def train_metrics(result: TrainResult, measured: Measured, device: torch.device) -> dict[str, Any]:
+    """metrics/train.json: losses, speed, size, measured peak memory; None where the device cannot measure."""
+    curves = result.curves
+    last = curves[-max(1, round(LAST_SHARE * len(curves))) :]
+    timed = [row for row in curves[WARM_UP_STEPS:] if not row["measured"]] or curves
+    seconds = sum(row["seconds"] for row in timed)
+    peak = measured.peak_bytes
+    return {
+        "optimizer_steps": len(curves),
+        "train_loss": sum(row["loss"] for row in last) / len(last),
+        "heldout_loss_last": curves[-1].get("heldout_loss"),
+        "tokens_per_second": sum(row["tokens"] for row in timed) / seconds,
+        "supervised_tokens_per_second": sum(row["supervised_tokens"] for row in timed) / seconds,
+        "train_seconds": result.train_seconds,
+        "trained_parameters": sum(p.numel() for p in trained_parameters(result.model)),
+        "peak_bytes_measured": peak,
+        "peak_gib_measured": None if peak is None else peak / GIB,
+        "measured_by_phase": measured.peak_bytes_by_phase,
+        "peak_measured_how": measured.how,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }
