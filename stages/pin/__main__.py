@@ -1,0 +1,30 @@
+"""Entry of the stages pin_data and pin_model."""
+
+from pathlib import Path
+
+import click
+
+from stages.errors import StageCommand
+from stages.params import read_params
+from stages.pin.data import pin_data
+from stages.pin.model import pin_model
+
+
+@click.command(cls=StageCommand)
+@click.argument("what", type=click.Choice(["data", "model"]))
+@click.option("--locks", type=click.Path(path_type=Path), default=Path("locks"), show_default=True)
+def main(what: str, locks: Path) -> None:
+    """Pin the data (data.source) or the model (model.name) of params.yaml.
+
+    A local path is pinned by the content of its files, a hub id by its commit. Later stages read nothing that is not
+    pinned.
+    """
+    p = read_params()
+    if what == "data":
+        pin_data(p.data.source, p.data.revision, locks)
+    else:
+        pin_model(p.model.name, p.model.revision, locks)
+
+
+if __name__ == "__main__":
+    main()

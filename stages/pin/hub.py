@@ -1,0 +1,110 @@
+"""The Hugging Face Hub: which commit a revision is, which files it holds, and those files on this machine."""
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from stages.errors import UserError
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+RepoType = Literal["model", "dataset"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubFile:
+    """A file of one commit."""
+
+    path: str
+    """Inside the repository."""
+    size_bytes: int
+    blob_id: str
+    """Hex sha256 of the content for a large file (LFS), else git's blob sha1."""
+
+
+@contextmanager
+def _told_in_one_line(parameter: str, repo_id: str) -> Iterator[None]:
+    """Turn what the hub client raises for an unreachable, unknown or closed repository into a `UserError`."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise UserError(
+            f"{parameter}: {repo_id} asks for consent; accept its terms on its page, then run `hf auth login`"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise UserError(
+            f"{parameter}: {repo_id} has no such revision; name a branch, tag or commit of it in "
+            f"{parameter.split('.')[0]}.revision, or leave that blank for main"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise UserError(
+            f"{parameter}: the hub has no {repo_id} that you may read, and no such local directory exists; "
+            "check the name, or run `hf auth login` if it is private"
+        ) from None
+    except Exception as error:
+        if not _is_transport_fault(error):
+            raise
+        raise UserError(
+            f"{parameter}: the Hugging Face Hub cannot be reached for {repo_id} ({type(error).__name__}); "
+            "connect to the network (and unset HF_HUB_OFFLINE), or name a local path instead"
+        ) from error
+
+
+def _is_transport_fault(error: Exception) -> bool:
+    """Whether the network, not our call, is at fault. The client moved from httpx to httpx2 without a common base."""
+    transport = {"httpx", "httpx2"}
+    return isinstance(error, OSError) or any(kind.__module__.split(".")[0] in transport for kind in type(error).__mro__)
+
+
+def list_files(parameter: str, repo_id: str, repo_type: RepoType, revision: str | None) -> tuple[str, list[HubFile]]:
+    """The commit that `revision` (None: main) names now, and the files of that commit in order of path.
+
+    Raises:
+        UserError: the hub cannot be reached, or has no such repository or revision.
+    """
+    from huggingface_hub import HfApi
+
+    with _told_in_one_line(parameter, repo_id):
+        ask = HfApi().model_info if repo_type == "model" else HfApi().dataset_info
+        info = ask(repo_id, revision=revision, files_metadata=True)
+    files = [
+        HubFile(
+            path=file.rfilename,
+            size_bytes=int(file.size or 0),
+            blob_id=str(file.lfs.sha256 if file.lfs else file.blob_id),
+        )
+        for file in info.siblings or []
+    ]
+    return str(info.sha), sorted(files, key=lambda file: file.path)
+
+
+def download(parameter: str, repo_id: str, repo_type: RepoType, commit: str, paths: Sequence[str]) -> Path:
+    """The directory of one commit on this machine with at least `paths` in it, downloaded unless already there.
+
+    Raises:
+        UserError: a file is not here and the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    # snapshot_download reads its patterns as fnmatch does; brackets are the only such signs a file name may hold.
+    patterns = [path.replace("[", "[[]") for path in paths]
+    try:
+        here = Path(
+            snapshot_download(
+                repo_id, repo_type=repo_type, revision=commit, allow_patterns=patterns, local_files_only=True
+            )
+        )
+        if all((here / path).is_file() for path in paths):
+            return here
+    except LocalEntryNotFoundError:
+        logging.getLogger(__name__).info("%s at %s is not on this machine yet", repo_id, commit)
+    with _told_in_one_line(parameter, repo_id):
+        # Asked first because an unreachable hub answers this at once, while a download retries for 20 seconds.
+        HfApi().repo_info(repo_id, repo_type=repo_type, revision=commit)
+        return Path(snapshot_download(repo_id, repo_type=repo_type, revision=commit, allow_patterns=patterns))

@@ -1,0 +1,108 @@
+"""Where pinned files are on this machine, and whether they still are what was pinned. Imports nothing heavy."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stages.errors import UserError
+from stages.files import find_source
+from stages.params import HUB_PREFIX
+from stages.pin.hub import download
+
+TINY = "tiny"
+TINY_DIRECTORY = Path(__file__).parent / "tiny"
+# What makes a tokenizer: the first is required, the others are pinned where they exist.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+READ_BLOCK_BYTES = 1 << 20
+
+
+def model_directory(lock: Mapping[str, Any]) -> Path:
+    """The directory of the model pinned in `locks/model.json`, with config, weights and tokenizer in it.
+
+    Raises:
+        UserError: it is gone, or it is on a hub that cannot be reached.
+    """
+    return _directory(lock, [*lock["files"], *lock["tokenizer_files"]])
+
+
+def tokenizer_directory(lock: Mapping[str, Any]) -> Path:
+    """As `model_directory`, but of a hub model only the tokenizer's files need to be here.
+
+    Raises:
+        UserError: it is gone, or it is on a hub that cannot be reached.
+    """
+    return _directory(lock, lock["tokenizer_files"])
+
+
+def _directory(lock: Mapping[str, Any], paths: list[str]) -> Path:
+    """The local directory of a model lock, holding at least `paths` when it comes from a hub."""
+    if lock["kind"] == TINY:
+        return TINY_DIRECTORY
+    if lock["kind"] == "hub":
+        return download("model.name", lock["name"], "model", lock["revision"], paths)
+    directory = find_source(lock["name"])
+    if not directory.is_dir():
+        raise UserError(f"model.name: the pinned directory {lock['name']!r} is gone; put it back or change the name")
+    return directory
+
+
+def data_files(lock: Mapping[str, Any]) -> list[tuple[str, Path, dict[str, Any]]]:
+    """The files of `locks/data.json` in reading order: (name to show, local path, the file's entry in the lock).
+
+    Raises:
+        UserError: a hub file is not here and the hub cannot be reached.
+    """
+    source = lock["source"]
+    if lock["kind"] == "file":
+        return [(source, find_source(source), lock["files"][0])]
+    if lock["kind"] == "hub":
+        repo_id = source.removeprefix(HUB_PREFIX)
+        paths = [file["path"] for file in lock["files"]]
+        root = download("data.source", repo_id, "dataset", lock["revision"], paths)
+    else:
+        root = find_source(source)
+    return [(f"{source}/{file['path']}", root / file["path"], file) for file in lock["files"]]
+
+
+def new_digest(pinned: str, size_bytes: int) -> "hashlib._Hash":
+    """A hash object of the kind `pinned` is: sha256 of the content (64 hex digits) or git's blob sha1 (40)."""
+    if len(pinned) == 64:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
+
+
+def verify_files(directory: Path, files: Mapping[str, str]) -> None:
+    """Check files (name → sha256 or git blob id) against their content; git's ids need no network either.
+
+    Raises:
+        UserError: a file is missing or is not what was pinned.
+    """
+    for name in sorted(files):
+        path = directory / name
+        try:
+            digest = new_digest(files[name], path.stat().st_size)
+            for block in _blocks(path):
+                digest.update(block)
+        except OSError as error:
+            raise UserError(
+                f"model.name: {path} cannot be read ({error.strerror}); run `dvc repro` again to pin it anew"
+            ) from error
+        if digest.hexdigest() != files[name]:
+            raise UserError(f"model.name: {path} changed since it was pinned; run `dvc repro` again")
+
+
+def _blocks(path: Path) -> Iterable[bytes]:
+    """A file's bytes in blocks."""
+    with open(path, "rb") as file:
+        while block := file.read(READ_BLOCK_BYTES):
+            yield block
