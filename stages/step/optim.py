@@ -7,6 +7,7 @@ from typing import Literal
 import bitsandbytes as bnb
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from stages.params import Params
 
@@ -55,7 +56,8 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> torch.optim.Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     if spec.name == "adamw_8bit":
-        optimizer = bnb.optim.AdamW8bit(groups, lr=spec.lr, betas=ADAM_BETAS, eps=ADAM_EPS)
+        with unset_fake_temporarily():  # Its constructor reads the values of its code books.
+            optimizer = bnb.optim.AdamW8bit(groups, lr=spec.lr, betas=ADAM_BETAS, eps=ADAM_EPS)
         _make_bitsandbytes_state(optimizer)
         return optimizer
     # Fused updates in place; the foreach form would hold another copy of the parameters for a moment.
