@@ -18,7 +18,7 @@ from stages.errors import UserError
 from stages.model.adapters import add_adapters
 from stages.model.attention import ATTENTION
 from stages.model.quantize import keep_trainable_on_cpu, nf4_config, quantize_on_meta
-from stages.model.spec import ModelSpec
+from stages.model.spec import ModelSpec, WeightsSpec
 
 # Each scales or bends the logits after the head; the step below the head would miss it.
 UNSUPPORTED_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap")
@@ -65,7 +65,7 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
     return adapted.train()
 
 
-def load_base(directory: Path, spec: ModelSpec, device: torch.device, attention: str = ATTENTION) -> PreTrainedModel:
+def load_base(directory: Path, spec: WeightsSpec, device: torch.device, attention: str = ATTENTION) -> PreTrainedModel:
     """The base alone, with real weights in memory of its own (no page of the file stays mapped).
 
     Raises:

@@ -42,12 +42,32 @@ def summed_loss(model: nn.Module, batch: Batch, chunk: int | None) -> torch.Tens
     if chunk is None:
         logits_MV = head_logits(lm, hidden_BTD).flatten(0, 1)
         return F.cross_entropy(logits_MV, batch.targets_BT.flatten(), reduction="sum", ignore_index=-100)
-    hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.supervised_index_N)
-    targets_N = batch.targets_BT.flatten().index_select(0, batch.supervised_index_N)
+    hidden_ND, targets_N = _trained_positions(hidden_BTD, batch)
     total = hidden_ND.new_zeros((), dtype=torch.float32)
     for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True):
         total = total + checkpoint(_chunk_loss, lm, hidden, targets, use_reentrant=False)
     return total
+
+
+@torch.no_grad()
+def token_losses(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
+    """Cross-entropy of each trained token of a batch, fp32 of shape (N,), in the order of `supervised_index_N`.
+
+    For evaluation: the same decoder pass and head as `summed_loss`, at most `chunk` × V logits at a time.
+    """
+    lm = causal_lm(model)
+    hidden_BTD = lm.get_decoder()(input_ids=batch.input_ids_BT, use_cache=False).last_hidden_state
+    hidden_ND, targets_N = _trained_positions(hidden_BTD, batch)
+    chunks = zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
+    losses = [F.cross_entropy(head_logits(lm, hidden), targets, reduction="none") for hidden, targets in chunks]
+    return torch.cat(losses)
+
+
+def _trained_positions(hidden_BTD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states (N, D) of the positions whose next token is trained, and those tokens (N,)."""
+    hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.supervised_index_N)
+    targets_N = batch.targets_BT.flatten().index_select(0, batch.supervised_index_N)
+    return hidden_ND, targets_N
 
 
 def _chunk_loss(model: PreTrainedModel, hidden_CD: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:

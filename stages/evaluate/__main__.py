@@ -1,0 +1,79 @@
+"""Compare the base and the tuned model on held-out rows: `python -m stages.evaluate`."""
+
+import json
+from pathlib import Path
+
+import click
+import torch
+from tokenizers import Tokenizer
+
+from stages.errors import StageCommand
+from stages.evaluate.compare import Limits, Questions, evaluate_models
+from stages.evaluate.generate import choose_prompts, special_ids
+from stages.evaluate.heldout import spread_rows
+from stages.evaluate.metrics import evaluate_metrics, generation_lines
+from stages.files import atomic_directory, read_json, write_json, write_text
+from stages.model.load import read_config
+from stages.model.spec import WeightsSpec
+from stages.params import Params, read_params
+from stages.pin.locate import model_directory, verify_files
+from stages.step.batches import TokenRows
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command(cls=StageCommand)
+@click.option("--tokens", type=PATH, default="data/tokens", show_default=True, help="Token files of stage tokenize.")
+@click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned base.")
+@click.option("--tokenizer-lock", type=PATH, default="locks/tokenizer.json", show_default=True, help="Its tokenizer.")
+@click.option("--tuned", type=PATH, default="data/tuned", show_default=True, help="Adapter or model of stage train.")
+@click.option("--out", type=PATH, default="data/evaluate", show_default=True, help="Directory of generations.jsonl.")
+@click.option("--metrics", type=PATH, default="metrics/evaluate.json", show_default=True, help="Metrics.")
+def main(tokens: Path, model_lock: Path, tokenizer_lock: Path, tuned: Path, out: Path, metrics: Path) -> None:
+    """Compare the base and the tuned model on held-out rows.
+
+    Loss and perplexity of the trained tokens, overall and by row length, and exact match of greedy answers by task
+    family. The base is loaded as it was trained on (4-bit for qlora), so that the difference is the training's.
+    """
+    p = read_params()
+    torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lock = read_json(model_lock)
+    base = model_directory(lock)
+    verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
+    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    questions = _questions(p, tokens, base, tokenizer)
+    limits = Limits(
+        max_tokens=p.evaluate.max_tokens,
+        logits_chunk=p.evaluate.logits_chunk,
+        max_new_tokens=p.evaluate.max_new_tokens,
+        generate_batch_rows=p.evaluate.generate_batch_rows,
+    )
+    spec = WeightsSpec.from_params(p)
+    answers = evaluate_models(base, tuned, spec, questions, limits, device=device, progress=p.run.progress)
+    lines = generation_lines(questions, answers, tokenizer)
+    with atomic_directory(out) as aside:
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        write_text(aside / "generations.jsonl", text)
+    write_json(metrics, evaluate_metrics(questions, answers, lines))
+
+
+def _questions(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> Questions:
+    """The held-out rows and prompts that both models are asked."""
+    rows = TokenRows(tokens / "heldout.arrow")
+    meta = read_json(tokens / "meta.json")
+    special = special_ids(tokenizer)
+    positions = getattr(read_config(base).get_text_config(), "max_position_embeddings", None)
+    room = None if positions is None else positions - p.evaluate.max_new_tokens
+    return Questions(
+        rows=rows,
+        loss_rows=spread_rows(len(rows), p.evaluate.loss_rows),
+        prompts=choose_prompts(rows, p.evaluate.generate_rows, room, special),
+        special=special,
+        eos_id=meta["eos_id"],
+        pad_id=meta["pad_id"],
+    )
+
+
+if __name__ == "__main__":
+    main()

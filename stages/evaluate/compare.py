@@ -1,0 +1,142 @@
+"""The base and the tuned model on the same held-out rows: one after the other, never both in memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from stages.errors import UserError
+from stages.evaluate.generate import Prompt, greedy_answers, stop_ids
+from stages.evaluate.heldout import row_losses
+from stages.model.adapters import load_adapter
+from stages.model.load import load_base
+from stages.model.spec import WeightsSpec
+from stages.step.batches import TokenRows
+
+MODELS = ("base", "tuned")
+
+GENERATION_ATTENTION = "sdpa"
+"""Generation pads on the left and so needs a mask, which the training step's attention does without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """What both models are asked."""
+
+    rows: TokenRows
+    loss_rows: list[int]
+    """Row numbers whose loss is taken."""
+    prompts: list[Prompt]
+    special: set[int]
+    """Ids of special tokens."""
+    eos_id: int | None
+    pad_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What bounds the memory and time of an evaluation: section `evaluate` of params.yaml."""
+
+    max_tokens: int
+    logits_chunk: int
+    max_new_tokens: int
+    generate_batch_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What one model made of the questions."""
+
+    row_losses: np.ndarray
+    """Summed cross-entropy of each of `Questions.loss_rows`, float64."""
+    answers: list[list[int]]
+    """Generated tokens for each of `Questions.prompts`."""
+
+
+def evaluate_models(
+    base: Path,
+    tuned: Path,
+    spec: WeightsSpec,
+    questions: Questions,
+    limits: Limits,
+    *,
+    device: torch.device,
+    progress: bool,
+) -> dict[str, Answers]:
+    """Ask the base, then the tuned model; keys are `MODELS`.
+
+    Raises:
+        UserError: a model cannot be loaded, does not fit in memory, or has losses that are not finite.
+    """
+    answers = {}
+    for name, model in _models(base, tuned, spec, device):
+        answers[name] = _ask(name, model, spec, questions, limits, device, progress)
+        # Gone before the next is loaded.
+        del model
+    return answers
+
+
+def _models(base: Path, tuned: Path, spec: WeightsSpec, device: torch.device) -> Iterator[tuple[str, nn.Module]]:
+    """Each model by name; an adapter is loaded once and switched off for the base."""
+    if spec.method == "full":
+        for name, directory in zip(MODELS, (base, tuned), strict=True):
+            yield name, load_base(directory, spec, device, GENERATION_ATTENTION).eval()
+        return
+    adapted = load_adapter(load_base(base, spec, device, GENERATION_ATTENTION), tuned).eval()
+    with adapted.disable_adapter():
+        yield "base", adapted
+    yield "tuned", adapted
+
+
+def _ask(
+    name: str,
+    model: nn.Module,
+    spec: WeightsSpec,
+    questions: Questions,
+    limits: Limits,
+    device: torch.device,
+    progress: bool,
+) -> Answers:
+    """One model's losses and answers."""
+    try:
+        with tqdm(total=len(questions.loss_rows), desc=f"{name} loss", unit=" rows", disable=not progress) as bar:
+            losses = row_losses(
+                model,
+                spec,
+                questions.rows,
+                questions.loss_rows,
+                max_tokens=limits.max_tokens,
+                logits_chunk=limits.logits_chunk,
+                pad_id=questions.pad_id,
+                device=device,
+                progress=bar,
+            )
+        with tqdm(total=len(questions.prompts), desc=f"{name} answers", unit=" rows", disable=not progress) as bar:
+            answers = greedy_answers(
+                model,
+                spec,
+                questions.prompts,
+                stops=stop_ids(model, questions.eos_id, questions.prompts, questions.special),
+                max_new_tokens=limits.max_new_tokens,
+                batch_rows=limits.generate_batch_rows,
+                pad_id=questions.pad_id,
+                device=device,
+                progress=bar,
+            )
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"evaluate.max_tokens: the {name} model ran out of memory on {device}; got {limits.max_tokens}, "
+            f"evaluate.logits_chunk={limits.logits_chunk}, evaluate.generate_batch_rows={limits.generate_batch_rows}; "
+            "lower them"
+        ) from None
+    if not np.isfinite(losses).all():
+        row = questions.loss_rows[int(np.flatnonzero(~np.isfinite(losses))[0])]
+        raise UserError(
+            f"{questions.rows.path}: loss of the {name} model must be finite; it is not for row {row}; "
+            "look at the training curves, or train in another precision"
+        )
+    return Answers(row_losses=losses, answers=answers)

@@ -1,0 +1,91 @@
+"""From losses and answers to metrics/evaluate.json and the lines of generations.jsonl."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from stages.evaluate.compare import MODELS, Answers, Questions
+from stages.evaluate.heldout import supervised_tokens
+from stages.evaluate.tasks import is_exact_match
+
+LENGTH_EDGES = (64, 128, 256, 512)
+"""Upper edges of the length buckets, in tokens of a row; the last bucket is open."""
+
+
+def generation_lines(
+    questions: Questions, answers: Mapping[str, Answers], tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """One record per prompt: its text with control tokens, the expected and both generated answers, both verdicts."""
+    lines = []
+    for number, prompt in enumerate(questions.prompts):
+        expected = tokenizer.decode(prompt.answer_ids, skip_special_tokens=True)
+        line: dict[str, Any] = {
+            "family": prompt.family,
+            "prompt": tokenizer.decode(prompt.ids, skip_special_tokens=False),
+            "expected": expected,
+        }
+        for name in MODELS:
+            line[name] = tokenizer.decode(answers[name].answers[number], skip_special_tokens=True)
+            line[f"{name}_correct"] = is_exact_match(expected, line[name])
+        lines.append(line)
+    return lines
+
+
+def evaluate_metrics(
+    questions: Questions, answers: Mapping[str, Answers], lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Loss (nats per trained token) and perplexity, overall and by row length; exact match overall and by family."""
+    rows = questions.rows
+    tokens = np.array([supervised_tokens(rows, row) for row in questions.loss_rows])
+    lengths = rows.lengths()[questions.loss_rows]
+    families = sorted({line["family"] for line in lines})
+    return {
+        "evaluated_rows": len(tokens),
+        "evaluated_tokens": int(tokens.sum()),
+        "generated_rows": len(lines),
+        **_losses(answers, tokens, np.ones(len(tokens), dtype=bool)),
+        **_exact_match(lines),
+        "by_length": {
+            name: {"rows": int(chosen.sum()), **_losses(answers, tokens, chosen)}
+            for name, chosen in _length_buckets(lengths)
+            if chosen.any()
+        },
+        "by_family": {
+            family: {"rows": len(own), **_exact_match(own)}
+            for family in families
+            if (own := [line for line in lines if line["family"] == family])
+        },
+    }
+
+
+def _length_buckets(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Name and members (bool per row) of each length bucket."""
+    edges = [0, *LENGTH_EDGES, math.inf]
+    names = [*(f"up_to_{edge}" for edge in LENGTH_EDGES), f"over_{LENGTH_EDGES[-1]}"]
+    return [
+        (name, (low < lengths) & (lengths <= high))
+        for name, low, high in zip(names, edges[:-1], edges[1:], strict=True)
+    ]
+
+
+def _losses(answers: Mapping[str, Answers], tokens: np.ndarray, chosen: np.ndarray) -> dict[str, float]:
+    """Mean loss per trained token of the chosen rows, and its exponential, for both models."""
+    found = {}
+    for name in MODELS:
+        loss = float(answers[name].row_losses[chosen].sum() / tokens[chosen].sum())
+        found[f"{name}_loss"] = loss
+        found[f"{name}_perplexity"] = math.exp(loss)
+    return found
+
+
+def _exact_match(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Percent of answers that are right, for both models; None where nothing was generated."""
+    return {
+        f"{name}_exact_match_percent": 100 * sum(line[f"{name}_correct"] for line in lines) / len(lines)
+        if lines
+        else None
+        for name in MODELS
+    }
