@@ -1,5 +1,8 @@
 """LoRA adapters: added to a model, saved, and put back (peft)."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,8 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
     )
     torch.manual_seed(spec.seed)
     try:
-        return get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
+        with _without_rename_warning():
+            return get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
     except ValueError as error:
         if "arget modules" not in str(error):
             raise
@@ -65,9 +69,18 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> PeftModel:
         UserError: the adapter's files are missing or do not fit the model.
     """
     try:
-        adapted = PeftModel.from_pretrained(model, str(directory), local_files_only=True)
+        with _without_rename_warning():
+            adapted = PeftModel.from_pretrained(model, str(directory), local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{directory}: adapter cannot be loaded ({first}); delete it and run `dvc repro`") from None
     keep_trainable_on_cpu(adapted)
     return adapted
+
+
+@contextmanager
+def _without_rename_warning() -> Iterator[None]:
+    """Silence what only peft can mend: it asks transformers for a property under a name that is being retired."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
