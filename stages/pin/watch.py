@@ -1,6 +1,7 @@
 """Links that let DVC watch a local source wherever it lies: DVC follows a link when it hashes a dependency."""
 
 import os
+import subprocess
 from pathlib import Path
 
 from stages.files import told_in_one_line
@@ -10,7 +11,7 @@ NOTHING_LOCAL = Path("stages/pin/hub.py")
 
 
 def watch(link: Path, target: Path) -> None:
-    """Point `link` at `target`: relatively inside the working directory (so a clone can follow it), else absolutely.
+    """Point `link` at `target`: relatively when it travels with the repository, else absolutely.
 
     The link is replaced in one step, and left alone when it is right already.
 
@@ -18,8 +19,7 @@ def watch(link: Path, target: Path) -> None:
         UserError: the disk refused.
     """
     resolved = target.resolve()
-    inside = resolved.is_relative_to(Path.cwd().resolve())
-    text = os.path.relpath(resolved, link.parent.resolve()) if inside else str(resolved)
+    text = os.path.relpath(resolved, link.parent.resolve()) if _travels(resolved) else str(resolved)
     if link.is_symlink() and os.readlink(link) == text:
         return
     with told_in_one_line(link):
@@ -28,3 +28,18 @@ def watch(link: Path, target: Path) -> None:
         aside.unlink(missing_ok=True)
         os.symlink(text, aside)
         os.replace(aside, link)
+
+
+def _travels(path: Path) -> bool:
+    """Whether a clone or a temporary experiment has the path too: it is in the working directory and tracked by git.
+
+    A relative link to any other file, one under `dvc add` too, would dangle in the copy of the repository that
+    `dvc exp run --temp` and `--queue` run in.
+    """
+    if not path.is_relative_to(Path.cwd().resolve()):
+        return False
+    try:
+        untracked = subprocess.run(["git", "ls-files", "--others", "--", path], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return True  # Without git there are no copies.
+    return not untracked

@@ -219,11 +219,11 @@ def _check_sides(train: TokenWriter, heldout: TokenWriter, counts: Counts, setti
     sides = {"train on": train.lengths, "evaluate on": heldout.lengths}
     for use, lengths in sides.items():
         if len(lengths) == 0:
-            total = len(train.lengths) + len(heldout.lengths)
+            usable = len(train.lengths) + len(heldout.lengths)
+            lost = f", {counts.dropped} lost their answer to data.max_length={settings.max_length}"
             raise UserError(
-                f"data.heldout_fraction: {settings.heldout_fraction} leaves no row to {use} ({total} usable rows, "
-                f"{counts.dropped} dropped because data.max_length={settings.max_length} cut off every answer); "
-                "change it, add rows, or raise data.max_length"
+                f"data.heldout_fraction: leaves no row to {use} ({usable} usable rows{lost if counts.dropped else ''}); "
+                f"got {settings.heldout_fraction}; change it, add rows, or raise data.max_length"
             )
 
 

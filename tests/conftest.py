@@ -1,0 +1,28 @@
+"""Fixtures shared by all rooms' tests."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PUBLIC_DATA = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The checkout under test."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tiny_dir() -> Path:
+    """The shipped model directory."""
+    return ROOT / "stages" / "pin" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def public_data() -> Path:
+    """A directory with the demo data sets alpaca_en_demo.json and glaive_toolcall_en_demo.json."""
+    if not PUBLIC_DATA.is_dir():
+        pytest.skip(f"no public demo data at {PUBLIC_DATA}")
+    return PUBLIC_DATA

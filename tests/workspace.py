@@ -1,0 +1,56 @@
+"""A directory in which stages run as a user runs them, without DVC."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from click import Command
+from click.testing import CliRunner, Result
+from ruamel.yaml import YAML
+
+from tests.conftest import ROOT
+
+
+def lay_out(directory: Path, **values: Any) -> Path:
+    """Put params.yaml into a directory with some values changed, keys dotted with two underscores."""
+    yaml = YAML(typ="rt")
+    params = yaml.load((ROOT / "params.yaml").read_text())
+    params["run"]["progress"] = False
+    for dotted, value in values.items():
+        section, key = dotted.split("__")
+        params[section][key] = value
+    with open(directory / "params.yaml", "w") as file:
+        yaml.dump(params, file)
+    return directory
+
+
+def invoke(command: Command, *arguments: str) -> Result:
+    """Run a stage's entry in this process; anything but a told fault is raised."""
+    return CliRunner().invoke(command, list(arguments), catch_exceptions=False)
+
+
+def told(result: Result) -> str:
+    """The one line of a refused run."""
+    assert result.exit_code == 1, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    return lines[0].removeprefix("error: ")
+
+
+def run_module(module: str, *arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module` as a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    environment.pop("DVC_STAGE", None)
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, **options
+    )
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """Write JSON Lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
