@@ -76,16 +76,15 @@ def _losses(answers: Mapping[str, Answers], tokens: np.ndarray, chosen: np.ndarr
     found = {}
     for name in MODELS:
         loss = float(answers[name].row_losses[chosen].sum() / tokens[chosen].sum())
-        found[f"{name}_loss"] = loss
-        found[f"{name}_perplexity"] = math.exp(loss)
+        found[f"{name}_loss"] = round(loss, 6)
+        found[f"{name}_perplexity"] = round(math.exp(loss), 6)
     return found
 
 
 def _exact_match(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Percent of answers that are right, for both models; None where nothing was generated."""
-    return {
-        f"{name}_exact_match_percent": 100 * sum(line[f"{name}_correct"] for line in lines) / len(lines)
-        if lines
-        else None
-        for name in MODELS
-    }
+    found: dict[str, float | None] = {}
+    for name in MODELS:
+        right = sum(line[f"{name}_correct"] for line in lines)
+        found[f"{name}_exact_match_percent"] = round(100 * right / len(lines), 3) if lines else None
+    return found

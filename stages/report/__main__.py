@@ -1,0 +1,47 @@
+"""One page for a person: `python -m stages.report`."""
+
+from pathlib import Path
+
+import click
+
+from stages.errors import StageCommand
+from stages.files import atomic_directory, write_csv, write_json, write_text
+from stages.params import read_params
+from stages.report.figures import MEMORY_COLUMNS, memory_records, report_metrics
+from stages.report.inputs import read_inputs
+from stages.report.page import page
+from stages.report.plots import draw
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command(cls=StageCommand)
+@click.option("--locks", type=PATH, default="locks", show_default=True, help="Directory of the pins.")
+@click.option("--metrics", type=PATH, default="metrics", show_default=True, help="Directory of all metrics.")
+@click.option("--estimate", type=PATH, default="data/estimate", show_default=True, help="Output of stage estimate.")
+@click.option("--train", type=PATH, default="data/train", show_default=True, help="Curves of stage train.")
+@click.option("--evaluate", type=PATH, default="data/evaluate", show_default=True, help="Output of stage evaluate.")
+@click.option("--out", type=PATH, default="data/report", show_default=True, help="Directory of report.md.")
+def main(locks: Path, metrics: Path, estimate: Path, train: Path, evaluate: Path, out: Path) -> None:
+    """Put predicted beside measured memory and write one page with pictures: report.md.
+
+    Also writes metrics/report.json (the prediction's error in percent) and memory.csv for `dvc plots`.
+    """
+    p = read_params()
+    settings = {
+        "train.method": p.train.method,
+        "train.precision": p.train.precision,
+        "train.optimizer": p.train.optimizer,
+        "train.grad_ckpt": p.train.grad_ckpt,
+    }
+    inputs = read_inputs(locks=locks, metrics=metrics, estimate=estimate, train=train, evaluate=evaluate)
+    numbers = report_metrics(inputs)
+    with atomic_directory(out) as aside:
+        draw(aside, inputs)
+        write_csv(aside / "memory.csv", MEMORY_COLUMNS, memory_records(inputs))
+        write_text(aside / "report.md", page(inputs, settings, numbers))
+    write_json(metrics / "report.json", numbers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The report itself: one page of Markdown for a person."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from textwrap import indent
+from typing import Any
+
+from stages.report.figures import error_percent, reading_unit
+from stages.report.inputs import Inputs, in_order
+
+SAMPLES = 6
+SAMPLE_CHARACTERS = 800
+
+
+def page(inputs: Inputs, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    """All sections; `settings` are the parameters worth naming, `metrics` the report's own numbers."""
+    sections = (_summary(inputs, metrics), _run(inputs, settings), _memory(inputs), _loss(inputs), _answers(inputs))
+    return "\n\n".join(["# Fine-tuning report", *sections]) + "\n"
+
+
+def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
+    """The results in a few lines."""
+    estimate, train, evaluate = inputs.estimate, inputs.train, inputs.evaluate
+    fits = "fits" if estimate["fits"] else "does not fit"
+    peak = f"- **Memory**: predicted {_size(estimate['peak_bytes_predicted'])} at its peak ({estimate['worst_phase']})"
+    if train["peak_bytes_measured"] is None:
+        peak += f"; not measured on {train['device']}."
+    else:
+        peak += (
+            f", measured {_size(train['peak_bytes_measured'])}: the prediction was off by "
+            f"{metrics['predicted_error_percent']:+.2f} %."
+        )
+    lines = [
+        peak,
+        f"- **Device**: {estimate['gpu']}, {estimate['capacity_gib']:.4g} GiB: the run {fits}.",
+        f"- **Held-out loss**: {evaluate['base_loss']:.4f} before, {evaluate['tuned_loss']:.4f} after "
+        f"(perplexity {evaluate['base_perplexity']:.4g} before, {evaluate['tuned_perplexity']:.4g} after).",
+    ]
+    if evaluate["generated_rows"]:
+        lines.append(
+            f"- **Exact match** of {evaluate['generated_rows']} greedy answers: "
+            f"{evaluate['base_exact_match_percent']:.1f} % before, {evaluate['tuned_exact_match_percent']:.1f} % after."
+        )
+    return "\n".join(lines)
+
+
+def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
+    """What was trained on what."""
+    tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
+    rows = [
+        ("model", _pinned(inputs.model, "name")),
+        ("data", f"{_pinned(inputs.data, 'source')}, format {tokenize['format']}"),
+        ("rows", f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out"),
+        ("tokens", f"{tokenize['train_tokens']:,}, {tokenize['supervised_percent']:.1f} % of them trained"),
+        ("longest row", f"{tokenize['longest']:,} tokens"),
+        ("optimizer steps", f"{bucket['optimizer_steps']:,}, in {bucket['micro_batches']:,} micro-batches"),
+        (
+            "micro-batches",
+            f"at most {bucket['max_batch_tokens']:,} padded tokens, {bucket['max_batch_rows']:,} rows, "
+            f"{bucket['max_batch_length']:,} tokens a row",
+        ),
+        ("padding", f"{bucket['padding_percent']:.1f} % of the tokens computed"),
+        ("trained parameters", f"{train['trained_parameters']:,}"),
+        ("trained on", train["device"]),
+        ("speed", f"{train['tokens_per_second']:,.0f} tokens/s"),
+        *((name, _shown(value)) for name, value in settings.items()),
+    ]
+    return "## What was trained\n\n" + _table(("", ""), rows)
+
+
+def _memory(inputs: Inputs) -> str:
+    """Prediction against measurement, where the bytes are, and what a switch would change."""
+    predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
+    phases = [
+        (phase, _size(predicted[phase]), _size(measured.get(phase)), _percent(predicted[phase], measured.get(phase)))
+        for phase in in_order(predicted)
+    ]
+    peak = inputs.breakdown["peak"]
+    total = sum(peak.values())
+    categories = [
+        (name.replace("_", " "), _size(size), f"{100 * size / total:.1f} %")
+        for name, size in sorted(peak.items(), key=lambda item: (-item[1], item[0]))
+        if size
+    ]
+    verdict = [] if inputs.verdict["refusal"] is None else [f"Refused: {inputs.verdict['refusal']}", ""]
+    return "\n".join(
+        [
+            "## Memory",
+            "",
+            *verdict,
+            f"Measured by: {inputs.train['peak_measured_how']}.",
+            "",
+            _table(("phase", "predicted peak", "measured peak", "error"), phases),
+            "",
+            "![Peak memory of each phase](memory.png)",
+            "",
+            f"Where the bytes are at the predicted peak ({inputs.estimate['worst_phase']}):",
+            "",
+            _table(("what", "bytes", "share"), categories),
+            "",
+            "![Predicted peaks by switch](switches.png)",
+        ]
+    )
+
+
+def _loss(inputs: Inputs) -> str:
+    """Curves, and the held-out loss by length of row."""
+    evaluate = inputs.evaluate
+    columns = ("base_loss", "tuned_loss", "base_perplexity", "tuned_perplexity")
+    lengths = sorted(evaluate["by_length"].items(), key=lambda item: (item[0].startswith("over"), _edge(item[0])))
+    rows = [
+        (f"{name.replace('_', ' ')} tokens", found["rows"], *(f"{found[column]:.4g}" for column in columns))
+        for name, found in lengths
+    ]
+    rows.append(("**all**", evaluate["evaluated_rows"], *(f"{evaluate[column]:.4g}" for column in columns)))
+    header = ("row length", "rows", "loss before", "loss after", "perplexity before", "perplexity after")
+    return "\n".join(["## Loss", "", "![Loss](loss.png)", "", "Held-out rows:", "", _table(header, rows)])
+
+
+def _answers(inputs: Inputs) -> str:
+    """Exact match by family, and some answers in full."""
+    if not inputs.generations:
+        return "## Answers\n\nNone: no held-out row has a prompt to answer, or evaluate.generate_rows is 0."
+    families = [
+        (name, found["rows"], *(f"{found[f'{model}_exact_match_percent']:.0f} %" for model in ("base", "tuned")))
+        for name, found in sorted(inputs.evaluate["by_family"].items())
+    ]
+    # The file takes the families in turn, so its first lines are of different families.
+    pool = inputs.generations[: max(SAMPLES, len(families))]
+    shown = [pool[index * len(pool) // SAMPLES] for index in range(min(SAMPLES, len(pool)))]
+    samples = [_sample(line) for line in shown]
+    table = _table(("family", "prompts", "right before", "right after"), families)
+    return "\n\n".join(["## Answers", table, "### Samples", *samples])
+
+
+def _sample(line: Mapping[str, Any]) -> str:
+    """One prompt with the expected and the generated answers."""
+    parts = [("Prompt", line["prompt"]), ("Expected", line["expected"])]
+    for model, title in (("base", "Before"), ("tuned", "After")):
+        parts.append((f"{title} ({'right' if line[f'{model}_correct'] else 'wrong'})", line[model]))
+    blocks = (f"{title}:\n\n{indent(_cut(text), '    ', lambda _: True)}" for title, text in parts)
+    return "\n\n".join([f"#### {_cell(line['family'])}", *blocks])
+
+
+def _cut(text: str) -> str:
+    """Text short enough for the page."""
+    text = text.strip("\n")
+    return text if len(text) <= SAMPLE_CHARACTERS else f"{text[:SAMPLE_CHARACTERS]} …"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; every column but the first is right-aligned."""
+    lines = [header, ("---", *("---:" for _ in header[1:])), *rows]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    """A value as it may stand in a table."""
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def _pinned(lock: Mapping[str, Any], key: str) -> str:
+    """A pinned source and, where it has one, its commit."""
+    return f"{lock[key]} at {lock['revision']}" if lock["revision"] else lock[key]
+
+
+def _edge(name: str) -> int:
+    """The number in a length bucket's name."""
+    return int(name.rpartition("_")[2])
+
+
+def _shown(value: Any) -> str:
+    """A parameter as params.yaml would show it."""
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+def _size(count: int | None) -> str:
+    """Bytes for reading: GiB, or MiB where GiB would be a small fraction."""
+    if count is None:
+        return "not measured"
+    divisor, unit = reading_unit(count)
+    return f"{count / divisor:.4g} {unit}"
+
+
+def _percent(predicted_bytes: int, measured_bytes: int | None) -> str:
+    """The prediction's error, for reading."""
+    error = error_percent(predicted_bytes, measured_bytes)
+    return "" if error is None else f"{error:+.2f} %"

@@ -1,0 +1,83 @@
+"""The report's pictures as PNG, equal bytes for equal numbers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from stages.report.figures import GIB, reading_unit
+from stages.report.inputs import Inputs, in_order
+
+DOTS_PER_INCH = 120
+WIDTH_INCHES = 8.0
+
+
+def draw(directory: Path, inputs: Inputs) -> None:
+    """Write memory.png, switches.png and loss.png."""
+    _save(directory / "memory.png", 3.6, lambda axes: _memory(axes, inputs))
+    _save(directory / "switches.png", 1.2 + 0.3 * len(inputs.switches), lambda axes: _switches(axes, inputs))
+    _save(directory / "loss.png", 3.6, lambda axes: _loss(axes, inputs))
+
+
+def _save(path: Path, height_inches: float, plot: Any) -> None:
+    """Draw one figure; without the software's name in it, so that it does not change with matplotlib's patch level."""
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    plot(axes)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Software": None})
+
+
+def _memory(axes: Axes, inputs: Inputs) -> None:
+    """Predicted bytes of each phase by category, with what was measured as marks."""
+    phases = in_order({phase: None for phase in inputs.breakdown if phase != "peak"})
+    divisor, unit = reading_unit(inputs.estimate["peak_bytes_predicted"])
+    for category, left, width in _stacks(inputs.breakdown, phases, divisor):
+        axes.barh(phases, width, left=left, label=category.replace("_", " "), height=0.6)
+    measured = {p: b / divisor for p, b in inputs.train["measured_by_phase"].items() if b is not None and p in phases}
+    if measured:
+        axes.plot(list(measured.values()), list(measured), "k|", ms=22, mew=2, label="measured")
+    axes.invert_yaxis()
+    axes.set(xlabel=unit, title="Peak memory of each phase: predicted by category, and measured")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
+
+
+def _stacks(
+    breakdown: Mapping[str, Mapping[str, int]], phases: list[str], divisor: int
+) -> list[tuple[str, list[float], list[float]]]:
+    """For each category, largest at the peak first: its name, left ends and widths in each phase."""
+    sizes = {category: 0 for phase in phases for category in breakdown[phase]}
+    for category in sizes:
+        sizes[category] = max(breakdown[phase].get(category, 0) for phase in phases)
+    stacks, left = [], [0.0] * len(phases)
+    for category in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        width = [breakdown[phase].get(category, 0) / divisor for phase in phases]
+        stacks.append((category, list(left), width))
+        left = [start + size for start, size in zip(left, width, strict=True)]
+    return stacks
+
+
+def _switches(axes: Axes, inputs: Inputs) -> None:
+    """Predicted peak of the run and of its neighbours one switch away."""
+    names = [record["switch"] for record in inputs.switches]
+    peaks = [float(record["peak_gib"]) * GIB for record in inputs.switches]
+    divisor, unit = reading_unit(round(max(peaks)))
+    bars = axes.barh(names, [peak / divisor for peak in peaks], height=0.6)
+    axes.bar_label(bars, fmt="%.3g", padding=3)
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    axes.set(xlabel=f"predicted peak, {unit}", title="What one switch would change")
+
+
+def _loss(axes: Axes, inputs: Inputs) -> None:
+    """Training and held-out loss over optimizer steps."""
+    for column, style, label in (("loss", "-", "training"), ("heldout_loss", "o-", "held out")):
+        known = [(int(record["step"]), float(record[column])) for record in inputs.curves if record[column]]
+        if known:
+            axes.plot(*zip(*known, strict=True), style, label=label, lw=1.2, ms=4)
+    axes.set(xlabel="optimizer step", ylabel="loss, nats per trained token", title="Loss")
+    axes.legend(frameon=False)
