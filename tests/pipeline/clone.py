@@ -1,0 +1,140 @@
+"""A clone of the project in which DVC runs for real, as a user's would: no remote, no git identity."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from tests.conftest import ROOT
+
+IDENTITY = {f"GIT_{who}_{what}": "test@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+"""Given to `git commit` alone: DVC has to work without one."""
+
+# Small enough that eight stages take half a minute, large enough that a step has several micro-batches.
+SMALL_RUN = {
+    "data.max_rows": 240,
+    "data.heldout_fraction": 0.1,
+    "data.max_length": 128,
+    "bucket.max_tokens": 512,
+    "train.tokens_per_step": 2048,
+    "train.heldout_every_steps": 4,
+    "train.heldout_rows": 8,
+    "evaluate.generate_rows": 6,
+    "evaluate.max_new_tokens": 8,
+    "run.progress": False,
+    "run.cpu_threads": 1,
+}
+
+
+@dataclass(frozen=True)
+class Clone:
+    """A checkout and the environment its commands run in."""
+
+    root: Path
+    environment: dict[str, str]
+
+    def run(self, *command: str, ok: bool = True, env: dict[str, str] | None = None) -> str:
+        """Standard output and error of a command run in the checkout.
+
+        Args:
+            command: program and arguments.
+            ok: True: the command must succeed; False: it must fail.
+            env: more environment variables.
+        """
+        result = subprocess.run(
+            command, cwd=self.root, env={**self.environment, **(env or {})}, capture_output=True, text=True
+        )
+        output = result.stdout + result.stderr
+        assert (result.returncode == 0) == ok, f"{' '.join(command)} exited {result.returncode}:\n{output}"
+        return output
+
+    def dvc(self, *arguments: str, ok: bool = True, env: dict[str, str] | None = None) -> str:
+        """Output of a dvc command."""
+        return self.run(sys.executable, "-m", "dvc", *arguments, ok=ok, env=env)
+
+    def json(self, path: str) -> Any:
+        """A JSON file of the checkout."""
+        return json.loads((self.root / path).read_text())
+
+    def sha256(self, path: str) -> str:
+        """Hash of a file of the checkout."""
+        return hashlib.sha256((self.root / path).read_bytes()).hexdigest()
+
+    def set_params(self, **values: Any) -> None:
+        """Change params.yaml by hand; keys dotted with two underscores."""
+        self._write_params({key.replace("__", "."): value for key, value in values.items()})
+
+    def _write_params(self, values: dict[str, Any]) -> None:
+        yaml = YAML(typ="rt")
+        path = self.root / "params.yaml"
+        params = yaml.load(path.read_text())
+        for dotted, value in values.items():
+            *sections, key = dotted.split(".")
+            section = params
+            for name in sections:
+                section = section[name]
+            section[key] = value
+        with open(path, "w") as file:
+            yaml.dump(params, file)
+
+    def back_to_baseline(self) -> None:
+        """Undo what an experiment left in the workspace (DVC stages it, so the index is restored as well)."""
+        self.run("git", "restore", "--staged", "--worktree", ".")
+        self.dvc("checkout", "--quiet")
+
+
+def stages_run(output: str) -> list[str]:
+    """The stages that dvc really ran, in order, cached ones left out."""
+    return re.findall(r"^Running stage '([\w@-]+)':", output, flags=re.MULTILINE)
+
+
+def make_clone(root: Path) -> Clone:
+    """Copy what git tracks or would track into a new repository with one commit, and no identity afterwards."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        source, target = ROOT / name, root / name
+        if not source.is_symlink() and not source.exists():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
+    home = root.parent / "home"
+    home.mkdir()
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(home),
+        "LANG": "C.UTF-8",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    clone = Clone(root, environment)
+    clone._write_params(SMALL_RUN)
+    identity = {
+        f"GIT_{who}_{what}": "test@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
+    clone.run("git", "init", "-q", "-b", "main")
+    clone.run("git", "add", "-A")
+    clone.run("git", "commit", "-q", "-m", "clone", env=IDENTITY)
+    return clone
+
+
+def commit_all(clone: Clone) -> None:
+    """Commit the workspace as the baseline of later experiments."""
+    identity = {
+        f"GIT_{who}_{what}": "test@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
+    clone.run("git", "add", "-A")
+    clone.run("git", "commit", "-q", "-m", "baseline", env=IDENTITY)

@@ -1,0 +1,37 @@
+"""One clone with one finished run, shared by all pipeline tests: they leave its workspace as they found it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.clone import Clone, commit_all, make_clone
+
+
+@dataclass(frozen=True)
+class FirstRun:
+    """What the first `dvc repro` printed, and the parameters each stage read."""
+
+    output: str
+    reads: Path
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Clone, FirstRun]:
+    """A clone in which `dvc repro` ran once and its results were committed."""
+    base = tmp_path_factory.mktemp("pipeline")
+    clone = make_clone(base / "repo")
+    reads = base / "reads"
+    reads.mkdir()
+    output = clone.dvc("repro", env={"LEAN_FINETUNE_PARAM_READS": str(reads)})
+    commit_all(clone)
+    return clone, FirstRun(output, reads)
+
+
+@pytest.fixture
+def clone(finished: tuple[Clone, FirstRun]) -> Iterator[Clone]:
+    """The shared clone; whatever a test changed is undone."""
+    shared = finished[0]
+    yield shared
+    shared.back_to_baseline()

@@ -1,0 +1,190 @@
+"""The pipeline through DVC, in a clone without remote or identity: what runs, what does not, and what comes out."""
+
+import csv
+import json
+import math
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from ruamel.yaml import YAML
+from safetensors.numpy import load_file
+
+from tests.conftest import ROOT
+from tests.pipeline.clone import Clone, stages_run
+from tests.pipeline.conftest import FirstRun
+
+STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
+WEIGHTS = "data/tuned/adapter_model.safetensors"
+
+
+def losses(clone: Clone) -> list[str]:
+    """The loss column of the curves, as text: equal means equal to the last bit."""
+    with open(clone.root / "data/train/curves.csv") as file:
+        return [row["loss"] for row in csv.DictReader(file)]
+
+
+def rows_by_step(clone: Clone) -> list[set[int]]:
+    """The training rows of each optimizer step in the plan."""
+    with pa.memory_map(str(clone.root / "data/batches/plan.arrow")) as source:
+        table = pa.ipc.open_file(source).read_all()
+    steps: dict[int, set[int]] = {}
+    for step, rows in zip(table["step"].to_pylist(), table["rows"].to_pylist(), strict=True):
+        steps.setdefault(step, set()).update(rows)
+    return [steps[step] for step in sorted(steps)]
+
+
+def test_one_command_runs_every_stage_and_a_second_runs_none(finished: tuple[Clone, FirstRun]):
+    clone, first = finished
+    # The pins are committed; where the copy's parameters equal them, DVC need not run them again.
+    assert [s for s in stages_run(first.output) if not s.startswith("pin")] == [s for s in STAGES if s[:3] != "pin"]
+    again = clone.dvc("repro")
+    assert stages_run(again) == [] and "up to date" in again
+    assert "up to date" in clone.dvc("status")
+
+
+def test_params_listed_in_dvc_yaml_are_exactly_those_read(finished: tuple[Clone, FirstRun]):
+    """A listed key that no code reads reruns a stage for nothing; an unlisted one is refused by the reader itself."""
+    clone, first = finished
+    params = YAML(typ="safe").load((clone.root / "params.yaml").read_text())
+
+    def leaves(dotted: str) -> set[str]:
+        value = params
+        for key in dotted.split("."):
+            value = value[key]
+        return {leaf for key in value for leaf in leaves(f"{dotted}.{key}")} if isinstance(value, dict) else {dotted}
+
+    for path in first.reads.glob("*.json"):
+        listed = {leaf for key in STAGES[path.stem].get("params", []) for leaf in leaves(key)}
+        assert set(json.loads(path.read_text())) == listed, path.stem
+    assert len(list(first.reads.glob("*.json"))) >= 6
+
+
+def test_prediction_is_close_to_the_independent_measurement(finished: tuple[Clone, FirstRun]):
+    clone, _ = finished
+    predicted = clone.json("metrics/estimate.json")["peak_bytes_predicted"]
+    measured = clone.json("metrics/train.json")["peak_bytes_measured"]
+    assert predicted == pytest.approx(measured, rel=0.01)
+    assert clone.json("metrics/report.json")["predicted_error_percent"] == pytest.approx(
+        100 * (predicted / measured - 1), abs=0.01
+    )
+
+
+def test_grad_ckpt_reruns_estimate_train_report_and_changes_no_weight(clone: Clone):
+    """The proof that checkpointing is memory-only: evaluate is not rerun because the weights are the same bytes."""
+    weights, column = clone.sha256(WEIGHTS), losses(clone)
+    predicted = clone.json("metrics/estimate.json")["peak_bytes_predicted"]
+    output = clone.dvc("exp", "run", "-S", "train.grad_ckpt=true")
+    assert stages_run(output) == ["estimate", "train", "report"]
+    assert clone.sha256(WEIGHTS) == weights and losses(clone) == column
+    assert clone.json("metrics/estimate.json")["peak_bytes_predicted"] < predicted
+
+
+def test_token_budget_changes_memory_and_no_step(clone: Clone):
+    """Micro-batches are a matter of memory: the rows of a step, and the weights to rounding, stay."""
+    rows, weights = rows_by_step(clone), load_file(clone.root / WEIGHTS)
+    micro_batches = clone.json("metrics/bucket.json")["micro_batches"]
+    output = clone.dvc("exp", "run", "-S", "bucket.max_tokens=256")
+    assert stages_run(output)[0] == "bucket"
+    assert clone.json("metrics/bucket.json")["micro_batches"] > micro_batches
+    assert rows_by_step(clone) == rows
+    other = load_file(clone.root / WEIGHTS)
+    for name, value in weights.items():
+        difference = abs(value - other[name]).max()
+        assert difference <= 2e-4 * max(1e-2, abs(value).max()), name
+
+
+def test_same_params_give_the_same_bytes(clone: Clone):
+    """A run that is not reproducible cannot be compared with another."""
+    made = ["data/tokens/train.arrow", "data/tokens/heldout.arrow", "data/batches/plan.arrow", WEIGHTS]
+    before, column = [clone.sha256(path) for path in made], losses(clone)
+    output = clone.dvc("repro", "--force", "--downstream", "tokenize")
+    assert stages_run(output)[:4] == ["tokenize", "bucket", "estimate", "train"]
+    assert [clone.sha256(path) for path in made] == before and losses(clone) == column
+
+
+def test_another_gpu_does_not_retrain(clone: Clone):
+    output = clone.dvc("exp", "run", "-S", "hardware.gpu=24GiB")
+    assert "train" not in stages_run(output) and "estimate" in stages_run(output)
+
+
+def test_run_section_reruns_nothing(clone: Clone):
+    assert stages_run(clone.dvc("exp", "run", "-S", "run.cpu_threads=2")) == []
+
+
+def test_what_does_not_fit_is_predicted_and_refused(clone: Clone):
+    """Estimate succeeds and says no; train refuses in one line with the breakdown."""
+    output = clone.dvc("exp", "run", "-S", "hardware.gpu=1MiB", ok=False)
+    assert clone.json("metrics/estimate.json")["fits"] is False
+    line = next(line for line in output.splitlines() if line.startswith("error: "))
+    assert "GiB" in line and "-S " in line
+
+
+def test_an_edited_source_reruns_what_follows(clone: Clone):
+    source = clone.root / "data/raw/sample.jsonl"
+    text = source.read_text()
+    source.write_text(text.replace('"content": "', '"content": "Please. ', 1))
+    assert "pin_data" in clone.dvc("status")
+    assert stages_run(clone.dvc("repro", "bucket")) == ["pin_data", "tokenize", "bucket"]
+
+
+def test_a_relative_source_outside_works_in_a_temporary_run(clone: Clone):
+    """In --temp runs the working directory is a copy elsewhere: ../ must still mean beside the user's checkout."""
+    outside = clone.root.parent / "outside.jsonl"
+    lines = (clone.root / "data/raw/sample.jsonl").read_text().splitlines(keepends=True)
+    outside.write_text("".join(lines[300:420]))
+    output = clone.dvc("exp", "run", "--temp", "-n", "outside", "-S", "data.source=../outside.jsonl", "bucket")
+    assert stages_run(output) == ["pin_data", "tokenize", "bucket"]
+
+
+def test_a_queued_grid_predicts_memory(clone: Clone):
+    """2 × 2 experiments in a queue, each in a temporary copy."""
+    for grad_ckpt in ("true", "false"):
+        for max_tokens in ("256", "512"):
+            settings = [f"train.grad_ckpt={grad_ckpt}", f"bucket.max_tokens={max_tokens}"]
+            sets = [part for setting in settings for part in ("-S", setting)]
+            clone.dvc("exp", "run", "--queue", "-n", f"grid-{grad_ckpt}-{max_tokens}", *sets, "estimate")
+    clone.dvc("exp", "run", "--run-all")
+    shown = json.loads(clone.dvc("exp", "show", "--json", "--no-pager"))
+    peaks = {}
+    for row in shown:
+        for experiment in row.get("experiments") or []:
+            data = experiment["revs"][0]
+            if (data.get("name") or "").startswith("grid-"):
+                metrics = data["data"]["metrics"]["metrics/estimate.json"]["data"]
+                peaks[data["name"]] = metrics["peak_bytes_predicted"]
+    assert len(peaks) == 4 and peaks["grid-true-256"] < peaks["grid-false-256"] < peaks["grid-false-512"]
+
+
+def test_plots_render(clone: Clone):
+    output = clone.dvc("plots", "show", "--json")
+    shown = json.dumps(json.loads(output.strip().splitlines()[-1]))
+    assert "error" not in shown.lower() or '"errors"' not in shown
+    clone.dvc("plots", "show", "-o", "data/plots")
+    page = (clone.root / "data/plots/index.html").read_text()
+    assert "loss" in page and "predicted" in page.lower()
+
+
+def test_model_card_names_base_data_and_metrics(finished: tuple[Clone, FirstRun]):
+    clone, _ = finished
+    card = (clone.root / "data/train/MODEL_CARD.md").read_text()
+    for needed in ("base_model: tiny", "sample.jsonl", '"method": "qlora"', "peak_bytes_measured"):
+        assert needed in card
+    assert all(math.isfinite(float(loss)) for loss in losses(clone))
+
+
+def test_stages_explain_themselves():
+    """--help is what a newcomer tries first."""
+    import subprocess
+
+    for room in sorted({stage["cmd"].split()[2] for stage in STAGES.values()}):
+        result = subprocess.run([sys.executable, "-m", room, "--help"], capture_output=True, text=True, cwd=ROOT)
+        assert result.returncode == 0 and "Usage" in result.stdout and len(result.stdout.splitlines()) > 5, room
+
+
+def test_nothing_is_left_untracked(finished: tuple[Clone, FirstRun]):
+    """Outputs that git sees would be committed by mistake; DVC's ignore files must cover them."""
+    clone, _ = finished
+    assert clone.run("git", "status", "--porcelain").strip() == ""
+    assert not Path(clone.root / "scratch").exists()
