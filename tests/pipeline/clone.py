@@ -122,9 +122,6 @@ def make_clone(root: Path) -> Clone:
     }
     clone = Clone(root, environment)
     clone._write_params(SMALL_RUN)
-    identity = {
-        f"GIT_{who}_{what}": "test@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
-    }
     clone.run("git", "init", "-q", "-b", "main")
     clone.run("git", "add", "-A")
     clone.run("git", "commit", "-q", "-m", "clone", env=IDENTITY)
@@ -133,8 +130,5 @@ def make_clone(root: Path) -> Clone:
 
 def commit_all(clone: Clone) -> None:
     """Commit the workspace as the baseline of later experiments."""
-    identity = {
-        f"GIT_{who}_{what}": "test@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
-    }
     clone.run("git", "add", "-A")
     clone.run("git", "commit", "-q", "-m", "baseline", env=IDENTITY)
