@@ -1,0 +1,201 @@
+"""The one form of every benchmark: how it is measured, printed and kept.
+
+A benchmark is `python -m benchmarks.<name> [--quick] [--out FILE]`. It prints a table and writes
+benchmarks/results/<name>.json: name, date, commit, machine, versions, rows, bars.
+"""
+
+import importlib.metadata
+import operator
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import click
+import psutil
+
+from stages.errors import StageCommand
+from stages.files import write_json
+
+RESULTS = Path("benchmarks/results")
+LIBRARIES = ("bitsandbytes", "datasets", "dvc", "numpy", "peft", "pyarrow", "tokenizers", "torch", "transformers")
+COMPARE = {"<=": operator.le, ">=": operator.ge}
+
+Row = Mapping[str, Any]
+"""One line of the table: text and numbers by column; a column in bytes ends in `_bytes`, in seconds in `_s`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A promise about one measured value, a ratio wherever something is compared."""
+
+    name: str
+    value: float
+    rule: Literal["<=", ">="]
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the value keeps the promise."""
+        return COMPARE[self.rule](self.value, self.limit)
+
+    def as_json(self) -> dict[str, Any]:
+        """The bar as results files hold it."""
+        return {"name": self.name, "value": self.value, "bar": f"{self.rule} {self.limit:g}", "holds": self.holds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one run of a benchmark found."""
+
+    rows: Sequence[Row]
+    bars: Sequence[Bar]
+
+
+def benchmark(name: str, measure: Callable[[bool], Measured]) -> click.Command:
+    """The command of a benchmark.
+
+    Args:
+        name: of its module and its results file.
+        measure: does the work; its argument says whether --quick was asked for.
+    """
+
+    @click.command(cls=StageCommand, help=(sys.modules[measure.__module__].__doc__ or "").strip())
+    @click.option("--quick", is_flag=True, help="A smaller run: shows that it works. Kept only where --out says.")
+    @click.option("--out", type=Path, help=f"Results file.  [default: {RESULTS / name}.json]")
+    def main(quick: bool, out: Path | None) -> None:
+        measured = measure(quick)
+        click.echo(format_table(measured.rows))
+        if measured.bars:
+            click.echo(format_table([bar.as_json() for bar in measured.bars]))
+        target = out or (None if quick else RESULTS / f"{name}.json")
+        if target is not None:
+            write_json(target, report(name, measured))
+            click.echo(f"written to {target}")
+        if not all(bar.holds for bar in measured.bars):
+            sys.exit(1)
+
+    return main
+
+
+def report(name: str, measured: Measured) -> dict[str, Any]:
+    """The content of a results file."""
+    return {
+        "name": name,
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "rows": list(measured.rows),
+        "bars": [bar.as_json() for bar in measured.bars],
+    }
+
+
+def interleaved_seconds(cases: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Wall seconds of each case in each of `rounds` rounds, after one warm-up round that does not count.
+
+    Every round runs all cases, starting one further each time, so that a slow spell of the machine or the order of
+    the cases favours none.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    names = list(cases)
+    for turn in range(-1, rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            start = time.perf_counter()
+            cases[name]()
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def median_ratio(values: Sequence[float], base: Sequence[float]) -> float:
+    """Median over rounds of value / base: what is compared within a round shares its noise."""
+    return median(value / other for value, other in zip(values, base, strict=True))
+
+
+def commit() -> str | None:
+    """Short commit of the checkout, with `-dirty` where more than results differs from it; None outside git."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return None
+    return f"{head}-dirty" if _git("status", "--porcelain", "--", ".", f":!{RESULTS}") else head
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command; None where git or the repository is missing."""
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def machine() -> dict[str, Any]:
+    """The machine in terms that explain speed; no name that identifies it."""
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.machine()}",
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+    }
+
+
+def _cpu_name() -> str:
+    """The processor's model, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed libraries that decide speed and memory."""
+    found = {"python": platform.python_version()}
+    for library in LIBRARIES:
+        try:
+            found[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Rows as aligned text: bytes as MiB, numbers with three significant decimals, numbers to the right."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    heads = [f"{key.removesuffix('_bytes')} MiB" if key.endswith("_bytes") else key for key in columns]
+    table = [heads, *([_cell(key, row.get(key)) for key in columns] for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    numeric = [any(isinstance(row.get(key), int | float) for row in rows) for key in columns]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, numeric, strict=True)
+        ).rstrip()
+        for cells in table
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _cell(key: str, value: Any) -> str:
+    """One value as text."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if key.endswith("_bytes"):
+        return f"{value / 2**20:,.0f}"
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,153 @@
+"""The form of benchmarks: a broken bar shows, figures name their machine but never its owner, no case is favoured."""
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import form
+from benchmarks.form import Bar, Measured, benchmark, format_table, interleaved_seconds, machine, median_ratio
+from benchmarks.pipeline import _environment
+from benchmarks.watch import WHOLE, watch
+
+KEYS = {"name", "date", "commit", "machine", "versions", "rows", "bars"}
+
+
+def measure(quick: bool) -> Measured:
+    """Rows and bars as a benchmark returns them: one bar holds in a full run, none in a quick one."""
+    rows = [
+        {"what": "ours", "wall_s": 1.5, "peak_rss_bytes": 3 << 20},
+        {"what": "theirs", "wall_s": 3.0, "peak_rss_bytes": None},
+    ]
+    return Measured(rows=rows, bars=[Bar(name="ours / theirs", value=0.9 if quick else 0.5, rule="<=", limit=0.6)])
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(benchmark("sample", measure), list(arguments), catch_exceptions=False)
+
+
+def test_a_full_run_prints_its_table_and_writes_its_results_file(elsewhere):
+    result = run()
+    assert result.exit_code == 0
+    written = json.loads((elsewhere / "benchmarks/results/sample.json").read_text())
+    assert set(written) == KEYS
+    assert written["rows"] == measure(False).rows
+    assert written["bars"] == [{"name": "ours / theirs", "value": 0.5, "bar": "<= 0.6", "holds": True}]
+    assert written["commit"] is None, "no repository here, so no commit may be claimed"
+    assert written["versions"]["python"] == platform.python_version()
+    assert "theirs" in result.stdout and "peak_rss MiB" in result.stdout
+
+
+def test_a_bar_that_does_not_hold_ends_with_an_error_code(elsewhere):
+    result = run("--quick")
+    assert result.exit_code == 1
+    assert "NO" in result.stdout
+
+
+def test_a_quick_run_never_replaces_the_published_figures(elsewhere):
+    run("--quick")
+    assert not list(elsewhere.iterdir())
+    run("--quick", "--out", "mine.json")
+    assert set(json.loads(Path("mine.json").read_text())) == KEYS
+
+
+@pytest.mark.parametrize(("rule", "value", "holds"), [("<=", 2.0, True), ("<=", 2.1, False), (">=", 1.9, False)])
+def test_a_bar_is_held_to_its_side_of_the_limit(rule, value, holds):
+    assert Bar(name="x", value=value, rule=rule, limit=2.0).as_json() == {
+        "name": "x",
+        "value": value,
+        "bar": f"{rule} 2",
+        "holds": holds,
+    }
+
+
+def test_figures_never_name_the_host(monkeypatch):
+    monkeypatch.setattr(platform, "node", lambda: "secret-host")
+    monkeypatch.setattr(socket, "gethostname", lambda: "secret-host")
+    described = machine()
+    assert "secret-host" not in json.dumps(described)
+    assert platform.release() not in json.dumps(described)
+    assert described["cores"] >= 1 and described["memory_bytes"] > 2**28
+
+
+def test_the_commit_says_when_code_differs_from_it_but_not_when_only_results_do(elsewhere):
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        assert form._git(*identity, *arguments) is not None
+
+    git("init", "--quiet")
+    Path("code.py").write_text("1")
+    git("add", "code.py")
+    git("commit", "--quiet", "-m", "start")
+    head = form.commit()
+    assert head is not None and len(head) == 12
+    Path("benchmarks/results").mkdir(parents=True)
+    Path("benchmarks/results/sample.json").write_text("{}")
+    assert form.commit() == head
+    Path("code.py").write_text("2")
+    assert form.commit() == f"{head}-dirty"
+
+
+def test_each_case_starts_a_round_in_turn_so_that_order_favours_none():
+    order: list[str] = []
+    cases = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    seconds = interleaved_seconds(cases, rounds=3)
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+    rounds = ["".join(order[start : start + 3]) for start in range(0, 12, 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert {one[0] for one in rounds[1:]} == {"a", "b", "c"}
+
+
+def test_interleaved_seconds_are_wall_seconds():
+    seconds = interleaved_seconds({"sleep": lambda: time.sleep(0.02), "nothing": lambda: None}, rounds=2)
+    assert min(seconds["sleep"]) >= 0.02 > min(seconds["nothing"])
+
+
+def test_a_ratio_is_taken_within_each_round():
+    """A slow round doubles both cases; the ratio of medians over other rounds would show a gain that is none."""
+    assert median_ratio([1.0, 20.0, 3.0], [2.0, 40.0, 6.0]) == 0.5
+
+
+def test_a_table_lines_up_and_shows_what_is_unknown():
+    table = format_table([{"what": "a", "n": 5}, {"what": "longer", "wall_s": 1.23456}])
+    assert table == "what    n  wall_s\na       5       -\nlonger  -   1.235\n"
+
+
+GRANDCHILD = "import time; block = bytearray(60 << 20); time.sleep(0.6)"
+CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {GRANDCHILD!r}], check=True)"
+PARENT = (
+    "import os, subprocess, sys; print('hello', flush=True)\n"
+    f"for stage, code in (('first', {CHILD!r}), ('second', 'import time; time.sleep(0.4)')):\n"
+    "    subprocess.run([sys.executable, '-c', code], check=True, env={**os.environ, 'DVC_STAGE': stage})\n"
+)
+
+
+def test_a_stage_is_charged_for_the_memory_of_its_workers_and_no_other_stage_is(tmp_path):
+    usages, output = watch([sys.executable, "-c", PARENT], tmp_path, _environment())
+    assert output == "hello\n"
+    assert list(usages) == ["first", "second", WHOLE]
+    assert usages["first"].peak_rss_bytes > 60 << 20 > usages["second"].peak_rss_bytes
+    assert usages[WHOLE].peak_rss_bytes >= usages["first"].peak_rss_bytes
+    assert 0.4 < usages["first"].wall_s < usages[WHOLE].wall_s
+    assert usages["second"].first_seen_s > usages["first"].last_seen_s
+
+
+def test_the_pipeline_is_run_as_if_no_pipeline_ran_around_it(monkeypatch):
+    """Inherited from a stage, DVC_ROOT and DVC_STAGE would make the clone read the outer checkout's parameters."""
+    monkeypatch.setenv("DVC_STAGE", "train")
+    monkeypatch.setenv("DVC_ROOT", "/elsewhere")
+    environment = _environment()
+    assert not {"DVC_STAGE", "DVC_ROOT"} & set(environment)
+    assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
