@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -13,6 +14,9 @@ from stages.report.inputs import Inputs, in_order
 
 DOTS_PER_INCH = 120
 WIDTH_INCHES = 8.0
+PALETTE = colormaps["tab20"].colors  # type: ignore[attr-defined]
+COLORS = [*PALETTE[::2], *PALETTE[1::2]]
+"""Strong colours first, then their pale twins."""
 
 
 def draw(directory: Path, inputs: Inputs) -> None:
@@ -36,14 +40,15 @@ def _memory(axes: Axes, inputs: Inputs) -> None:
     """Predicted bytes of each phase by category, with what was measured as marks."""
     phases = in_order({phase: None for phase in inputs.breakdown if phase != "peak"})
     divisor, unit = reading_unit(inputs.estimate["peak_bytes_predicted"])
-    for category, left, width in _stacks(inputs.breakdown, phases, divisor):
-        axes.barh(phases, width, left=left, label=category.replace("_", " "), height=0.6)
+    for number, (category, left, width) in enumerate(_stacks(inputs.breakdown, phases, divisor)):
+        color = COLORS[number % len(COLORS)]
+        axes.barh(phases, width, left=left, label=category.replace("_", " "), height=0.6, color=color)
     measured = {p: b / divisor for p, b in inputs.train["measured_by_phase"].items() if b is not None and p in phases}
     if measured:
         axes.plot(list(measured.values()), list(measured), "k|", ms=22, mew=2, label="measured")
     axes.invert_yaxis()
     axes.set(xlabel=unit, title="Peak memory of each phase: predicted by category, and measured")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small", markerscale=0.4)
 
 
 def _stacks(
