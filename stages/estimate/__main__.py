@@ -1,0 +1,105 @@
+"""Predict the peak memory of training before training: `python -m stages.estimate`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stages.bucket.plan import read_plan
+from stages.errors import StageCommand
+from stages.estimate.devices import GIB, GPUS, Device, check_precision, resolve_gpu
+from stages.estimate.kernels import target_of
+from stages.estimate.predict import Prediction, Setting, predict
+from stages.estimate.shapes import traced_steps
+from stages.estimate.switches import trace_switches
+from stages.estimate.verdict import judge
+from stages.files import atomic_directory, read_json, write_csv, write_json
+from stages.model.load import read_config
+from stages.model.spec import ModelSpec
+from stages.params import read_params
+from stages.pin.locate import model_directory
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command(cls=StageCommand)
+@click.option("--plan", "plan_path", type=PATH, default="data/batches/plan.arrow", show_default=True)
+@click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned base.")
+@click.option("--out", type=PATH, default="data/estimate", show_default=True, help="Directory for the verdict.")
+@click.option("--metrics", type=PATH, default="metrics/estimate.json", show_default=True)
+@click.option("--list-gpus", is_flag=True, help="List the known GPUs and end.")
+def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus: bool) -> None:
+    """Predict the peak memory of training before training.
+
+    The training step itself runs on tensors without storage, over the worst micro-batches of the real plan; every
+    allocation and free is counted. A run that does not fit ends this stage well: its verdict makes train refuse.
+    """
+    if list_gpus:
+        return _list_gpus()
+    p = read_params()
+    device, reason = resolve_gpu(p.hardware.gpu)
+    check_precision(device, p.train.precision)
+    plan = read_plan(plan_path)
+    steps = traced_steps(plan)
+    config = read_config(model_directory(read_json(model_lock)))
+    setting = Setting(
+        model=ModelSpec.from_params(p),
+        optimizer=p.train.optimizer,
+        loss_chunk=p.train.loss_chunk,
+        max_grad_norm=p.train.max_grad_norm,
+    )
+    target = target_of(device)
+    prediction = predict(config, setting, steps, target)
+    switches = trace_switches(
+        config,
+        setting,
+        steps,
+        target,
+        prediction,
+        max_tokens=p.bucket.max_tokens,
+        longest=max(micro_batch.length for step in plan.steps for micro_batch in step),
+        native_bf16=device.native_bf16,
+        progress=p.run.progress,
+    )
+    verdict = judge(prediction, device, p.estimate.headroom_percent, switches)
+    with atomic_directory(out) as aside:
+        write_json(aside / "verdict.json", verdict.as_json())
+        write_json(aside / "breakdown.json", _breakdown(prediction))
+        rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in switches]
+        write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)
+    write_json(metrics, _metrics(prediction, device, reason, fits=verdict.fits))
+    if verdict.refusal is not None:
+        click.echo(f"does not fit: {verdict.refusal}", err=True)
+
+
+def _breakdown(prediction: Prediction) -> dict[str, dict[str, int]]:
+    """Bytes by category at the peak of each phase, and at the highest of them as `peak`."""
+    phases = {phase: dict(peak.by_category) for phase, peak in prediction.by_phase.items()}
+    return {**phases, "peak": dict(prediction.peak.by_category)}
+
+
+def _metrics(prediction: Prediction, device: Device, reason: str, *, fits: bool) -> dict[str, Any]:
+    """The content of metrics/estimate.json."""
+    return {
+        "peak_bytes_predicted": prediction.peak.bytes,
+        "peak_gib_predicted": round(prediction.peak.bytes / GIB, 4),
+        "predicted_by_phase": {phase: peak.bytes for phase, peak in prediction.by_phase.items()},
+        "worst_phase": prediction.worst_phase,
+        "fits": fits,
+        "gpu": device.name,
+        "gpu_reason": reason,
+        "capacity_gib": round(device.memory_bytes / GIB, 2),
+    }
+
+
+def _list_gpus() -> None:
+    """Print the table of known GPUs."""
+    click.echo(f"{'name':<14}{'memory GiB':>11}{'bf16':>6}{'compute capability':>20}")
+    for gpu in GPUS:
+        major, minor = gpu.compute_capability
+        bf16 = "yes" if gpu.native_bf16 else "no"
+        click.echo(f"{gpu.name:<14}{gpu.memory_bytes / GIB:>11.2f}{bf16:>6}{f'{major}.{minor}':>20}")
+
+
+if __name__ == "__main__":
+    main()

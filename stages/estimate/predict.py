@@ -1,0 +1,167 @@
+"""The peak memory of a setting: the training step of `stages.step` run on fake tensors under a memory trace."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from transformers import PretrainedConfig
+
+from stages.errors import UserError
+from stages.estimate.kernels import Target
+from stages.estimate.shapes import TracedSteps
+from stages.estimate.trace import (
+    ADAPTERS,
+    GRADIENTS,
+    OPTIMIZER,
+    QUANTISATION_STATE,
+    WEIGHTS,
+    WORKSPACE,
+    MemoryTrace,
+    Peak,
+)
+from stages.model.load import fake_model
+from stages.model.quantize import quantisation_tensors
+from stages.model.spec import ModelSpec
+from stages.step.batches import empty_batch
+from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
+from stages.step.step import StepSpec, training_step
+
+CPU = torch.device("cpu")
+UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The parameters that memory depends on, besides the shapes of the micro-batches."""
+
+    model: ModelSpec
+    optimizer: Literal["adamw", "adamw_8bit"]
+    loss_chunk: int | None
+    max_grad_norm: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Peaks of the traced steps."""
+
+    by_phase: Mapping[str, Peak]
+    """forward, backward, clip, optimizer."""
+
+    @property
+    def worst_phase(self) -> str:
+        """The phase with the highest peak."""
+        return max(self.by_phase, key=lambda phase: self.by_phase[phase].bytes)
+
+    @property
+    def peak(self) -> Peak:
+        """The highest peak."""
+        return self.by_phase[self.worst_phase]
+
+
+def predict(config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target) -> Prediction:
+    """Trace optimizer steps of these micro-batch shapes, without weights.
+
+    Raises:
+        UserError: the model's memory depends on the data, or PyTorch cannot trace one of its operations.
+    """
+    _refuse_experts(config)
+    trace = MemoryTrace(
+        granularity_bytes=target.granularity_bytes,
+        rules=target.rules,
+        vocab_size=config.get_text_config().vocab_size,
+    )
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), target.attention():
+            _trace_steps(trace, config, setting, steps, target)
+    except UNTRACEABLE as error:
+        raise UserError(
+            f"model.name: the step of {config.model_type} cannot be traced ({type(error).__name__}: {error}), so its "
+            "memory is not known; choose another model"
+        ) from None
+    return Prediction(by_phase=trace.peaks())
+
+
+def _trace_steps(
+    trace: MemoryTrace, config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
+) -> None:
+    """Build the model and the optimizer, count what they hold, and run the steps."""
+    model = fake_model(config, setting.model, CPU)
+    # Only the optimizer's name decides its state; the numbers of its update do not.
+    numbers = OptimSpec(name=setting.optimizer, lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
+    optimizer = build_optimizer(model, numbers)
+    _hold_state(trace, model, optimizer, setting)
+    trace.hold_bytes(target.constant_bytes, WORKSPACE)
+    spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=target.foreach)
+    with trace.recording():
+        for shapes in steps:
+            training_step(
+                model,
+                optimizer,
+                (empty_batch(shape, CPU) for shape in shapes),
+                supervised_tokens=1,
+                model_spec=setting.model,
+                spec=spec,
+                phase=lambda name: _phase(trace, name, like_cuda=target.foreach and _mixed(setting.model)),
+                guard=lambda losses, norm: None,
+            )
+
+
+def _hold_state(trace: MemoryTrace, model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> None:
+    """Count what exists before the first step, and have gradients counted as such when they are made."""
+    trained = trained_parameters(model)
+    trace.hold([*model.parameters(), *model.buffers()], WEIGHTS)
+    trace.hold(quantisation_tensors(model), QUANTISATION_STATE)
+    if setting.model.method != "full":
+        trace.hold(trained, ADAPTERS)
+    for state in optimizer.state.values():
+        trace.hold((value for value in state.values() if isinstance(value, torch.Tensor)), OPTIMIZER)
+    trace.hold(getattr(optimizer, "name2qmap", {}).values(), OPTIMIZER)
+
+    def hold_gradient(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        trace.hold([parameter.grad], GRADIENTS)
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(hold_gradient)
+
+
+def _mixed(spec: ModelSpec) -> bool:
+    """Whether the forward pass runs under autocast."""
+    return spec.precision == "bf16" and spec.method != "full"
+
+
+@contextmanager
+def _phase(trace: MemoryTrace, name: str, *, like_cuda: bool) -> Iterator[None]:
+    """The step's phase hook; `like_cuda` also tells libraries that CUDA's autocast is on, since peft asks for it."""
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", like_cuda)
+    try:
+        with trace.phase(name):
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
+def _refuse_experts(config: PretrainedConfig) -> None:
+    """Refuse mixtures of experts: how many tokens an expert gets depends on the data.
+
+    Raises:
+        UserError: the model has experts.
+    """
+    text = config.get_text_config()
+    experts = next((getattr(text, key) for key in EXPERT_KEYS if isinstance(getattr(text, key, None), int)), 0)
+    if experts > 1:
+        raise UserError(
+            f"model.name: {config.model_type} routes tokens to {experts} experts, so its memory depends on the "
+            "data and cannot be predicted yet; choose a dense model"
+        )

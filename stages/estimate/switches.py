@@ -1,0 +1,76 @@
+"""What each single switch would do to the peak: one more trace per switch, for the plot and the remedies."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tqdm import tqdm
+from transformers import PretrainedConfig
+
+from stages.estimate.kernels import Target
+from stages.estimate.predict import Prediction, Setting, predict
+from stages.estimate.shapes import TracedSteps, halved
+
+CURRENT = "current"
+METHODS: tuple[Literal["full", "lora", "qlora"], ...] = ("full", "lora", "qlora")
+OPTIMIZERS: tuple[Literal["adamw", "adamw_8bit"], ...] = ("adamw", "adamw_8bit")
+PRECISIONS: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
+LOSS_CHUNK_TOKENS = 512
+"""The chunk offered where none is set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """One setting and its predicted peak."""
+
+    label: str
+    flag: str | None
+    """What to give `dvc exp run -S` to get there; None for the setting as it is."""
+    peak_bytes: int
+
+
+def trace_switches(
+    config: PretrainedConfig,
+    setting: Setting,
+    steps: TracedSteps,
+    target: Target,
+    current: Prediction,
+    *,
+    max_tokens: int,
+    longest: int,
+    native_bf16: bool,
+    progress: bool,
+) -> list[Switch]:
+    """The current setting first, then every single change, traced over the same micro-batches.
+
+    `max_tokens` is bucket.max_tokens, which cannot go below `longest`, the padded tokens of the longest row;
+    `native_bf16` says whether the device offers precision bf16; `progress` shows a bar on standard error.
+    """
+    found = [Switch(label=CURRENT, flag=None, peak_bytes=current.peak.bytes)]
+    changes = list(_single_changes(setting, native_bf16))
+    for flag, changed in tqdm(changes, "estimate", unit=" switches", disable=not progress):
+        peak = predict(config, changed, steps, target).peak
+        found.append(Switch(label=flag, flag=f"train.{flag}", peak_bytes=peak.bytes))
+    fewer = halved(steps)
+    if fewer is not None and max_tokens // 2 >= longest:
+        peak = predict(config, setting, fewer, target).peak
+        found.append(Switch(label="max_tokens/2", flag=f"bucket.max_tokens={max_tokens // 2}", peak_bytes=peak.bytes))
+    return found
+
+
+def _single_changes(setting: Setting, native_bf16: bool) -> Iterator[tuple[str, Setting]]:
+    """Every setting that differs in one parameter of `train`."""
+    model = setting.model
+    grad_ckpt = not model.grad_ckpt
+    yield f"grad_ckpt={str(grad_ckpt).lower()}", replace(setting, model=replace(model, grad_ckpt=grad_ckpt))
+    for method in METHODS:
+        if method != model.method:
+            yield f"method={method}", replace(setting, model=replace(model, method=method))
+    for optimizer in OPTIMIZERS:
+        if optimizer != setting.optimizer:
+            yield f"optimizer={optimizer}", replace(setting, optimizer=optimizer)
+    chunk = LOSS_CHUNK_TOKENS if setting.loss_chunk is None else None
+    yield f"loss_chunk={'null' if chunk is None else chunk}", replace(setting, loss_chunk=chunk)
+    for precision in PRECISIONS:
+        if precision != model.precision and (precision == "fp32" or native_bf16):
+            yield f"precision={precision}", replace(setting, model=replace(model, precision=precision))
