@@ -220,9 +220,11 @@ def _check_sides(train: TokenWriter, heldout: TokenWriter, counts: Counts, setti
     for use, lengths in sides.items():
         if len(lengths) == 0:
             usable = len(train.lengths) + len(heldout.lengths)
-            lost = f", {counts.dropped} lost their answer to data.max_length={settings.max_length}"
+            lost = f", {counts.dropped} lost their answer to data.max_length={settings.max_length}" * (
+                counts.dropped > 0
+            )
             raise UserError(
-                f"data.heldout_fraction: leaves no row to {use} ({usable} usable rows{lost if counts.dropped else ''}); "
+                f"data.heldout_fraction: leaves no row to {use} ({usable} usable rows{lost}); "
                 f"got {settings.heldout_fraction}; change it, add rows, or raise data.max_length"
             )
 

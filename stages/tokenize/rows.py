@@ -132,7 +132,7 @@ def _parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
         if not isinstance(turn, dict):
             raise RowFault(f"{where} must be an object with 'from' and 'value', got {_show(turn)}")
         role = turn.get("from")
-        if role not in SHAREGPT_ROLES:
+        if not isinstance(role, str) or role not in SHAREGPT_ROLES:
             raise RowFault(f"{where} has from={_show(role)}; known: {', '.join(SHAREGPT_ROLES)}")
         value = turn.get("value")
         if not isinstance(value, str):
@@ -200,8 +200,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     """The row's tools as {type, function: {...}}, from a list or a JSON string of one; None when there are none."""
     tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        tools = _parse_json(tools, "'tools'")
+    if isinstance(tools, str):
+        tools = _parse_json(tools, "'tools'") if tools.strip() else None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

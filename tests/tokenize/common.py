@@ -1,0 +1,56 @@
+"""What the tests of the tokenize room share."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from tokenizers import Tokenizer
+
+from stages.files import read_json
+from stages.tokenize.chat import Segment
+from stages.tokenize.encode import RowTokenizer
+from stages.tokenize.rows import Conversation, parse_row
+
+CALL: dict[str, Any] = {"name": "add", "arguments": {"a": 1, "b": [2, "三"]}}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One plus two, then say hi."},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "3. 你好!"},
+]
+
+
+def chat_row(prompt: str = "Hi", answer: str = "Hello") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+
+
+def conversation(row: dict[str, Any], shape: str) -> Conversation:
+    example = parse_row(row, shape)
+    assert isinstance(example, Conversation)
+    return example
+
+
+def read_tokens(path: Path) -> list[dict[str, Any]]:
+    """Rows of train.arrow or heldout.arrow."""
+    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+        return reader.read_all().to_pylist()
+
+
+def spans_of(row: dict[str, Any]) -> list[tuple[int, int]]:
+    flat = row["loss_spans"]
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def encode_one(tokenizer: RowTokenizer, segments: list[Segment]):
+    return tokenizer.encode_rows([segments])[0]
+
+
+def decoder(directory: Path):
+    """Ids back to text, control tokens included."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def meta(directory: Path) -> dict[str, Any]:
+    return read_json(directory / "meta.json")

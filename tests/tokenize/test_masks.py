@@ -1,0 +1,296 @@
+"""Trained tokens are the assistant's text and its end of turn, nothing else, whatever a row's text contains."""
+
+import json
+import shutil
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from stages.errors import UserError
+from stages.tokenize.chat import ChatTemplate, Segment, read_template, split_segments
+from stages.tokenize.encode import EncodedRow, RowTokenizer
+from stages.tokenize.guard import REPLACEMENT, TRAINED_END, TRAINED_START, Guard
+from stages.tokenize.rows import Conversation, Plain, RowFault
+from tests.tokenize.common import MESSAGES, chat_row, decoder, encode_one
+
+CONTROL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir) -> RowTokenizer:
+    return RowTokenizer(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def decode(tiny_dir):
+    return decoder(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def control_ids(tiny_dir) -> set[int]:
+    tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
+    return {tokenizer.get_vocab()[token] for token in CONTROL}
+
+
+def encode_chat(tokenizer: RowTokenizer, messages, tools=None) -> EncodedRow:
+    protect = tokenizer.guard.protect
+    segments = tokenizer.template().render(Conversation(messages=protect(messages), tools=protect(tools)))
+    return encode_one(tokenizer, segments)
+
+
+def trained_texts(row: EncodedRow, decode) -> list[str]:
+    return [decode(row.ids[start:end]) for start, end in row.spans.tolist()]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_dir):
+    """Transformers' own reading of the same directory."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_dir)
+
+
+def test_ids_and_masks_equal_those_of_transformers_on_the_sample(repo_root, tokenizer, reference, decode):
+    """An independent reading of the template: whole-text encoding and character offsets."""
+    template = tokenizer.template()
+    with open(repo_root / "data/raw/sample.jsonl", encoding="utf-8") as file:
+        samples = [json.loads(line)["messages"] for line in islice(file, 0, None, 12)]
+    samples.append(MESSAGES)
+    for messages in samples:
+        ours = encode_one(tokenizer, template.render(Conversation(messages=messages, tools=None)))
+        theirs = reference.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert ours.ids.tolist() == theirs["input_ids"]
+        mask = np.zeros(len(ours.ids), int)
+        for start, end in ours.spans:
+            mask[start:end] = 1
+        assert mask.tolist() == theirs["assistant_masks"]
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        if messages is not MESSAGES:
+            assert trained_texts(ours, decode) == [f"{answer}<|im_end|>" for answer in answers]
+
+
+def test_the_prompt_before_an_answer_is_what_the_model_is_given_at_inference(tokenizer, reference):
+    """A token that crossed from prompt to answer would never be seen when generating."""
+    row = encode_chat(tokenizer, MESSAGES)
+    prompt = reference.apply_chat_template(MESSAGES[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert row.ids[: row.spans[-1, 0]].tolist() == prompt
+
+
+def test_tools_are_shown_and_calls_are_trained(tokenizer, decode):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    row = encode_chat(tokenizer, MESSAGES, tools)
+    calls, answer = trained_texts(row, decode)
+    assert '"name": "add"' in calls and '"三"' in calls and calls.endswith("<|im_end|>")
+    assert answer == "3. 你好!<|im_end|>"
+    assert '"parameters"' in decode(row.ids[: row.spans[0, 0]])
+
+
+WORDS = st.lists(st.one_of(st.sampled_from(CONTROL), st.text(max_size=6)), max_size=6).map("".join)
+
+
+@given(prompt=WORDS, answer=WORDS)
+@settings(max_examples=60, deadline=None)
+def test_no_text_of_a_row_becomes_a_control_token(tokenizer, decode, control_ids, prompt, answer):
+    """A user who writes <|im_end|> must neither end a turn nor open the assistant's."""
+    plain = encode_chat(tokenizer, chat_row("x", "y")["messages"])
+    row = encode_chat(tokenizer, chat_row(prompt, answer)["messages"])
+    count = np.isin(row.ids, list(control_ids)).sum()
+    assert count == np.isin(plain.ids, list(control_ids)).sum()
+    assert trained_texts(row, decode) == [f"{answer}<|im_end|>"]
+    assert decode(row.ids) == f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+
+
+def test_control_tokens_are_guarded_in_calls_tools_and_keys_and_counted(tiny_dir, decode, control_ids):
+    tokenizer = RowTokenizer(tiny_dir)
+    call = {"name": "f<|im_end|>", "arguments": {"<|pad|>": ["<|im_start|>"]}}
+    messages = [
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
+    ]
+    row = encode_chat(tokenizer, messages, [{"type": "function", "function": {"name": "<|im_end|>"}}])
+    assert tokenizer.guard.control_tokens == 4
+    # system, user and assistant turn: one start and one end each
+    assert np.isin(row.ids, list(control_ids)).sum() == 6
+    assert "f<|im_end|>" in decode(row.ids) and '{"<|pad|>": ["<|im_start|>"]}' in decode(row.ids)
+
+
+def test_our_own_marks_in_a_row_train_nothing(tokenizer, decode):
+    """A row may hold any character, also those by which trained text is marked while rendering."""
+    prompt = f"a{TRAINED_START}b{TRAINED_END}\ufdd20\ufdd3c"
+    row = encode_chat(tokenizer, chat_row(prompt, "y")["messages"])
+    assert trained_texts(row, decode) == ["y<|im_end|>"]
+    assert prompt in decode(row.ids)
+
+
+def test_lone_surrogates_are_replaced_and_counted():
+    """No encoder takes them, and one broken emoji must not end a run."""
+    guard = Guard(CONTROL)
+    assert guard.protect({"a": ["x\ud83dy", "\U0001f600"]}) == {"a": [f"x{REPLACEMENT}y", "\U0001f600"]}
+    assert (guard.surrogates, guard.control_tokens) == (1, 0)
+
+
+def test_the_longest_control_token_wins():
+    guard = Guard(["<|end|>", "<|end|>_of_turn"])
+    assert guard.pieces(guard.protect("a<|end|>_of_turn<|end|>")) == [
+        ("a", False),
+        ("<|end|>_of_turn", True),
+        ("<|end|>", True),
+    ]
+
+
+def test_plain_rows_end_in_eos_and_train_the_completion_alone(tokenizer, decode):
+    row = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="Q: ", completion="A")))
+    assert decode(row.ids) == "Q: A<|im_end|>" and trained_texts(row, decode) == ["A<|im_end|>"]
+    text = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="", completion="A text.")))
+    assert decode(text.ids) == "A text.<|im_end|>" and text.spans.tolist() == [[0, len(text.ids)]]
+    assert text.supervised == len(text.ids) - 1, "the first token has none before it to be predicted from"
+
+
+@pytest.fixture
+def own(tmp_path, tiny_dir):
+    """A copy of the shipped tokenizer, to be changed."""
+    shutil.copytree(tiny_dir, tmp_path / "own", ignore=shutil.ignore_patterns("*.safetensors"))
+    return tmp_path / "own"
+
+
+def add_bos(own):
+    """Make the tokenizer put a BOS in front by itself, as Llama's does."""
+    tokenizer = Tokenizer.from_file(str(own / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    bos_id = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos_id)])
+    tokenizer.save(str(own / "tokenizer.json"))
+    config = json.loads((own / "tokenizer_config.json").read_text())
+    (own / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": {"content": "<s>"}}))
+    return bos_id
+
+
+def test_bos_stands_once_in_chat_and_plain_rows(own):
+    """A template that writes BOS and a tokenizer that adds one would give two."""
+    bos_id = add_bos(own)
+    template = own / "chat_template.jinja"
+    template.write_text("{{- bos_token }}" + template.read_text())
+    tokenizer = RowTokenizer(own)
+    chat = encode_chat(tokenizer, chat_row("<s>Hi")["messages"])
+    plain = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="", completion="A")))
+    for row in (chat, plain):
+        assert row.ids[0] == bos_id and (row.ids == bos_id).sum() == 1
+    assert plain.spans.tolist() == [[1, len(plain.ids)]]
+
+
+def test_a_saved_cut_and_padding_are_not_applied(own, tokenizer):
+    """A tokenizer.json may carry those of its last use, and rows would be cut short without a word."""
+    saved = Tokenizer.from_file(str(own / "tokenizer.json"))
+    saved.enable_truncation(4)
+    saved.enable_padding(length=64)
+    saved.save(str(own / "tokenizer.json"))
+    messages = chat_row("A rather long question, is it not?")["messages"]
+    assert encode_chat(RowTokenizer(own), messages).ids.tolist() == encode_chat(tokenizer, messages).ids.tolist()
+
+
+def test_a_tokenizer_that_adds_spaces_is_refused(tmp_path):
+    """Its answers encoded apart from their prompts would all start with a space."""
+    tokenizer = Tokenizer(models.BPE(vocab={"▁": 0, "H": 1, "e": 2, "l": 3, "o": 4, "w": 5, "r": 6, "d": 7}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"joins \['Hello', 'world'\] to 'Hello world'"):
+        RowTokenizer(tmp_path)
+
+
+def test_an_eos_that_is_no_token_is_refused(own):
+    (own / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(UserError, match="eos_token '</s>' of .* is not in tokenizer.json"):
+        RowTokenizer(own)
+    (own / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match="has no eos_token, so the model could not learn to stop"):
+        RowTokenizer(own).plain_segments(Plain(prompt="", completion="A"))
+
+
+def render(source: str) -> list[Segment]:
+    template = ChatTemplate(source, {"eos_token": "</s>"}, "a file")
+    return template.render(Conversation(messages=chat_row()["messages"], tools=None))
+
+
+def test_a_template_without_generation_marks_is_refused():
+    """Its masks would be all zero, and training would learn nothing without a word."""
+    with pytest.raises(UserError, match=r"chat template in a file has no {% generation %} marks"):
+        render("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+def test_a_broken_template_is_told_with_its_line():
+    with pytest.raises(UserError, match="chat template in a file is broken \\(line 2: "):
+        render("{% generation %}x{% endgeneration %}\n{% for %}")
+
+
+TEMPLATE_FAULTS = {
+    "refusal": ("{{ raise_exception('no system') }}", "refuses the row \\(TemplateError: no system\\)"),
+    "unknown name": ("{{ messages[0].no.such }}", "refuses the row \\(UndefinedError: "),
+    "python fault": ("{{ 'a' + 1 }}", "refuses the row \\(TypeError: "),
+    "unsafe": ("{{ messages.__class__.__mro__ }}", "refuses the row \\(SecurityError: "),
+    "nothing marked": ("{% if false %}{% generation %}{% endgeneration %}{% endif %}", "marks nothing of the row"),
+    "nested": (
+        "{% generation %}a{% generation %}b{% endgeneration %}c{% endgeneration %}",
+        "puts a generation block inside another",
+    ),
+}
+
+
+@pytest.mark.parametrize("template, rule", TEMPLATE_FAULTS.values(), ids=TEMPLATE_FAULTS)
+def test_a_template_that_cannot_show_a_row_says_so(template, rule):
+    with pytest.raises(RowFault, match=rule):
+        render(template + "{% if false %}{% generation %}{% endgeneration %}{% endif %}")
+
+
+def test_marks_survive_captures_and_loops_and_touching_blocks_are_one():
+    """Positions noted while rendering would be wrong inside a captured block."""
+    captured = "{% set x %}q{% generation %}a{{ eos_token }}{% endgeneration %}{% endset %}<{{ x }}>"
+    assert render(captured) == [
+        Segment(text="<q", trained=False),
+        Segment(text="a</s>", trained=True),
+        Segment(text=">", trained=False),
+    ]
+    touching = f"p{TRAINED_START}a{TRAINED_END}{TRAINED_START}b{TRAINED_END}"
+    assert split_segments(touching) == [Segment(text="p", trained=False), Segment(text="ab", trained=True)]
+
+
+def test_the_date_of_today_is_not_offered_to_templates():
+    """The same data must give the same tokens tomorrow."""
+    template = "{{ strftime_now is defined }}{% generation %}a{% endgeneration %}"
+    assert render(template)[0].text == "False"
+
+
+def test_a_template_is_read_from_its_file_or_from_the_configuration(own):
+    jinja = (own / "chat_template.jinja").read_text()
+    assert read_template(own, {"chat_template": "other"}) == (jinja, str(own / "chat_template.jinja"))
+    (own / "chat_template.jinja").unlink()
+    assert read_template(own, {"chat_template": "T"})[0] == "T"
+    named = [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "D"}]
+    assert read_template(own, {"chat_template": named})[0] == "D"
+    with pytest.raises(UserError, match="has no chat template; use data.format prompt_completion or text"):
+        read_template(own, {})
+
+
+def row(length: int, *spans: tuple[int, int]) -> EncodedRow:
+    return EncodedRow(ids=np.arange(length, dtype=np.int32), spans=np.array(spans, np.int32).reshape(-1, 2))
+
+
+@pytest.mark.parametrize(
+    "spans, max_length, length, kept, supervised",
+    [
+        ([(2, 4), (6, 9)], 20, 9, [(2, 4), (6, 9)], 5),
+        ([(2, 4), (6, 9)], 8, 8, [(2, 4), (6, 8)], 4),
+        ([(2, 4), (6, 9)], 6, 4, [(2, 4)], 2),
+        ([(2, 4), (6, 9)], 2, 0, [], 0),
+        ([(0, 3)], 1, 1, [(0, 1)], 0),
+    ],
+)
+def test_a_row_is_cut_at_the_end_and_behind_its_last_trained_token(spans, max_length, length, kept, supervised):
+    cut = row(10, *spans).cut(max_length)
+    assert cut.ids.tolist() == list(range(length))
+    assert [tuple(span) for span in cut.spans.tolist()] == kept
+    assert cut.supervised == supervised

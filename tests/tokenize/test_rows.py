@@ -1,0 +1,187 @@
+"""Shapes of rows: each becomes the conversation it means, and what it does not mean is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from stages.tokenize.rows import Conversation, Plain, RowFault, detect_format, parse_row, row_family
+from tests.tokenize.common import CALL, MESSAGES, conversation
+
+TOOL = {"name": "add", "description": "Adds.", "parameters": {}}
+WRAPPED = [{"type": "function", "function": TOOL}]
+USER, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+
+
+def test_a_sharegpt_row_with_tools_means_the_same_as_its_messages_row():
+    sharegpt = {
+        "system": "Be brief.",
+        "conversations": [
+            {"from": "human", "value": MESSAGES[1]["content"]},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": "3"},
+            {"from": "gpt", "value": MESSAGES[4]["content"]},
+        ],
+        "tools": json.dumps([TOOL]),
+    }
+    openai: dict[str, Any] = {"messages": json.loads(json.dumps(MESSAGES)), "tools": WRAPPED}
+    openai["messages"][2]["content"] = None
+    openai["messages"][2]["tool_calls"][0]["function"]["arguments"] = json.dumps(CALL["arguments"])
+    expected = Conversation(messages=MESSAGES, tools=WRAPPED)
+    assert parse_row(sharegpt, "sharegpt") == expected
+    assert parse_row(sharegpt | {"tools": [TOOL]}, "sharegpt") == expected
+    assert parse_row(openai, "messages") == expected
+
+
+def test_calls_made_at_once_are_one_turn():
+    turns = [{"from": "human", "value": "Q"}, {"from": "function_call", "value": json.dumps([CALL, CALL])}]
+    example = conversation({"conversations": turns}, "sharegpt")
+    assert len(example.messages) == 2 and len(example.messages[1]["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]", " "])
+def test_no_tools_are_none_however_they_are_written(tools):
+    """An empty list would make a template announce tools."""
+    assert conversation({"messages": [USER, ANSWER], "tools": tools}, "messages").tools is None
+
+
+@pytest.mark.parametrize(
+    "given, prompt", [({}, "Q"), ({"input": ""}, "Q"), ({"input": None}, "Q"), ({"input": "I"}, "Q\nI")]
+)
+def test_alpaca_joins_instruction_and_input(given, prompt):
+    example = conversation({"instruction": "Q", "output": "A", **given}, "alpaca")
+    assert example.messages == [{"role": "user", "content": prompt}, ANSWER]
+
+
+def test_alpaca_keeps_system_and_history():
+    row = {"instruction": "Q", "output": "A", "system": "S", "history": [["q", "a"]]}
+    texts = [(message["role"], message["content"]) for message in conversation(row, "alpaca").messages]
+    assert texts == [("system", "S"), ("user", "q"), ("assistant", "a"), ("user", "Q"), ("assistant", "A")]
+
+
+def test_typed_text_parts_are_joined_and_other_keys_reach_the_template():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    row = {"messages": [{"role": "user", "content": parts, "name": "Ann"}, ANSWER]}
+    assert conversation(row, "messages").messages[0] == {"role": "user", "content": "ab", "name": "Ann"}
+
+
+def test_plain_shapes():
+    assert parse_row({"prompt": "Q", "completion": "A"}, "prompt_completion") == Plain(prompt="Q", completion="A")
+    assert parse_row({"text": "T"}, "text") == Plain(prompt="", completion="T")
+
+
+@pytest.mark.parametrize(
+    "row, shape, reason",
+    [
+        ({"messages": [], "text": ""}, "messages", "the first row has messages"),
+        ({"conversations": []}, "sharegpt", "the first row has conversations"),
+        ({"instruction": "", "output": "", "text": ""}, "alpaca", "the first row has instruction and output"),
+        ({"prompt": "", "completion": ""}, "prompt_completion", "the first row has prompt and completion"),
+        ({"text": ""}, "text", "the first row has text"),
+    ],
+)
+def test_auto_reads_the_shape_off_the_keys_and_says_why(row, shape, reason):
+    assert detect_format(row) == (shape, reason)
+
+
+def test_auto_names_the_keys_it_found_and_the_shapes_it_knows():
+    with pytest.raises(RowFault, match=r'no shape with the keys \["question", "answer"\].*alpaca: instruction, output'):
+        detect_format({"question": "", "answer": ""})
+
+
+def turns(*pairs):
+    return {"conversations": [{"from": role, "value": value} for role, value in pairs]}
+
+
+def messages(*given):
+    return {"messages": list(given)}
+
+
+def call(**function):
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+
+
+FAULTS = {
+    "missing key": ({"instruction": "Q"}, "alpaca", "a row of data.format alpaca needs 'output'"),
+    "other shape": ({"text": "T"}, "messages", "a row of data.format messages needs 'messages'; this one has"),
+    "no assistant": (messages(USER), "messages", "no assistant turn, so nothing to train on"),
+    "no messages": (messages(), "messages", "no assistant turn"),
+    "null messages": ({"messages": None}, "messages", "no assistant turn"),
+    "no gpt": (turns(("human", "Q")), "sharegpt", "no assistant turn"),
+    "messages as text": ({"messages": "Q"}, "messages", "'messages' must be a list, got \"Q\""),
+    "message as text": (messages("Q"), "messages", "messages 1 must be an object with 'role' and 'content'"),
+    "unknown role": (
+        messages({"role": "asistant", "content": ""}),
+        "messages",
+        'messages 1 has role="asistant"; known',
+    ),
+    "role as list": (messages({"role": ["user"], "content": ""}), "messages", "messages 1 has role="),
+    "null content": (messages(USER, {"role": "assistant", "content": None}), "messages", "messages 2 needs text"),
+    "no content": (messages({"role": "user"}), "messages", "messages 1 needs text in 'content', got null"),
+    "number": (messages({"role": "user", "content": 7}), "messages", "messages 1 needs text in 'content', got 7"),
+    "image": (
+        messages({"role": "user", "content": [{"type": "image", "url": "x"}]}),
+        "messages",
+        "messages 1 has a content part that is not text",
+    ),
+    "call by user": (
+        messages({**call(name="f"), "role": "user"}),
+        "messages",
+        "messages 1: tool_calls must be a list in an",
+    ),
+    "call as object": (messages({"role": "assistant", "tool_calls": {}}), "messages", "messages 1: tool_calls must be"),
+    "call without name": (messages(call(arguments={})), "messages", "messages 1 has a tool call without a name"),
+    "call is text": (
+        messages({"role": "assistant", "tool_calls": ["f"]}),
+        "messages",
+        "messages 1 has a tool call without",
+    ),
+    "arguments list": (
+        messages(call(name="f", arguments=[1])),
+        "messages",
+        "arguments of f must be an object, got [1]",
+    ),
+    "arguments not JSON": (
+        messages(call(name="f", arguments="{")),
+        "messages",
+        "messages 1 (arguments of f) must be JSON",
+    ),
+    "tools not JSON": ({**messages(USER, ANSWER), "tools": "{"}, "messages", "'tools' must be JSON"),
+    "tools object": ({**messages(USER, ANSWER), "tools": {"a": 1}}, "messages", "'tools' must be a list of objects"),
+    "unknown from": (turns(("bing", "Q")), "sharegpt", 'conversations 1 has from="bing"; known: system, human'),
+    "from as list": (turns((["gpt"], "Q")), "sharegpt", "conversations 1 has from="),
+    "null value": (turns(("human", "Q"), ("gpt", None)), "sharegpt", "conversations 2 needs text in 'value', got null"),
+    "turn as text": ({"conversations": ["Q"]}, "sharegpt", "conversations 1 must be an object with 'from' and 'value'"),
+    "call not JSON": (turns(("function_call", "f(1)")), "sharegpt", "conversations 1 (function_call) must be JSON"),
+    "call a number": (turns(("function_call", "7")), "sharegpt", "conversations 1 has a tool call without a name: 7"),
+    "null output": ({"instruction": "Q", "output": None}, "alpaca", "'output' must be text, got null"),
+    "number input": ({"instruction": "Q", "output": "A", "input": 7}, "alpaca", "'input' must be text, got 7"),
+    "history": ({"instruction": "Q", "output": "A", "history": [["q"]]}, "alpaca", "history 1 must be a pair of texts"),
+    "system": ({"instruction": "Q", "output": "A", "system": 7}, "alpaca", "'system' must be text, got 7"),
+    "prompt list": ({"prompt": [USER], "completion": "A"}, "prompt_completion", "'prompt' must be text"),
+    "null text": ({"text": None}, "text", "'text' must be text, got null"),
+}
+
+
+@pytest.mark.parametrize("row, shape, rule", FAULTS.values(), ids=FAULTS)
+def test_a_row_that_means_nothing_is_refused(row, shape, rule):
+    with pytest.raises(RowFault) as fault:
+        parse_row(row, shape)
+    assert rule in str(fault.value)
+
+
+def test_a_family_is_text_or_absent():
+    assert row_family({}) is row_family({"family": None}) is None
+    assert row_family({"family": "dates"}) == "dates"
+    with pytest.raises(RowFault, match="'family' must be text, got 3"):
+        row_family({"family": 3})
+
+
+def test_rows_with_one_prompt_share_a_key_whatever_their_answer_and_shape():
+    """Else a prompt could be trained on and held out at once."""
+    alpaca = parse_row({"instruction": "Q", "output": "A"}, "alpaca")
+    other = parse_row(messages(USER, {"role": "assistant", "content": "B"}), "messages")
+    assert alpaca.prompt_key() == other.prompt_key()
+    assert alpaca.prompt_key() != parse_row(messages(USER, ANSWER, USER, ANSWER), "messages").prompt_key()
+    texts = [parse_row({"text": text}, "text").prompt_key() for text in ("a", "b")]
+    assert texts[0] != texts[1]
