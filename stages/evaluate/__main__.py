@@ -68,7 +68,13 @@ def _questions(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> Que
     return Questions(
         rows=rows,
         loss_rows=spread_rows(len(rows), p.evaluate.loss_rows),
-        prompts=choose_prompts(rows, p.evaluate.generate_rows, room, special),
+        prompts=choose_prompts(
+            rows,
+            p.evaluate.generate_rows,
+            max_length=meta["max_length"],
+            max_prompt_tokens=room,
+            special=special,
+        ),
         special=special,
         eos_id=meta["eos_id"],
         pad_id=meta["pad_id"],

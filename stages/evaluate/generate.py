@@ -35,29 +35,27 @@ class Prompt:
     """Tokens of that span."""
 
 
-def choose_prompts(rows: TokenRows, count: int, max_prompt_tokens: int | None, special: set[int]) -> list[Prompt]:
+def choose_prompts(
+    rows: TokenRows, count: int, *, max_length: int, max_prompt_tokens: int | None, special: set[int]
+) -> list[Prompt]:
     """At most `count` distinct prompts, spread evenly over the families.
 
     Within a family the order is that of the prompts' hashes, so a choice neither follows the file's order nor changes
-    with the seed. Left out are prompts without content (plain text rows) and those longer than `max_prompt_tokens`.
+    with the seed. Left out are prompts without content (plain text rows), those longer than `max_prompt_tokens`, and
+    rows whose answer was cut at `max_length`, which nothing could match.
     """
     families: dict[str, dict[bytes, Prompt]] = {}
     for row in range(len(rows)):
-        ids = rows.ids(row)
+        ids = rows.ids(row).tolist()
         start, end = rows.spans(row)[-1].tolist()
-        prompt = Prompt(
-            family=rows.family(row) or NO_FAMILY, ids=ids[:start].tolist(), answer_ids=ids[start:end].tolist()
-        )
         too_long = max_prompt_tokens is not None and start > max_prompt_tokens
-        if too_long or special.issuperset(prompt.ids):
+        if too_long or end == max_length or special.issuperset(ids[:start]):
             continue
+        prompt = Prompt(family=rows.family(row) or NO_FAMILY, ids=ids[:start], answer_ids=ids[start:end])
         digest = hashlib.sha256(np.array(prompt.ids, dtype="<i4").tobytes()).digest()
         families.setdefault(prompt.family, {}).setdefault(digest, prompt)
-    by_hash = [
-        [prompt for _, prompt in sorted(families[name].items(), key=lambda item: item[0])] for name in sorted(families)
-    ]
-    rounds = zip_longest(*by_hash)
-    return [prompt for taken in rounds for prompt in taken if prompt is not None][:count]
+    in_turn = zip_longest(*([prompts[digest] for digest in sorted(prompts)] for _, prompts in sorted(families.items())))
+    return [prompt for one_of_each in in_turn for prompt in one_of_each if prompt is not None][:count]
 
 
 def special_ids(tokenizer: Tokenizer) -> set[int]:
