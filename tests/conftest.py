@@ -26,3 +26,11 @@ def public_data() -> Path:
     if not PUBLIC_DATA.is_dir():
         pytest.skip(f"no public demo data at {PUBLIC_DATA}")
     return PUBLIC_DATA
+
+
+@pytest.fixture(scope="session")
+def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a random two-layer Llama."""
+    from tests.small_model import save_small_llama
+
+    return save_small_llama(tmp_path_factory.mktemp("small_llama"))

@@ -1,0 +1,120 @@
+"""Real and fake models are the same model; what would train wrongly in silence is refused or kept from happening."""
+
+import json
+from pathlib import Path
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stages.errors import UserError
+from stages.model.adapters import load_adapter, save_adapter
+from stages.model.load import fake_model, load_base, load_model, read_config
+from stages.model.quantize import quantisation_tensors
+from tests.small_model import CPU, spec_of
+
+METHODS = ("full", "lora", "qlora")
+
+
+def tensors_of(model: torch.nn.Module) -> list[tuple[tuple[int, ...], str, bool]]:
+    """Shape, type and trainability of every parameter, buffer and quantisation tensor."""
+    tensors = [*model.parameters(), *model.buffers(), *quantisation_tensors(model)]
+    return sorted((tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_fake_model_has_the_tensors_of_the_real_one(small_llama: Path, method: str, precision: str):
+    """A difference here would be an error of the prediction."""
+    spec = spec_of(method=method, precision=precision)
+    real = tensors_of(load_model(small_llama, spec, CPU))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = tensors_of(fake_model(read_config(small_llama), spec, CPU))
+    assert fake == real
+
+
+def test_fake_model_keeps_the_tie_of_embedding_and_head(small_llama: Path):
+    """A missed tie would count the embedding twice."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = fake_model(read_config(small_llama), spec_of(method="full"), CPU)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight  # type: ignore[operator]
+
+
+def test_an_evaluation_leaves_4_bit_weights_trainable(small_llama: Path):
+    """Bitsandbytes repacks 4-bit weights in a no-grad forward on AVX512-BF16 CPUs; adapters then learn garbage."""
+    model = load_model(small_llama, spec_of(method="qlora"), CPU)
+    input_ids = torch.arange(32)[None]
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=input_ids, labels=input_ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    before = gradients()
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=input_ids, use_cache=False)
+    model.train()
+    after = gradients()
+    assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    layers = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
+
+
+def test_adapter_comes_back_bit_equal_and_in_equal_bytes(small_llama: Path, tmp_path: Path):
+    """Peft keeps targets in a set: unsorted, equal adapters would differ in bytes and rerun evaluate."""
+    spec = spec_of(method="lora")
+    model = load_model(small_llama, spec, CPU)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(generator=torch.Generator().manual_seed(3))
+    save_adapter(model, tmp_path / "a")  # type: ignore[arg-type]
+    back = load_adapter(load_base(small_llama, spec, CPU), tmp_path / "a")
+    save_adapter(back, tmp_path / "b")
+    saved = load_file(tmp_path / "a/adapter_model.safetensors")
+    for name, value in load_file(tmp_path / "b/adapter_model.safetensors").items():
+        assert torch.equal(saved[name], value)
+    targets = json.loads((tmp_path / "a/adapter_config.json").read_text())["target_modules"]
+    assert targets == sorted(targets)
+
+
+def test_weights_are_not_left_in_the_mapped_file(small_llama: Path):
+    """Memory that the allocator does not count would make the measured peak too low."""
+    model = load_base(small_llama, spec_of(method="full", precision="bf16"), CPU)
+    with open("/proc/self/maps") as maps:
+        mapped = maps.read()
+    assert model is not None and str(small_llama / "model.safetensors") not in mapped
+
+
+def test_missing_weights_are_refused(small_llama: Path, tmp_path: Path):
+    """Transformers would fill them with random numbers and only warn."""
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((small_llama / name).read_bytes())
+    weights = load_file(small_llama / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"missing keys.*layers\.1\.mlp\.up_proj"):
+        load_base(tmp_path, spec_of(method="full"), CPU)
+
+
+def test_unknown_adapter_target_names_the_known_ones(small_llama: Path):
+    with pytest.raises(UserError, match=r"train\.lora\.targets.*q_proj"):
+        load_model(small_llama, spec_of(method="lora", lora_targets=("qproj",)), CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "t5"}, "causal language model"),
+        ({"model_type": "no_such_model"}, "config.json"),
+        ({"logits_scaling": 8.0}, "logits_scaling"),
+    ],
+)
+def test_unsupported_configs_are_refused_in_one_line(small_llama: Path, tmp_path: Path, change: dict, message: str):
+    config = {**json.loads((small_llama / "config.json").read_text()), **change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        read_config(tmp_path)

@@ -1,0 +1,47 @@
+"""A small random Llama and the settings tests vary."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stages.model.spec import ModelSpec
+
+CPU = torch.device("cpu")
+VOCABULARY = 256
+
+
+def save_small_llama(directory: Path) -> Path:
+    """Write a random two-layer Llama with tied embeddings, bf16 safetensors."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def spec_of(**changes: Any) -> ModelSpec:
+    """A model spec: fp32, no checkpointing, rank 4 on all linear layers, but for the changes."""
+    values: dict[str, Any] = {
+        "method": "lora",
+        "precision": "fp32",
+        "grad_ckpt": False,
+        "lora_rank": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.0,
+        "lora_targets": ("all-linear",),
+        "seed": 1,
+    }
+    return ModelSpec(**{**values, **changes})

@@ -1,0 +1,181 @@
+"""The training step: any cut of the same rows, and any memory switch, learns the same."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stages.errors import UserError
+from stages.model.load import load_model
+from stages.step.batches import Batch, collate
+from stages.step.loss import check_head, summed_loss
+from stages.step.optim import OptimSpec, build_optimizer, learning_rate
+from stages.step.step import StepResult, StepSpec, training_step
+from tests.small_model import CPU, VOCABULARY, spec_of
+
+OPTIM = OptimSpec(name="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_fraction=0.1)
+
+
+def rows(count: int = 8) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Rows of differing lengths, the second half of each trained."""
+    draw = np.random.default_rng(0)
+    lengths = [6 + 3 * number for number in range(count)]
+    return [
+        (draw.integers(3, VOCABULARY, n).astype(np.uint16), np.array([[n // 2, n]], dtype=np.int32)) for n in lengths
+    ]
+
+
+def cut(sizes: list[int]) -> list[Batch]:
+    """The same eight rows in micro-batches of these sizes."""
+    batches, start = [], 0
+    for size in sizes:
+        group = rows()[start : start + size]
+        batches.append(collate(group, max(len(ids) for ids, _ in group), 0))
+        start += size
+    return batches
+
+
+def run(
+    directory: Path,
+    batches: list[Batch],
+    *,
+    chunk: int | None = None,
+    steps: int = 3,
+    optim: OptimSpec = OPTIM,
+    **spec: Any,
+) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
+    """A few steps over the same micro-batches; results and trained parameters."""
+    model_spec = spec_of(**spec)
+    model = load_model(directory, model_spec, CPU)
+    optimizer = build_optimizer(model, optim)
+    torch.manual_seed(0)
+    results = [
+        training_step(
+            model,
+            optimizer,
+            iter(batches),
+            supervised_tokens=sum(len(batch.supervised_index_N) for batch in batches),
+            model_spec=model_spec,
+            spec=StepSpec(loss_chunk=chunk, max_grad_norm=1.0, foreach=False),
+            phase=lambda name: contextlib.nullcontext(),
+            guard=lambda losses, norm: None,
+        )
+        for _ in range(steps)
+    ]
+    return results, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Trained parameters agree; tolerance 0 means to the last bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        if tolerance == 0:
+            assert torch.equal(a[name], b[name]), name
+        else:
+            torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_one_micro_batch_of_eight_learns_as_eight_of_one(small_llama: Path, method: str):
+    """Averaging per micro-batch would weigh short rows more (the accumulation fault of several trainers)."""
+    whole, weights = run(small_llama, cut([8]), method=method)
+    single, other = run(small_llama, cut([1] * 8), method=method)
+    for a, b in zip(whole, single, strict=True):
+        assert a.loss.item() == pytest.approx(b.loss.item(), abs=2e-5)
+        assert a.grad_norm.item() == pytest.approx(b.grad_norm.item(), rel=1e-3)
+    assert_equal(weights, other, 5e-3 if method == "full" else 2e-3)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_checkpointing_changes_no_bit(small_llama: Path, method: str):
+    """A memory-only switch leaves losses and weights unchanged, dropout included."""
+    dropout = 0.0 if method == "full" else 0.2
+    plain, weights = run(small_llama, cut([3, 5]), method=method, lora_dropout=dropout)
+    recomputed, other = run(small_llama, cut([3, 5]), method=method, lora_dropout=dropout, grad_ckpt=True)
+    assert [r.loss.item() for r in plain] == [r.loss.item() for r in recomputed]
+    assert_equal(weights, other, 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_chunked_loss_is_the_loss(small_llama: Path, chunk: int):
+    """Chunks of any size give the loss and the gradients of all logits at once."""
+    plain, weights = run(small_llama, cut([3, 5]), method="full", steps=1)
+    chunked, other = run(small_llama, cut([3, 5]), method="full", steps=1, chunk=chunk)
+    assert plain[0].loss.item() == pytest.approx(chunked[0].loss.item(), rel=1e-6)
+    assert plain[0].grad_norm.item() == pytest.approx(chunked[0].grad_norm.item(), rel=1e-4)
+    assert_equal(weights, other, 5e-3)
+
+
+def test_loss_is_that_of_the_model_on_unpadded_rows(small_llama: Path):
+    """An independent computation: transformers' own forward on each row alone, labels on the trained tokens."""
+    model = load_model(small_llama, spec_of(method="full"), CPU)
+    total = 0.0
+    for ids, spans in rows():
+        input_ids = torch.tensor(ids.astype(np.int64))[None]
+        logits = model(input_ids=input_ids, use_cache=False).logits[0]
+        start, end = spans[0].tolist()
+        total += F.cross_entropy(logits[start - 1 : end - 1], input_ids[0, start:end], reduction="sum").item()
+    for chunk in (None, 16):
+        ours = sum(summed_loss(model, batch, chunk).item() for batch in cut([8]))
+        assert ours == pytest.approx(total, rel=1e-5)
+
+
+def test_adapters_receive_gradients(small_llama: Path):
+    """A frozen input once made checkpointed adapters learn nothing in silence: lora_B must move from zero."""
+    _, weights = run(small_llama, cut([8]), method="qlora", grad_ckpt=True, steps=1)
+    moved = [value.abs().max().item() > 0 for name, value in weights.items() if "lora_B" in name]
+    assert moved and all(moved)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_optimizer_state_made_early_equals_the_lazy_one(small_llama: Path, name: str):
+    """State is made before step 1 so that memory is flat; it must not change what is learnt."""
+    optim = OptimSpec(name=name, lr=1e-2, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)  # type: ignore[arg-type]
+    _, early = run(small_llama, cut([8]), method="full", steps=2, optim=optim)
+    model = load_model(small_llama, spec_of(method="full"), CPU)
+    optimizer = build_optimizer(model, optim)
+    optimizer.state.clear()
+    for _ in range(2):
+        (batch,) = cut([8])
+        (summed_loss(model, batch, None) / len(batch.supervised_index_N)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(early, {n: p.detach() for n, p in model.named_parameters()}, 0)
+
+
+def test_vectors_are_not_decayed(small_llama: Path):
+    """Decayed norms drift: Hugging Face's trainer leaves them out, so do we."""
+    model = load_model(small_llama, spec_of(method="full"), CPU)
+    groups = build_optimizer(model, OPTIM).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all(p.ndim >= 2 for p in groups[0]["params"]) and all(p.ndim == 1 for p in groups[1]["params"])
+
+
+def test_learning_rate_warms_up_and_falls(small_llama: Path):
+    spec = OptimSpec(name="adamw", lr=1.0, weight_decay=0.0, schedule="cosine", warmup_fraction=0.2)
+    rates = [learning_rate(step, 10, spec) for step in range(10)]
+    assert rates[:3] == [0.5, 1.0, 1.0] and rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
+    assert 0 < rates[-1] < 0.1
+    constant = OptimSpec(name="adamw", lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
+    assert {learning_rate(step, 5, constant) for step in range(5)} == {1.0}
+
+
+def test_a_model_that_bends_its_logits_is_refused(small_llama: Path):
+    """Decoder plus head would silently train another loss than the model's own."""
+    model = load_model(small_llama, spec_of(method="full"), CPU)
+    check_head(model, CPU)
+    forward = model.forward
+
+    def bent(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * 0.5 + 1.0
+        return output
+
+    model.forward = bent  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="changes its logits"):
+        check_head(model, CPU)
