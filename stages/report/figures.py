@@ -8,12 +8,35 @@ from stages.report.inputs import Inputs, in_order
 GIB = 2**30
 MIB = 2**20
 
+CPU = "cpu"
+"""What estimate and train call a device that is no GPU."""
+
 MEMORY_COLUMNS = ("step", "measured_gib", "predicted_gib")
 
 
-def error_percent(predicted_bytes: int, measured_bytes: int | None) -> float | None:
-    """How far a prediction lies above (+) or below (-) the measurement, in percent of it; None where there is none."""
-    return None if measured_bytes is None else round(100 * (predicted_bytes / measured_bytes - 1), 4)
+def comparable(inputs: Inputs) -> bool:
+    """Whether prediction and measurement are of one kind of device: both of a CPU, or both of a GPU.
+
+    A run may be planned for a GPU and trained on a CPU, whose kernels and allocator hold other bytes.
+    """
+    return (inputs.estimate["gpu"] == CPU) == (inputs.train["device"] == CPU)
+
+
+def error_percent(predicted_bytes: int | None, measured_bytes: int | None) -> float | None:
+    """How far a prediction lies above (+) or below (-) the measurement, in percent of it; None where one is missing."""
+    if predicted_bytes is None or measured_bytes is None:
+        return None
+    return round(100 * (predicted_bytes / measured_bytes - 1), 4)
+
+
+def errors_by_phase(inputs: Inputs) -> dict[str, float | None]:
+    """The prediction's error in every phase that was predicted or measured."""
+    predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
+    known = comparable(inputs)
+    return {
+        phase: error_percent(predicted.get(phase), measured.get(phase)) if known else None
+        for phase in in_order({**predicted, **measured})
+    }
 
 
 def reading_unit(count: int) -> tuple[int, str]:
@@ -23,18 +46,12 @@ def reading_unit(count: int) -> tuple[int, str]:
 
 def report_metrics(inputs: Inputs) -> dict[str, Any]:
     """metrics/report.json: the prediction's error, overall and by phase, and the change in loss and exact match."""
-    predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
     evaluate = inputs.evaluate
     base, tuned = evaluate["base_exact_match_percent"], evaluate["tuned_exact_match_percent"]
+    error = error_percent(inputs.estimate["peak_bytes_predicted"], inputs.train["peak_bytes_measured"])
     return {
-        "predicted_error_percent": error_percent(
-            inputs.estimate["peak_bytes_predicted"], inputs.train["peak_bytes_measured"]
-        ),
-        "error_percent_by_phase": {
-            phase: error_percent(predicted[phase], measured[phase])
-            for phase in in_order(predicted)
-            if phase in measured
-        },
+        "predicted_error_percent": error if comparable(inputs) else None,
+        "error_percent_by_phase": errors_by_phase(inputs),
         "heldout_loss_change": round(evaluate["tuned_loss"] - evaluate["base_loss"], 6),
         "exact_match_change_points": None if base is None else round(tuned - base, 3),
     }

@@ -4,8 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from textwrap import indent
 from typing import Any
 
-from stages.report.figures import error_percent, reading_unit
-from stages.report.inputs import Inputs, in_order
+from stages.report.figures import reading_unit
+from stages.report.inputs import Inputs
+
+NONE = "–"
+"""Stands where a value does not exist."""
 
 SAMPLES = 6
 SAMPLE_CHARACTERS = 800
@@ -13,7 +16,13 @@ SAMPLE_CHARACTERS = 800
 
 def page(inputs: Inputs, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """All sections; `settings` are the parameters worth naming, `metrics` the report's own numbers."""
-    sections = (_summary(inputs, metrics), _run(inputs, settings), _memory(inputs), _loss(inputs), _answers(inputs))
+    sections = (
+        _summary(inputs, metrics),
+        _run(inputs, settings),
+        _memory(inputs, metrics),
+        _loss(inputs),
+        _answers(inputs),
+    )
     return "\n\n".join(["# Fine-tuning report", *sections]) + "\n"
 
 
@@ -25,10 +34,12 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
     if train["peak_bytes_measured"] is None:
         peak += f"; not measured on {train['device']}."
     else:
-        peak += (
-            f", measured {_size(train['peak_bytes_measured'])}: the prediction was off by "
-            f"{metrics['predicted_error_percent']:+.2f} %."
-        )
+        peak += f", measured {_size(train['peak_bytes_measured'])}"
+        error = metrics["predicted_error_percent"]
+        if error is None:
+            peak += f" on {train['device']}: another kind of device, so the two cannot be compared."
+        else:
+            peak += f": the prediction was off by {error:+.2f} %."
     lines = [
         peak,
         f"- **Device**: {estimate['gpu']}, {estimate['capacity_gib']:.4g} GiB: the run {fits}.",
@@ -67,12 +78,12 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
     return "## What was trained\n\n" + _table(("", ""), rows)
 
 
-def _memory(inputs: Inputs) -> str:
+def _memory(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
     """Prediction against measurement, where the bytes are, and what a switch would change."""
     predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
     phases = [
-        (phase, _size(predicted[phase]), _size(measured.get(phase)), _percent(predicted[phase], measured.get(phase)))
-        for phase in in_order(predicted)
+        (phase, _size(predicted.get(phase)), _size(measured.get(phase)), NONE if error is None else f"{error:+.2f} %")
+        for phase, error in metrics["error_percent_by_phase"].items()
     ]
     peak = inputs.breakdown["peak"]
     total = sum(peak.values())
@@ -81,7 +92,7 @@ def _memory(inputs: Inputs) -> str:
         for name, size in sorted(peak.items(), key=lambda item: (-item[1], item[0]))
         if size
     ]
-    verdict = [] if inputs.verdict["refusal"] is None else [f"Refused: {inputs.verdict['refusal']}", ""]
+    verdict = [] if inputs.verdict["refusal"] is None else [f"Verdict: {inputs.verdict['refusal']}.", ""]
     return "\n".join(
         [
             "## Memory",
@@ -176,12 +187,6 @@ def _shown(value: Any) -> str:
 def _size(count: int | None) -> str:
     """Bytes for reading: GiB, or MiB where GiB would be a small fraction."""
     if count is None:
-        return "not measured"
+        return NONE
     divisor, unit = reading_unit(count)
     return f"{count / divisor:.4g} {unit}"
-
-
-def _percent(predicted_bytes: int, measured_bytes: int | None) -> str:
-    """The prediction's error, for reading."""
-    error = error_percent(predicted_bytes, measured_bytes)
-    return "" if error is None else f"{error:+.2f} %"
