@@ -40,7 +40,7 @@ def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus:
     device, reason = resolve_gpu(p.hardware.gpu)
     check_precision(device, p.train.precision)
     plan = read_plan(plan_path)
-    steps = traced_steps(plan)
+    steps = traced_steps(plan, tiled=device.kind == "cuda")
     config = read_config(model_directory(read_json(model_lock)))
     setting = Setting(
         model=ModelSpec.from_params(p),

@@ -8,13 +8,14 @@ TracedSteps = tuple[tuple[BatchShape, ...], ...]
 """Optimizer steps, each a sequence of micro-batch shapes."""
 
 
-def traced_steps(plan: Plan) -> TracedSteps:
+def traced_steps(plan: Plan, *, tiled: bool) -> TracedSteps:
     """Steps that reach the peak of the whole plan.
 
     The first begins with the plan's first micro-batch and goes on with the worst of all later ones, which meet the
     gradients of the one before. Each further step is one more micro-batch that is the first of its step.
+    `tiled`: the device's attention works in tiles of tokens.
     """
-    first, later = worst_micro_batches(plan)
+    first, later = worst_micro_batches(plan, tiled=tiled)
     starts = list(dict.fromkeys(BatchShape.of(micro_batch) for micro_batch in first))
     following = list(dict.fromkeys(BatchShape.of(micro_batch) for micro_batch in later))
     return ((starts[0], *following), *((start,) for start in starts[1:]))
