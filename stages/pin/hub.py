@@ -47,18 +47,26 @@ def _told_in_one_line(parameter: str, repo_id: str) -> Iterator[None]:
             "check the name, or run `hf auth login` if it is private"
         ) from None
     except Exception as error:
-        if not _is_transport_fault(error):
-            raise
-        raise UserError(
-            f"{parameter}: the Hugging Face Hub cannot be reached for {repo_id} ({type(error).__name__}); "
-            "connect to the network (and unset HF_HUB_OFFLINE), or name a local path instead"
-        ) from error
+        if _is_transport_fault(error):
+            raise UserError(
+                f"{parameter}: the Hugging Face Hub cannot be reached for {repo_id} ({type(error).__name__}); "
+                "connect to the network (and unset HF_HUB_OFFLINE), or name a local path instead"
+            ) from error
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{parameter}: {repo_id} cannot be stored ({error.strerror or error}); free space, or set HF_HOME to a "
+                "directory on another disk"
+            ) from error
+        raise
 
 
 def _is_transport_fault(error: Exception) -> bool:
-    """Whether the network, not our call, is at fault. The client moved from httpx to httpx2 without a common base."""
-    transport = {"httpx", "httpx2"}
-    return isinstance(error, OSError) or any(kind.__module__.split(".")[0] in transport for kind in type(error).__mro__)
+    """Whether the network is at fault. The client moved from httpx to httpx2, which share no base class."""
+    from huggingface_hub import errors
+
+    if isinstance(error, ConnectionError | TimeoutError | errors.HfHubHTTPError | errors.LocalEntryNotFoundError):
+        return True
+    return any(kind.__module__.split(".")[0] in ("httpx", "httpx2") for kind in type(error).__mro__)
 
 
 def list_files(parameter: str, repo_id: str, repo_type: RepoType, revision: str | None) -> tuple[str, list[HubFile]]:

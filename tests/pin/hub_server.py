@@ -1,0 +1,104 @@
+"""A hub of one's own on this machine: the few routes that the real client asks for, over HTTP."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+LFS_FROM_BYTES = 10_000
+
+
+@dataclass
+class Hub:
+    """What the server holds, and where it listens."""
+
+    repositories: dict[str, dict[str, bytes]]
+    """`models/org/name` or `datasets/org/name` → path → content."""
+    url: str = ""
+    asked: list[str] = field(default_factory=list)
+
+
+def blob(content: bytes) -> dict:
+    """A file's size and ids as the hub's API gives them."""
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    digest = hashlib.sha256(content).hexdigest()
+    lfs = {"size": len(content), "sha256": digest, "oid": digest, "pointerSize": 130}
+    return {"size": len(content), "oid": git, **({"lfs": lfs} if len(content) >= LFS_FROM_BYTES else {})}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers repository, tree and file requests for the one commit."""
+
+    hub: Hub
+
+    def log_message(self, *arguments) -> None:
+        """Stay silent."""
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        path = unquote(urlsplit(self.path).path).strip("/")
+        self.hub.asked.append(path)
+        if path.startswith("api/"):
+            self.answer_api(path.removeprefix("api/"))
+        else:
+            where, _, rest = path.partition("/resolve/")
+            repository = where if where.startswith("datasets/") else f"models/{where}"
+            content = self.hub.repositories[repository][rest.partition("/")[2]]
+            ids = blob(content)
+            etag = ids["lfs"]["sha256"] if "lfs" in ids else ids["oid"]
+            self.send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
+
+    def answer_api(self, path: str) -> None:
+        if path.count("/") < 2:
+            return self.send(404, b"{}")
+        kind, org, name, *rest = path.split("/")
+        files = self.hub.repositories.get(f"{kind}/{org}/{name}")
+        if org == "gated":
+            return self.send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        if files is None:
+            return self.send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if rest and rest[1] not in (COMMIT, "main", "v1"):
+            return self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        if rest and rest[0] == "tree":
+            tree = [{"type": "file", "path": file, **blob(content)} for file, content in files.items()]
+            return self.send(200, json.dumps(tree).encode())
+        siblings = []
+        for file, content in files.items():
+            ids = blob(content)
+            siblings.append({"rfilename": file, "blobId": ids.pop("oid"), **ids})
+        about = {"_id": "1", "id": f"{org}/{name}", "sha": COMMIT, "siblings": siblings}
+        return self.send(200, json.dumps(about | {"private": False, "downloads": 0, "tags": []}).encode())
+
+    def send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+
+@contextmanager
+def serve(repositories: dict[str, dict[str, bytes]]) -> Iterator[Hub]:
+    """Serve these repositories while the block runs."""
+    hub = Hub(repositories)
+    handler = type("Bound", (Handler,), {"hub": hub})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        hub.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()
