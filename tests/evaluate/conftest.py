@@ -1,0 +1,120 @@
+"""A random two-layer Llama beside the shipped tokenizer, and held-out rows for it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stages.files import sha256_file, write_json
+from stages.model.adapters import add_adapters, save_adapter
+from stages.model.load import load_base
+from stages.model.spec import ModelSpec, WeightsSpec
+from stages.step.batches import TokenRows
+from tests.step.test_batches import Row, write_tokens
+
+CPU = torch.device("cpu")
+PAD = 0
+EOS = 2
+"""`<|im_end|>` of the shipped tokenizer."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def spec_of(method: str, precision: str = "fp32") -> WeightsSpec:
+    return WeightsSpec(method=method, precision=precision)  # type: ignore[arg-type]
+
+
+def save_random_adapter(base: Path, method: str, out: Path) -> Path:
+    """An adapter with a random B, as after training: a fresh one changes nothing."""
+    spec = ModelSpec(
+        method=method,  # type: ignore[arg-type]
+        precision="fp32",
+        grad_ckpt=False,
+        lora_rank=4,
+        lora_alpha=8,
+        lora_dropout=0.0,
+        lora_targets=("all-linear",),
+        seed=3,
+    )
+    model = add_adapters(load_base(base, spec, CPU), spec, on_meta=False)
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    save_adapter(model, out)
+    return out
+
+
+def heldout_rows() -> list[Row]:
+    """Chat-like rows of three families: prompt, answer, end of turn, newline; two of them with an earlier turn."""
+    draw = torch.Generator().manual_seed(11)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(20, 1500, (count,), generator=draw).tolist()
+
+    rows: list[Row] = []
+    for number in range(14):
+        prompt, answer = tokens(4 + 7 * (number % 5)), [*tokens(1 + number % 4), EOS]
+        spans = [len(prompt), len(prompt) + len(answer)]
+        if number % 7 == 3:
+            spans = [1, 3, *spans]
+        rows.append(([*prompt, *answer, 20], spans, ("sums", "dates", None)[number % 3]))
+    return rows
+
+
+@pytest.fixture(scope="session")
+def base_dir(tmp_path_factory, tiny_dir: Path) -> Path:
+    """A random Llama with weights large enough that its greedy answers depend on the prompt."""
+    directory = tmp_path_factory.mktemp("base")
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1536,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(tiny_dir / name, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokens_dir(tmp_path_factory) -> Path:
+    """What stage tokenize leaves, as far as evaluate reads it."""
+    directory = tmp_path_factory.mktemp("tokens")
+    write_tokens(directory / "heldout.arrow", heldout_rows())
+    write_json(directory / "meta.json", {"eos_id": EOS, "pad_id": PAD, "max_length": 64})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def rows(tokens_dir: Path) -> TokenRows:
+    return TokenRows(tokens_dir / "heldout.arrow")
+
+
+@pytest.fixture(scope="session")
+def locks_dir(tmp_path_factory, base_dir: Path) -> Path:
+    """Pins of the base, as stage pin writes them."""
+    directory = tmp_path_factory.mktemp("locks")
+    weights = ("config.json", "generation_config.json", "model.safetensors")
+    lock = {
+        "kind": "directory",
+        "name": str(base_dir),
+        "revision": None,
+        "files": {name: sha256_file(base_dir / name) for name in weights},
+        "tokenizer_files": sorted(TOKENIZER_FILES),
+    }
+    write_json(directory / "model.json", lock)
+    write_json(
+        directory / "tokenizer.json", {"files": {name: sha256_file(base_dir / name) for name in TOKENIZER_FILES}}
+    )
+    return directory

@@ -1,0 +1,120 @@
+"""Greedy answers: what the model says to the prompt alone, and questions spread evenly over families."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from stages.evaluate.generate import Prompt, choose_prompts, greedy_answers, special_ids, stop_ids
+from stages.model.load import load_base
+from stages.step.batches import TokenRows
+from tests.evaluate.conftest import CPU, EOS, PAD, heldout_rows, spec_of
+from tests.step.test_batches import Row, write_tokens
+
+SPECIAL = {0, 1, 2, 3}
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def model(base_dir):
+    return load_base(base_dir, spec_of("full"), CPU, "sdpa").eval()
+
+
+def choose(rows, count=100, max_length=64, max_prompt_tokens=None):
+    return choose_prompts(rows, count, max_length=max_length, max_prompt_tokens=max_prompt_tokens, special=SPECIAL)
+
+
+def answer(model, prompts, stops=(), batch_rows=4, max_new_tokens=NEW_TOKENS, pad_id=PAD):
+    with tqdm(disable=True) as bar:
+        return greedy_answers(
+            model,
+            spec_of("full"),
+            prompts,
+            stops=stops,
+            max_new_tokens=max_new_tokens,
+            batch_rows=batch_rows,
+            pad_id=pad_id,
+            device=CPU,
+            progress=bar,
+        )
+
+
+@torch.no_grad()
+def by_hand(model, prompt: list[int], count: int) -> list[int]:
+    """Argmax after argmax, without cache, mask or padding."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_batched_answers_equal_those_to_each_prompt_alone(model, rows):
+    """Left padding that leaks, wrong positions or a stale cache would change an answer; so would a lost order."""
+    prompts = choose(rows)
+    expected = [by_hand(model, prompt.ids, NEW_TOKENS) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in expected}) > len(prompts) // 2, "the model must answer by the prompt"
+    assert answer(model, prompts) == expected
+
+
+def test_an_answer_ends_before_its_first_stop_token(model, rows):
+    """A model that does not stop, or text after the stop, would never match."""
+    prompts = choose(rows)[:3]
+    whole = [by_hand(model, prompt.ids, NEW_TOKENS) for prompt in prompts]
+    stop = whole[0][4]
+    cut = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in whole]
+    assert answer(model, prompts, stops=[stop]) == cut
+    assert answer(model, prompts, stops=[stop], pad_id=stop) == cut, "the padding token may be the stop token"
+
+
+def test_sampling_settings_of_the_model_are_not_used(model, rows):
+    """A chat model's generation_config often samples: greedy answers must repeat."""
+    prompts = choose(rows)[:2]
+    before = answer(model, prompts)
+    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=3.0)
+    assert answer(model, prompts) == before
+
+
+def test_stops_include_the_turn_end_of_the_template(base_dir, rows, tiny_dir):
+    """Where a turn ends with another token than the tokenizer's end of sequence, answers must end there too."""
+    fresh = load_base(base_dir, spec_of("full"), CPU, "sdpa")
+    special = special_ids(Tokenizer.from_file(str(tiny_dir / "tokenizer.json")))
+    assert EOS in special
+    prompts = [Prompt(family="all", ids=[50], answer_ids=[60, 1]), Prompt(family="all", ids=[50], answer_ids=[60])]
+    assert stop_ids(fresh, None, prompts, SPECIAL) == [1, EOS]
+    fresh.generation_config.eos_token_id = [7, 8]
+    assert stop_ids(fresh, 9, prompts, SPECIAL) == [1, 7, 8, 9]
+    fresh.generation_config.eos_token_id = None
+    assert stop_ids(fresh, None, prompts[1:], SPECIAL) == []
+
+
+def test_prompts_are_spread_evenly_over_families(rows):
+    """A count cut off the file's front would test one family only."""
+    families = [prompt.family for prompt in choose(rows, count=7)]
+    assert sorted(families.count(name) for name in ("all", "dates", "sums")) == [2, 2, 3]
+
+
+def test_the_choice_does_not_follow_the_order_of_the_file(rows, tmp_path):
+    """Rows added or moved upstream must not exchange the questions."""
+    backwards = TokenRows(write_tokens(tmp_path / "heldout.arrow", heldout_rows()[::-1]))
+    assert choose(backwards, count=6) == choose(rows, count=6)
+
+
+def test_prompt_is_all_before_the_last_span(tmp_path):
+    """An earlier turn is part of the question; the trained end of turn is part of the answer."""
+    path = write_tokens(tmp_path / "heldout.arrow", [([5, 6, 7, 8, 9, EOS, 20], [1, 2, 4, 6], "sums")])
+    assert choose(TokenRows(path)) == [Prompt(family="sums", ids=[5, 6, 7, 8], answer_ids=[9, EOS])]
+
+
+def test_no_question_is_made_of_what_cannot_be_answered(tmp_path):
+    """Plain text has no prompt, a cut answer no match, a repeated prompt no news, a long one no room."""
+    rows: list[Row] = [
+        ([30, 31, 32], [0, 3], None),
+        ([1, 31, 32], [1, 3], None),
+        ([40, 41, 42, 43, 44, 45], [2, 6], None),
+        ([50, 51, 52, EOS], [2, 4], None),
+        ([50, 51, 53, EOS], [2, 4], None),
+        ([60, 61, 62, 63, EOS], [4, 5], None),
+    ]
+    path = write_tokens(tmp_path / "heldout.arrow", rows)
+    chosen = choose(TokenRows(path), max_length=6, max_prompt_tokens=3)
+    assert chosen == [Prompt(family="all", ids=[50, 51], answer_ids=[52, EOS])]

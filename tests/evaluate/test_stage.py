@@ -1,0 +1,180 @@
+"""The stage as a user runs it: base against tuned model for every method, one line for each fault."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stages.evaluate.__main__ import main
+from stages.evaluate.compare import Answers, Limits, Questions, evaluate_models
+from stages.evaluate.generate import choose_prompts
+from stages.evaluate.metrics import evaluate_metrics
+from stages.model.load import load_base
+from stages.step.batches import TokenRows
+from tests.evaluate.conftest import CPU, EOS, PAD, save_random_adapter, spec_of
+from tests.evaluate.test_heldout import losses_of
+from tests.step.test_batches import Row, write_tokens
+from tests.workspace import invoke, lay_out, told
+
+LIMITS = Limits(max_tokens=256, logits_chunk=32, max_new_tokens=4, generate_batch_rows=8)
+
+
+@pytest.fixture(scope="session")
+def adapter(base_dir, tmp_path_factory) -> Path:
+    return save_random_adapter(base_dir, "lora", tmp_path_factory.mktemp("tuned") / "lora")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return lay_out(
+        tmp_path,
+        train__method="lora",
+        evaluate__generate_rows=6,
+        evaluate__max_new_tokens=4,
+        evaluate__max_tokens=512,
+        run__cpu_threads=1,
+    )
+
+
+def evaluate(tokens: Path, locks: Path, tuned: Path):
+    return invoke(
+        main,
+        *("--tokens", str(tokens), "--tuned", str(tuned)),
+        *("--model-lock", str(locks / "model.json"), "--tokenizer-lock", str(locks / "tokenizer.json")),
+    )
+
+
+def questions_of(rows) -> Questions:
+    prompts = choose_prompts(rows, 4, max_length=64, max_prompt_tokens=None, special={EOS})
+    return Questions(
+        rows=rows, loss_rows=list(range(len(rows))), prompts=prompts, special={EOS}, eos_id=EOS, pad_id=PAD
+    )
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_the_base_is_judged_without_its_adapter(method, base_dir, rows, tmp_path):
+    """An adapter left on would hide what training changed; an adapter left off would hide it too."""
+    tuned = save_random_adapter(base_dir, method, tmp_path / method)
+    spec = spec_of(method)
+    answers = evaluate_models(base_dir, tuned, spec, questions_of(rows), LIMITS, device=CPU, progress=False)
+    alone = losses_of(load_base(base_dir, spec, CPU, "sdpa").eval(), rows)
+    np.testing.assert_allclose(answers["base"].row_losses, alone, rtol=1e-5)
+    assert np.abs(answers["tuned"].row_losses - alone).min() > 1e-3
+    assert answers["base"].answers != answers["tuned"].answers
+
+
+def test_full_fine_tuning_compares_two_models(base_dir, rows, tmp_path):
+    """The tuned model is the directory that train saved, not the base again."""
+    spec = spec_of("full")
+    model = load_base(base_dir, spec, CPU)
+    torch.manual_seed(23)
+    for parameter in model.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "tuned")
+    answers = evaluate_models(
+        base_dir, tmp_path / "tuned", spec, questions_of(rows), LIMITS, device=CPU, progress=False
+    )
+    np.testing.assert_allclose(answers["tuned"].row_losses, losses_of(model.eval(), rows), rtol=1e-5)
+    assert np.abs(answers["base"].row_losses - answers["tuned"].row_losses).min() > 1e-4
+
+
+def test_the_stage_writes_metrics_and_the_same_bytes_again(place, tokens_dir, locks_dir, adapter):
+    """The default path, and the determinism that lets DVC skip what follows."""
+    assert evaluate(tokens_dir, locks_dir, adapter).exit_code == 0
+    written = {path: path.read_bytes() for path in (Path("metrics/evaluate.json"), *Path("data/evaluate").iterdir())}
+    metrics = json.loads(Path("metrics/evaluate.json").read_text())
+    assert metrics["evaluated_rows"] == 14 and metrics["generated_rows"] == 6
+    assert metrics["tuned_perplexity"] == pytest.approx(np.exp(metrics["tuned_loss"]), rel=1e-5)
+    assert sum(bucket["rows"] for bucket in metrics["by_length"].values()) == 14
+    assert {name: found["rows"] for name, found in metrics["by_family"].items()} == {"all": 2, "dates": 2, "sums": 2}
+    lines = [json.loads(line) for line in Path("data/evaluate/generations.jsonl").read_text().splitlines()]
+    assert len(lines) == 6
+    assert set(lines[0]) == {"family", "prompt", "expected", "base", "base_correct", "tuned", "tuned_correct"}
+    assert evaluate(tokens_dir, locks_dir, adapter).exit_code == 0
+    assert {path: path.read_bytes() for path in written} == written
+
+
+def test_rows_without_a_question_still_have_a_loss(place, tmp_path, locks_dir, adapter, tokens_dir):
+    """A set of plain texts: exact match is null, not zero, and nothing crashes."""
+    tokens = tmp_path / "plain"
+    shutil.copytree(tokens_dir, tokens)
+    write_tokens(tokens / "heldout.arrow", [([30, 31, 32, EOS], [0, 4], None)])
+    assert evaluate(tokens, locks_dir, adapter).exit_code == 0
+    metrics = json.loads(Path("metrics/evaluate.json").read_text())
+    assert metrics["tuned_exact_match_percent"] is None and metrics["by_family"] == {}
+    assert metrics["evaluated_tokens"] == 3
+    assert Path("data/evaluate/generations.jsonl").read_text() == ""
+
+
+def test_a_missing_adapter_is_told_in_one_line(place, tokens_dir, locks_dir, tmp_path):
+    line = told(evaluate(tokens_dir, locks_dir, tmp_path / "nowhere"))
+    assert "nowhere" in line and "dvc repro" in line
+    assert not Path("data/evaluate").exists() and not Path("metrics/evaluate.json").exists()
+
+
+def test_an_adapter_that_gives_no_finite_loss_is_told_in_one_line(place, tokens_dir, locks_dir, adapter, tmp_path):
+    """NaN in a metrics file is no JSON, and a mean over it no figure."""
+    broken = tmp_path / "broken"
+    shutil.copytree(adapter, broken)
+    weights = load_file(broken / "adapter_model.safetensors")
+    save_file(
+        {name: torch.full_like(w, torch.inf) for name, w in weights.items()}, broken / "adapter_model.safetensors"
+    )
+    line = told(evaluate(tokens_dir, locks_dir, broken))
+    assert "loss of the tuned model must be finite" in line
+    assert not Path("metrics/evaluate.json").exists()
+
+
+def test_out_of_memory_names_the_parameters_that_help(place, tokens_dir, locks_dir, adapter, monkeypatch):
+    """A traceback after hours of training helps nobody."""
+
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("stages.evaluate.compare.row_losses", refuse)
+    line = told(evaluate(tokens_dir, locks_dir, adapter))
+    assert line.startswith("evaluate.max_tokens: the base model ran out of memory") and "generate_batch_rows=32" in line
+
+
+def test_a_base_that_changed_since_it_was_pinned_is_refused(place, tokens_dir, locks_dir, adapter, base_dir, tmp_path):
+    """Judging another base than the one trained on would be a made-up comparison."""
+    other, locks = tmp_path / "other", tmp_path / "locks"
+    shutil.copytree(base_dir, other)
+    locks.mkdir()
+    lock = json.loads((locks_dir / "model.json").read_text())
+    (locks / "model.json").write_text(json.dumps({**lock, "name": str(other)}))
+    shutil.copy(locks_dir / "tokenizer.json", locks)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    assert "changed since it was pinned" in told(evaluate(tokens_dir, locks, adapter))
+
+
+def test_metrics_by_length_divide_by_the_tokens_of_their_own_rows(tmp_path):
+    """A bucket's mean over all tokens, or a row in the wrong bucket, would go unseen in the overall figure."""
+    rows: list[Row] = [
+        ([9] * 60, [50, 60], None),
+        ([9] * 64, [62, 64], None),
+        ([9] * 65, [0, 5], None),
+        ([9] * 600, [0, 9], None),
+    ]
+    opened = TokenRows(write_tokens(tmp_path / "heldout.arrow", rows))
+    questions = Questions(rows=opened, loss_rows=[0, 1, 2, 3], prompts=[], special=set(), eos_id=None, pad_id=0)
+    losses = {
+        "base": Answers(row_losses=np.array([20.0, 4.0, 12.0, 8.0]), answers=[]),
+        "tuned": Answers(row_losses=np.array([10.0, 2.0, 6.0, 4.0]), answers=[]),
+    }
+    metrics = evaluate_metrics(questions, losses, [])
+    assert {
+        name: (found["rows"], found["base_loss"], found["tuned_loss"]) for name, found in metrics["by_length"].items()
+    } == {
+        "up_to_64": (2, 2.0, 1.0),
+        "up_to_128": (1, 3.0, 1.5),
+        "over_512": (1, 1.0, 0.5),
+    }
+    assert metrics["evaluated_tokens"] == 24 and metrics["base_loss"] == pytest.approx(44 / 24, abs=1e-6)
