@@ -143,24 +143,28 @@ class _Text:
     """The part of a file's text that is not parsed yet, with the number of the line it starts on."""
 
     def __init__(self, source: _PinnedFile):
-        self.name, self.text, self.at, self.line, self.ended = source.name, "", 0, 1, False
+        self.name, self.text, self.at, self.ended = source.name, "", 0, False
+        self._line, self._counted = 1, 0
         # Reading as much again as is held keeps the work linear for a row of many megabytes.
         self._blocks = source.blocks(lambda: max(BLOCK_BYTES, len(self.text) - self.at))
         self._decode = codecs.getincrementaldecoder("utf-8")().decode
 
     def more(self) -> None:
         """Drop what is parsed and read on."""
-        self.line, self.text, self.at = self.line_at(self.at), self.text[self.at :], 0
+        self.line()
+        self.text, self.at, self._counted = self.text[self.at :], 0, 0
         block = next(self._blocks, b"")
         self.ended = not block
         try:
             self.text += self._decode(block, final=self.ended)
         except UnicodeDecodeError:
-            raise UserError(f"{self.name}: not UTF-8 after line {self.line}; save the file as UTF-8") from None
+            raise UserError(f"{self.name}: not UTF-8 after line {self._line}; save the file as UTF-8") from None
 
-    def line_at(self, position: int) -> int:
-        """The line number of a position in the text held."""
-        return self.line + self.text.count("\n", 0, position)
+    def line(self) -> int:
+        """The line number here; each line break is counted once."""
+        self._line += self.text.count("\n", self._counted, self.at)
+        self._counted = self.at
+        return self._line
 
     def peek(self) -> str:
         """The next character that is not white space, or "" at the file's end."""
@@ -173,8 +177,9 @@ class _Text:
 
     def fault(self, rule: str, position: int | None = None) -> UserError:
         """A `UserError` at a position (default: here)."""
-        line = self.line_at(self.at if position is None else position)
-        return UserError(f"{self.name}:{line}: not JSON ({rule}); the file must be one array of JSON objects")
+        line = self.line()
+        ahead = 0 if position is None else self.text.count("\n", self.at, position)
+        return UserError(f"{self.name}:{line + ahead}: not JSON ({rule}); the file must be one array of JSON objects")
 
 
 def _read_array(source: _PinnedFile) -> Iterator[tuple[int, Any]]:
@@ -185,7 +190,7 @@ def _read_array(source: _PinnedFile) -> Iterator[tuple[int, Any]]:
     if text.peek() != "]":
         while True:
             opener = text.peek()
-            line = text.line_at(text.at)
+            line = text.line()
             # Objects alone end in a character of their own, so a value cut in two can be told from a whole one.
             yield line, _next_object(text) if opener == "{" else _refuse_non_object(text, opener)
             separator = text.peek()
@@ -222,8 +227,7 @@ def _refuse_non_object(text: _Text, opener: str) -> Any:
     if opener in "]},:":
         raise text.fault(f"unexpected {opener!r}")
     raise UserError(
-        f"{text.name}:{text.line_at(text.at)}: a row must be a JSON object, got a value starting with {opener!r}; "
-        "make it one"
+        f"{text.name}:{text.line()}: a row must be a JSON object, got a value starting with {opener!r}; make it one"
     )
 
 
