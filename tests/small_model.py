@@ -28,7 +28,9 @@ def save_small_llama(directory: Path) -> Path:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    model = LlamaForCausalLM(config)
+    model.to(dtype=torch.bfloat16)  # type: ignore[call-arg]
+    model.save_pretrained(directory)
     return directory
 
 

@@ -176,6 +176,6 @@ def test_a_model_that_bends_its_logits_is_refused(small_llama: Path):
         output.logits = output.logits * 0.5 + 1.0
         return output
 
-    model.forward = bent  # type: ignore[method-assign]
+    model.forward = bent
     with pytest.raises(UserError, match="changes its logits"):
         check_head(model, CPU)

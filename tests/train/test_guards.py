@@ -1,0 +1,84 @@
+"""What train refuses, before it loads and while it runs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stages.bucket.plan import MicroBatch
+from stages.errors import UserError
+from stages.train.device import check_device
+from stages.train.heldout import heldout_batches
+from stages.train.loop import refuse_non_finite
+from tests.small_model import CPU, spec_of
+
+FITS = {"fits": True, "enforce": True, "refusal": None}
+NAN, ONE = torch.tensor(float("nan")), torch.tensor(1.0)
+
+
+def micro_batches() -> list[MicroBatch]:
+    return [
+        MicroBatch(epoch=0, step=7, rows=np.array(rows, dtype=np.int32), length=8, supervised=4)
+        for rows in ([3, 1], [11, 12])
+    ]
+
+
+def test_a_non_finite_loss_names_step_micro_batch_and_rows():
+    """Training on would spoil the weights in silence."""
+    with pytest.raises(UserError, match=r"step 7, micro-batch 1 \(training rows 11, 12\)"):
+        refuse_non_finite([ONE, NAN], ONE, 7, micro_batches())
+
+
+def test_a_non_finite_gradient_is_told_apart():
+    with pytest.raises(UserError, match=r"gradient must be finite; its norm is inf at optimizer step 7"):
+        refuse_non_finite([ONE, ONE], torch.tensor(float("inf")), 7, micro_batches())
+
+
+def test_finite_numbers_pass():
+    """Raises nothing: the guard must not stop a sound run."""
+    refuse_non_finite([ONE, ONE], ONE, 7, micro_batches())
+
+
+def test_a_refusal_of_estimate_stops_train():
+    verdict = {"fits": False, "enforce": True, "refusal": "predicted peak 90.00 GiB exceeds …"}
+    with pytest.raises(UserError, match="predicted peak 90"):
+        check_device(CPU, spec_of(), verdict, {"peak_bytes_predicted": 1, "gpu": "cpu"})
+
+
+def test_enforce_false_lets_it_run():
+    verdict = {"fits": False, "enforce": False, "refusal": "predicted peak 90.00 GiB exceeds …"}
+    check_device(CPU, spec_of(), verdict, {"peak_bytes_predicted": 2**60, "gpu": "cpu"})
+
+
+def test_the_device_at_hand_is_checked_too():
+    """The verdict is for hardware.gpu, which may not be the machine that trains."""
+    with pytest.raises(UserError, match=r"hardware\.gpu: the run needs .* free here"):
+        check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**60, "gpu": "A100-80GB"})
+    check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 1, "gpu": "A100-80GB"})
+
+
+class Rows:
+    """Held-out rows of given lengths, all trained."""
+
+    def __init__(self, lengths: list[int]):
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def ids(self, row: int) -> np.ndarray:
+        return np.arange(self.lengths[row], dtype=np.uint16) + 1
+
+    def spans(self, row: int) -> np.ndarray:
+        return np.array([[1, self.lengths[row]]], dtype=np.int32)
+
+
+def test_heldout_batches_keep_the_budget_and_lose_no_row(tmp_path: Path):
+    """A held-out pass larger than training's own batches could be the one that runs out of memory."""
+    lengths = [5, 30, 7, 7, 2, 19, 30, 4]
+    batches = list(heldout_batches(Rows(lengths), 100, 40, 0))  # type: ignore[arg-type]
+    assert all(batch.input_ids_BT.numel() <= 40 for batch in batches)
+    assert sum(len(batch.supervised_index_N) for batch in batches) == sum(lengths) - len(lengths)
+    few = list(heldout_batches(Rows(lengths), 3, 40, 0))  # type: ignore[arg-type]
+    assert sum(len(batch.input_ids_BT) for batch in few) == 3
