@@ -61,7 +61,13 @@ def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus:
         native_bf16=device.native_bf16,
         progress=p.run.progress,
     )
-    verdict = judge(prediction, device, p.estimate.headroom_percent, switches)
+    verdict = judge(
+        prediction,
+        device,
+        switches,
+        headroom_percent=p.estimate.headroom_percent,
+        enforce=p.estimate.enforce,
+    )
     with atomic_directory(out) as aside:
         write_json(aside / "verdict.json", {**verdict.as_json(), "enforce": p.estimate.enforce})
         write_json(aside / "breakdown.json", _breakdown(prediction))

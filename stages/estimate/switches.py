@@ -43,18 +43,18 @@ def trace_switches(
 ) -> list[Switch]:
     """The current setting first, then every single change, traced over the same micro-batches.
 
-    `max_tokens` is bucket.max_tokens, which cannot go below `longest`, the padded tokens of the longest row;
-    `native_bf16` says whether the device offers precision bf16; `progress` shows a bar on standard error.
+    Those that change nothing that is learnt come first. `max_tokens` is bucket.max_tokens, which cannot go below
+    `longest`, the padded tokens of the longest row; `native_bf16` says whether the device offers precision bf16;
+    `progress` shows a bar on standard error.
     """
-    found = [Switch(label=CURRENT, flag=None, peak_bytes=current.peak.bytes)]
-    changes = list(_single_changes(setting, native_bf16))
-    for flag, changed in tqdm(changes, "estimate", unit=" switches", disable=not progress):
-        peak = predict(config, changed, steps, target).peak
-        found.append(Switch(label=flag, flag=f"train.{flag}", peak_bytes=peak.bytes))
+    changes = [(f"train.{flag}", changed, steps) for flag, changed in _single_changes(setting, native_bf16)]
     fewer = halved(steps)
     if fewer is not None and max_tokens // 2 >= longest:
-        peak = predict(config, setting, fewer, target).peak
-        found.append(Switch(label="max_tokens/2", flag=f"bucket.max_tokens={max_tokens // 2}", peak_bytes=peak.bytes))
+        changes.insert(0, (f"bucket.max_tokens={max_tokens // 2}", setting, fewer))
+    found = [Switch(label=CURRENT, flag=None, peak_bytes=current.peak.bytes)]
+    for flag, changed, shapes in tqdm(changes, "estimate", unit=" switches", disable=not progress):
+        peak = predict(config, changed, shapes, target).peak
+        found.append(Switch(label=flag.partition(".")[2], flag=flag, peak_bytes=peak.bytes))
     return found
 
 
@@ -63,14 +63,14 @@ def _single_changes(setting: Setting, native_bf16: bool) -> Iterator[tuple[str, 
     model = setting.model
     grad_ckpt = not model.grad_ckpt
     yield f"grad_ckpt={str(grad_ckpt).lower()}", replace(setting, model=replace(model, grad_ckpt=grad_ckpt))
-    for method in METHODS:
-        if method != model.method:
-            yield f"method={method}", replace(setting, model=replace(model, method=method))
+    chunk = LOSS_CHUNK_TOKENS if setting.loss_chunk is None else None
+    yield f"loss_chunk={'null' if chunk is None else chunk}", replace(setting, loss_chunk=chunk)
     for optimizer in OPTIMIZERS:
         if optimizer != setting.optimizer:
             yield f"optimizer={optimizer}", replace(setting, optimizer=optimizer)
-    chunk = LOSS_CHUNK_TOKENS if setting.loss_chunk is None else None
-    yield f"loss_chunk={'null' if chunk is None else chunk}", replace(setting, loss_chunk=chunk)
     for precision in PRECISIONS:
         if precision != model.precision and (precision == "fp32" or native_bf16):
             yield f"precision={precision}", replace(setting, model=replace(model, precision=precision))
+    for method in METHODS:
+        if method != model.method:
+            yield f"method={method}", replace(setting, model=replace(model, method=method))
