@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from stages.model.spec import ModelSpec
 from stages.step.batches import Batch, TokenRows, read_batch
 from stages.step.loss import check_head
 from stages.step.optim import OptimSpec, build_optimizer, learning_rate
-from stages.step.step import StepResult, StepSpec, training_step
+from stages.step.step import StepSpec, training_step
 from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.measure import Meter
 
@@ -69,41 +70,43 @@ class TrainResult:
     model: nn.Module
     curves: list[dict[str, Any]]
     """One row per optimizer step, keys `CURVE_COLUMNS`."""
-    train_seconds: float
-    """Seconds spent in optimizer steps, held-out losses apart."""
 
 
 def train(job: TrainJob, meter: Meter) -> TrainResult:
     """Load the model and run every step of the plan.
 
-    The first step and the model's loading share one measuring window, since the first step is planned to hold the
-    largest batch; the other steps that can be the worst are measured each in a window of its own.
+    The steps that can be the worst are measured, each in a window of its own; that of the first step, which is planned
+    to hold the largest batch, also spans the model's loading.
 
     Raises:
         UserError: the model cannot be loaded, or a loss or gradient is not finite.
     """
     curves: list[dict[str, Any]] = []
-    bar = tqdm(total=len(job.plan.steps), desc="train", unit="step", disable=not job.progress)
-    with bar:
-        with meter.window("first step"):
-            with meter.phase("load"):
-                model = load_model(job.model_directory, job.model_spec, job.device)
-                check_head(model, job.device)
-                optimizer = build_optimizer(model, job.optim_spec)
-            torch.manual_seed(job.model_spec.seed)
-            curves.append(_run_step(job, model, optimizer, 0, meter, bar))
-        for step in range(1, len(job.plan.steps)):
-            if step in job.measured_steps:
-                with meter.window(f"step {step}"):
-                    curves.append(_run_step(job, model, optimizer, step, meter, bar))
-            else:
-                curves.append(_run_step(job, model, optimizer, step, meter, bar))
-            _maybe_heldout(job, model, step, curves[-1], bar)
-    return TrainResult(model=model, curves=curves, train_seconds=sum(row["seconds"] for row in curves))
+    with tqdm(total=len(job.plan.steps), desc="train", unit="step", disable=not job.progress) as bar:
+        for step in range(len(job.plan.steps)):
+            with meter.window(f"step {step}") if step in job.measured_steps else nullcontext():
+                if step == 0:
+                    model, optimizer = _load(job, meter)
+                row = _run_step(job, model, optimizer, step, meter)
+            row["allocated_bytes"] = meter.peak_bytes_of_step()
+            _maybe_heldout(job, model, step, row, bar)
+            curves.append(row)
+            _show(bar, row)
+    return TrainResult(model=model, curves=curves)
+
+
+def _load(job: TrainJob, meter: Meter) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and its optimizer, state made; dropout is seeded from here on."""
+    with meter.phase("load"):
+        model = load_model(job.model_directory, job.model_spec, job.device)
+        check_head(model, job.device)
+        optimizer = build_optimizer(model, job.optim_spec)
+    torch.manual_seed(job.model_spec.seed)
+    return model, optimizer
 
 
 def _run_step(
-    job: TrainJob, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, meter: Meter, bar: Any
+    job: TrainJob, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, meter: Meter
 ) -> dict[str, Any]:
     """One optimizer step and its row of the curves."""
     micro_batches = job.plan.steps[step]
@@ -122,9 +125,10 @@ def _run_step(
         phase=meter.phase,
         guard=lambda losses, norm: refuse_non_finite(losses, norm, step, micro_batches),
     )
-    loss, grad_norm = _read(result)
+    # Reading the scalars waits for the device, so the time is that of the whole step.
+    loss, grad_norm = result.loss.item(), result.grad_norm.item()
     seconds = time.perf_counter() - start
-    row = {
+    return {
         "step": step,
         "epoch": micro_batches[0].epoch,
         "loss": loss,
@@ -134,22 +138,18 @@ def _run_step(
         "supervised_tokens": supervised,
         "padded_tokens": sum(micro_batch.padded_tokens for micro_batch in micro_batches),
         "micro_batches": len(micro_batches),
-        "allocated_bytes": meter.peak_bytes_of_step(),
         "rss_bytes": psutil.Process().memory_info().rss,
         "measured": step in job.measured_steps,
         "seconds": seconds,
     }
+
+
+def _show(bar: Any, row: dict[str, Any]) -> None:
+    """Loss, speed and memory in the progress bar."""
+    speed = row["tokens"] / row["seconds"]
     memory = row["allocated_bytes"] or row["rss_bytes"]
-    bar.set_postfix_str(
-        f"loss {loss:.4f}, {row['tokens'] / seconds:,.0f} tokens/s, {memory / GIB:.2f} GiB", refresh=False
-    )
+    bar.set_postfix_str(f"loss {row['loss']:.4f}, {speed:,.0f} tokens/s, {memory / GIB:.2f} GiB", refresh=False)
     bar.update()
-    return row
-
-
-def _read(result: StepResult) -> tuple[float, float]:
-    """The step's scalars as Python numbers; waits for the device."""
-    return result.loss.item(), result.grad_norm.item()
 
 
 def _load_batches(job: TrainJob, micro_batches: list[MicroBatch]) -> Iterator[Batch]:

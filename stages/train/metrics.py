@@ -6,7 +6,7 @@ import torch
 
 from stages.step.optim import trained_parameters
 from stages.train.loop import GIB, TrainResult
-from stages.train.measure import Measured
+from stages.train.measure import LOAD, Measured
 
 LAST_SHARE = 0.1
 """Share of the steps, at the end, over which the reported training loss is averaged."""
@@ -21,18 +21,21 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
     last = curves[-max(1, round(LAST_SHARE * len(curves))) :]
     timed = [row for row in curves[WARM_UP_STEPS:] if not row["measured"]] or curves
     seconds = sum(row["seconds"] for row in timed)
-    peak = measured.peak_bytes
+    by_phase = measured.peak_bytes_by_phase
+    # The prediction is of the steps; what loading needed for a moment stands apart, under its own phase.
+    peak = max((size for phase, size in by_phase.items() if phase != LOAD), default=None)
     return {
         "optimizer_steps": len(curves),
         "train_loss": sum(row["loss"] for row in last) / len(last),
         "heldout_loss_last": curves[-1].get("heldout_loss"),
         "tokens_per_second": sum(row["tokens"] for row in timed) / seconds,
         "supervised_tokens_per_second": sum(row["supervised_tokens"] for row in timed) / seconds,
-        "train_seconds": result.train_seconds,
+        "train_seconds": sum(row["seconds"] for row in curves),
         "trained_parameters": sum(p.numel() for p in trained_parameters(result.model)),
         "peak_bytes_measured": peak,
         "peak_gib_measured": None if peak is None else peak / GIB,
-        "measured_by_phase": measured.peak_bytes_by_phase,
+        "measured_by_phase": by_phase,
+        "peak_reserved_bytes": measured.peak_reserved_bytes,
         "peak_measured_how": measured.how,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
