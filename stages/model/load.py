@@ -129,10 +129,19 @@ def _enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Recompute each decoder layer in backward when asked (Chen et al. 2016, arXiv 1604.06174)."""
     if not spec.grad_ckpt:
         return
+    # The generator's state (5 KB a layer, and a copy from the device on CUDA) is needed for dropout alone.
+    dropout = spec.lora_dropout > 0 or _has_dropout(model.config)
+    kwargs = {"use_reentrant": False, "preserve_rng_state": dropout}
     if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable(kwargs)
     else:  # transformers < 5.20
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
+def _has_dropout(config: PretrainedConfig) -> bool:
+    """Whether a dropout of the model is above zero (attention_dropout, resid_pdrop, classifier_dropout, …)."""
+    values = config.get_text_config().to_dict()
+    return any(isinstance(v, float) and v > 0 for key, v in values.items() if "drop" in key)
 
 
 def _own_memory(model: nn.Module) -> None:

@@ -45,7 +45,7 @@ def summed_loss(model: nn.Module, batch: Batch, chunk: int | None) -> torch.Tens
     hidden_ND, targets_N = _trained_positions(hidden_BTD, batch)
     total = hidden_ND.new_zeros((), dtype=torch.float32)
     for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True):
-        total = total + checkpoint(_chunk_loss, lm, hidden, targets, use_reentrant=False)
+        total = total + checkpoint(_chunk_loss, lm, hidden, targets, use_reentrant=False, preserve_rng_state=False)
     return total
 
 

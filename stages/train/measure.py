@@ -156,7 +156,7 @@ class CpuMeter(Meter):
         finally:
             self._open = None
         self._windows += 1
-        self._count(profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
+        self._count(profiler.profiler.kineto_results.events())
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """A range in the profile, or nothing outside windows."""
