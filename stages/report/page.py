@@ -98,7 +98,7 @@ def _memory(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
             "## Memory",
             "",
             *verdict,
-            f"Measured by: {inputs.train['peak_measured_how']}.",
+            f"Measured on {inputs.train['device']}: {inputs.train['peak_measured_how'] or 'nothing'}.",
             "",
             _table(("phase", "predicted peak", "measured peak", "error"), phases),
             "",

@@ -1,0 +1,121 @@
+"""What the other stages leave for a report, in the form their code writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.files import write_csv, write_json, write_text
+from stages.train.loop import CURVE_COLUMNS
+from tests.workspace import lay_out
+
+MIB = 2**20
+
+BREAKDOWN = {
+    "forward": {"weights": 40 * MIB, "activations": 55 * MIB},
+    "backward": {"weights": 40 * MIB, "activations": 50 * MIB, "gradients": 30 * MIB},
+    "optimizer": {"weights": 40 * MIB, "gradients": 30 * MIB, "update": 0},
+}
+
+GENERATION = {
+    "family": "sums",
+    "prompt": "<|im_start|>user\n1 + 1<|im_end|>\n",
+    "expected": "Answer: 2",
+    "base": "I | do\n```\nnot know",
+    "base_correct": False,
+    "tuned": "Answer: 2",
+    "tuned_correct": True,
+}
+
+
+def metrics() -> dict[str, dict[str, Any]]:
+    """Content of each metrics file."""
+    by_phase = {phase: sum(found.values()) for phase, found in BREAKDOWN.items()}
+    peak = max(by_phase.values())
+    losses = {"base_loss": 2.5, "tuned_loss": 1.25, "base_perplexity": 12.18, "tuned_perplexity": 3.49}
+    return {
+        "tokenize": {
+            "format": "messages",
+            "train_rows": 4749,
+            "heldout_rows": 250,
+            "train_tokens": 287625,
+            "supervised_percent": 35.4,
+            "longest": 512,
+        },
+        "bucket": {
+            "optimizer_steps": 3,
+            "micro_batches": 9,
+            "max_batch_tokens": 1024,
+            "max_batch_rows": 25,
+            "max_batch_length": 512,
+            "padding_percent": 12.157,
+        },
+        "estimate": {
+            "peak_bytes_predicted": peak,
+            "predicted_by_phase": by_phase,
+            "worst_phase": "backward",
+            "fits": True,
+            "gpu": "cpu",
+            "capacity_gib": 15.5,
+        },
+        "train": {
+            "peak_bytes_measured": 125 * MIB,
+            "measured_by_phase": {
+                "load": 41 * MIB,
+                "forward": 95 * MIB,
+                "backward": 125 * MIB,
+                "clip": None,
+                "optimizer": 70 * MIB,
+            },
+            "peak_measured_how": "torch.profiler memory events",
+            "device": "cpu",
+            "trained_parameters": 184320,
+            "tokens_per_second": 4000.5,
+        },
+        "evaluate": {
+            **losses,
+            "evaluated_rows": 250,
+            "generated_rows": 1,
+            "base_exact_match_percent": 0.0,
+            "tuned_exact_match_percent": 100.0,
+            "by_length": {"up_to_64": {"rows": 200, **losses}, "over_512": {"rows": 50, **losses}},
+            "by_family": {"sums": {"rows": 1, "base_exact_match_percent": 0.0, "tuned_exact_match_percent": 100.0}},
+        },
+    }
+
+
+def curves() -> list[dict[str, Any]]:
+    """Three steps: the first measured, the last with a held-out loss."""
+    row: dict[str, Any] = {name: 1 for name in CURVE_COLUMNS} | {"heldout_loss": None, "allocated_bytes": None}
+    return [
+        {**row, "step": 0, "loss": 3.0, "allocated_bytes": 125 * MIB},
+        {**row, "step": 1, "loss": 2.0},
+        {**row, "step": 2, "loss": 1.5, "heldout_loss": 1.75, "allocated_bytes": 110 * MIB},
+    ]
+
+
+def write_inputs(directory: Path, found: dict[str, dict[str, Any]], generations: list[dict[str, Any]]) -> None:
+    """Write all inputs of a report into a directory laid out as the repository is."""
+    for name, values in found.items():
+        write_json(directory / "metrics" / f"{name}.json", values)
+    write_json(directory / "locks/model.json", {"name": "org/base", "revision": "c0ffee"})
+    write_json(directory / "locks/data.json", {"source": "rows.jsonl", "revision": None})
+    write_json(directory / "data/estimate/breakdown.json", {**BREAKDOWN, "peak": BREAKDOWN["backward"]})
+    write_json(directory / "data/estimate/verdict.json", {"fits": True, "refusal": None})
+    write_csv(
+        directory / "data/estimate/switches.csv",
+        ["switch", "peak_gib"],
+        [{"switch": "current", "peak_gib": 0.117}, {"switch": "grad_ckpt=true", "peak_gib": 0.08}],
+    )
+    write_csv(directory / "data/train/curves.csv", CURVE_COLUMNS, curves())
+    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in generations)
+    write_text(directory / "data/evaluate/generations.jsonl", lines)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """A working directory with everything a report needs."""
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path, metrics(), [GENERATION])
+    return lay_out(tmp_path)

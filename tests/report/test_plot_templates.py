@@ -1,0 +1,50 @@
+"""The Vega templates of `dvc plots`: they draw what is in the files and skip what was not measured."""
+
+import csv
+import io
+import json
+
+import pytest
+from dvc_render.vega import VegaRenderer
+from ruamel.yaml import YAML
+
+from tests.conftest import ROOT
+
+TEMPLATES = sorted(path.stem for path in (ROOT / ".dvc/plots").glob("*.json"))
+
+CURVES = "step,loss,heldout_loss\n0,3.0,\n1,2.5,2.75\n"
+
+
+def filled(name: str, text: str, **properties) -> dict:
+    """A template filled with a CSV's records, as `dvc plots show` fills it."""
+    datapoints = [{**record, "rev": "workspace"} for record in csv.DictReader(io.StringIO(text))]
+    renderer = VegaRenderer(
+        datapoints, name, template=name, template_dir=str(ROOT / ".dvc/plots"), title=name, **properties
+    )
+    return renderer.get_filled_template()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_anchor_is_left_unfilled(name):
+    """An anchor that DVC does not know stays in the page as text, and the plot is empty."""
+    assert "<DVC_METRIC" not in json.dumps(filled(name, CURVES, x="step", y="loss"))
+
+
+def test_every_template_is_used_and_every_named_one_exists():
+    plots = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["plots"]
+    used = {spec["template"] for plot in plots for spec in plot.values() if "template" in spec}
+    assert set(TEMPLATES) <= used
+
+
+@pytest.mark.parametrize("name", ["loss", "memory"])
+def test_empty_cells_are_filtered_out(name):
+    """Vega draws an empty cell as zero: held-out loss would fall to zero between its measurements."""
+    spec = filled(name, CURVES, x="step", y="heldout_loss")
+    assert "datum['heldout_loss'] !== ''" in json.dumps(spec)
+
+
+def test_memory_starts_at_zero():
+    """A cut axis shows a prediction 0.1 % off as if it were twofold."""
+    spec = filled("memory", "step,measured_gib,predicted_gib\n0,1.0,1.1\n", x="step", y="measured_gib")
+    assert spec["layer"][0]["encoding"]["y"]["scale"]["zero"] is True
+    assert spec["layer"][1]["encoding"]["y"]["field"] == "predicted_gib"
