@@ -147,8 +147,9 @@ def _run_step(
 def _show(bar: Any, row: dict[str, Any]) -> None:
     """Loss, speed and memory in the progress bar."""
     speed = row["tokens"] / row["seconds"]
-    memory = row["allocated_bytes"] or row["rss_bytes"]
-    bar.set_postfix_str(f"loss {row['loss']:.4f}, {speed:,.0f} tokens/s, {memory / GIB:.2f} GiB", refresh=False)
+    allocated = row["allocated_bytes"]
+    memory = f"rss {row['rss_bytes'] / GIB:.2f} GiB" if allocated is None else f"peak {allocated / GIB:.2f} GiB"
+    bar.set_postfix_str(f"loss {row['loss']:.4f}, {speed:,.0f} tokens/s, {memory}", refresh=False)
     bar.update()
 
 
