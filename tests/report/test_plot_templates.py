@@ -48,3 +48,9 @@ def test_memory_starts_at_zero():
     spec = filled("memory", "step,measured_gib,predicted_gib\n0,1.0,1.1\n", x="step", y="measured_gib")
     assert spec["layer"][0]["encoding"]["y"]["scale"]["zero"] is True
     assert spec["layer"][1]["encoding"]["y"]["field"] == "predicted_gib"
+
+
+def test_the_prediction_is_a_line_of_its_own():
+    """DVC stacks several y columns into one: joined to the measurements, the line would zigzag between both."""
+    spec = filled("memory", "step,measured_gib,predicted_gib\n0,1.0,1.1\n", x="step", y="measured_gib")
+    assert {"filter": "datum.field !== 'predicted_gib'"} in spec["layer"][0]["transform"]
