@@ -1,8 +1,6 @@
 """Fine-tune as planned: `python -m stages.train`."""
 
-import shutil
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -11,7 +9,6 @@ from stages.bucket.plan import read_plan
 from stages.bucket.worst import worst_steps
 from stages.errors import StageCommand
 from stages.files import atomic_directory, read_json, write_csv, write_json, write_text
-from stages.model.adapters import save_adapter
 from stages.model.spec import ModelSpec
 from stages.params import parameter_values, read_params
 from stages.pin.locate import model_directory, verify_files
@@ -20,9 +17,10 @@ from stages.step.optim import OptimSpec
 from stages.step.step import StepSpec
 from stages.train.card import model_card
 from stages.train.device import check_device, training_device
-from stages.train.loop import CURVE_COLUMNS, TrainJob, TrainResult, train
+from stages.train.loop import CURVE_COLUMNS, TrainJob, train
 from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
+from stages.train.save import save_tuned
 
 PATH = click.Path(path_type=Path)
 
@@ -85,8 +83,7 @@ def main(
         progress=params.run.progress,
     )
     result = train(job, meter)
-    with atomic_directory(out) as aside:
-        _save_weights(result, spec, directory, read_json(tokenizer_lock), aside)
+    save_tuned(result.model, directory, read_json(tokenizer_lock)["files"], out)
     numbers = train_metrics(result, meter.result(), device)
     values = {key: value for key, value in parameter_values(params).items() if key != "run"}
     with atomic_directory(curves) as aside:
@@ -94,18 +91,6 @@ def main(
         card = model_card(model_lock=lock, data_lock=read_json(data_lock), params=values, metrics=numbers)
         write_text(aside / "MODEL_CARD.md", card)
     write_json(metrics, numbers)
-
-
-def _save_weights(
-    result: TrainResult, spec: ModelSpec, directory: Path, tokenizer_lock: dict[str, Any], out: Path
-) -> None:
-    """An adapter alone, or a full model with its tokenizer; a function of the weights and nothing else."""
-    if spec.method != "full":
-        save_adapter(result.model, out)  # type: ignore[arg-type]
-        return
-    result.model.save_pretrained(str(out), safe_serialization=True)  # type: ignore[operator]
-    for name in tokenizer_lock["files"]:
-        shutil.copyfile(directory / name, out / name)
 
 
 if __name__ == "__main__":
