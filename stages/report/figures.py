@@ -6,7 +6,7 @@ from typing import Any
 from stages.report.inputs import Inputs, in_order
 
 GIB = 2**30
-MIB = 2**20
+UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 CPU = "cpu"
 """What estimate and train call a device that is no GPU."""
@@ -40,8 +40,8 @@ def errors_by_phase(inputs: Inputs) -> dict[str, float | None]:
 
 
 def reading_unit(count: int) -> tuple[int, str]:
-    """The unit in which so many bytes are best read, and its name."""
-    return (MIB, "MiB") if count < GIB // 10 else (GIB, "GiB")
+    """The unit in which so many bytes are best read, and its name: the largest that gives 0.1 or more."""
+    return next(((size, name) for size, name in UNITS if 10 * count >= size), UNITS[-1])
 
 
 def report_metrics(inputs: Inputs) -> dict[str, Any]:
