@@ -45,16 +45,19 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
         ) from None
 
 
-def save_adapter(model: PeftModel, directory: Path) -> None:
+def save_adapter(model: PeftModel, directory: Path, base_name: str) -> None:
     """Write adapter_model.safetensors and adapter_config.json, equal bytes for equal weights.
 
-    peft keeps target names in a set, whose order changes from process to process: they are sorted. The base is named
-    in the model card, not here, so that a moved base changes no weight file.
+    peft keeps target names in a set, whose order changes from process to process: they are sorted. It names the base by
+    the directory it was loaded from, which differs between checkouts and temporary runs: `base_name`, as the user
+    wrote it, stands there instead.
     """
-    model.save_pretrained(str(directory), safe_serialization=True)
+    # "auto" would ask the hub for the base's config, to see whether its embedding was resized; ours never is.
+    model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False)
     (directory / "README.md").unlink(missing_ok=True)
     path = directory / "adapter_config.json"
-    write_json(path, {key: _ordered(value) for key, value in read_json(path).items()})
+    config = {key: _ordered(value) for key, value in read_json(path).items()}
+    write_json(path, {**config, "base_model_name_or_path": base_name})
 
 
 def _ordered(value: Any) -> Any:

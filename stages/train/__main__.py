@@ -83,7 +83,7 @@ def main(
         progress=params.run.progress,
     )
     result = train(job, meter)
-    save_tuned(result.model, directory, read_json(tokenizer_lock)["files"], out)
+    save_tuned(result.model, lock["name"], directory, read_json(tokenizer_lock)["files"], out)
     numbers = train_metrics(result, meter.result(), device)
     values = {key: value for key, value in parameter_values(params).items() if key != "run"}
     with atomic_directory(curves) as aside:

@@ -15,11 +15,12 @@ from stages.files import atomic_directory
 from stages.model.adapters import save_adapter
 
 
-def save_tuned(model: nn.Module, directory: Path, tokenizer_files: Iterable[str], out: Path) -> None:
+def save_tuned(model: nn.Module, base_name: str, directory: Path, tokenizer_files: Iterable[str], out: Path) -> None:
     """Write safetensors and their config to `out`, whole or not at all: equal bytes for equal weights.
 
     Args:
         model: an adapted model, of which the adapter is saved, or a full one.
+        base_name: the base model as params.yaml names it.
         directory: the base model's directory, from which a full model takes its tokenizer.
         tokenizer_files: names of the tokenizer's files there.
         out: replaced as a whole.
@@ -30,7 +31,7 @@ def save_tuned(model: nn.Module, directory: Path, tokenizer_files: Iterable[str]
     with atomic_directory(out) as aside:
         try:
             if isinstance(model, PeftModel):
-                save_adapter(model, aside)
+                save_adapter(model, aside, base_name)
             else:
                 cast(PreTrainedModel, model).save_pretrained(str(aside), safe_serialization=True)
         except SafetensorError as error:

@@ -43,7 +43,7 @@ def save_random_adapter(base: Path, method: str, out: Path) -> Path:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    save_adapter(model, out)
+    save_adapter(model, out, "base")
     return out
 
 

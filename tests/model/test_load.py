@@ -71,9 +71,9 @@ def test_adapter_comes_back_bit_equal_and_in_equal_bytes(small_llama: Path, tmp_
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(generator=torch.Generator().manual_seed(3))
-    save_adapter(model, tmp_path / "a")  # type: ignore[arg-type]
+    save_adapter(model, tmp_path / "a", "base")  # type: ignore[arg-type]
     back = load_adapter(load_base(small_llama, spec, CPU), tmp_path / "a")
-    save_adapter(back, tmp_path / "b")
+    save_adapter(back, tmp_path / "b", "base")
     saved = load_file(tmp_path / "a/adapter_model.safetensors")
     for name, value in load_file(tmp_path / "b/adapter_model.safetensors").items():
         assert torch.equal(saved[name], value)
