@@ -1,9 +1,14 @@
 """Faults a user can mend, and the one line in which they are told."""
 
+import logging
 import sys
 from typing import Any
 
 import click
+
+# While it is imported, bitsandbytes tells of an optional inference kernel that no stage uses. Every entry imports this
+# module before any that brings bitsandbytes, so it is silenced in time.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class UserError(Exception):

@@ -1,6 +1,5 @@
 """Models with real weights, from a local directory of safetensors, or with fake weights, from its config alone."""
 
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ UNSUPPORTED_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "log
 PARAMS4BIT_ATTRIBUTES = ("quant_state", "blocksize", "quant_type", "bnb_quantized", "quant_storage", "module")
 
 transformers_logging.disable_progress_bar()
-# bitsandbytes tells of an optional inference kernel that training does not use.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def read_config(directory: Path) -> PretrainedConfig:
