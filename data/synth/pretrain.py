@@ -27,11 +27,15 @@ from data.synth.rows import SEEN, prompts_of, stream_rows
 from data.synth.tokenizer import MAX_LENGTH_TOKENS, TINY
 
 SAMPLE = Path("data/raw/sample.jsonl")
+# Most families build on copying words out of the prompt. It is learnt sooner when practised first, on short rows: measured.
+COPYING_NAMES = ("repeat", "next_item", "join_with", "bullet_list", "key_value", "replace_word")
+COPYING_ROWS = 8_000
+COPYING_CHARACTERS = 120
 # Rows are padded to the next of these; longer rows are left out.
 BUCKET_LENGTHS = (32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 256, 384, 512)
-MICRO_BATCH_TOKENS = 1536
-MICRO_BATCHES_PER_STEP = 2
-REPORT_STEPS = 50
+MICRO_BATCH_TOKENS = 1024
+MICRO_BATCHES_PER_STEP = 1
+REPORT_STEPS = 100
 # Prompts are mostly random words: learning them a little gives the words their meaning, more would be wasted.
 PROMPT_WEIGHT = 0.1
 PEAK_LEARNING_RATE = 5e-3
@@ -43,14 +47,14 @@ Row = tuple[list[int], list[int]]  # token ids and, for each, 1 where the assist
 
 
 def build_model(vocabulary_size: int, end_id: int, pad_id: int) -> LlamaForCausalLM:
-    """Build the untrained model: 1.4 M parameters, every linear layer's sides a multiple of 64 (an NF4 block)."""
+    """Build the untrained model: 1.0 M parameters, every linear layer's sides a multiple of 64 (an NF4 block)."""
     config = LlamaConfig(
         vocab_size=vocabulary_size,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=6,
+        num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         max_position_embeddings=MAX_LENGTH_TOKENS,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -58,6 +62,8 @@ def build_model(vocabulary_size: int, end_id: int, pad_id: int) -> LlamaForCausa
         pad_token_id=pad_id,
     )
     model = LlamaForCausalLM(config)
+    # Ten times the usual start: embeddings are also the output layer, so copying is sharp sooner (measured: a third of the steps).
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.2)
     model.generation_config = GenerationConfig(eos_token_id=end_id, pad_token_id=pad_id, do_sample=False)
     return model
 
@@ -68,9 +74,18 @@ def read_prompts(path: Path) -> set[str]:
         return {prompt for line in lines for prompt in prompts_of(json.loads(line))}
 
 
+def count_characters(row: dict) -> int:
+    """Count the characters of a row's messages."""
+    return sum(len(message["content"]) for message in row["messages"])
+
+
 def pretraining_rows(seed: int, sample: Path) -> Iterator[dict]:
-    """Yield rows of seen families, none with a prompt of the sample."""
-    return stream_rows(seed, SEEN, read_prompts(sample))
+    """Yield rows of seen families, none with a prompt of the sample; the first COPYING_ROWS are short ones of copying."""
+    used_prompts = read_prompts(sample)
+    copying = stream_rows(seed, {name: SEEN[name] for name in COPYING_NAMES}, used_prompts)
+    short = (row for row in copying if count_characters(row) <= COPYING_CHARACTERS)
+    yield from itertools.islice(short, COPYING_ROWS)
+    yield from stream_rows(seed + 1, SEEN, used_prompts)
 
 
 def encode_rows(rows: Iterator[dict], tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from data.synth.rows import SEEN, stream_rows
 
 TINY = Path("stages/pin/tiny")
-VOCABULARY_SIZE = 1536
+VOCABULARY_SIZE = 1280
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
-# A digit, a word or one other mark, each with a leading space if it has one; line ends; the rest of the white space.
-PIECES = r" ?\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]|[\r\n]+|\s+"
+# A digit, a word, one other mark with the space after it, line ends, other white space: a word has one id everywhere.
+PIECES = r"\p{N}|\p{L}+|[^\s\p{L}\p{N}] ?|[\r\n]+|\s+"
 MAX_LENGTH_TOKENS = 2048
 
 
