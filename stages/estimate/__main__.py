@@ -53,7 +53,6 @@ def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus:
     switches = trace_switches(
         config,
         setting,
-        steps,
         target,
         prediction,
         max_tokens=p.bucket.max_tokens,

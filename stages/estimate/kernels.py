@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from stages.bucket.worst import ATTENTION_TILE_TOKENS
 from stages.estimate.devices import Device
 from stages.estimate.trace import OpRules
-from stages.model.attention import Kernel, attention_kernel
+from stages.model.attention import Kernel, attention_kernel, takes_flash
 
 aten = torch.ops.aten
 bnb = torch.ops.bitsandbytes
@@ -33,8 +33,6 @@ CUBLAS_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
 CUBLAS_WORKSPACE_BYTES_HOPPER = 4096 * 8 * 1024
 """cuBLAS workspace from compute capability 9 on (PyTorch's default, :4096:8)."""
 
-FLASH_CAPABILITY = (8, 0)
-FLASH_MAX_HEAD_SIZE = 256
 FLASH_HEAD_SIZE_MULTIPLE = 8
 FLASH_ACCUMULATOR_HEAD_MULTIPLE = 32
 EFFICIENT_BIAS_MULTIPLE = 16
@@ -169,9 +167,8 @@ def cuda_attention(capability: tuple[int, int]) -> Kernel:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         causal = query.shape[2] > 1 and attention_mask is None and getattr(module, "is_causal", True)
-        half = query.dtype in (torch.bfloat16, torch.float16)
         D = query.shape[-1]
-        if half and capability >= FLASH_CAPABILITY and attention_mask is None and D <= FLASH_MAX_HEAD_SIZE:
+        if attention_mask is None and takes_flash(query, capability):
             padding = -D % FLASH_HEAD_SIZE_MULTIPLE
             if padding:
                 query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))

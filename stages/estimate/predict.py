@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from stages.errors import UserError
 from stages.estimate.kernels import Target
-from stages.estimate.shapes import TracedSteps
+from stages.estimate.shapes import TracedSteps, only
 from stages.estimate.trace import (
     ADAPTERS,
     GRADIENTS,
@@ -31,7 +31,7 @@ from stages.estimate.trace import (
 from stages.model.load import fake_model
 from stages.model.quantize import quantisation_tensors
 from stages.model.spec import ModelSpec
-from stages.step.batches import empty_batch
+from stages.step.batches import Batch, empty_batch
 from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
 from stages.step.step import StepSpec, training_step
 
@@ -56,6 +56,8 @@ class Prediction:
 
     by_phase: Mapping[str, Peak]
     """forward, backward, clip, optimizer."""
+    steps_of_peak: TracedSteps
+    """The first micro-batch and, where another one set the peak, that one in its position: enough to see it again."""
 
     @property
     def worst_phase(self) -> str:
@@ -82,19 +84,22 @@ def predict(config: PretrainedConfig, setting: Setting, steps: TracedSteps, targ
     )
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), target.attention():
-            _trace_steps(trace, config, setting, steps, target)
+            position = _trace_steps(trace, config, setting, steps, target)
     except UNTRACEABLE as error:
         raise UserError(
             f"model.name: the step of {config.model_type} cannot be traced ({type(error).__name__}: {error}), so its "
             "memory is not known; choose another model"
         ) from None
-    return Prediction(by_phase=trace.peaks())
+    return Prediction(by_phase=trace.peaks(), steps_of_peak=only(steps, *position))
 
 
 def _trace_steps(
     trace: MemoryTrace, config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
-) -> None:
-    """Build the model and the optimizer, count what they hold, and run the steps."""
+) -> tuple[int, int]:
+    """Build the model and the optimizer, count what they hold, and run the steps.
+
+    Returns the step and the position in it of the micro-batch that set the peak.
+    """
     model = fake_model(config, setting.model, CPU)
     # Only the optimizer's name decides its state; the numbers of its update do not.
     numbers = OptimSpec(name=setting.optimizer, lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
@@ -102,18 +107,28 @@ def _trace_steps(
     _hold_state(trace, model, optimizer, setting)
     trace.hold_bytes(target.constant_bytes, WORKSPACE)
     spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=target.foreach)
+    highest_bytes, position = 0, (0, 0)
+
+    def batches(step: int) -> Iterator[Batch]:
+        nonlocal highest_bytes, position
+        for number, shape in enumerate(steps[step]):
+            yield empty_batch(shape, CPU)
+            if trace.highest_bytes > highest_bytes:  # Its backward is over: the step asks for the next one.
+                highest_bytes, position = trace.highest_bytes, (step, number)
+
     with trace.recording():
-        for shapes in steps:
+        for step in range(len(steps)):
             training_step(
                 model,
                 optimizer,
-                (empty_batch(shape, CPU) for shape in shapes),
+                batches(step),
                 supervised_tokens=1,
                 model_spec=setting.model,
                 spec=spec,
                 phase=lambda name: _phase(trace, name, like_cuda=target.foreach and _mixed(setting.model)),
                 guard=lambda losses, norm: None,
             )
+    return position
 
 
 def _hold_state(trace: MemoryTrace, model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> None:

@@ -21,6 +21,15 @@ def traced_steps(plan: Plan, *, tiled: bool) -> TracedSteps:
     return ((starts[0], *following), *((start,) for start in starts[1:]))
 
 
+def only(steps: TracedSteps, step: int, number: int) -> TracedSteps:
+    """The first micro-batch of all, and micro-batch `number` of a step in the position it has there."""
+    start = steps[0][0]
+    if (step, number) == (0, 0):
+        return ((start,),)
+    found = steps[step][number]
+    return ((start, found),) if number else ((start,), (found,))
+
+
 def halved(steps: TracedSteps) -> TracedSteps | None:
     """About the same steps with bucket.max_tokens halved: half the rows; None when a micro-batch has only one row.
 

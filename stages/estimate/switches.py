@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from stages.estimate.kernels import Target
 from stages.estimate.predict import Prediction, Setting, predict
-from stages.estimate.shapes import TracedSteps, halved
+from stages.estimate.shapes import halved
 
 CURRENT = "current"
 METHODS: tuple[Literal["full", "lora", "qlora"], ...] = ("full", "lora", "qlora")
@@ -32,7 +32,6 @@ class Switch:
 def trace_switches(
     config: PretrainedConfig,
     setting: Setting,
-    steps: TracedSteps,
     target: Target,
     current: Prediction,
     *,
@@ -41,12 +40,13 @@ def trace_switches(
     native_bf16: bool,
     progress: bool,
 ) -> list[Switch]:
-    """The current setting first, then every single change, traced over the same micro-batches.
+    """The current setting first, then every single change, traced over the micro-batches that set the current peak.
 
     Those that change nothing that is learnt come first. `max_tokens` is bucket.max_tokens, which cannot go below
     `longest`, the padded tokens of the longest row; `native_bf16` says whether the device offers precision bf16;
     `progress` shows a bar on standard error.
     """
+    steps = current.steps_of_peak
     changes = [(f"train.{flag}", changed, steps) for flag, changed in _single_changes(setting, native_bf16)]
     fewer = halved(steps)
     if fewer is not None and max_tokens // 2 >= longest:

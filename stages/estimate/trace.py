@@ -119,6 +119,11 @@ class MemoryTrace(TorchDispatchMode):
             for hook in hooks:
                 hook.remove()
 
+    @property
+    def highest_bytes(self) -> int:
+        """The highest peak so far."""
+        return max((size for size, _ in self._peaks.values()), default=0)
+
     def peaks(self) -> dict[str, Peak]:
         """The peak of each phase, with the bytes of each category at that instant."""
         wanted = {index for _, index in self._peaks.values()}

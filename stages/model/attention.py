@@ -11,18 +11,32 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "lean_sdpa"
+FLASH_CAPABILITY = (8, 0)
+FLASH_MAX_HEAD_SIZE = 256
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _kernel: Kernel = sdpa_attention_forward
 
 
-def _attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def takes_flash(query: torch.Tensor, capability: tuple[int, int]) -> bool:
+    """Whether CUDA's flash kernel takes this query (B, heads, T, head size): 16-bit, Ampere or later, no huge heads."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return half and capability >= FLASH_CAPABILITY and query.shape[-1] <= FLASH_MAX_HEAD_SIZE
+
+
+def _attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one layer; shapes as in transformers' attention interface."""
-    return _kernel(*args, **kwargs)
+    if query.device.type == "cuda" and not takes_flash(query, torch.cuda.get_device_capability(query.device)):
+        # Not every PyTorch's memory-efficient kernel groups heads: it would fall back to all length × length scores.
+        groups = query.shape[1] // key.shape[1]
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    return _kernel(module, query, key, value, *args, **kwargs)
 
 
 def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
