@@ -75,8 +75,9 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> PeftModel:
         with _without_rename_warning():
             adapted = PeftModel.from_pretrained(model, str(directory), local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"{directory}: adapter cannot be loaded ({first}); delete it and run `dvc repro`") from None
+        # torch names the first weight that does not fit on its second line.
+        reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
+        raise UserError(f"{directory}: adapter cannot be loaded ({reason}); delete it and run `dvc repro`") from None
     keep_trainable_on_cpu(adapted)
     return adapted
 

@@ -117,6 +117,12 @@ def test_a_missing_adapter_is_told_in_one_line(place, tokens_dir, locks_dir, tmp
     assert not Path("data/evaluate").exists() and not Path("metrics/evaluate.json").exists()
 
 
+def test_an_adapter_of_another_model_is_told_in_one_line(place, tokens_dir, locks_dir, tmp_path, tiny_dir):
+    """The line must name a weight that does not fit, not only that some error happened."""
+    line = told(evaluate(tokens_dir, locks_dir, save_random_adapter(tiny_dir, "lora", tmp_path / "other")))
+    assert "adapter cannot be loaded" in line and "size mismatch" in line and "lora_A" in line
+
+
 def test_an_adapter_that_gives_no_finite_loss_is_told_in_one_line(place, tokens_dir, locks_dir, adapter, tmp_path):
     """NaN in a metrics file is no JSON, and a mean over it no figure."""
     broken = tmp_path / "broken"
