@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from ruamel.yaml import YAML
@@ -83,16 +84,17 @@ def test_grad_ckpt_reruns_estimate_train_report_and_changes_no_weight(clone: Clo
 
 def test_token_budget_changes_memory_and_no_step(clone: Clone):
     """Micro-batches are a matter of memory: the rows of a step, and the weights to rounding, stay."""
-    rows, weights = rows_by_step(clone), load_file(clone.root / WEIGHTS)
+    rows, column, weights = rows_by_step(clone), losses(clone), load_file(clone.root / WEIGHTS)
     micro_batches = clone.json("metrics/bucket.json")["micro_batches"]
     output = clone.dvc("exp", "run", "-S", "bucket.max_tokens=256")
     assert stages_run(output)[0] == "bucket"
     assert clone.json("metrics/bucket.json")["micro_batches"] > micro_batches
     assert rows_by_step(clone) == rows
+    assert [float(loss) for loss in losses(clone)] == pytest.approx([float(loss) for loss in column], rel=1e-5)
     other = load_file(clone.root / WEIGHTS)
     for name, value in weights.items():
-        difference = abs(value - other[name]).max()
-        assert difference <= 2e-4 * max(1e-2, abs(value).max()), name
+        # Adam divides by the gradient's own size, so where that is next to nothing rounding shows: compare whole tensors.
+        assert np.linalg.norm(value - other[name]) <= 2e-3 * np.linalg.norm(value), name
 
 
 def test_same_params_give_the_same_bytes(clone: Clone):
