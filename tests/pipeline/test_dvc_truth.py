@@ -93,7 +93,7 @@ def test_token_budget_changes_memory_and_no_step(clone: Clone):
     assert [float(loss) for loss in losses(clone)] == pytest.approx([float(loss) for loss in column], rel=1e-5)
     other = load_file(clone.root / WEIGHTS)
     for name, value in weights.items():
-        # Adam divides by the gradient's own size, so where that is next to nothing rounding shows: compare whole tensors.
+        # Adam divides by the gradient's own size: where that is next to nothing, rounding shows. Compare whole tensors.
         assert np.linalg.norm(value - other[name]) <= 2e-3 * np.linalg.norm(value), name
 
 
