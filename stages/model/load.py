@@ -106,11 +106,20 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
     """The same model as `load_model` makes, on fake tensors: shapes, types and ties without storage.
 
     Call under an active FakeTensorMode. Built on the meta device first, because initialisers and quantisers run there.
+
+    Raises:
+        UserError: the model has no attention by scaled dot product, or train.lora.targets names no layer.
     """
     if detect_fake_mode() is None:
         raise RuntimeError("fake_model must be called under a FakeTensorMode")
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=ATTENTION)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=ATTENTION)
+        except ValueError as error:
+            reason = str(error).splitlines()[0].partition(". ")[0]
+            raise UserError(
+                f"model.name: {config.model_type} cannot be built ({reason}); choose another model"
+            ) from None
         model.tie_weights()
         model.config.use_cache = False
         if spec.method == "qlora":
