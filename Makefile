@@ -23,9 +23,13 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/mypy $(PYTHON_FILES)
 
-# Experiments side by side: predicted and measured peak, speed, loss.
+# Experiments side by side: what changed, predicted and measured peak, speed, loss.
+COMPARE_METRICS := peak_gib_predicted|peak_gib_measured|predicted_error_percent|tokens_per_second
+COMPARE_METRICS := $(COMPARE_METRICS)|tuned_loss|tuned_exact_match_percent
+COMPARE_PARAMS := seed$$|(model|data|bucket|hardware|estimate|train|evaluate)\.
 compare: $(VENV)/.installed
-	@$(WITH_VENV) dvc exp show --only-changed --hide-failed
+	@$(WITH_VENV) dvc exp show --hide-failed --only-changed --precision 4 --no-pager \
+		--drop '^(?!Experiment$$|$(COMPARE_PARAMS))' --keep '^($(COMPARE_METRICS))$$'
 
 plots: $(VENV)/.installed
 	$(WITH_VENV) dvc plots show

@@ -25,7 +25,6 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
     # The prediction is of the steps; what loading needed for a moment stands apart, under its own phase.
     peak = max((size for phase, size in by_phase.items() if phase != LOAD), default=None)
     return {
-        "optimizer_steps": len(curves),
         "train_loss": sum(row["loss"] for row in last) / len(last),
         "heldout_loss_last": curves[-1].get("heldout_loss"),
         "tokens_per_second": sum(row["tokens"] for row in timed) / seconds,
