@@ -39,7 +39,7 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
         if error is None:
             peak += f" on {train['device']}: another kind of device, so the two cannot be compared."
         else:
-            peak += f": the prediction was off by {error:+.2f} %."
+            peak += f": the prediction was off by {error:+.3f} %."
     lines = [
         peak,
         f"- **Device**: {estimate['gpu']}, {estimate['capacity_gib']:.4g} GiB: the run {fits}.",
@@ -82,7 +82,7 @@ def _memory(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
     """Prediction against measurement, where the bytes are, and what a switch would change."""
     predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
     phases = [
-        (phase, _size(predicted.get(phase)), _size(measured.get(phase)), NONE if error is None else f"{error:+.2f} %")
+        (phase, _size(predicted.get(phase)), _size(measured.get(phase)), NONE if error is None else f"{error:+.3f} %")
         for phase, error in metrics["error_percent_by_phase"].items()
     ]
     peak = inputs.breakdown["peak"]
