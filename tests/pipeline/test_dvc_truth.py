@@ -190,3 +190,16 @@ def test_nothing_is_left_untracked(finished: tuple[Clone, FirstRun]):
     clone, _ = finished
     assert clone.run("git", "status", "--porcelain").strip() == ""
     assert not Path(clone.root / "scratch").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shape"), [("alpaca_en_demo.json", "alpaca"), ("glaive_toolcall_en_demo.json", "sharegpt")]
+)
+def test_public_data_goes_through_by_its_source_alone(clone: Clone, public_data: Path, name: str, shape: str):
+    """Real rows, with tools and function calls among them, need no other parameter."""
+    output = clone.dvc("exp", "run", "-S", f"data.source={public_data / name}")
+    assert stages_run(output)[-1] == "report"
+    assert clone.json("metrics/tokenize.json")["format"] == shape
+    assert abs(clone.json("metrics/report.json")["predicted_error_percent"]) < 1
+    assert clone.json("metrics/evaluate.json")["tuned_loss"] < clone.json("metrics/evaluate.json")["base_loss"]
