@@ -93,7 +93,7 @@ def resolve_gpu(wanted: str) -> tuple[Device, str]:
     key = _key(wanted)
     if key in by_key:
         return by_key[key], "named by hardware.gpu"
-    near = difflib.get_close_matches(key, by_key, n=3, cutoff=0.4) or [k for k in by_key if key in k][:3]
+    near = difflib.get_close_matches(key, by_key, n=3, cutoff=0.4) or [k for k in by_key if key and key in k][:3]
     names = ", ".join(by_key[k].name for k in near) if near else ", ".join(gpu.name for gpu in GPUS)
     raise UserError(
         f"hardware.gpu: must be auto, a size such as 24GiB or a known GPU; got {wanted!r}; "

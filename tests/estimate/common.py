@@ -1,0 +1,60 @@
+"""What the tests of the estimate share: settings, shapes, devices and real batches of a shape."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from stages.bucket.plan import MicroBatch, Plan
+from stages.estimate.devices import Device, resolve_gpu
+from stages.estimate.kernels import Target, target_of
+from stages.estimate.predict import Setting
+from stages.step.batches import IGNORED, Batch, BatchShape
+from tests.small_model import spec_of
+
+RAM = Device(name="cpu", kind="cpu", memory_bytes=2**34, compute_capability=(0, 0))
+CPU_TARGET = target_of(RAM)
+
+
+def gpu_target(name: str) -> Target:
+    return target_of(resolve_gpu(name)[0])
+
+
+def setting_of(
+    *, optimizer: str = "adamw", loss_chunk: int | None = 32, max_grad_norm: float | None = 1.0, **model: Any
+) -> Setting:
+    return Setting(
+        model=spec_of(**model),
+        optimizer=optimizer,  # type: ignore[arg-type]
+        loss_chunk=loss_chunk,
+        max_grad_norm=max_grad_norm,
+    )
+
+
+def shape(rows: int, length: int, supervised: int) -> BatchShape:
+    return BatchShape(rows=rows, length=length, supervised=supervised)
+
+
+def real_batch(wanted: BatchShape, vocabulary: int) -> Batch:
+    """A batch of this shape with random tokens, the first `supervised` positions trained."""
+    input_ids_BT = torch.randint(vocabulary, (wanted.rows, wanted.length))
+    index = torch.arange(wanted.supervised)
+    targets_BT = torch.full_like(input_ids_BT, IGNORED)
+    targets_BT.view(-1)[index] = input_ids_BT.view(-1)[index]
+    return Batch(input_ids_BT=input_ids_BT, targets_BT=targets_BT, supervised_index_N=index)
+
+
+def plan_of(steps: Iterable[Iterable[tuple[int, int, int]]]) -> Plan:
+    """A plan from (rows, length, supervised) of each step's micro-batches."""
+    return Plan(
+        steps=[
+            [
+                MicroBatch(
+                    epoch=0, step=number, rows=np.arange(rows, dtype=np.int32), length=length, supervised=supervised
+                )
+                for rows, length, supervised in step
+            ]
+            for number, step in enumerate(steps)
+        ]
+    )

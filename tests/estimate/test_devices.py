@@ -1,0 +1,84 @@
+"""Devices: names, sizes, this machine, and precisions that a device lacks."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stages.errors import UserError
+from stages.estimate import devices
+from stages.estimate.devices import GIB, GPUS, check_precision, resolve_gpu
+
+
+def test_at_least_fifteen_gpus_are_known_with_memory_below_their_nominal_size():
+    """A table too small to be of use, or with sizes that no GPU reports."""
+    assert len({gpu.name for gpu in GPUS}) == len(GPUS) >= 15
+    nominal = {"T4": 16, "P4": 8, "V100-32GB": 32, "A100-80GB": 80, "H100": 80, "L4": 24, "RTX-4090": 24}
+    for gpu in GPUS:
+        if gpu.name in nominal:
+            assert 0.9 * nominal[gpu.name] < gpu.memory_bytes / GIB < nominal[gpu.name]
+
+
+@pytest.mark.parametrize("name", ["RTX-4090", "rtx 4090", "NVIDIA GeForce RTX 4090", "RTX4090"])
+def test_a_name_is_found_however_it_is_written(name):
+    """A user sent away over a dash."""
+    device, reason = resolve_gpu(name)
+    assert device.name == "RTX-4090" and device.native_bf16
+    assert reason == "named by hardware.gpu"
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("24GiB", 24 * GIB), ("24 gib", 24 * GIB), ("80GB", 80 * 10**9), ("7.5GiB", 7.5 * GIB)]
+)
+def test_a_size_is_a_gpu_of_that_size(size, expected):
+    """GiB and GB mixed up: 7% of the memory."""
+    assert resolve_gpu(size)[0].memory_bytes == expected
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("A100-90GB", "A100-80GB"), ("RTX-4095", "RTX-4090"), ("h10", "H100")])
+def test_an_unknown_name_is_refused_with_the_nearest(wrong, near):
+    """A misspelt GPU taken for another one in silence."""
+    with pytest.raises(UserError, match=f"hardware.gpu: .*got '{wrong}'; nearest: .*{near}.*--list-gpus"):
+        resolve_gpu(wrong)
+
+
+def test_nonsense_is_refused_with_the_whole_list():
+    """A remedy that names nothing."""
+    with pytest.raises(UserError, match="known: P4, P100"):
+        resolve_gpu("???")
+
+
+def test_auto_is_this_machines_ram_where_there_is_no_gpu(monkeypatch):
+    """A prediction held against a device that is not there."""
+    monkeypatch.setattr(devices.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "CGROUP_LIMITS", ())
+    device, reason = resolve_gpu("auto")
+    assert (device.kind, device.memory_bytes) == ("cpu", psutil.virtual_memory().total)
+    assert "RAM" in reason
+
+
+@pytest.mark.parametrize(("text", "limited"), [("1073741824\n", True), ("max\n", False)])
+def test_auto_respects_a_containers_limit(monkeypatch, tmp_path: Path, text, limited):
+    """A container killed because the host has more memory than it may use."""
+    monkeypatch.setattr(devices.torch.cuda, "is_available", lambda: False)
+    (tmp_path / "memory.max").write_text(text)
+    monkeypatch.setattr(devices, "CGROUP_LIMITS", (tmp_path / "missing", tmp_path / "memory.max"))
+    device, reason = resolve_gpu("auto")
+    assert (device.memory_bytes == 2**30) is limited
+    assert ("container" in reason) is limited
+
+
+@pytest.mark.parametrize("name", ["T4", "P4", "V100-16GB"])
+def test_bf16_is_refused_where_the_gpu_only_imitates_it(name):
+    """The case of eight P4 with bf16 set: found out after hours of queueing."""
+    device = resolve_gpu(name)[0]
+    with pytest.raises(UserError, match=f"train.precision: .* got bf16 for {name} .*set train.precision to fp32"):
+        check_precision(device, "bf16")
+    check_precision(device, "fp32")
+
+
+def test_bf16_is_taken_by_ampere_and_later_and_by_cpus():
+    """A refusal that hits too much."""
+    for device in (*(gpu for gpu in GPUS if gpu.compute_capability >= (8, 0)), resolve_gpu("24GiB")[0]):
+        check_precision(device, "bf16")
+    check_precision(devices._cpu(GIB), "bf16")

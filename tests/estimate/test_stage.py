@@ -1,0 +1,107 @@
+"""The stage as a user runs it: what it writes, and one line for each fault."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.bucket.plan import write_plan
+from stages.estimate.__main__ import main
+from tests.estimate.common import plan_of
+from tests.workspace import invoke, lay_out, told
+
+PLAN = plan_of([[(2, 128, 60), (3, 80, 40)], [(4, 64, 90)]])
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a plan and a pinned small model."""
+    lay_out(tmp_path, hardware__gpu="24GiB", data__max_length=128, bucket__max_tokens=256)
+    write_plan(tmp_path / "plan.arrow", (micro_batch for step in PLAN.steps for micro_batch in step))
+    lock: dict[str, Any] = {
+        "kind": "directory",
+        "name": str(small_llama),
+        "revision": None,
+        "files": {},
+        "tokenizer_files": [],
+    }
+    (tmp_path / "model.json").write_text(json.dumps(lock))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(**options: str):
+    defaults = {"plan": "plan.arrow", "model-lock": "model.json", "out": "estimate", "metrics": "estimate.json"}
+    arguments = [part for key, value in {**defaults, **options}.items() for part in (f"--{key}", value)]
+    return invoke(main, *arguments)
+
+
+def read(directory: Path):
+    verdict = json.loads((directory / "estimate" / "verdict.json").read_text())
+    breakdown = json.loads((directory / "estimate" / "breakdown.json").read_text())
+    switches = list(csv.DictReader((directory / "estimate" / "switches.csv").read_text().splitlines()))
+    return verdict, breakdown, switches, json.loads((directory / "estimate.json").read_text())
+
+
+def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
+    """Files that disagree with each other."""
+    assert run().exit_code == 0
+    verdict, breakdown, switches, metrics = read(workspace)
+    assert verdict == {"enforce": True, "fits": True, "refusal": None}
+    assert sum(breakdown["peak"].values()) == metrics["peak_bytes_predicted"]
+    assert set(breakdown) == {"forward", "backward", "clip", "optimizer", "peak"}
+    assert metrics["predicted_by_phase"] == {
+        phase: sum(parts.values()) for phase, parts in breakdown.items() if phase != "peak"
+    }
+    assert metrics["predicted_by_phase"][metrics["worst_phase"]] == metrics["peak_bytes_predicted"]
+    assert switches[0]["switch"] == "current"
+    assert float(switches[0]["peak_gib"]) == pytest.approx(metrics["peak_gib_predicted"], abs=1e-4)
+    labels = [switch["switch"].partition("=")[0] for switch in switches[1:]]
+    assert labels == ["max_tokens", "grad_ckpt", "loss_chunk", "optimizer", "precision", "method", "method"]
+    assert metrics["gpu"] == "24GiB" and metrics["capacity_gib"] == 24.0
+
+
+def test_a_run_that_does_not_fit_ends_the_stage_well_and_says_what_would(workspace):
+    """A DVC pipeline that breaks in estimate, or a refusal that train never sees."""
+    lay_out(workspace, hardware__gpu="0.018GiB", train__method="full", estimate__enforce=False)
+    result = run()
+    assert result.exit_code == 0
+    verdict, _, _, metrics = read(workspace)
+    assert not verdict["fits"] and not verdict["enforce"] and not metrics["fits"]
+    assert verdict["refusal"].startswith("hardware.gpu: predicted peak 0.0")
+    assert "usable on 0.018GiB" in verdict["refusal"]
+    assert result.stderr.strip().splitlines()[-1] == f"does not fit: {verdict['refusal']}"
+
+
+def test_looking_at_another_gpu_changes_no_byte_of_the_verdict(workspace):
+    """Dvc exp run -S hardware.gpu=… retrains although both fit."""
+    texts = []
+    for gpu in ("RTX-3090", "T4"):
+        lay_out(workspace, hardware__gpu=gpu)
+        assert run().exit_code == 0
+        texts.append((workspace / "estimate" / "verdict.json").read_bytes())
+    assert texts[0] == texts[1]
+
+
+def test_an_unknown_gpu_is_one_line_and_leaves_nothing_behind(workspace):
+    """A directory half written, or a traceback."""
+    lay_out(workspace, hardware__gpu="RTX-409")
+    assert told(run()).startswith("hardware.gpu: must be auto, a size such as 24GiB or a known GPU; got 'RTX-409'")
+    assert not (workspace / "estimate").exists() and not (workspace / "estimate.json").exists()
+
+
+def test_bf16_on_a_t4_is_one_line(workspace):
+    """A precision the card cannot compute accepted."""
+    lay_out(workspace, hardware__gpu="T4", train__precision="bf16")
+    assert told(run()).endswith("got bf16 for T4 (7.5); set train.precision to fp32")
+
+
+def test_list_gpus_needs_no_files(tmp_path, monkeypatch):
+    """The list asked for before anything is set up."""
+    monkeypatch.chdir(tmp_path)
+    result = invoke(main, "--list-gpus")
+    assert result.exit_code == 0
+    assert len(result.stdout.strip().splitlines()) >= 16
+    assert "H100" in result.stdout

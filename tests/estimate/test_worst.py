@@ -1,0 +1,63 @@
+"""Which micro-batches are traced and which steps are measured: the worst must be among them."""
+
+import pytest
+
+from stages.bucket.worst import memory_figures, worst_micro_batches, worst_steps
+from stages.estimate.predict import predict
+from stages.estimate.shapes import halved, traced_steps
+from stages.model.load import read_config
+from tests.estimate.common import CPU_TARGET, plan_of, setting_of, shape
+
+PLAN = plan_of(
+    [
+        [(2, 128, 60), (3, 80, 40)],
+        [(4, 64, 90), (1, 16, 10)],
+        [(30, 8, 20)],
+        [(5, 48, 30), (8, 24, 120), (16, 8, 16)],
+    ]
+)
+
+
+def test_the_plans_first_micro_batch_always_stands_first():
+    """The longest row, with which memory is planned to peak, left out."""
+    first, later = worst_micro_batches(PLAN, tiled=False)
+    assert first[0] is PLAN.steps[0][0]
+    assert later[0] is PLAN.steps[0][1]
+
+
+def test_leaders_in_every_figure_are_found_by_position():
+    """Many supervised tokens in a smaller micro-batch, or many short rows on a GPU, overlooked."""
+    first, later = worst_micro_batches(PLAN, tiled=True)
+    assert [(len(m.rows), m.length) for m in first] == [(2, 128), (4, 64), (30, 8)]
+    assert [(len(m.rows), m.length) for m in later] == [(3, 80), (8, 24), (16, 8)]
+    assert memory_figures(PLAN.steps[2][0]) == (240, 20, 30 * 128)
+    assert worst_steps(PLAN) == [0, 1, 2, 3]
+
+
+def test_positions_of_the_plan_are_kept_in_the_trace():
+    """A first micro-batch traced with gradients it never meets, or a later one without."""
+    steps = traced_steps(PLAN, tiled=False)
+    assert steps == ((shape(2, 128, 60), shape(3, 80, 40), shape(8, 24, 120)), (shape(4, 64, 90),))
+
+
+def test_a_plan_of_one_micro_batch_is_enough():
+    """The smallest run refused."""
+    plan = plan_of([[(1, 8, 4)]])
+    assert traced_steps(plan, tiled=True) == ((shape(1, 8, 4),),)
+    assert worst_steps(plan) == [0]
+
+
+def test_halving_keeps_the_longest_row_and_never_predicts_too_little():
+    """A remedy promised for shapes smaller than the plan could give."""
+    assert halved(((shape(1, 128, 60),),)) is None
+    assert halved(((shape(5, 128, 600),),)) == ((shape(3, 128, 384),),)
+
+
+@pytest.mark.parametrize("setting", [{}, {"grad_ckpt": True}, {"method": "full", "loss_chunk": None}])
+def test_no_other_micro_batch_needs_more_than_the_traced_ones(small_llama, setting):
+    """A run that is told to fit and then fails: every micro-batch of a plan, in its position, is traced."""
+    config = read_config(small_llama)
+    everything = tuple(tuple(shape(len(m.rows), m.length, m.supervised) for m in step) for step in PLAN.steps)
+    worst = predict(config, setting_of(**setting), everything, CPU_TARGET).peak.bytes
+    traced = predict(config, setting_of(**setting), traced_steps(PLAN, tiled=False), CPU_TARGET).peak.bytes
+    assert traced == pytest.approx(worst, rel=1e-3)

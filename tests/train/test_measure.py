@@ -1,0 +1,120 @@
+"""The measuring of memory: independent of the estimate, exact inside windows, silent outside."""
+
+import gc
+
+import pytest
+import torch
+
+from stages.train.measure import CpuMeter, CudaMeter, make_meter
+from tests.small_model import CPU
+
+KIB = 1024
+
+
+@pytest.fixture
+def meter() -> CpuMeter:
+    gc.collect()  # What earlier tests left must not be freed inside a window.
+    made = make_meter(CPU)
+    assert isinstance(made, CpuMeter)
+    return made
+
+
+def block(kib: int) -> torch.Tensor:
+    return torch.zeros(kib * KIB, dtype=torch.uint8)
+
+
+def test_each_phase_gets_its_own_peak_of_what_is_held(meter):
+    """A phase credited with another one's peak, or without what it inherited."""
+    with meter.window("run"):
+        with meter.phase("load"):
+            weights = block(100)
+        with meter.phase("forward"):
+            activations = block(50)
+            del activations
+            block(10)
+        with meter.phase("backward"):
+            block(20)
+    measured = meter.result()
+    assert measured.peak_bytes_by_phase == {"load": 100 * KIB, "forward": 150 * KIB, "backward": 120 * KIB}
+    assert measured.peak_bytes == 150 * KIB
+    assert weights.nbytes == 100 * KIB
+
+
+def test_a_later_window_begins_with_what_the_one_before_left(meter):
+    """Weights forgotten after the first window."""
+    with meter.window("first"), meter.phase("load"):
+        weights = block(100)
+    block(500)  # Outside: nobody counts.
+    with meter.window("second"), meter.phase("forward"):
+        block(30)
+    assert meter.result().peak_bytes_by_phase == {"load": 100 * KIB, "forward": 130 * KIB}
+    assert weights.nbytes == 100 * KIB
+
+
+def test_memory_between_phases_counts_for_the_whole_only(meter):
+    """A peak outside every phase lost."""
+    with meter.window("run"):
+        block(70)
+        with meter.phase("forward"):
+            block(10)
+    measured = meter.result()
+    assert measured.peak_bytes == 70 * KIB
+    assert measured.peak_bytes_by_phase == {"forward": 10 * KIB}
+
+
+def test_the_peak_of_a_step_leaves_loading_out_and_is_told_once(meter):
+    """The curve's first point showing the loading of the model, or an unmeasured step the last measured one's."""
+    with meter.window("run"):
+        with meter.phase("load"):
+            block(200)
+            weights = block(100)
+        with meter.phase("forward"):
+            block(50)
+    assert meter.peak_bytes_of_step() == 150 * KIB
+    assert meter.peak_bytes_of_step() is None
+    assert weights.nbytes == 100 * KIB
+
+
+def test_nothing_is_known_before_a_window(meter):
+    """A zero reported for what was never measured."""
+    with meter.phase("forward"):
+        block(10)
+    measured = meter.result()
+    assert measured.peak_bytes is None
+    assert measured.peak_bytes_by_phase == {}
+    assert measured.peak_reserved_bytes is None
+
+
+def test_windows_do_not_nest(meter):
+    """An inner window that would end the outer one's profile."""
+    with meter.window("outer"), pytest.raises(RuntimeError, match="'inner' opened inside window 'outer'"):
+        with meter.window("inner"):
+            pass
+
+
+def test_a_failed_window_can_be_opened_again(meter):
+    """A meter left open after a fault."""
+    with pytest.raises(ZeroDivisionError), meter.window("first"):
+        _ = 1 // 0
+    with meter.window("second"), meter.phase("forward"):
+        block(10)
+    assert meter.result().peak_bytes == 10 * KIB
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_statistics_give_each_phase_its_own_peak():
+    """Statistics not reset between phases."""
+    device = torch.device("cuda")
+    meter = make_meter(device)
+    assert isinstance(meter, CudaMeter)
+    base = torch.cuda.memory_allocated(device)
+    with meter.phase("forward"):
+        kept = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+        torch.zeros(1 << 21, dtype=torch.uint8, device=device)
+    with meter.phase("backward"):
+        torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+    by_phase = meter.result().peak_bytes_by_phase
+    assert by_phase["forward"] - base == 3 << 20
+    assert by_phase["backward"] - base == 2 << 20
+    assert kept.nbytes == 1 << 20
