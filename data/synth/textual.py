@@ -5,6 +5,9 @@ import random
 
 from data.synth.words import CITIES, NAMES, WORDS, Family, Turn, draw_separator, draw_size, draw_words, pick_phrase
 
+JOINING_MARKS = ("+", "|", "/", ";", ":", "~", "&", "=", "_", "-", "#", "^", "%", "<", ">", "!")
+PREFIXES = ("@", "$", "%", "~", "+", "&", ">", "!")
+WRAPS = (("(", ")"), ("<", ">"), ("{", "}"), ("*", "*"), ("_", "_"), ("'", "'"), ('"', '"'))
 COLUMNS = {"en": ("name", "city", "age", "item", "count"), "zh": ("姓名", "城市", "年龄", "物品", "数量")}
 
 
@@ -88,7 +91,7 @@ def bullet_list(rng: random.Random, language: str) -> Turn:
 def join_with(rng: random.Random, language: str) -> Turn:
     """Join words with a named mark."""
     words = draw_words(rng, language, draw_size(rng, 5, least=2, most=100))
-    mark = rng.choice(("+", "|", "/", ";"))
+    mark = rng.choice(JOINING_MARKS)
     phrase = pick_phrase(
         rng,
         language,
@@ -97,6 +100,46 @@ def join_with(rng: random.Random, language: str) -> Turn:
     )
     text = draw_separator(rng, language).join(words)
     return Turn(prompt=f"{phrase.format(mark)}\n{text}", reply=mark.join(words))
+
+
+def prefix_each(rng: random.Random, language: str) -> Turn:
+    """Put a named mark before each word."""
+    words = draw_words(rng, language, draw_size(rng, 5, least=2, most=100))
+    mark = rng.choice(PREFIXES)
+    phrase = pick_phrase(
+        rng,
+        language,
+        en=("Put {} before each word:", "Start each word with {}"),
+        zh=("每个词前面加 {}", "用 {} 开头："),
+    )
+    text = draw_separator(rng, language).join(words)
+    return Turn(prompt=f"{phrase.format(mark)}\n{text}", reply=" ".join(mark + word for word in words))
+
+
+def wrap_each(rng: random.Random, language: str) -> Turn:
+    """Put each word between two named marks."""
+    words = draw_words(rng, language, draw_size(rng, 5, least=2, most=100))
+    left, right = rng.choice(WRAPS)
+    phrase = pick_phrase(
+        rng,
+        language,
+        en=("Put each word between {} and {}", "Open with {} and close with {}"),
+        zh=("每个词放在 {} 和 {} 之间", "左边加 {} 右边加 {}"),
+    )
+    text = draw_separator(rng, language).join(words)
+    return Turn(
+        prompt=f"{phrase.format(left, right)}\n{text}", reply=" ".join(f"{left}{word}{right}" for word in words)
+    )
+
+
+def json_list(rng: random.Random, language: str) -> Turn:
+    """Write words as a JSON array."""
+    words = draw_words(rng, language, draw_size(rng, 5, least=2, most=100))
+    phrase = pick_phrase(
+        rng, language, en=("Write as a JSON array:", "Make a JSON list:"), zh=("写成 JSON 数组：", "转成 JSON 列表：")
+    )
+    text = draw_separator(rng, language).join(words)
+    return Turn(prompt=f"{phrase}\n{text}", reply=json.dumps(words, ensure_ascii=False))
 
 
 def replace_word(rng: random.Random, language: str) -> Turn:
@@ -231,6 +274,9 @@ FAMILIES: dict[str, Family] = {
     "reverse_list": reverse_list,
     "bullet_list": bullet_list,
     "join_with": join_with,
+    "prefix_each": prefix_each,
+    "wrap_each": wrap_each,
+    "json_list": json_list,
     "replace_word": replace_word,
     "remove_word": remove_word,
     "spell": spell,
