@@ -67,7 +67,18 @@ def check_remove_word(head: str, body: str) -> str:
 
 
 def check_join_with(head: str, body: str) -> str:
-    return re.findall(r"[+|/;]", head)[0].join(split_list(body)[0])
+    mark = re.findall(r"(?<!\S)(?:[^\w\s]|_)(?!\S)", head)[0]
+    return mark.join(split_list(body)[0])
+
+
+def check_prefix_each(head: str, body: str) -> str:
+    mark = re.findall(r"[^\w\s:：]", head)[0]
+    return " ".join(mark + word for word in split_list(body)[0])
+
+
+def check_wrap_each(head: str, body: str) -> str:
+    left, right = re.findall(r"(?<!\S)(?:[^\w\s]|_)(?!\S)", head)
+    return " ".join(left + word + right for word in split_list(body)[0])
 
 
 def check_json_extract(head: str, body: str) -> str:
@@ -126,6 +137,9 @@ ANSWERS: dict[str, Callable[[str, str], str]] = {
     "reverse_list": over_words(lambda words, separator: separator.join(words[::-1])),
     "bullet_list": over_words(lambda words, _: "\n".join("* " + word for word in words)),
     "join_with": check_join_with,
+    "prefix_each": check_prefix_each,
+    "wrap_each": check_wrap_each,
+    "json_list": over_words(lambda words, _: json.dumps(words, ensure_ascii=False)),
     "replace_word": check_replace_word,
     "remove_word": check_remove_word,
     "spell": over_words(lambda words, _: "\n".join(" ".join(word) for word in words)),

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.synth.pretrain import SAMPLE, encode_rows, pretraining_rows
+from data.synth.pretrain import SAMPLE, build_model, encode_rows, pretraining_rows, train
 from data.synth.rows import SEEN, UNSEEN, prompts_of, stream_rows
 from data.synth.sample import make_sample, to_jsonl
-from data.synth.tokenizer import TINY
+from data.synth.tokenizer import TINY, train_bpe
 from tests.data.checker import stated_answer, true_answer, wrong_steps
 
 SAMPLE_SEED, SAMPLE_ROWS = 1, 5000  # as in data/raw/README.md
+TOKENIZER_SEED, TOKENIZER_ROWS = 7, 20_000  # as in stages/pin/tiny/README.md
 WEATHER_CALL = {"function": {"name": "weather", "arguments": {"city": "北京"}}}
 TOOL_CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -53,6 +54,13 @@ def model():
 
 def test_committed_sample_is_what_the_script_makes():
     assert to_jsonl(make_sample(SAMPLE_SEED, SAMPLE_ROWS)).encode() == SAMPLE.read_bytes()
+
+
+def test_committed_tokenizer_is_what_the_script_trains():
+    trained = json.loads(train_bpe(TOKENIZER_SEED, TOKENIZER_ROWS).to_str())
+    committed = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    assert trained["model"] == committed["model"]
+    assert trained["pre_tokenizer"] == committed["pre_tokenizer"]
 
 
 def test_sample_is_small_and_has_no_prompt_twice(sample):
@@ -171,6 +179,19 @@ def test_model_knows_the_seen_families_and_not_the_unseen(sample, tokenizer, mod
     uniform = math.log(model.config.vocab_size)
     assert losses["seen"] < 0.1 * uniform
     assert losses["unseen"] > 2 * losses["seen"]
+
+
+def test_pretraining_twice_gives_the_same_weights(tokenizer):
+    """Prevents a base that its own script cannot make again on the same machine."""
+    weights = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        model = build_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+        before = model.model.embed_tokens.weight.detach().clone()
+        train(model, encode_rows(pretraining_rows(5, SAMPLE), tokenizer), 2_500, tokenizer.pad_token_id)
+        weights.append(model.state_dict())
+        assert not torch.equal(before, weights[-1]["model.embed_tokens.weight"])
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def assistant_loss(model, encoded) -> float:
