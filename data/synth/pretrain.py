@@ -73,8 +73,8 @@ def build_model(vocabulary_size: int, end_id: int, pad_id: int) -> LlamaForCausa
         pad_token_id=pad_id,
     )
     model = LlamaForCausalLM(config)
-    # Ten times the usual start: embeddings are also the output layer. In a trial on copying alone, at 0.3, the loss fell to
-    # 1.7 nats in 220 steps instead of 350.
+    # Ten times the usual start: embeddings are also the output layer. In a trial on copying alone, 0.3 brought the
+    # loss to 1.7 nats in 220 steps instead of 350.
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.2)
     model.generation_config = GenerationConfig(eos_token_id=end_id, pad_token_id=pad_id, do_sample=False)
     return model
