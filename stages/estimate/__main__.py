@@ -17,7 +17,7 @@ from stages.files import atomic_directory, read_json, write_csv, write_json
 from stages.model.load import read_config
 from stages.model.spec import ModelSpec
 from stages.params import read_params
-from stages.pin.locate import model_directory
+from stages.pin.locate import config_directory
 
 PATH = click.Path(path_type=Path)
 
@@ -41,7 +41,7 @@ def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus:
     check_precision(device, p.train.precision)
     plan = read_plan(plan_path)
     steps = traced_steps(plan, tiled=device.kind == "cuda")
-    config = read_config(model_directory(read_json(model_lock)))
+    config = read_config(config_directory(read_json(model_lock)))
     setting = Setting(
         model=ModelSpec.from_params(p),
         optimizer=p.train.optimizer,
