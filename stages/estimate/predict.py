@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from transformers import PretrainedConfig
@@ -36,7 +37,14 @@ from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
 from stages.step.step import StepSpec, training_step
 
 CPU = torch.device("cpu")
-UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+"""What a trace raises where it cannot know: values, shapes that depend on them, operations without a shape function."""
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 

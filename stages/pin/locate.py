@@ -12,6 +12,7 @@ from stages.pin.hub import download
 
 TINY = "tiny"
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
+CONFIG_FILE = "config.json"
 # What makes a tokenizer: the first is required, the others are pinned where they exist.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -42,6 +43,17 @@ def tokenizer_directory(lock: Mapping[str, Any]) -> Path:
         UserError: it is gone, or it is on a hub that cannot be reached.
     """
     return _directory(lock, lock["tokenizer_files"])
+
+
+def config_directory(lock: Mapping[str, Any]) -> Path:
+    """As `model_directory`, but of a hub model only config.json needs to be here, and is checked.
+
+    Raises:
+        UserError: it is gone or changed, or it is on a hub that cannot be reached.
+    """
+    directory = _directory(lock, [CONFIG_FILE])
+    verify_files(directory, {CONFIG_FILE: lock["files"][CONFIG_FILE]})
+    return directory
 
 
 def _directory(lock: Mapping[str, Any], paths: list[str]) -> Path:

@@ -9,6 +9,7 @@ import pytest
 
 from stages.bucket.plan import write_plan
 from stages.estimate.__main__ import main
+from stages.files import sha256_file
 from tests.estimate.common import plan_of
 from tests.workspace import invoke, lay_out, told
 
@@ -24,7 +25,7 @@ def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch
         "kind": "directory",
         "name": str(small_llama),
         "revision": None,
-        "files": {},
+        "files": {"config.json": sha256_file(small_llama / "config.json")},
         "tokenizer_files": [],
     }
     (tmp_path / "model.json").write_text(json.dumps(lock))

@@ -11,6 +11,7 @@ from stages.errors import UserError
 from stages.estimate.predict import Prediction, predict
 from stages.estimate.trace import LOGITS, WORKSPACE, MemoryTrace, OpRules
 from stages.model.load import read_config
+from stages.step.loss import summed_loss
 from tests.estimate.common import CPU_TARGET, gpu_target, setting_of, shape
 
 ONE_STEP = ((shape(2, 96, 100), shape(2, 96, 100)),)
@@ -162,6 +163,17 @@ def test_experts_are_refused_rather_than_guessed():
     """A wrong number for a model whose memory depends on the data."""
     with pytest.raises(UserError, match="mixtral routes tokens to 8 experts"):
         predict(MixtralConfig(), setting_of(), ONE_STEP, CPU_TARGET)
+
+
+def test_a_step_that_reads_values_is_refused_in_one_line(monkeypatch):
+    """A number made up where the trace could not follow."""
+
+    def loss_that_looks(model, batch, chunk):
+        return summed_loss(model, batch, chunk) * batch.input_ids_BT.sum().item()
+
+    monkeypatch.setattr("stages.step.step.summed_loss", loss_that_looks)
+    with pytest.raises(UserError, match="model.name: the step of llama cannot be traced .DataDependentOutputException"):
+        predicted()
 
 
 @pytest.mark.slow
