@@ -14,7 +14,7 @@ from stages.estimate.shapes import traced_steps
 from stages.estimate.switches import trace_switches
 from stages.estimate.verdict import judge
 from stages.files import atomic_directory, read_json, write_csv, write_json
-from stages.model.load import read_config
+from stages.model.load import read_config, refuse_long_rows
 from stages.model.spec import ModelSpec
 from stages.params import read_params
 from stages.pin.locate import config_directory
@@ -42,6 +42,8 @@ def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus:
     plan = read_plan(plan_path)
     steps = traced_steps(plan, tiled=device.kind == "cuda")
     config = read_config(config_directory(read_json(model_lock)))
+    longest = max(micro_batch.length for step in plan.steps for micro_batch in step)
+    refuse_long_rows(config, longest)
     setting = Setting(
         model=ModelSpec.from_params(p),
         optimizer=p.train.optimizer,
@@ -56,7 +58,7 @@ def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus:
         target,
         prediction,
         max_tokens=p.bucket.max_tokens,
-        longest=max(micro_batch.length for step in plan.steps for micro_batch in step),
+        longest=longest,
         native_bf16=device.native_bf16,
         progress=p.run.progress,
     )
@@ -87,7 +89,7 @@ def _metrics(prediction: Prediction, device: Device, reason: str, *, fits: bool)
     """The content of metrics/estimate.json."""
     return {
         "peak_bytes_predicted": prediction.peak.bytes,
-        "peak_gib_predicted": round(prediction.peak.bytes / GIB, 4),
+        "peak_gib_predicted": round(prediction.peak.bytes / GIB, 6),
         "predicted_by_phase": {phase: peak.bytes for phase, peak in prediction.by_phase.items()},
         "worst_phase": prediction.worst_phase,
         "fits": fits,

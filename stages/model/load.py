@@ -50,6 +50,24 @@ def read_config(directory: Path) -> PretrainedConfig:
     return config
 
 
+def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
+    """Refuse rows that reach past the positions a model knows: it would index past a table, or guess.
+
+    Args:
+        config: the model's config.
+        longest: padded tokens of the longest row.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"data.max_length: rows must fit the model's {positions} positions (max_position_embeddings); the longest "
+            f"is padded to {longest}; lower data.max_length to {positions} or less"
+        )
+
+
 def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Module:
     """A model ready for training: real weights in `spec.dtype` or NF4, adapters added, checkpointing set.
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stages.errors import UserError
 from stages.model.adapters import load_adapter, save_adapter
-from stages.model.load import fake_model, load_base, load_model, read_config
+from stages.model.load import fake_model, load_base, load_model, read_config, refuse_long_rows
 from stages.model.quantize import quantisation_tensors
 from tests.small_model import CPU, spec_of
 
@@ -118,3 +118,11 @@ def test_unsupported_configs_are_refused_in_one_line(small_llama: Path, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         read_config(tmp_path)
+
+
+def test_rows_past_the_models_positions_are_refused(small_llama: Path):
+    """A table of positions would be read past its end, which on a GPU is an assertion without a name."""
+    config = read_config(small_llama)
+    refuse_long_rows(config, 256)
+    with pytest.raises(UserError, match=r"data\.max_length: .*256 positions.*264"):
+        refuse_long_rows(config, 264)

@@ -32,7 +32,9 @@ def test_error_is_the_prediction_over_the_measurement(place):
         "optimizer": pytest.approx(0.0),
     }
     assert numbers["heldout_loss_change"] == -1.25 and numbers["exact_match_change_points"] == 100.0
-    assert "predicted 0.1172 GiB at its peak (backward), measured 0.1221 GiB: the prediction was off by -4.000 %" in text
+    assert (
+        "predicted 0.1172 GiB at its peak (backward), measured 0.1221 GiB: the prediction was off by -4.000 %" in text
+    )
     assert "| backward | 0.1172 GiB | 0.1221 GiB | -4.000 % |" in text
     assert "| load | – | 41 MiB | – |" in text and "| clip | – | – | – |" in text
 
