@@ -89,6 +89,7 @@ class CudaMeter(Meter):
 
     def __init__(self, device: torch.device):
         """Start counting on `device`."""
+        torch.cuda.init()  # Without it there are no statistics to reset yet.
         self._device = device
         self._peak = 0
         self._peaks = PhasePeaks()
