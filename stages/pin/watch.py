@@ -13,13 +13,14 @@ NOTHING_LOCAL = Path("stages/pin/hub.py")
 def watch(link: Path, target: Path) -> None:
     """Point `link` at `target`: relatively when it travels with the repository, else absolutely.
 
-    The link is replaced in one step, and left alone when it is right already.
+    Links in `target` are not followed: repointing one must be noticed as an edit is. The link is replaced in one step,
+    and left alone when it is right already.
 
     Raises:
         UserError: the disk refused.
     """
-    resolved = target.resolve()
-    text = os.path.relpath(resolved, link.parent.resolve()) if _travels(resolved) else str(resolved)
+    absolute = Path(os.path.abspath(target))
+    text = os.path.relpath(absolute, link.parent.resolve()) if _travels(absolute) else str(absolute)
     if link.is_symlink() and os.readlink(link) == text:
         return
     with told_in_one_line(link):
@@ -34,10 +35,18 @@ def _travels(path: Path) -> bool:
     """Whether a clone or a temporary experiment has the path too: it is in the working directory and tracked by git.
 
     A relative link to any other file, one under `dvc add` too, would dangle in the copy of the repository that
-    `dvc exp run --temp` and `--queue` run in.
+    `dvc exp run --temp` and `--queue` run in. Of a path through links, git tracks the first one, which must lead to a
+    file that is tracked as well, or out of the repository.
     """
-    if not path.is_relative_to(Path.cwd().resolve()):
+    here, resolved = Path.cwd().resolve(), path.resolve()
+    if not path.is_relative_to(here):
         return False
+    first_link = next((part for part in (*reversed(path.parents), path) if part.is_symlink()), path)
+    return _tracked(first_link) and (not resolved.is_relative_to(here) or _tracked(resolved))
+
+
+def _tracked(path: Path) -> bool:
+    """Whether git keeps the path, or there is no git."""
     try:
         untracked = subprocess.run(["git", "ls-files", "--others", "--", path], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

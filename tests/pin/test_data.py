@@ -83,6 +83,32 @@ def test_an_untracked_file_is_linked_absolutely_once_git_keeps_the_checkout(pin)
     assert os.readlink(LINK) == "../data/mine.jsonl"
 
 
+def test_a_link_in_the_source_is_watched_itself(pin, tmp_path):
+    """Were the file behind it watched, a link that is repointed to another version would never be noticed."""
+    first, second = (write_rows(tmp_path / f"{name}.jsonl", ROWS) for name in ("v1", "v2"))
+    Path("latest.jsonl").symlink_to(first)
+    pin(Path.cwd() / "latest.jsonl")
+    assert LINK.resolve() == first
+    Path("latest.jsonl").unlink()
+    Path("latest.jsonl").symlink_to(second)
+    assert LINK.resolve() == second
+    subprocess.run(["git", "init", "-q"], check=True)
+    pin("latest.jsonl")
+    assert os.readlink(LINK) == str(Path.cwd() / "latest.jsonl")
+    subprocess.run(["git", "add", "latest.jsonl"], check=True)
+    pin("latest.jsonl")
+    assert os.readlink(LINK) == "../latest.jsonl"
+
+
+def test_a_source_behind_an_untracked_linked_folder_is_linked_absolutely(pin, tmp_path):
+    """Git lists no path behind a link, so asking it about the file alone would call the file tracked."""
+    write_rows(tmp_path / "store/rows.jsonl", ROWS)
+    Path("store").symlink_to(tmp_path / "store")
+    subprocess.run(["git", "init", "-q"], check=True)
+    pin("store/rows.jsonl")
+    assert os.readlink(LINK) == str(Path.cwd() / "store/rows.jsonl")
+
+
 def test_a_relative_source_is_found_in_the_users_checkout_from_a_copy(pin, tmp_path, monkeypatch):
     """Queued experiments run in a copy of the repository that lacks untracked data."""
     copy = tmp_path / "copy"
