@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from stages.bucket.plan import read_plan
 from stages.errors import StageCommand
@@ -37,6 +38,7 @@ def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus:
     if list_gpus:
         return _list_gpus()
     p = read_params()
+    torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())  # As train: CPU kernels buffer per thread.
     device, reason = resolve_gpu(p.hardware.gpu)
     check_precision(device, p.train.precision)
     plan = read_plan(plan_path)
@@ -70,7 +72,7 @@ def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus:
         enforce=p.estimate.enforce,
     )
     with atomic_directory(out) as aside:
-        write_json(aside / "verdict.json", {**verdict.as_json(), "enforce": p.estimate.enforce})
+        write_json(aside / "verdict.json", verdict.as_json(enforce=p.estimate.enforce))
         write_json(aside / "breakdown.json", _breakdown(prediction))
         rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in switches]
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)

@@ -14,6 +14,7 @@ import bitsandbytes.backends.cpu.ops as bnb_cpu
 import bitsandbytes.backends.default.ops as bnb_default
 import torch
 from torch.nn import functional as F
+from transformers import masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from stages.bucket.worst import ATTENTION_TILE_TOKENS
@@ -35,6 +36,9 @@ CUBLAS_WORKSPACE_BYTES_HOPPER = 4096 * 8 * 1024
 
 FLASH_HEAD_SIZE_MULTIPLE = 8
 FLASH_ACCUMULATOR_HEAD_MULTIPLE = 32
+CPU_QUERY_TILES = ((768, 256), (192, 64), (0, 32))
+"""(shortest query in tokens, rows of a tile) of the CPU's flash attention."""
+CPU_KEY_TILE = 512
 EFFICIENT_BIAS_MULTIPLE = 16
 EMBEDDING_SORT_TOKENS = 3072
 """From this many tokens on, the embedding's backward sorts them and sums in partial segments."""
@@ -60,15 +64,25 @@ class Target:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Run attention as the device does."""
-        with nullcontext() if self.kernel is None else attention_kernel(self.kernel):
-            yield
+        """Run attention as the device does, on rows that hold one sequence each.
+
+        transformers looks for packed sequences in the values of the positions, finds none when it trains, and cannot
+        look at fake ones: it would give models with a sliding window a mask per row instead of one for all.
+        """
+        look = masking_utils.find_packed_sequence_indices
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+        try:
+            with nullcontext() if self.kernel is None else attention_kernel(self.kernel):
+                yield
+        finally:
+            masking_utils.find_packed_sequence_indices = look
 
 
 def target_of(device: Device) -> Target:
     """The rules of a device."""
     if device.kind == "cpu":
-        rules = OpRules(expansions=_cpu_expansions(), workspaces={})
+        inside = {aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes}
+        rules = OpRules(expansions=_cpu_expansions(), workspaces=inside)
         return Target(granularity_bytes=1, rules=rules, constant_bytes=0, foreach=False, kernel=None)
     hopper = device.compute_capability >= (9, 0)
     workspace = CUBLAS_WORKSPACE_BYTES_HOPPER if hopper else CUBLAS_WORKSPACE_BYTES
@@ -89,6 +103,15 @@ def _cpu_expansions() -> dict[Any, Callable[..., Any]]:
         "gemm_4bit": getattr(bnb_default, "_gemm_4bit_default_impl", None),
     }
     return {getattr(bnb, name).default: function for name, function in expansions.items() if function is not None}
+
+
+def flash_cpu_bytes(query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
+    """One tile of fp32 scores, its row maxima and sums, and its output, per thread (cpu_flash_attention)."""
+    T, D = query.shape[-2:]
+    rows = next(tile for shortest, tile in CPU_QUERY_TILES if T >= shortest)
+    rows, columns = min(rows, T), min(CPU_KEY_TILE, key.shape[-2])
+    half = 0 if query.dtype == torch.float32 else rows * columns * query.element_size()
+    return torch.get_num_threads() * (rows * (columns + 2 + D) * 4 + half)
 
 
 def _cuda_workspaces() -> dict[Any, Callable[..., int]]:
