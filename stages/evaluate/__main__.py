@@ -65,16 +65,19 @@ def _questions(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> Que
     special = special_ids(tokenizer)
     positions = getattr(read_config(base).get_text_config(), "max_position_embeddings", None)
     room = None if positions is None else positions - p.evaluate.max_new_tokens
+    prompts, unanswerable_rows = choose_prompts(
+        rows,
+        p.evaluate.generate_rows,
+        max_length=meta["max_length"],
+        max_prompt_tokens=room,
+        max_new_tokens=p.evaluate.max_new_tokens,
+        special=special,
+    )
     return Questions(
         rows=rows,
         loss_rows=spread_rows(len(rows), p.evaluate.loss_rows),
-        prompts=choose_prompts(
-            rows,
-            p.evaluate.generate_rows,
-            max_length=meta["max_length"],
-            max_prompt_tokens=room,
-            special=special,
-        ),
+        prompts=prompts,
+        unanswerable_rows=unanswerable_rows,
         special=special,
         eos_id=meta["eos_id"],
         pad_id=meta["pad_id"],

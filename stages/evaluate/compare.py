@@ -31,6 +31,8 @@ class Questions:
     loss_rows: list[int]
     """Row numbers whose loss is taken."""
     prompts: list[Prompt]
+    unanswerable_rows: int
+    """Rows that gave no prompt because they are too long to be answered."""
     special: set[int]
     """Ids of special tokens."""
     eos_id: int | None

@@ -36,26 +36,38 @@ class Prompt:
 
 
 def choose_prompts(
-    rows: TokenRows, count: int, *, max_length: int, max_prompt_tokens: int | None, special: set[int]
-) -> list[Prompt]:
-    """At most `count` distinct prompts, spread evenly over the families.
+    rows: TokenRows,
+    count: int,
+    *,
+    max_length: int,
+    max_prompt_tokens: int | None,
+    max_new_tokens: int,
+    special: set[int],
+) -> tuple[list[Prompt], int]:
+    """At most `count` distinct prompts, spread evenly over the families; and the rows left out for their length.
 
     Within a family the order is that of the prompts' hashes, so a choice neither follows the file's order nor changes
-    with the seed. Left out are prompts without content (plain text rows), those longer than `max_prompt_tokens`, and
-    rows whose answer was cut at `max_length`, which nothing could match.
+    with the seed. Left out are prompts without content (plain text rows) and, as nothing could match them, rows whose
+    prompt is longer than `max_prompt_tokens`, or whose answer was cut at `max_length` or takes more than
+    `max_new_tokens` (not counting the token that ends it, which need not be generated).
     """
+    too_long = 0
     families: dict[str, dict[bytes, Prompt]] = {}
     for row in range(len(rows)):
         ids = rows.ids(row).tolist()
         start, end = rows.spans(row)[-1].tolist()
-        too_long = max_prompt_tokens is not None and start > max_prompt_tokens
-        if too_long or end == max_length or special.issuperset(ids[:start]):
+        if special.issuperset(ids[:start]):
+            continue
+        answer_tokens = end - start - (ids[end - 1] in special)
+        no_room = max_prompt_tokens is not None and start > max_prompt_tokens
+        if no_room or end == max_length or answer_tokens > max_new_tokens:
+            too_long += 1
             continue
         prompt = Prompt(family=rows.family(row) or NO_FAMILY, ids=ids[:start], answer_ids=ids[start:end])
         digest = hashlib.sha256(np.array(prompt.ids, dtype="<i4").tobytes()).digest()
         families.setdefault(prompt.family, {}).setdefault(digest, prompt)
     in_turn = zip_longest(*([prompts[digest] for digest in sorted(prompts)] for _, prompts in sorted(families.items())))
-    return [prompt for one_of_each in in_turn for prompt in one_of_each if prompt is not None][:count]
+    return [prompt for one_of_each in in_turn for prompt in one_of_each if prompt is not None][:count], too_long
 
 
 def special_ids(tokenizer: Tokenizer) -> set[int]:

@@ -1,6 +1,7 @@
 """From losses and answers to metrics/evaluate.json and the lines of generations.jsonl."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from stages.evaluate.tasks import is_exact_match
 
 LENGTH_EDGES = (64, 128, 256, 512)
 """Upper edges of the length buckets, in tokens of a row; the last bucket is open."""
+
+LARGEST_EXPONENT = math.log(sys.float_info.max)
+"""Above this, `exp` is more than a float can hold."""
 
 
 def generation_lines(
@@ -46,6 +50,7 @@ def evaluate_metrics(
         "evaluated_rows": len(tokens),
         "evaluated_tokens": int(tokens.sum()),
         "generated_rows": len(lines),
+        "unanswerable_rows": questions.unanswerable_rows,
         **_losses(answers, tokens, np.ones(len(tokens), dtype=bool)),
         **_exact_match(lines),
         "by_length": {
@@ -71,13 +76,16 @@ def _length_buckets(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
     ]
 
 
-def _losses(answers: Mapping[str, Answers], tokens: np.ndarray, chosen: np.ndarray) -> dict[str, float]:
-    """Mean loss per trained token of the chosen rows, and its exponential, for both models."""
-    found = {}
+def _losses(answers: Mapping[str, Answers], tokens: np.ndarray, chosen: np.ndarray) -> dict[str, float | None]:
+    """Mean loss per trained token of the chosen rows, and its exponential, for both models.
+
+    None stands for a perplexity too large for a float, which JSON could not hold either.
+    """
+    found: dict[str, float | None] = {}
     for name in MODELS:
         loss = float(answers[name].row_losses[chosen].sum() / tokens[chosen].sum())
         found[f"{name}_loss"] = round(loss, 6)
-        found[f"{name}_perplexity"] = round(math.exp(loss), 6)
+        found[f"{name}_perplexity"] = round(math.exp(loss), 6) if loss < LARGEST_EXPONENT else None
     return found
 
 

@@ -44,7 +44,7 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
         peak,
         f"- **Device**: {estimate['gpu']}, {estimate['capacity_gib']:.4g} GiB: the run {fits}.",
         f"- **Held-out loss**: {evaluate['base_loss']:.4f} before, {evaluate['tuned_loss']:.4f} after "
-        f"(perplexity {evaluate['base_perplexity']:.4g} before, {evaluate['tuned_perplexity']:.4g} after).",
+        f"(perplexity {_figure(evaluate['base_perplexity'])} before, {_figure(evaluate['tuned_perplexity'])} after).",
     ]
     if evaluate["generated_rows"]:
         lines.append(
@@ -119,18 +119,25 @@ def _loss(inputs: Inputs) -> str:
     columns = ("base_loss", "tuned_loss", "base_perplexity", "tuned_perplexity")
     lengths = sorted(evaluate["by_length"].items(), key=lambda item: (item[0].startswith("over"), _edge(item[0])))
     rows = [
-        (f"{name.replace('_', ' ')} tokens", found["rows"], *(f"{found[column]:.4g}" for column in columns))
+        (f"{name.replace('_', ' ')} tokens", found["rows"], *(_figure(found[column]) for column in columns))
         for name, found in lengths
     ]
-    rows.append(("**all**", evaluate["evaluated_rows"], *(f"{evaluate[column]:.4g}" for column in columns)))
+    rows.append(("**all**", evaluate["evaluated_rows"], *(_figure(evaluate[column]) for column in columns)))
     header = ("row length", "rows", "loss before", "loss after", "perplexity before", "perplexity after")
     return "\n".join(["## Loss", "", "![Loss](loss.png)", "", "Held-out rows:", "", _table(header, rows)])
 
 
 def _answers(inputs: Inputs) -> str:
     """Exact match by family, and some answers in full."""
+    too_long = inputs.evaluate["unanswerable_rows"]
+    left_out = (
+        f"Not asked: {too_long:,} held-out rows whose prompt or answer is longer than data.max_length, "
+        "evaluate.max_new_tokens or the model's positions allow."
+    )
+    notes = [left_out] if too_long else []
     if not inputs.generations:
-        return "## Answers\n\nNone: no held-out row has a prompt to answer, or evaluate.generate_rows is 0."
+        nothing = "None: no held-out row has a prompt that can be answered, or evaluate.generate_rows is 0."
+        return "\n\n".join(["## Answers", nothing, *notes])
     families = [
         (name, found["rows"], *(f"{found[f'{model}_exact_match_percent']:.0f} %" for model in ("base", "tuned")))
         for name, found in sorted(inputs.evaluate["by_family"].items())
@@ -140,7 +147,7 @@ def _answers(inputs: Inputs) -> str:
     shown = [pool[index * len(pool) // SAMPLES] for index in range(min(SAMPLES, len(pool)))]
     samples = [_sample(line) for line in shown]
     table = _table(("family", "prompts", "right before", "right after"), families)
-    return "\n\n".join(["## Answers", table, "### Samples", *samples])
+    return "\n\n".join(["## Answers", table, *notes, "### Samples", *samples])
 
 
 def _sample(line: Mapping[str, Any]) -> str:
@@ -182,6 +189,11 @@ def _edge(name: str) -> int:
 def _shown(value: Any) -> str:
     """A parameter as params.yaml would show it."""
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+def _figure(value: float | None) -> str:
+    """A number to four digits, where it exists."""
+    return NONE if value is None else f"{value:.4g}"
 
 
 def _size(count: int | None) -> str:

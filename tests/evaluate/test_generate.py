@@ -20,8 +20,19 @@ def model(base_dir):
     return load_base(base_dir, spec_of("full"), CPU, "sdpa").eval()
 
 
-def choose(rows, count=100, max_length=64, max_prompt_tokens=None):
-    return choose_prompts(rows, count, max_length=max_length, max_prompt_tokens=max_prompt_tokens, special=SPECIAL)
+def chosen_and_left_out(rows, count=100, max_length=64, max_prompt_tokens=None, max_new_tokens=NEW_TOKENS):
+    return choose_prompts(
+        rows,
+        count,
+        max_length=max_length,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        special=SPECIAL,
+    )
+
+
+def choose(rows, **limits):
+    return chosen_and_left_out(rows, **limits)[0]
 
 
 def answer(model, prompts, stops=(), batch_rows=4, max_new_tokens=NEW_TOKENS, pad_id=PAD):
@@ -116,5 +127,17 @@ def test_no_question_is_made_of_what_cannot_be_answered(tmp_path):
         ([60, 61, 62, 63, EOS], [4, 5], None),
     ]
     path = write_tokens(tmp_path / "heldout.arrow", rows)
-    chosen = choose(TokenRows(path), max_length=6, max_prompt_tokens=3)
-    assert chosen == [Prompt(family="all", ids=[50, 51], answer_ids=[52, EOS])]
+    chosen = chosen_and_left_out(TokenRows(path), max_length=6, max_prompt_tokens=3)
+    assert chosen == ([Prompt(family="all", ids=[50, 51], answer_ids=[52, EOS])], 2)
+
+
+def test_an_answer_longer_than_may_be_generated_is_no_question(tmp_path):
+    """It would count as wrong however good the model is; the token that ends it need not be generated."""
+    rows: list[Row] = [
+        ([50, 51, 52, 53, EOS], [2, 5], None),
+        ([60, 61, 62, 63, 64], [2, 5], None),
+        ([70, 71, 72, 73, 74, EOS], [2, 6], None),
+    ]
+    opened = TokenRows(write_tokens(tmp_path / "heldout.arrow", rows))
+    prompts, left_out = chosen_and_left_out(opened, max_new_tokens=2)
+    assert ([prompt.ids for prompt in prompts], left_out) == ([[50, 51]], 2)

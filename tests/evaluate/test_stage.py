@@ -50,9 +50,15 @@ def evaluate(tokens: Path, locks: Path, tuned: Path):
 
 
 def questions_of(rows) -> Questions:
-    prompts = choose_prompts(rows, 4, max_length=64, max_prompt_tokens=None, special={EOS})
+    prompts, too_long = choose_prompts(rows, 4, max_length=64, max_prompt_tokens=None, max_new_tokens=4, special={EOS})
     return Questions(
-        rows=rows, loss_rows=list(range(len(rows))), prompts=prompts, special={EOS}, eos_id=EOS, pad_id=PAD
+        rows=rows,
+        loss_rows=list(range(len(rows))),
+        prompts=prompts,
+        unanswerable_rows=too_long,
+        special={EOS},
+        eos_id=EOS,
+        pad_id=PAD,
     )
 
 
@@ -89,6 +95,7 @@ def test_the_stage_writes_metrics_and_the_same_bytes_again(place, tokens_dir, lo
     written = {path: path.read_bytes() for path in (Path("metrics/evaluate.json"), *Path("data/evaluate").iterdir())}
     metrics = json.loads(Path("metrics/evaluate.json").read_text())
     assert metrics["evaluated_rows"] == 14 and metrics["generated_rows"] == 6
+    assert metrics["unanswerable_rows"] == 0
     assert metrics["tuned_perplexity"] == pytest.approx(np.exp(metrics["tuned_loss"]), rel=1e-5)
     assert sum(bucket["rows"] for bucket in metrics["by_length"].values()) == 14
     assert {name: found["rows"] for name, found in metrics["by_family"].items()} == {"all": 2, "dates": 2, "sums": 2}
@@ -161,6 +168,27 @@ def test_a_base_that_changed_since_it_was_pinned_is_refused(place, tokens_dir, l
     assert "changed since it was pinned" in told(evaluate(tokens_dir, locks, adapter))
 
 
+def without_prompts(rows: TokenRows) -> Questions:
+    return Questions(
+        rows=rows,
+        loss_rows=list(range(len(rows))),
+        prompts=[],
+        unanswerable_rows=0,
+        special=set(),
+        eos_id=None,
+        pad_id=0,
+    )
+
+
+def test_a_perplexity_too_large_for_a_float_is_null(tmp_path):
+    """A run that diverged to a large finite loss ended in an OverflowError, without its metrics."""
+    rows = TokenRows(write_tokens(tmp_path / "heldout.arrow", [([9, 9], [1, 2], None)]))
+    losses = {name: Answers(row_losses=np.array([loss]), answers=[]) for name, loss in (("base", 2.0), ("tuned", 5e3))}
+    metrics = evaluate_metrics(without_prompts(rows), losses, [])
+    assert (metrics["tuned_loss"], metrics["tuned_perplexity"]) == (5e3, None)
+    assert metrics["base_perplexity"] == pytest.approx(np.exp(2.0), rel=1e-5)
+
+
 def test_metrics_by_length_divide_by_the_tokens_of_their_own_rows(tmp_path):
     """A bucket's mean over all tokens, or a row in the wrong bucket, would go unseen in the overall figure."""
     rows: list[Row] = [
@@ -170,7 +198,7 @@ def test_metrics_by_length_divide_by_the_tokens_of_their_own_rows(tmp_path):
         ([9] * 600, [0, 9], None),
     ]
     opened = TokenRows(write_tokens(tmp_path / "heldout.arrow", rows))
-    questions = Questions(rows=opened, loss_rows=[0, 1, 2, 3], prompts=[], special=set(), eos_id=None, pad_id=0)
+    questions = without_prompts(opened)
     losses = {
         "base": Answers(row_losses=np.array([20.0, 4.0, 12.0, 8.0]), answers=[]),
         "tuned": Answers(row_losses=np.array([10.0, 2.0, 6.0, 4.0]), answers=[]),

@@ -42,6 +42,8 @@ def metrics() -> dict[str, dict[str, Any]]:
             "train_tokens": 287625,
             "supervised_percent": 35.4,
             "longest": 512,
+            "truncated_rows": 0,
+            "dropped_rows": 0,
         },
         "bucket": {
             "optimizer_steps": 3,
@@ -77,6 +79,7 @@ def metrics() -> dict[str, dict[str, Any]]:
             **losses,
             "evaluated_rows": 250,
             "generated_rows": 1,
+            "unanswerable_rows": 0,
             "base_exact_match_percent": 0.0,
             "tuned_exact_match_percent": 100.0,
             "by_length": {"up_to_64": {"rows": 200, **losses}, "over_512": {"rows": 50, **losses}},

@@ -112,7 +112,17 @@ def test_without_questions_the_page_says_so(place):
     write_inputs(place, found, [])
     numbers, text = report(place)
     assert numbers["exact_match_change_points"] is None
-    assert "no held-out row has a prompt to answer" in text and "None %" not in text
+    assert "no held-out row has a prompt that can be answered" in text and "None %" not in text
+
+
+def test_questions_left_out_and_perplexities_without_a_number_are_shown(place):
+    """A match over the short answers alone must not pass for one over all; a null must not break the page."""
+    found = metrics()
+    found["evaluate"] |= {"unanswerable_rows": 1234, "tuned_perplexity": None}
+    write_inputs(place, found, [GENERATION])
+    _, text = report(place)
+    assert "Not asked: 1,234 held-out rows" in text
+    assert "(perplexity 12.18 before, – after)" in text
 
 
 def test_samples_are_of_different_families(place):
