@@ -11,6 +11,8 @@ PYTHON_FILES := stages data/synth benchmarks tests
 
 run: $(VENV)/.installed
 	$(WITH_VENV) dvc repro
+	@git config user.email >/dev/null || echo "note: \`dvc exp run\` commits to git; give it a name first:" \
+		"git config user.name you && git config user.email you@example.org"
 
 test: $(VENV)/.installed-test
 	$(WITH_VENV) python -m pytest -m "not slow"
@@ -28,7 +30,7 @@ COMPARE_METRICS := peak_gib_predicted|peak_gib_measured|predicted_error_percent|
 COMPARE_METRICS := $(COMPARE_METRICS)|tuned_loss|tuned_exact_match_percent
 COMPARE_PARAMS := seed$$|(model|data|bucket|hardware|estimate|train|evaluate)\.
 compare: $(VENV)/.installed
-	@$(WITH_VENV) dvc exp show --hide-failed --only-changed --precision 4 --no-pager \
+	@test -t 1 || export COLUMNS=200; $(WITH_VENV) dvc exp show --hide-failed --only-changed --precision 4 --no-pager \
 		--drop '^(?!Experiment$$|$(COMPARE_PARAMS))' --keep '^($(COMPARE_METRICS))$$'
 
 plots: $(VENV)/.installed

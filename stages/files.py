@@ -1,4 +1,4 @@
-"""Atomic files and directories: write aside, fsync, rename. A killed or full disk leaves the old content whole."""
+"""Atomic files and directories: write aside, fsync, rename. A killed run or a full disk leaves nothing half-written."""
 
 import csv
 import hashlib
@@ -112,12 +112,20 @@ def atomic_directory(path: Path) -> Iterator[Path]:
                 if file.is_file():
                     with open(file, "rb") as handle:
                         os.fsync(handle.fileno())
-            if path.is_dir():
-                shutil.rmtree(path)
-            os.replace(aside, path)
-            _sync_directory(path.parent)
+            _replace_directory(aside, path)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def _replace_directory(aside: Path, path: Path) -> None:
+    """Put `aside` where `path` is; a directory cannot be replaced in one move, so the old one steps aside first."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.is_dir():
+        os.replace(path, old)
+    os.replace(aside, path)
+    _sync_directory(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

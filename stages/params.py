@@ -3,10 +3,9 @@
 import difflib
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -191,31 +190,55 @@ def parse_params(values: Any) -> Params:
 
 
 def _first_fault(error: ValidationError) -> str:
-    """One line for the first fault pydantic found."""
-    fault = error.errors()[0]
-    # A union adds the name of the branch tried (`int`, `float`) to the location: only real keys are dotted.
-    keys = [str(part) for part in fault["loc"] if not re.match(r"(constrained-)?(int|float|str|function)\b", str(part))]
+    """One line for the fault to mend first: a misspelt key before the one that is missing because of it."""
+    faults = error.errors()
+    fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+    keys = _schema_keys(fault["loc"])
     dotted = ".".join(keys)
     if fault["type"] == "extra_forbidden":
         parent = _section_at(keys[:-1])
         near = difflib.get_close_matches(keys[-1], parent.model_fields, n=1)
-        remedy = (
-            f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known: {', '.join(parent.model_fields)}"
-        )
+        known = f"known: {', '.join(parent.model_fields)}"
+        remedy = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else known
         return f"{dotted}: unknown parameter; {remedy}"
     if fault["type"] == "missing":
         return f"{dotted}: parameter is missing from params.yaml; add it (every value stands there, see README)"
+    if fault["type"] in ("model_type", "model_attributes_type"):
+        return f"{dotted}: must be a section with its own keys; got {_shown(fault['input'])}"
     rule = fault["msg"][0].lower() + fault["msg"][1:]
-    return f"{dotted}: {rule}; got {json.dumps(fault['input'], default=str)}"
+    return f"{dotted}: {rule}; got {_shown(fault['input'])}"
+
+
+def _shown(value: Any) -> str:
+    """A value as it would stand in YAML or JSON, cut short."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _schema_keys(location: tuple[int | str, ...]) -> list[str]:
+    """The dotted keys of a fault: pydantic adds the branch of a union (`int`, say) after the last real key."""
+    keys: list[str] = []
+    section: type[BaseModel] | None = Params
+    for part in map(str, location):
+        if section is None and not part.isdigit():
+            break
+        keys.append(part)
+        known = section is not None and part in section.model_fields
+        section = _section_below(section, part) if known and section is not None else None
+    return keys
+
+
+def _section_below(section: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The section that a key holds, None for a plain value."""
+    annotation = section.model_fields[key].annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def _section_at(keys: list[str]) -> type[BaseModel]:
     """The schema class found by walking dotted keys from the top."""
     section: type[BaseModel] = Params
     for key in keys:
-        annotation = section.model_fields[key].annotation
-        inner = next((a for a in (annotation, *get_args(annotation)) if isinstance(a, type)), None)
-        section = cast(type[BaseModel], inner)
+        section = cast(type[BaseModel], _section_below(section, key))
     return section
 
 
@@ -261,6 +284,8 @@ def load_params(path: Path = PARAMS_FILE) -> Params:
         raise UserError(
             f"{path}:{mark.line + 1 if mark else 1}: not YAML; {getattr(error, 'problem', error)}"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not a readable YAML file ({type(error).__name__}: {error}); mend it") from None
     return parse_params(values)
 
 
@@ -312,7 +337,8 @@ def read_params() -> Params:
         UserError: params.yaml breaks the schema.
     """
     params = load_params()
-    stage = os.environ.get("DVC_STAGE")
+    # From a subdirectory DVC names the stage by its file too: ../dvc.yaml:train.
+    stage = os.environ.get("DVC_STAGE", "").rpartition(":")[2]
     if not stage:
         return params
     import dvc.api

@@ -72,7 +72,7 @@ def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus:
         enforce=p.estimate.enforce,
     )
     with atomic_directory(out) as aside:
-        write_json(aside / "verdict.json", verdict.as_json(enforce=p.estimate.enforce))
+        write_json(aside / "verdict.json", verdict.as_json())
         write_json(aside / "breakdown.json", _breakdown(prediction))
         rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in switches]
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)

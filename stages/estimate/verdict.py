@@ -24,8 +24,8 @@ class Verdict:
     """One line: prediction, capacity, where the bytes are, what would fit; None when the run fits."""
 
     def as_json(self) -> dict[str, Any]:
-        """The content of verdict.json."""
-        return {"enforce": self.enforce, "fits": self.fits, "refusal": self.refusal}
+        """The content of verdict.json; nothing in it varies with the device unless the run is refused."""
+        return {"enforce": self.enforce, "fits": self.fits, "refusal": self.refusal if self.enforce else None}
 
 
 def usable_bytes(device: Device, headroom_percent: float) -> int:

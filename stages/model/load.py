@@ -42,6 +42,8 @@ def read_config(directory: Path) -> PretrainedConfig:
         ) from None
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"model.name: must be a causal language model; got model_type {config.model_type!r}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"model.name: must be a decoder alone; got {config.model_type}, an encoder with a decoder")
     for key in UNSUPPORTED_HEADS:
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise UserError(f"model.name: {config.model_type} scales its logits ({key}), which is not supported yet")
@@ -102,7 +104,7 @@ def load_base(directory: Path, spec: WeightsSpec, device: torch.device, attentio
                 output_loading_info=True,
                 **quantized,
             )
-        except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
             first = str(error).splitlines()[0]
             raise UserError(
                 f"model.name: weights in {directory} cannot be loaded ({first}); replace the files"
@@ -114,7 +116,6 @@ def load_base(directory: Path, spec: WeightsSpec, device: torch.device, attentio
                 f"model.name: {directory}: {len(info[fault])} {fault.replace('_', ' ')}, "
                 f"first {sorted(info[fault])[0]}; the weights do not belong to config.json"
             )
-    model.config.use_cache = False
     keep_trainable_on_cpu(model)
     _own_memory(model)
     return model
@@ -133,13 +134,12 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=ATTENTION)
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             reason = str(error).splitlines()[0].partition(". ")[0]
             raise UserError(
                 f"model.name: {config.model_type} cannot be built ({reason}); choose another model"
             ) from None
         model.tie_weights()
-        model.config.use_cache = False
         if spec.method == "qlora":
             quantize_on_meta(model, spec.dtype)
         adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=True)

@@ -6,7 +6,6 @@ import click
 import torch
 
 from stages.bucket.plan import read_plan
-from stages.bucket.worst import worst_steps
 from stages.errors import StageCommand
 from stages.files import atomic_directory, read_json, write_csv, write_json, write_text
 from stages.model.spec import ModelSpec
@@ -17,7 +16,7 @@ from stages.step.optim import OptimSpec
 from stages.step.step import StepSpec
 from stages.train.card import model_card
 from stages.train.device import check_device, training_device
-from stages.train.loop import CURVE_COLUMNS, TrainJob, train
+from stages.train.loop import CURVE_COLUMNS, TrainJob, measured_steps, train
 from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
 from stages.train.save import save_tuned
@@ -78,7 +77,7 @@ def main(
         ),
         heldout_every_steps=params.train.heldout_every_steps,
         heldout_rows=params.train.heldout_rows,
-        measured_steps=frozenset(worst_steps(plan)),
+        measured_steps=measured_steps(plan),
         device=device,
         progress=params.run.progress,
     )

@@ -25,13 +25,13 @@ def check_device(
     Args:
         device: where training would run.
         spec: the model's method and precision.
-        verdict: data/estimate/verdict.json; its refusal was decided for `hardware.gpu` and counts if enforced.
+        verdict: data/estimate/verdict.json; its refusal was decided for `hardware.gpu`.
         estimate: metrics/estimate.json; its predicted peak is compared with the memory free here.
 
     Raises:
         UserError: with the breakdown, or with the precision that this device lacks.
     """
-    if verdict["refusal"] and verdict["enforce"]:
+    if verdict["refusal"]:
         raise UserError(verdict["refusal"])
     if (
         device.type == "cuda"

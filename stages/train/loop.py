@@ -1,5 +1,6 @@
 """The training loop: the plan's steps in order, each the one training step on real tensors."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from stages.bucket.plan import MicroBatch, Plan
+from stages.bucket.worst import worst_steps
 from stages.errors import UserError
 from stages.model.load import load_model
 from stages.model.spec import ModelSpec
@@ -24,6 +26,9 @@ from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.measure import Meter
 
 GIB = 2**30
+
+CONTROL_STEPS = 4
+"""Steps measured besides those that can be the worst."""
 
 CURVE_COLUMNS = (
     "step",
@@ -72,6 +77,17 @@ class TrainResult:
     """One row per optimizer step, keys `CURVE_COLUMNS`."""
 
 
+def measured_steps(plan: Plan) -> frozenset[int]:
+    """The steps whose peak is measured where measuring costs time: those said to be the worst, and controls.
+
+    The controls (spread evenly over the run) are chosen without regard to size, so that a worst step overlooked by the
+    prediction has a chance to show.
+    """
+    last = len(plan.steps) - 1
+    controls = {round(last * number / CONTROL_STEPS) for number in range(1, CONTROL_STEPS + 1)}
+    return frozenset({*worst_steps(plan), *controls})
+
+
 def train(job: TrainJob, meter: Meter) -> TrainResult:
     """Load the model and run every step of the plan.
 
@@ -92,6 +108,7 @@ def train(job: TrainJob, meter: Meter) -> TrainResult:
             _maybe_heldout(job, model, step, row, bar)
             curves.append(row)
             _show(bar, row)
+    refuse_broken_weights(model, len(job.plan.steps))
     return TrainResult(model=model, curves=curves)
 
 
@@ -166,7 +183,12 @@ def _maybe_heldout(job: TrainJob, model: nn.Module, step: int, row: dict[str, An
         return
     budget = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
     batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id)
-    row["heldout_loss"] = heldout_loss(model, batches, job.model_spec, job.step_spec.loss_chunk, job.device)
+    loss = heldout_loss(model, batches, job.model_spec, job.step_spec.loss_chunk, job.device)
+    if not math.isfinite(loss):
+        raise UserError(
+            f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"
+        )
+    row["heldout_loss"] = loss
     bar.write(f"step {step + 1}: loss {row['loss']:.4f}, held-out loss {row['heldout_loss']:.4f}")
 
 
@@ -193,3 +215,14 @@ def refuse_non_finite(
         f"train.lr: loss must be finite; it is {losses[index].item()} at optimizer step {step}, micro-batch {index} "
         f"(training rows {shown}); lower train.lr, or look at those rows"
     )
+
+
+def refuse_broken_weights(model: nn.Module, steps: int) -> None:
+    """Refuse to save weights that are not finite: the last update can break them after its loss was checked.
+
+    Raises:
+        UserError: naming the first such parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not torch.isfinite(parameter).all():
+            raise UserError(f"train.lr: weights must be finite; {name} is not after {steps} steps; lower train.lr")

@@ -117,7 +117,7 @@ def test_run_section_reruns_nothing(clone: Clone):
 
 def test_what_does_not_fit_is_predicted_and_refused(clone: Clone):
     """Estimate succeeds and says no; train refuses in one line with the breakdown."""
-    output = clone.dvc("exp", "run", "-S", "hardware.gpu=1MiB", ok=False)
+    output = clone.dvc("exp", "run", "-S", "hardware.gpu=0.01GiB", ok=False)
     assert clone.json("metrics/estimate.json")["fits"] is False
     line = next(line for line in output.splitlines() if line.startswith("error: "))
     assert "GiB" in line and "-S " in line
@@ -157,6 +157,33 @@ def test_a_queued_grid_predicts_memory(clone: Clone):
                 metrics = data["data"]["metrics"]["metrics/estimate.json"]["data"]
                 peaks[data["name"]] = metrics["peak_bytes_predicted"]
     assert len(peaks) == 4 and peaks["grid-true-256"] < peaks["grid-false-256"] < peaks["grid-false-512"]
+
+
+def test_a_source_that_is_gone_is_pinned_anew(clone: Clone):
+    """DVC itself fails on the link to a deleted source; the README's way out must work."""
+    gone = clone.root.parent / "gone.jsonl"
+    lines = (clone.root / "data/raw/sample.jsonl").read_text().splitlines(keepends=True)
+    gone.write_text("".join(lines[:120]))
+    clone.set_params(data__source=str(gone))
+    clone.dvc("repro", "pin_data")
+    gone.unlink()
+    clone.set_params(data__source="data/raw/sample.jsonl")
+    assert "locks/watched-data" in clone.dvc("repro", "pin_data", ok=False)
+    clone.run(sys.executable, "-m", "stages.pin", "data")
+    assert stages_run(clone.dvc("repro", "bucket")) == ["pin_data"]
+
+
+def test_a_failed_pin_leaves_the_locks(clone: Clone):
+    """DVC deletes outputs before a run: a typo in a path must not cost the pins that git tracks."""
+    output = clone.dvc("exp", "run", "-S", "model.name=no/such/model", "pin_model", ok=False)
+    assert "error: model.name" in output
+    assert clone.run("git", "status", "--porcelain", "locks").strip() == ""
+
+
+def test_stages_run_from_a_subdirectory(clone: Clone):
+    """DVC then names the stage by its file too."""
+    output = clone.run(sys.executable, "-m", "dvc", "--cd", "docs", "repro", "-f", "../dvc.yaml:pin_data")
+    assert "Running stage '../dvc.yaml:pin_data'" in output
 
 
 def test_plots_render(clone: Clone):

@@ -179,3 +179,12 @@ def test_a_model_that_bends_its_logits_is_refused(small_llama: Path):
     model.forward = bent
     with pytest.raises(UserError, match="changes its logits"):
         check_head(model, CPU)
+
+
+def test_a_model_that_looks_ahead_is_refused(small_llama: Path):
+    """Without a mask, a model that sees later tokens would see the padding."""
+    model = load_model(small_llama, spec_of(method="full"), CPU)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.self_attn.is_causal = False
+    with pytest.raises(UserError, match="must be causal"):
+        check_head(model, CPU)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from stages.bucket.plan import MicroBatch
+from stages.bucket.plan import MicroBatch, Plan
 from stages.errors import UserError
 from stages.train.device import check_device
 from stages.train.heldout import heldout_batches
-from stages.train.loop import refuse_non_finite
+from stages.train.loop import measured_steps, refuse_broken_weights, refuse_non_finite
 from tests.small_model import CPU, spec_of
 
 FITS = {"fits": True, "enforce": True, "refusal": None}
@@ -47,7 +47,7 @@ def test_a_refusal_of_estimate_stops_train():
 
 
 def test_enforce_false_lets_it_run():
-    verdict = {"fits": False, "enforce": False, "refusal": "predicted peak 90.00 GiB exceeds …"}
+    verdict = {"fits": False, "enforce": False, "refusal": None}
     check_device(CPU, spec_of(), verdict, {"peak_bytes_predicted": 2**60, "gpu": "cpu"})
 
 
@@ -82,3 +82,22 @@ def test_heldout_batches_keep_the_budget_and_lose_no_row(tmp_path: Path):
     assert sum(len(batch.supervised_index_N) for batch in batches) == sum(lengths) - len(lengths)
     few = list(heldout_batches(Rows(lengths), 3, 40, 0))  # type: ignore[arg-type]
     assert sum(len(batch.input_ids_BT) for batch in few) == 3
+
+
+def test_broken_weights_are_not_saved():
+    """The last update can overflow after its loss was found finite."""
+    model = torch.nn.Linear(2, 2)
+    refuse_broken_weights(model, 9)
+    with torch.no_grad():
+        model.weight[0, 0] = float("inf")
+    with pytest.raises(UserError, match=r"weights must be finite; weight is not after 9 steps"):
+        refuse_broken_weights(model, 9)
+
+
+def test_steps_are_measured_that_the_prediction_did_not_choose():
+    """Measuring only what was predicted to be the worst would agree with a prediction that overlooked the worst."""
+    steps = [
+        [MicroBatch(epoch=0, step=k, rows=np.arange(9 - k, dtype=np.int32), length=8, supervised=4)] for k in range(9)
+    ]
+    assert measured_steps(Plan(steps=steps)) == {0, 2, 4, 6, 8}
+    assert measured_steps(Plan(steps=steps[:1])) == {0}

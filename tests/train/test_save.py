@@ -38,7 +38,7 @@ def test_a_full_model_reloads_in_plain_transformers(small_llama: Path, tmp_path:
     (tmp_path / "base/tokenizer.json").write_text("{}")
     save_tuned(model, "base", tmp_path / "base", ["tokenizer.json"], tmp_path / "tuned")
     config = (tmp_path / "tuned/config.json").read_text()
-    assert "lean_sdpa" not in config and (tmp_path / "tuned/tokenizer.json").exists()
+    assert "lean_sdpa" not in config and '"use_cache": true' in config and (tmp_path / "tuned/tokenizer.json").exists()
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
     for name, value in model.state_dict().items():
         assert torch.equal(value, back.state_dict()[name]), name

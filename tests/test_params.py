@@ -1,0 +1,115 @@
+"""params.yaml: what is wrong is told by its dotted key, in one line, with what to do."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.errors import UserError
+from stages.params import load_params, parse_params, round_up
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def values() -> dict[str, Any]:
+    """The shipped params.yaml as plain values."""
+    return copy.deepcopy(YAML(typ="safe").load((ROOT / "params.yaml").read_text()))
+
+
+def put(values: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
+    *sections, key = dotted.split(".")
+    section = values
+    for name in sections:
+        section = section[name]
+    section[key] = value
+    return values
+
+
+def test_the_shipped_file_is_valid_and_frozen():
+    params = load_params(ROOT / "params.yaml")
+    with pytest.raises(ValueError, match="frozen"):
+        params.train.lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "message"),
+    [
+        ("train.grad_chpt", True, r"train\.grad_chpt: unknown parameter; did you mean train\.grad_ckpt\?"),
+        ("train.lora.rnk", 3, r"train\.lora\.rnk: unknown parameter; did you mean train\.lora\.rank\?"),
+        ("bucket.int", 3, r"bucket\.int: unknown parameter; known: max_tokens, pad_multiple"),
+        ("train.lr", "1e-5", r'train\.lr: input should be a valid number; got "1e-5"'),
+        ("train.grad_ckpt", 1, r"train\.grad_ckpt: .*boolean; got 1"),
+        ("train.method", "dora", r"train\.method: input should be 'full', 'lora' or 'qlora'; got \"dora\""),
+        ("data.max_rows", 0, r"data\.max_rows: .*greater than or equal to 1; got 0"),
+        ("train.max_grad_norm", "x", r'train\.max_grad_norm: .*number; got "x"'),
+        ("train.lr", float("nan"), r"train\.lr: "),
+        ("train.lora.targets", [], r"train\.lora\.targets: .*at least 1"),
+        ("train.lora.targets", [1], r"train\.lora\.targets\.0: .*string; got 1"),
+        ("train.lora", 3, r"train\.lora: must be a section with its own keys; got 3"),
+        ("train.lora.targets", ["all-linear", "q_proj"], r"train\.lora\.targets: all-linear stands alone"),
+        ("bucket.max_tokens", 100, r"bucket\.max_tokens: a row of data\.max_length=512 .*got 100; raise"),
+        ("evaluate.max_tokens", 100, r"evaluate\.max_tokens: .*got 100; raise"),
+        ("data.revision", "main", r"data\.revision: only a hub source"),
+    ],
+)
+def test_a_wrong_value_is_told_in_one_line(values: dict[str, Any], dotted: str, value: Any, message: str):
+    with pytest.raises(UserError, match=message) as told:
+        parse_params(put(values, dotted, value))
+    assert "\n" not in str(told.value)
+
+
+def test_a_misspelt_key_is_told_before_the_one_it_leaves_missing(values: dict[str, Any]):
+    """The hint is for renames as well: `grad_chpt` in place of `grad_ckpt` is a typo, not a missing key."""
+    values["train"]["grad_chpt"] = values["train"].pop("grad_ckpt")
+    with pytest.raises(UserError, match=r"did you mean train\.grad_ckpt\?"):
+        parse_params(values)
+
+
+def test_a_missing_key_is_told(values: dict[str, Any]):
+    """There are no defaults in code."""
+    del values["train"]["lr"]
+    with pytest.raises(UserError, match=r"train\.lr: parameter is missing"):
+        parse_params(values)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"seed: [1\n", r"params\.yaml:\d+: not YAML"),
+        (b"seed: \xff\xfe\n", r"params\.yaml: not a readable YAML file \(UnicodeDecodeError"),
+        (b"seed: " + b"9" * 5000 + b"\n", r"params\.yaml: not a readable YAML file \(ValueError"),
+        (b"- 1\n", r"must be a mapping of sections, got list"),
+        (b"", r"must be a mapping of sections, got NoneType"),
+    ],
+)
+def test_an_unreadable_file_is_told(tmp_path: Path, content: bytes, message: str):
+    (tmp_path / "params.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_params(tmp_path / "params.yaml")
+
+
+def test_a_missing_file_is_told(tmp_path: Path):
+    with pytest.raises(UserError, match="file is missing; run from the repository's root"):
+        load_params(tmp_path / "params.yaml")
+
+
+def test_under_dvc_only_declared_keys_can_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """An undeclared read would leave a stale cache, in silence."""
+    from stages.params import Declared
+
+    params = load_params(ROOT / "params.yaml")
+    reads: set[str] = set()
+    view: Any = Declared(params, {"train": {"lr": 1, "lora": {"rank": 1}}}, "train", "", reads)
+    assert view.train.lr == params.train.lr and view.train.lora.rank == params.train.lora.rank
+    assert reads == {"train.lr", "train.lora.rank"} and view.run.progress == params.run.progress
+    for read in (lambda: view.seed, lambda: view.train.method, lambda: view.train.lora.alpha):
+        with pytest.raises(UserError, match="dvc.yaml does not list it under params"):
+            read()
+
+
+def test_round_up():
+    assert [round_up(n, 8) for n in (1, 8, 9)] == [8, 8, 16]
+    assert os.environ.get("DVC_STAGE") is None, "these tests read params.yaml as a user without DVC does"
