@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from stages.estimate.predict import Setting, predict
 from stages.model.load import load_model, read_config
@@ -87,6 +88,23 @@ def test_prediction_equals_what_the_allocator_counted_in_all_other_cases(small_l
 def test_prediction_holds_with_and_without_a_chunked_loss(small_llama, loss_chunk):
     """Logits counted once too often, or not at all."""
     check(small_llama, setting_of(method="lora", loss_chunk=loss_chunk))
+
+
+@pytest.mark.parametrize("grad_ckpt", [False, True])
+def test_prediction_holds_for_a_sliding_window(tmp_path, grad_ckpt):
+    """A mask per row traced where training builds one for all rows."""
+    config = MistralConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        sliding_window=48,
+    )
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    check(tmp_path, setting_of(grad_ckpt=grad_ckpt))
 
 
 @pytest.mark.parametrize("method", ["full", "qlora"])
