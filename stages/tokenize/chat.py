@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,12 @@ class ChatTemplate:
                 add_generation_prompt=False,
                 **self._special_tokens,
             )
-        except (TemplateError, TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
+        except (TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
             # A template is a program from elsewhere: any of these is its way to say that it cannot show this row.
             raise RowFault(
                 f"the chat template refuses the row ({type(error).__name__}: {error}); change the row to what it knows"
             ) from error
-        segments = split_segments(text)
+        segments = _without_context(split_segments(text), conversation)
         if not any(segment.trained for segment in segments):
             raise RowFault("the chat template marks nothing of the row as the assistant's; mend its generation marks")
         return segments
@@ -116,6 +116,27 @@ def split_segments(text: str) -> list[Segment]:
             raise RowFault("the chat template puts a generation block inside another; mend its generation marks")
         segments += [Segment(text=inside, trained=bool(end)), Segment(text=outside, trained=False)]
     return [segment for segment in segments if segment.text]
+
+
+def _without_context(segments: list[Segment], conversation: Conversation) -> list[Segment]:
+    """The segments, those of turns that are context alone no longer trained.
+
+    Raises:
+        RowFault: the template's marks do not say which segment is which turn.
+    """
+    if not conversation.context:
+        return segments
+    turns = conversation.turns()
+    if sum(segment.trained for segment in segments) != len(turns):
+        raise RowFault(
+            f"weight 0 cannot be followed: the chat template marks not each of the {len(turns)} assistant turns once; "
+            "split the row into rows of one trained turn, or mend the template's generation marks"
+        )
+    places = iter(turns)
+    return [
+        replace(segment, trained=next(places) not in conversation.context) if segment.trained else segment
+        for segment in segments
+    ]
 
 
 def read_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str, str]:

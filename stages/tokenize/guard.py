@@ -41,10 +41,15 @@ class Guard:
             return {self._protect_text(key): self.protect(item) for key, item in value.items()}
         return value
 
-    def _protect_text(self, text: str) -> str:
+    def clean(self, text: str) -> str:
+        """The text without lone surrogates."""
         if not text.isascii():
             text, replaced = _LONE_SURROGATE.subn(REPLACEMENT, text)
             self.surrogates += replaced
+        return text
+
+    def _protect_text(self, text: str) -> str:
+        text = self.clean(text)
         text, found = self._pattern.subn(lambda match: f"{_LITERAL_START}{self._number[match[0]]}{_LITERAL_END}", text)
         self.control_tokens += found
         return text

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,31 @@ class Prepared:
 class Counts:
     """What happened to rows on the way."""
 
+    encoded: int = 0
     truncated: int = 0
-    dropped: int = 0
+    """Encoded rows that lost trained tokens to data.max_length."""
+    cut_off: int = 0
+    """Truncated rows that lost all of them, and so are dropped."""
+    empty: int = 0
+    """Rows dropped before they were encoded, because an answer is empty."""
+    first_empty: str = ""
+    """Place of the first of them."""
+
+    def notes(self, max_length: int) -> list[str]:
+        """What the user should know about lost rows."""
+        rows = self.encoded + self.empty
+        notes = []
+        if self.truncated:
+            notes.append(
+                f"{self.truncated} of {rows} rows ({100 * self.truncated / rows:.1f} %) were cut at data.max_length="
+                f"{max_length}, and {self.cut_off} of them dropped since no answer was left; raise data.max_length"
+            )
+        if self.empty:
+            notes.append(
+                f"{self.empty} of {rows} rows ({100 * self.empty / rows:.1f} %) were dropped because an answer in them "
+                f"is empty (first at {self.first_empty}); fill or remove them"
+            )
+        return notes
 
 
 def prepare(
@@ -70,14 +93,14 @@ def prepare(
         UserError: a row cannot be used, the data changed since it was pinned, or one side of the split is empty.
     """
     rows, shape, reason = _resolve_format(read_rows(data_files(data_lock), settings.max_rows, progress), settings)
-    shaper = _Shaper(tokenizer, shape, settings.heldout_fraction)
     counts = Counts()
+    shaper = _Shaper(tokenizer, shape, settings.heldout_fraction, counts)
     with atomic_directory(out) as aside:
         with (
             TokenWriter(aside / "train.arrow", tokenizer.vocab_size) as train,
             TokenWriter(aside / "heldout.arrow", tokenizer.vocab_size) as heldout,
         ):
-            for batch in _batches(shaper.prepare(row) for row in rows):
+            for batch in _batches(shaper.prepare_all(rows)):
                 for prepared, encoded in _encode(
                     tokenizer, batch, shaper.template is not None, settings.max_length, counts
                 ):
@@ -103,7 +126,7 @@ def prepare(
             "data_sha256": sha256_json(data_lock["files"]),
         }
         write_json(aside / "meta.json", meta)
-    notes = [f"data.format is {shape}: {reason}", *shaper.notes()]
+    notes = [f"data.format is {shape}: {reason}", *shaper.notes(), *counts.notes(settings.max_length)]
     return _metrics(meta, train, counts, tokenizer), notes
 
 
@@ -125,30 +148,42 @@ def _resolve_format(rows: Iterator[Row], settings: Settings) -> tuple[Iterator[R
 class _Shaper:
     """Turns rows of one shape into guarded text segments."""
 
-    def __init__(self, tokenizer: RowTokenizer, shape: str, heldout_fraction: float):
+    def __init__(self, tokenizer: RowTokenizer, shape: str, heldout_fraction: float, counts: Counts):
         self._tokenizer, self._shape, self._heldout_fraction = tokenizer, shape, heldout_fraction
+        self._counts = counts
         is_plain = shape in ("prompt_completion", "text")
         self.template: ChatTemplate | None = None if is_plain else tokenizer.template()
         self._first_guarded: str | None = None
 
-    def prepare(self, row: Row) -> Prepared:
-        """One row's segments, family and side.
+    def prepare_all(self, rows: Iterable[Row]) -> Iterator[Prepared]:
+        """Each row's segments, family and side, but for rows with an empty answer, which are counted.
 
         Raises:
             UserError: naming file:line and what is wrong with the row.
         """
+        for row in rows:
+            try:
+                example = parse_row(row.value, self._shape)
+                if not example.has_empty_answer():
+                    yield self._prepare(row, example)
+                    continue
+            except RowFault as fault:
+                raise UserError(f"{row.place}: {fault}") from None
+            except RecursionError:
+                raise UserError(f"{row.place}: nested too deep; make the row flatter") from None
+            self._counts.first_empty = self._counts.first_empty or row.place
+            self._counts.empty += 1
+
+    def _prepare(self, row: Row, example: Conversation | Plain) -> Prepared:
         guard = self._tokenizer.guard
         found = guard.control_tokens
-        try:
-            example = parse_row(row.value, self._shape)
-            prepared = Prepared(
-                row=row,
-                segments=self._segments(example),
-                family=row_family(row.value),
-                heldout=is_heldout(example, self._heldout_fraction),
-            )
-        except RowFault as fault:
-            raise UserError(f"{row.place}: {fault}") from None
+        family = row_family(row.value)
+        prepared = Prepared(
+            row=row,
+            segments=self._segments(example),
+            family=None if family is None else guard.clean(family),
+            heldout=is_heldout(example, self._heldout_fraction),
+        )
         if guard.control_tokens > found and self._first_guarded is None:
             self._first_guarded = row.place
         return prepared
@@ -156,11 +191,11 @@ class _Shaper:
     def _segments(self, example: Conversation | Plain) -> list[Segment]:
         protect = self._tokenizer.guard.protect
         if isinstance(example, Plain):
-            guarded = Plain(prompt=protect(example.prompt), completion=protect(example.completion))
-            return self._tokenizer.plain_segments(guarded)
+            plain = Plain(prompt=protect(example.prompt), completion=protect(example.completion))
+            return self._tokenizer.plain_segments(plain)
         assert self.template is not None
-        conversation = Conversation(messages=protect(example.messages), tools=protect(example.tools))
-        return self.template.render(conversation)
+        guarded = replace(example, messages=protect(example.messages), tools=protect(example.tools))
+        return self.template.render(guarded)
 
     def notes(self) -> list[str]:
         """What was changed in the rows' text, for the user."""
@@ -177,7 +212,7 @@ class _Shaper:
 
 
 def is_heldout(example: Conversation | Plain, fraction: float) -> bool:
-    """Whether the row is held out: a hash of its prompt, so equal prompts share a side and added rows move none."""
+    """Whether a hash of what precedes the first answer holds the row out: equal beginnings share a side."""
     return int(example.prompt_key()[:16], 16) / 2**64 < fraction
 
 
@@ -201,15 +236,16 @@ def _encode(
     """The rows of a batch as tokens, without those that are left with nothing to learn."""
     encoded = tokenizer.encode_rows([prepared.segments for prepared in batch])
     for prepared, row in zip(batch, encoded, strict=True):
-        if is_chat and prepared.row.number == 0 and not tokenizer.ends_turn(row):
+        if is_chat and counts.encoded == 0 and not tokenizer.ends_turn(row):
             raise UserError(
                 f"{prepared.row.place}: the chat template trains no end-of-turn token after the answer, so the model "
                 "would not learn to stop; move {% endgeneration %} behind it"
             )
+        counts.encoded += 1
         kept = row.cut(max_length)
         counts.truncated += int(kept.trained < row.trained)
         if kept.supervised == 0:
-            counts.dropped += 1
+            counts.cut_off += 1
             continue
         yield prepared, kept
 
@@ -220,9 +256,10 @@ def _check_sides(train: TokenWriter, heldout: TokenWriter, counts: Counts, setti
     for use, lengths in sides.items():
         if len(lengths) == 0:
             usable = len(train.lengths) + len(heldout.lengths)
-            lost = f", {counts.dropped} lost their answer to data.max_length={settings.max_length}" * (
-                counts.dropped > 0
+            lost = f", {counts.cut_off} lost their answer to data.max_length={settings.max_length}" * (
+                counts.cut_off > 0
             )
+            lost += f", {counts.empty} have an empty answer" * (counts.empty > 0)
             raise UserError(
                 f"data.heldout_fraction: leaves no row to {use} ({usable} usable rows{lost}); "
                 f"got {settings.heldout_fraction}; change it, add rows, or raise data.max_length"
@@ -250,7 +287,8 @@ def _metrics(meta: dict[str, Any], train: TokenWriter, counts: Counts, tokenizer
         "mean_length": round(tokens / meta["train_rows"], 3),
         "longest": meta["longest"],
         "truncated_rows": counts.truncated,
-        "dropped_rows": counts.dropped,
+        "dropped_rows": counts.cut_off + counts.empty,
+        "empty_answer_rows": counts.empty,
         "control_tokens_as_text": tokenizer.guard.control_tokens,
         "surrogates_replaced": tokenizer.guard.surrogates,
     }

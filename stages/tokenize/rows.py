@@ -1,6 +1,7 @@
 """Shapes of a row, and what each becomes: a conversation for the chat template, or plain text."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from stages.files import sha256_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+ASKING_ROLES = ("user", "tool")
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -38,15 +40,33 @@ class RowFault(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """A row for the chat template; every assistant turn is trained."""
+    """A row for the chat template; every assistant turn but those in `context` is trained."""
 
     messages: list[Message]
     tools: list[Any] | None
+    context: frozenset[int] = frozenset()
+    """Places in `messages` of assistant turns that are shown but not trained (weight 0)."""
+
+    def trained_turns(self) -> list[int]:
+        """Places in `messages` of the turns that are trained."""
+        return [n for n in self.turns() if n not in self.context]
+
+    def turns(self) -> list[int]:
+        """Places in `messages` of the assistant's turns."""
+        return [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def prompt_key(self) -> str:
-        """Hex sha256 of all that stands before the last assistant turn: rows with one prompt share it."""
-        last = max(index for index, message in enumerate(self.messages) if message["role"] == "assistant")
-        return sha256_json({"messages": self.messages[:last], "tools": self.tools})
+        """Hex sha256 of all before the first answer, which a conversation shares with all it begins with or goes on to.
+
+        A greeting that nobody asked for is part of that; a row where nobody asks is told by the whole of it.
+        """
+        asked = next((n for n, message in enumerate(self.messages) if message["role"] in ASKING_ROLES), math.inf)
+        first = next((n for n in self.turns() if n > asked), None)
+        return sha256_json({"messages": self.messages[:first], "tools": self.tools})
+
+    def has_empty_answer(self) -> bool:
+        """Whether a trained turn says and calls nothing, so that only its end would be learnt."""
+        return any(_says_nothing(self.messages[n]) for n in self.trained_turns())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +79,16 @@ class Plain:
     def prompt_key(self) -> str:
         """Hex sha256 of the prompt, or of the text where there is none."""
         return sha256_json({"prompt": self.prompt} if self.prompt else {"text": self.completion})
+
+    def has_empty_answer(self) -> bool:
+        """Whether only the end of the text would be learnt."""
+        return not self.completion.strip()
+
+
+def _says_nothing(message: Message) -> bool:
+    """Whether a message has neither text nor tool calls nor anything else (such as reasoning) for the template."""
+    others = message.keys() - {"role", "name", "content"}
+    return not message["content"].strip() and not any(message[key] for key in others)
 
 
 def detect_format(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -91,8 +121,9 @@ def parse_row(row: Mapping[str, Any], shape: str) -> Conversation | Plain:
     if missing:
         raise RowFault(f"a row of data.format {shape} needs {missing[0]!r}; this one has {_keys(row)}; add it")
     example = parsers[shape](row)
-    if isinstance(example, Conversation) and all(message["role"] != "assistant" for message in example.messages):
-        raise RowFault("no assistant turn, so nothing to train on; remove the row or add one")
+    if isinstance(example, Conversation) and not example.trained_turns():
+        found = "every assistant turn has weight 0" if example.context else "no assistant turn"
+        raise RowFault(f"{found}, so nothing to train on; remove the row or add one")
     return example
 
 
@@ -119,7 +150,7 @@ def _parse_alpaca(row: Mapping[str, Any]) -> Conversation:
     given = row.get("input")
     if given is not None and not isinstance(given, str):
         raise RowFault(f"'input' must be text, got {_show(given)}")
-    messages.append({"role": "user", "content": f"{instruction}\n{given}" if given else instruction})
+    messages.append({"role": "user", "content": "\n".join(part for part in (instruction, given) if part)})
     messages.append({"role": "assistant", "content": _text(row, "output")})
     return Conversation(messages=messages, tools=None)
 
@@ -147,9 +178,26 @@ def _parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
 
 
 def _parse_messages(row: Mapping[str, Any]) -> Conversation:
-    """Messages of {role, content, tool_calls}; other keys of a message reach the chat template as they are."""
-    messages = [_message(message, f"messages {n}") for n, message in enumerate(_list(row, "messages"), start=1)]
-    return Conversation(messages=messages, tools=_tools(row))
+    """System, tools, messages of {role, content, tool_calls, weight}; other keys reach the template as they are."""
+    system = _system(row)
+    given = [_message(message, f"messages {n}") for n, message in enumerate(_list(row, "messages"), start=1)]
+    if system and any(message["role"] in ("system", "developer") for message in given):
+        raise RowFault("'system' and a system message in 'messages'; keep one of them")
+    untrained = [_takes_weight_0(message, f"messages {n}") for n, message in enumerate(given, start=1)]
+    context = frozenset(len(system) + n for n, found in enumerate(untrained) if found)
+    return Conversation(messages=system + given, tools=_tools(row), context=context)
+
+
+def _takes_weight_0(message: Message, where: str) -> bool:
+    """Take an optional weight from a message; whether it makes an assistant turn one that is not trained."""
+    weight = message.pop("weight", None)
+    known = (0, 1) if message["role"] == "assistant" else (0,)
+    if weight is not None and (type(weight) is not int or weight not in known):
+        raise RowFault(
+            f"{where}: weight must be {' or '.join(map(str, known))} in a message of role {message['role']}, "
+            f"got {_show(weight)}; change or remove it"
+        )
+    return message["role"] == "assistant" and weight == 0
 
 
 def _message(message: Any, where: str) -> Message:
@@ -237,7 +285,7 @@ def _parse_json(text: str, where: str) -> Any:
     """The value of a JSON string inside a row."""
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError: also a number of thousands of digits
         raise RowFault(f"{where} must be JSON, got {_show(text)}") from None
 
 

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ BLOCK_BYTES = 1 << 20
 CUT_CHARACTERS = 16
 # json reports this at the string's start, however far back, so it always may be a cut.
 UNTERMINATED = "Unterminated string"
+# All that json reports by a plain ValueError: Python bounds the digits it turns into an integer.
+_LONG_NUMBER = f"a row holds an integer of more than {sys.get_int_max_str_digits()} digits"
 WHITESPACE = " \t\r\n"
 
 
@@ -80,7 +83,10 @@ class _PinnedFile:
         self.starts_with_bracket = self._ahead.lstrip()[:1] == b"["
 
     def _read(self, size_bytes: int) -> bytes:
-        block = self._file.read(size_bytes)
+        try:
+            block = self._file.read(size_bytes)
+        except OSError as error:
+            raise UserError(f"{self.name}: cannot be read ({error.strerror}); check its disk, then rerun") from error
         self._digest.update(block)
         self._progress(len(block))
         return block
@@ -132,9 +138,12 @@ def _parse_line(name: str, number: int, line: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise UserError(f"{name}:{number}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{name}:{number}: not JSON ({error.msg} at column {error.colno}); each line must be one JSON object"
-        ) from None
+        form = "each line must be one JSON object"
+        if name.endswith(".json"):
+            form = f"a .json file must be one array of JSON objects, or {form}"
+        raise UserError(f"{name}:{number}: not JSON ({error.msg} at column {error.colno}); {form}") from None
+    except ValueError as error:
+        raise UserError(f"{name}:{number}: {_LONG_NUMBER}; write it as text") from error
     except RecursionError:
         raise UserError(f"{name}:{number}: JSON nested too deep; make the row flatter") from None
 
@@ -215,6 +224,8 @@ def _next_object(text: _Text) -> Any:
             cut = error.msg.startswith(UNTERMINATED) or error.pos >= len(text.text) - CUT_CHARACTERS
             if text.ended or not cut:
                 raise text.fault(error.msg, error.pos) from None
+        except ValueError as error:
+            raise UserError(f"{text.name}:{text.line()}: {_LONG_NUMBER}; write it as text") from error
         except RecursionError:
             raise text.fault("nested too deep") from None
         text.more()

@@ -230,6 +230,8 @@ def test_a_broken_template_is_told_with_its_line():
 TEMPLATE_FAULTS = {
     "refusal": ("{{ raise_exception('no system') }}", "refuses the row \\(TemplateError: no system\\)"),
     "unknown name": ("{{ messages[0].no.such }}", "refuses the row \\(UndefinedError: "),
+    "division": ("{{ 1 // (messages | length - messages | length) }}", "refuses the row \\(ZeroDivisionError: "),
+    "overflow": ("{{ range(10 ** 9) }}", "refuses the row \\(OverflowError: "),
     "python fault": ("{{ 'a' + 1 }}", "refuses the row \\(TypeError: "),
     "unsafe": ("{{ messages.__class__.__mro__ }}", "refuses the row \\(SecurityError: "),
     "nothing marked": ("{% if false %}{% generation %}{% endgeneration %}{% endif %}", "marks nothing of the row"),

@@ -46,7 +46,14 @@ def test_no_tools_are_none_however_they_are_written(tools):
 
 
 @pytest.mark.parametrize(
-    "given, prompt", [({}, "Q"), ({"input": ""}, "Q"), ({"input": None}, "Q"), ({"input": "I"}, "Q\nI")]
+    "given, prompt",
+    [
+        ({}, "Q"),
+        ({"input": ""}, "Q"),
+        ({"input": None}, "Q"),
+        ({"input": "I"}, "Q\nI"),
+        ({"instruction": "", "input": "I"}, "I"),
+    ],
 )
 def test_alpaca_joins_instruction_and_input(given, prompt):
     example = conversation({"instruction": "Q", "output": "A", **given}, "alpaca")
@@ -158,6 +165,20 @@ FAULTS = {
     "number input": ({"instruction": "Q", "output": "A", "input": 7}, "alpaca", "'input' must be text, got 7"),
     "history": ({"instruction": "Q", "output": "A", "history": [["q"]]}, "alpaca", "history 1 must be a pair of texts"),
     "system": ({"instruction": "Q", "output": "A", "system": 7}, "alpaca", "'system' must be text, got 7"),
+    "two systems": (
+        {"system": "S", **messages({"role": "system", "content": "T"}, USER, ANSWER)},
+        "messages",
+        "'system' and a system message in 'messages'; keep one",
+    ),
+    "system number": ({"system": 7, **messages(USER, ANSWER)}, "messages", "'system' must be text, got 7"),
+    "weight": (
+        messages(USER, {**ANSWER, "weight": 0.5}),
+        "messages",
+        "messages 2: weight must be 0 or 1 in a message of role assistant, got 0.5",
+    ),
+    "weight of a question": (messages({**USER, "weight": 1}, ANSWER), "messages", "messages 1: weight must be 0 in a"),
+    "no weight": (messages(USER, {**ANSWER, "weight": 0}), "messages", "every assistant turn has weight 0, so nothing"),
+    "long number": (messages(call(name="f", arguments="9" * 5000)), "messages", "messages 1 (arguments of f) must be"),
     "prompt list": ({"prompt": [USER], "completion": "A"}, "prompt_completion", "'prompt' must be text"),
     "null text": ({"text": None}, "text", "'text' must be text, got null"),
 }
@@ -182,6 +203,52 @@ def test_rows_with_one_prompt_share_a_key_whatever_their_answer_and_shape():
     alpaca = parse_row({"instruction": "Q", "output": "A"}, "alpaca")
     other = parse_row(messages(USER, {"role": "assistant", "content": "B"}), "messages")
     assert alpaca.prompt_key() == other.prompt_key()
-    assert alpaca.prompt_key() != parse_row(messages(USER, ANSWER, USER, ANSWER), "messages").prompt_key()
+    assert alpaca.prompt_key() != parse_row(messages({"role": "user", "content": "P"}, ANSWER), "messages").prompt_key()
     texts = [parse_row({"text": text}, "text").prompt_key() for text in ("a", "b")]
     assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "S"}], [{**ANSWER, "content": "Welcome!"}]])
+@pytest.mark.parametrize("weight", [{}, {"weight": 0}])
+def test_a_conversation_shares_the_key_of_its_beginnings(before, weight):
+    """Every answer is trained: held out, the beginning would be asked about what its continuation has taught."""
+    start = [*before, USER, {**ANSWER, **weight}]
+    key = parse_row(messages(*start, USER, ANSWER), "messages").prompt_key()
+    assert key == parse_row(messages(*before, USER, ANSWER), "messages").prompt_key()
+    assert key == parse_row(messages(*start, {"role": "user", "content": "More"}, ANSWER), "messages").prompt_key()
+
+
+def test_rows_in_which_nobody_asks_are_told_apart():
+    """One key for all would put a whole data set on one side."""
+    keys = {parse_row(messages({**ANSWER, "content": text}), "messages").prompt_key() for text in ("a", "b")}
+    assert len(keys) == 2
+
+
+def test_a_messages_row_has_its_system_text_in_front():
+    """Left out, the model would be trained without the instructions that its answers follow."""
+    example = conversation({"system": "S", **messages(USER, {**ANSWER, "weight": 0}, USER, ANSWER)}, "messages")
+    assert example.messages == [{"role": "system", "content": "S"}, USER, ANSWER, USER, ANSWER]
+    assert (example.context, example.trained_turns()) == ({2}, [4])
+
+
+@pytest.mark.parametrize("weight", [1, None])
+def test_a_weight_of_one_or_none_is_trained_and_never_reaches_the_template(weight):
+    example = conversation(messages({**USER, "weight": 0}, {**ANSWER, "weight": weight}), "messages")
+    assert (example.messages, example.trained_turns()) == ([USER, ANSWER], [1])
+
+
+@pytest.mark.parametrize(
+    "row, shape, empty",
+    [
+        ({"instruction": "Q", "output": " \n"}, "alpaca", True),
+        ({"prompt": "Q", "completion": ""}, "prompt_completion", True),
+        ({"text": ""}, "text", True),
+        ({"text": "T"}, "text", False),
+        ({"messages": [USER, {**ANSWER, "content": ""}, USER, ANSWER]}, "messages", True),
+        ({"messages": [USER, {**ANSWER, "content": "", "weight": 0}, USER, ANSWER]}, "messages", False),
+        ({"messages": MESSAGES}, "messages", False),
+        ({"messages": [USER, {**ANSWER, "content": "", "reasoning_content": "R"}]}, "messages", False),
+    ],
+)
+def test_an_answer_of_nothing_is_known(row, shape, empty):
+    assert parse_row(row, shape).has_empty_answer() is empty

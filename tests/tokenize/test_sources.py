@@ -78,6 +78,11 @@ FAULTS = {
     "second array": ('[{"a": 1}]\n[{"a": 2}]', "rows:2: not JSON (text after the array's end)"),
     "number in an array": ('[{"a": 1},\n 7]', "rows:2: a row must be a JSON object, got a value starting with '7'"),
     "list in an array": ("[[1]]", "rows:1: a row must be a JSON object, got a value starting with '['"),
+    "long number": (
+        '[{"a": 1},\n{"a": ' + "9" * 5000 + "}]",
+        "rows:2: a row holds an integer of more than 4300 d",
+    ),
+    "long number in a line": ('{"a": ' + "9" * 5000 + "}", "rows:1: a row holds an integer of more than 4300 digits"),
     "too deep": ("[" + '{"a":' * 100_000, "rows:1: not JSON (nested too deep)"),
     "too deep line": ('{"a":' * 100_000, "rows:1: JSON nested too deep"),
 }
@@ -100,6 +105,24 @@ def test_bytes_that_are_not_utf8_are_told(tmp_path, text):
     path.write_bytes(text)
     with pytest.raises(UserError, match="rows.*: not UTF-8"):
         read(path)
+
+
+def test_an_object_in_a_json_file_is_told_that_an_array_is_expected(tmp_path):
+    """`each line must be one JSON object` alone sends its owner the wrong way."""
+    path = tmp_path / "rows.json"
+    path.write_text('{\n  "data": []\n}\n')
+    with pytest.raises(UserError, match="^rows.json:1: not JSON .*; a .json file must be one array of JSON"):
+        list(read_rows([("rows.json", path, entry(path))], None, lambda read_bytes: None))
+
+
+def test_a_source_that_cannot_be_read_any_more_is_told_by_its_name():
+    """Told by whoever writes the tokens, it would read as a full disk. A process's own memory begins unreadable."""
+    memory = Path("/proc/self/mem")
+    if not memory.exists():
+        pytest.skip("this system shows no process's memory as a file")
+    pinned = {"path": "mem", "bytes": 1, "sha256": "0" * 64}
+    with pytest.raises(UserError, match="^shown: cannot be read \\(Input/output error\\)"):
+        list(read_rows([("shown", memory, pinned)], None, lambda read_bytes: None))
 
 
 def test_a_fault_early_in_a_large_array_is_told_without_reading_it_all(tmp_path, monkeypatch):

@@ -119,12 +119,52 @@ def test_long_rows_are_cut_and_rows_without_an_answer_left_are_dropped(run):
     long_answer = chat_row("Hi", "word " * 100)
     long_prompt = chat_row("word " * 100, "Yes.")
     rows = [*ROWS, long_answer, long_prompt]
-    assert run(write_rows(Path("rows.jsonl"), rows), data__max_length=64).exit_code == 0
+    result = run(write_rows(Path("rows.jsonl"), rows), data__max_length=64)
+    assert result.exit_code == 0
+    assert (
+        "note: 2 of 62 rows (3.2 %) were cut at data.max_length=64, and 1 of them dropped since no answer was left; "
+        "raise data.max_length\n"
+    ) in result.stderr
     kept = {row["source_row"]: row for name in ("train", "heldout") for row in read_tokens(OUT / f"{name}.arrow")}
     assert len(kept[60]["input_ids"]) == 64 and spans_of(kept[60])[-1][1] == 64
     assert 61 not in kept
     metrics = read_json(METRICS)
     assert (metrics["truncated_rows"], metrics["dropped_rows"], metrics["longest"]) == (2, 1, 64)
+
+
+def test_rows_with_an_empty_answer_are_dropped_with_a_note(run):
+    """Trained on, they teach to say nothing. The first row's end of turn is checked on the first row that is kept."""
+    rows = [chat_row("Hi", ""), *ROWS, chat_row("Ho", " \n")]
+    result = run(write_rows(Path("rows.jsonl"), rows))
+    note = "note: 2 of 62 rows (3.2 %) were dropped because an answer in them is empty (first at rows.jsonl:1); fill"
+    assert result.exit_code == 0 and note in result.stderr and "cut at" not in result.stderr
+    kept = [row["source_row"] for name in ("train", "heldout") for row in read_tokens(OUT / f"{name}.arrow")]
+    assert sorted(kept) == list(range(1, 61))
+    metrics = read_json(METRICS)
+    assert (metrics["truncated_rows"], metrics["dropped_rows"], metrics["empty_answer_rows"]) == (0, 2, 2)
+
+
+def test_a_turn_of_weight_0_is_read_but_not_trained(run, tiny_dir):
+    """Its owner marked it as one not to be learnt."""
+    turns = [*chat_row("Q", "Bad.")["messages"], *chat_row("R", "Good.")["messages"]]
+    trained = {"messages": turns}
+    untrained = {"messages": [turns[0], {**turns[1], "weight": 0}, *turns[2:]]}
+    assert run(write_rows(Path("rows.jsonl"), [*ROWS, trained, untrained])).exit_code == 0
+    kept = {row["source_row"]: row for name in ("train", "heldout") for row in read_tokens(OUT / f"{name}.arrow")}
+    decode = decoder(tiny_dir)
+    texts = {n: [decode(kept[n]["input_ids"][start:end]) for start, end in spans_of(kept[n])] for n in (60, 61)}
+    assert texts == {60: ["Bad.<|im_end|>", "Good.<|im_end|>"], 61: ["Good.<|im_end|>"]}
+    assert kept[60]["input_ids"] == kept[61]["input_ids"]
+
+
+def test_a_lone_surrogate_in_a_family_is_replaced(run):
+    """No file of tokens can hold it."""
+    rows = [*ROWS, chat_row("Q") | {"family": "\ud800s"}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run("rows.jsonl")
+    assert "note: 1 lone surrogates in the rows' text were replaced" in result.stderr
+    kept = {row["source_row"]: row for name in ("train", "heldout") for row in read_tokens(OUT / f"{name}.arrow")}
+    assert kept[60]["family"] == "\ufffds"
 
 
 def test_record_batches_hold_a_constant_number_of_rows(run):
@@ -188,6 +228,16 @@ REFUSED = {
         json.dumps(chat_row("word " * 99)) + "\n",
         {"data__max_length": 8},
         "data.heldout_fraction: leaves no row to train on (0 usable rows, 1 lost their answer to data.max_length=8)",
+    ),
+    "all empty": (
+        json.dumps(chat_row("Q", "")) + "\n",
+        {},
+        "data.heldout_fraction: leaves no row to train on (0 usable rows, 1 have an empty answer)",
+    ),
+    "deep tools": (
+        json.dumps(chat_row())[:-1] + ', "tools": [' + '{"a":' * 900 + "1" + "}" * 900 + "]}\n",
+        {},
+        "rows.jsonl:1: nested too deep; make the row flatter",
     ),
     "template": (
         json.dumps({"messages": [*chat_row()["messages"], {"role": "system", "content": "late"}]}) + "\n",
