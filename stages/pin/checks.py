@@ -30,10 +30,10 @@ def check_config(directory: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
-    """Load tokenizer.json and compare its ids with the model's vocabulary.
+    """Load tokenizer.json, compare its ids with the model's vocabulary, and read the files beside it.
 
     Raises:
-        UserError: it cannot be loaded, or it makes ids that the model has no embedding for.
+        UserError: one of them cannot be read, or the tokenizer makes ids that the model has no embedding for.
     """
     from tokenizers import Tokenizer
 
@@ -42,6 +42,7 @@ def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises a plain Exception
         raise UserError(f"model.name: {path} is not a tokenizer ({error}); save or download it again") from error
+    _check_beside(directory)
     largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     text_config = config.get("text_config")
     vocab_size = (text_config if isinstance(text_config, dict) else config).get("vocab_size")
@@ -50,6 +51,19 @@ def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
             f"model.name: {path} makes ids up to {largest_id} but config.json has vocab_size {vocab_size}; resize the "
             "model's embeddings or use its own tokenizer"
         )
+
+
+def _check_beside(directory: Path) -> None:
+    """Read what stage tokenize reads beside tokenizer.json; it is not damaged then, as it is pinned."""
+    special = directory / "special_tokens_map.json"
+    if special.exists():
+        _json_object(special)
+    template = directory / "chat_template.jinja"
+    try:
+        if template.exists():
+            template.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError(f"model.name: {template} is not UTF-8 text ({error}); save it as UTF-8") from error
 
 
 def shard_names(directory: Path) -> list[str]:

@@ -1,15 +1,21 @@
 """Pin the data: which files, of which content, every later stage reads."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
-from stages.files import find_source, sha256_file, write_json
+from stages.files import find_source, repo_root, sha256_file, write_json
 from stages.params import HUB_PREFIX
 from stages.pin.hub import HUB_ID, list_files
 from stages.pin.watch import NOTHING_LOCAL, watch
 
 DATA_SUFFIXES = (".jsonl", ".json")
+# What the stages write, as dvc.yaml has it.
+OUTPUTS = (
+    *("data/tokens", "data/batches", "data/estimate", "data/train", "data/tuned", "data/evaluate", "data/report"),
+    *("locks", "metrics"),
+)
 KNOWN_SUFFIXES = " or ".join(DATA_SUFFIXES)
 
 
@@ -31,6 +37,7 @@ def pin_data(source: str, revision: str | None, locks: Path) -> None:
 
 def _pin_local(source: str, path: Path) -> dict[str, Any]:
     """The lock of a file, or of a directory's data files in order of path."""
+    _refuse_outputs(source, path)
     if path.is_file():
         if path.suffix not in DATA_SUFFIXES:
             raise UserError(
@@ -38,15 +45,46 @@ def _pin_local(source: str, path: Path) -> dict[str, Any]:
             )
         return _lock("file", source, [_pin_file(path, path.name)])
     if not path.exists():
+        if source.startswith("~"):
+            raise UserError(f"data.source: ~ is not expanded; got {source!r}; write the whole path")
         raise UserError(
             f"data.source: no such file or directory; got {source!r}; name a {KNOWN_SUFFIXES} file, a directory of "
             f"them, or a hub data set as {HUB_PREFIX}org/name"
         )
-    paths = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if _is_data(file.relative_to(path))}
-    files = [_pin_file(paths[name], name) for name in sorted(paths) if paths[name].is_file()]
+    names = {file.relative_to(path) for file in path.rglob("*")}
+    for name in sorted(names):
+        _refuse_odd_link(path / name, name)
+    files = [
+        _pin_file(path / name, name.as_posix())
+        for name in sorted(names, key=Path.as_posix)
+        if _is_data(name) and (path / name).is_file()
+    ]
     if not files:
         raise UserError(f"data.source: the directory holds no {KNOWN_SUFFIXES} file; got {source!r}")
     return _lock("directory", source, files)
+
+
+def _refuse_outputs(source: str, path: Path) -> None:
+    """Refuse a source that a stage writes into: each run would change what the next one reads."""
+    for root in (Path(), repo_root()):
+        for output in OUTPUTS:
+            written, read = (root / output).resolve(), path.resolve()
+            if written == read or written in read.parents or read in written.parents:
+                raise UserError(
+                    f"data.source: must not hold, or lie in, {output}, which the pipeline writes; got {source!r}; name "
+                    "another path, or copy the rows there first"
+                )
+
+
+def _refuse_odd_link(path: Path, name: Path) -> None:
+    """Refuse a link below a directory that would be skipped in silence: to nothing, or to another directory."""
+    if not path.is_symlink() or _is_hidden(name) or path.is_file():
+        return
+    if path.exists():
+        found = "a link to a directory, which is not followed; put the directory itself there, or name it"
+    else:
+        found = f"a link to {os.readlink(path)}, which does not exist; mend or remove it"
+    raise UserError(f"data.source: {path} is {found}")
 
 
 def _pin_hub(source: str, revision: str | None) -> dict[str, Any]:
@@ -71,7 +109,12 @@ def _pin_hub(source: str, revision: str | None) -> dict[str, Any]:
 
 def _is_data(path: Path) -> bool:
     """Whether a relative path names a data file that is not hidden."""
-    return path.suffix in DATA_SUFFIXES and not any(part.startswith(".") for part in path.parts)
+    return path.suffix in DATA_SUFFIXES and not _is_hidden(path)
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether a part of a relative path is hidden."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _pin_file(path: Path, name: str) -> dict[str, Any]:

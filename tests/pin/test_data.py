@@ -7,10 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from stages.errors import UserError
 from stages.files import read_json
 from stages.pin.__main__ import main
+from stages.pin.data import OUTPUTS
 from stages.pin.locate import data_files
 from tests.workspace import invoke, lay_out, told, write_rows
 
@@ -127,6 +129,7 @@ BAD_SOURCES = {
     "empty": ("empty.jsonl", "data.source: empty.jsonl is empty"),
     "other format": ("rows.parquet", "data.source: a file must be .jsonl or .json; got 'rows.parquet'"),
     "empty folder": ("folder", "data.source: the directory holds no .jsonl or .json file; got 'folder'"),
+    "home": ("~/rows.jsonl", "data.source: ~ is not expanded; got '~/rows.jsonl'; write the whole path"),
     "half a hub id": ("hf://only-a-name", "data.source: a hub data set is hf://org/name; got 'hf://only-a-name'"),
 }
 
@@ -141,6 +144,43 @@ def test_a_bad_source_is_refused_and_leaves_the_last_pin_whole(pin, source, rule
     assert told(pin(source)).startswith(rule)
     assert (Path("locks/data.json").read_bytes(), os.readlink(LINK)) == before
     assert sorted(path.name for path in Path("locks").iterdir()) == ["data.json", "watched-data"]
+
+
+@pytest.mark.parametrize("source", ["data", ".", "data/tokens", "data/report/rows", "alias", "locks"])
+def test_a_source_that_the_pipeline_writes_into_is_refused(pin, source):
+    """Every run would change its own input."""
+    write_rows(Path("data/raw/rows.jsonl"), ROWS)
+    write_rows(Path("data/report/rows/rows.jsonl"), ROWS)
+    write_rows(Path("data/tokens/rows.jsonl"), ROWS)
+    Path("alias").symlink_to("data")
+    pin("data/raw")
+    assert told(pin(source)).startswith("data.source: must not hold, or lie in, ")
+    assert read_json(Path("locks/data.json"))["source"] == "data/raw"
+
+
+def test_every_output_of_the_pipeline_is_refused_as_a_source(repo_root):
+    """The list in the code must keep up with dvc.yaml."""
+    with open(repo_root / "dvc.yaml") as file:
+        stages = YAML(typ="safe").load(file)["stages"].values()
+    written = [out for stage in stages for out in (*stage.get("outs", []), *stage.get("metrics", []))]
+    paths = {Path(out if isinstance(out, str) else next(iter(out))) for out in written}
+    covered = {Path(output) for output in OUTPUTS}
+    assert {path if path in covered else path.parent for path in paths} == covered
+
+
+def test_a_link_in_a_directory_that_would_be_skipped_is_refused(pin, tmp_path):
+    """Rows behind it would be missing without a word; a link to a file is read."""
+    folder, more = tmp_path / "folder", tmp_path / "more"
+    rows, _ = write_rows(folder / "rows.jsonl", ROWS), write_rows(more / "rows.jsonl", ROWS)
+    (folder / "linked.jsonl").symlink_to(rows)
+    (folder / ".#lock").symlink_to("nobody@nowhere")
+    assert pin(folder).exit_code == 0
+    assert [file["path"] for file in read_json(Path("locks/data.json"))["files"]] == ["linked.jsonl", "rows.jsonl"]
+    (folder / "more").symlink_to(more)
+    assert told(pin(folder)).startswith(f"data.source: {folder}/more is a link to a directory, which is not followed")
+    (folder / "more").unlink()
+    (folder / "gone.jsonl").symlink_to("nowhere.jsonl")
+    assert told(pin(folder)).startswith(f"data.source: {folder}/gone.jsonl is a link to nowhere.jsonl, which does not")
 
 
 def test_a_revision_of_a_local_source_is_refused(pin):

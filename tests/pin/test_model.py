@@ -146,6 +146,12 @@ SPOILT = {
     "vocabulary": (edit("config.json", vocab_size=100), "but config.json has vocab_size 100"),
     "broken config": (overwrite("config.json", "{"), "config.json is not JSON"),
     "config list": (overwrite("config.json", "[]"), "config.json must hold a JSON object, got list"),
+    "broken special tokens": (overwrite("special_tokens_map.json", "{"), "special_tokens_map.json is not JSON"),
+    "special token list": (overwrite("special_tokens_map.json", "[]"), "special_tokens_map.json must hold a JSON ob"),
+    "template in Latin-1": (
+        lambda own: (own / "chat_template.jinja").write_bytes(b"{# \xe4 #}"),
+        "own/chat_template.jinja is not UTF-8 text",
+    ),
     "broken tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer"),
 }
 
