@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stages.estimate.devices import GIB, Device
+from stages.estimate.devices import Device
 from stages.estimate.predict import Prediction
 from stages.estimate.switches import Switch
+from stages.units import readable_size
 
 LARGEST_CATEGORIES = 3
 MOST_REMEDIES = 3
@@ -41,17 +42,12 @@ def judge(
     if prediction.peak.bytes <= usable:
         return Verdict(enforce=enforce, fits=True, refusal=None)
     by_size = sorted(prediction.peak.by_category.items(), key=lambda item: (-item[1], item[0]))
-    largest = ", ".join(f"{category} {in_gib(size)}" for category, size in by_size[:LARGEST_CATEGORIES])
-    fitting = [f"-S {s.flag} ({in_gib(s.peak_bytes)})" for s in switches if s.flag and s.peak_bytes <= usable]
+    largest = ", ".join(f"{category} {readable_size(size)}" for category, size in by_size[:LARGEST_CATEGORIES])
+    fitting = [f"-S {s.flag} ({readable_size(s.peak_bytes)})" for s in switches if s.flag and s.peak_bytes <= usable]
     remedy = f"would fit: {', '.join(fitting[:MOST_REMEDIES])}" if fitting else NO_REMEDY
-    capacity = f"{in_gib(usable)} usable on {device.name} ({in_gib(device.memory_bytes)} less {headroom_percent:g}%)"
+    capacity = f"{readable_size(device.memory_bytes)} less {headroom_percent:g}%"
     refusal = (
-        f"hardware.gpu: predicted peak {in_gib(prediction.peak.bytes)} (in {prediction.worst_phase}) exceeds the "
-        f"{capacity}; largest: {largest}; {remedy}"
+        f"hardware.gpu: predicted peak {readable_size(prediction.peak.bytes)} (in {prediction.worst_phase}) exceeds "
+        f"the {readable_size(usable)} usable on {device.name} ({capacity}); largest: {largest}; {remedy}"
     )
     return Verdict(enforce=enforce, fits=False, refusal=refusal)
-
-
-def in_gib(size: int) -> str:
-    """Bytes as GiB for people."""
-    return f"{size / GIB:.2f} GiB"

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stages.report.inputs import Inputs, in_order
-
-GIB = 2**30
-UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+from stages.units import GIB
 
 CPU = "cpu"
 """What estimate and train call a device that is no GPU."""
@@ -37,11 +35,6 @@ def errors_by_phase(inputs: Inputs) -> dict[str, float | None]:
         phase: error_percent(predicted.get(phase), measured.get(phase)) if known else None
         for phase in in_order({**predicted, **measured})
     }
-
-
-def reading_unit(count: int) -> tuple[int, str]:
-    """The unit in which so many bytes are best read, and its name: the largest that gives 0.1 or more."""
-    return next(((size, name) for size, name in UNITS if 10 * count >= size), UNITS[-1])
 
 
 def report_metrics(inputs: Inputs) -> dict[str, Any]:

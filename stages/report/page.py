@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from textwrap import indent
 from typing import Any
 
-from stages.report.figures import reading_unit
 from stages.report.inputs import Inputs
+from stages.units import readable_size
 
 NONE = "–"
 """Stands where a value does not exist."""
@@ -197,8 +197,5 @@ def _figure(value: float | None) -> str:
 
 
 def _size(count: int | None) -> str:
-    """Bytes for reading: GiB, or MiB where GiB would be a small fraction."""
-    if count is None:
-        return NONE
-    divisor, unit = reading_unit(count)
-    return f"{count / divisor:.4g} {unit}"
+    """Bytes for reading, where they are known."""
+    return NONE if count is None else readable_size(count)

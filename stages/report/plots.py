@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from stages.report.figures import GIB, reading_unit
 from stages.report.inputs import Inputs, in_order
+from stages.units import GIB, reading_unit
 
 DOTS_PER_INCH = 120
 WIDTH_INCHES = 8.0

@@ -64,16 +64,18 @@ def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
     assert metrics["gpu"] == "24GiB" and metrics["capacity_gib"] == 24.0
 
 
-def test_a_run_that_does_not_fit_ends_the_stage_well_and_says_what_would(workspace):
-    """A DVC pipeline that breaks in estimate, or a refusal that train never sees."""
-    lay_out(workspace, hardware__gpu="0.018GiB", train__method="full", estimate__enforce=False)
+@pytest.mark.parametrize("enforce", [True, False])
+def test_a_run_that_does_not_fit_ends_the_stage_well_and_says_what_would(workspace, enforce):
+    """A DVC pipeline that breaks in estimate, a refusal that train never sees, or one that it was told to pass over."""
+    lay_out(workspace, hardware__gpu="0.018GiB", train__method="full", estimate__enforce=enforce)
     result = run()
     assert result.exit_code == 0
     verdict, _, _, metrics = read(workspace)
-    assert not verdict["fits"] and not verdict["enforce"] and not metrics["fits"]
-    assert verdict["refusal"].startswith("hardware.gpu: predicted peak 0.0")
-    assert "usable on 0.018GiB" in verdict["refusal"]
-    assert result.stderr.strip().splitlines()[-1] == f"does not fit: {verdict['refusal']}"
+    assert not verdict["fits"] and verdict["enforce"] is enforce and not metrics["fits"]
+    told_last = result.stderr.strip().splitlines()[-1]
+    assert told_last.startswith("does not fit: hardware.gpu: predicted peak ")
+    assert " MiB usable on 0.018GiB (18.43 MiB less " in told_last
+    assert verdict["refusal"] == (told_last.removeprefix("does not fit: ") if enforce else None)
 
 
 def test_looking_at_another_gpu_changes_no_byte_of_the_verdict(workspace):

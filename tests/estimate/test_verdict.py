@@ -48,9 +48,20 @@ def test_a_refusal_tells_sizes_the_largest_parts_and_up_to_three_remedies():
     verdict = judge(prediction_of(30), gpu(24, "RTX-4090"), SWITCHES, headroom_percent=8.0, enforce=True)
     assert not verdict.fits
     assert verdict.refusal == (
-        "hardware.gpu: predicted peak 30.00 GiB (in backward) exceeds the 22.08 GiB usable on RTX-4090 (24.00 GiB less "
-        "8%); largest: weights 27.00 GiB, logits 2.00 GiB, inputs 1.00 GiB; would fit: -S train.grad_ckpt=true "
-        "(9.00 GiB), -S train.loss_chunk=512 (20.00 GiB), -S train.precision=bf16 (15.00 GiB)"
+        "hardware.gpu: predicted peak 30 GiB (in backward) exceeds the 22.08 GiB usable on RTX-4090 (24 GiB less "
+        "8%); largest: weights 27 GiB, logits 2 GiB, inputs 1 GiB; would fit: -S train.grad_ckpt=true "
+        "(9 GiB), -S train.loss_chunk=512 (20 GiB), -S train.precision=bf16 (15 GiB)"
+    )
+
+
+def test_a_small_runs_refusal_is_told_in_mib():
+    """`predicted peak 0.00 GiB exceeds the 0.00 GiB usable`."""
+    peak = Peak(bytes=5 << 20, by_category={"weights": (4 << 20) + (1 << 19), "logits": 1 << 19})
+    run = Prediction(by_phase={"backward": peak}, steps_of_peak=())
+    small = [Switch(label="grad_ckpt=true", flag="train.grad_ckpt=true", peak_bytes=1 << 19)]
+    assert judge(run, gpu(1 / 1024), small, headroom_percent=8.0, enforce=True).refusal == (
+        "hardware.gpu: predicted peak 5 MiB (in backward) exceeds the 0.92 MiB usable on card (1 MiB less 8%); "
+        "largest: weights 4.5 MiB, logits 0.5 MiB; would fit: -S train.grad_ckpt=true (0.5 MiB)"
     )
 
 

@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from stages.report.__main__ import main
-from stages.report.figures import reading_unit
 from tests.report.conftest import GENERATION, MIB, metrics, write_inputs
 from tests.workspace import invoke, run_module, told
 
@@ -196,12 +195,3 @@ def test_damaged_inputs_are_told_by_line(place):
     write_inputs(place, metrics(), [GENERATION])
     (place / "data/train/curves.csv").write_text("step,loss\n")
     assert "curves.csv: holds no record" in told(invoke(main))
-
-
-@pytest.mark.parametrize(
-    ("count", "unit"),
-    [(0, "B"), (4, "B"), (3755, "KiB"), (200 << 10, "MiB"), (100 << 20, "MiB"), (103 << 20, "GiB"), (1 << 40, "GiB")],
-)
-def test_bytes_are_read_in_a_fitting_unit(count, unit):
-    """`3.8e-06 GiB` tells a person nothing."""
-    assert reading_unit(count)[1] == unit
