@@ -10,8 +10,13 @@ import psutil
 import torch
 
 from stages.errors import UserError
+from stages.units import GIB, MIB
 
-GIB = 2**30
+SIZE_UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB}
+MOST_GIB = 100_000
+"""More than any device has: a larger size is a slip of the hand."""
+LONGEST_SHOWN = 40
+"""Characters of a wrong value that are told back."""
 BF16_CAPABILITY = (8, 0)
 """First compute capability with native bf16 (Ampere)."""
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -67,43 +72,74 @@ GPUS = (
     _gpu("B200", 178.35, 10, 0),
     _gpu("RTX-5090", 31.36, 12, 0),
 )
+# What drivers print where it is more than a name above and what `_key` drops; the memory told is that row's.
+ALIASES = {"RTX-A6000": "A6000", "H100-80GB": "H100", "P100-16GB": "P100"}
 
 
 def resolve_gpu(wanted: str) -> tuple[Device, str]:
     """The device named by `hardware.gpu`, and why it was taken.
 
     Args:
-        wanted: `auto`, a size in GiB or GB, or a name in GPUS (case, spaces, dashes and "NVIDIA" do not matter).
+        wanted: `auto`, a size in GiB, GB or MiB, or a name in GPUS, also as `nvidia-smi` prints it (case, spaces,
+            dashes, "NVIDIA", form such as "PCIe" and memory type do not matter).
 
     Raises:
-        UserError: the name is unknown.
+        UserError: the name is unknown or fits several, or no device is of that size.
     """
     if wanted.strip().lower() == "auto":
         return _this_machine()
-    if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB)", wanted.strip(), re.IGNORECASE):
-        unit = GIB if size[2].lower() == "gib" else 10**9
-        device = Device(
-            name=wanted.strip(),
-            kind="cuda",
-            memory_bytes=int(float(size[1]) * unit),
-            compute_capability=BF16_CAPABILITY,
-        )
+    if size := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(GiB|GB|MiB)", wanted.strip(), re.IGNORECASE | re.ASCII):
+        device = _of_size(wanted.strip(), float(size[1]) * SIZE_UNITS[size[2].lower()])
         return device, "a size alone is taken for a GPU with native bf16 and flash attention"
     by_key = {_key(gpu.name): gpu for gpu in GPUS}
+    known = by_key | {_key(alias): by_key[_key(name)] for alias, name in ALIASES.items()}
     key = _key(wanted)
-    if key in by_key:
-        return by_key[key], "named by hardware.gpu"
-    near = difflib.get_close_matches(key, by_key, n=3, cutoff=0.4) or [k for k in by_key if key and key in k][:3]
-    names = ", ".join(by_key[k].name for k in near) if near else ", ".join(gpu.name for gpu in GPUS)
+    if key in known:
+        return known[key], "named by hardware.gpu"
+    relation, names = _candidates(key, {key: gpu.name for key, gpu in by_key.items()})
     raise UserError(
-        f"hardware.gpu: must be auto, a size such as 24GiB or a known GPU; got {wanted!r}; "
-        f"{'nearest' if near else 'known'}: {names}; all: python -m stages.estimate --list-gpus"
+        f"hardware.gpu: must be auto, a size such as 24GiB or a known GPU; got {_shown(wanted)}; "
+        f"{relation}: {', '.join(names)}; all: python -m stages.estimate --list-gpus"
     )
 
 
+def _of_size(wanted: str, size_bytes: float) -> Device:
+    """A GPU of which only the memory is known.
+
+    Raises:
+        UserError: no device has so little or so much (the size may be infinite), or it is too long to be told.
+    """
+    if not 1 <= size_bytes <= MOST_GIB * GIB or len(wanted) > LONGEST_SHOWN:
+        raise UserError(
+            f"hardware.gpu: a size must be above 0 and at most {MOST_GIB} GiB, in {LONGEST_SHOWN} characters; "
+            f"got {_shown(wanted)}; give the memory of the GPU, such as 24GiB"
+        )
+    return Device(name=wanted, kind="cuda", memory_bytes=int(size_bytes), compute_capability=BF16_CAPABILITY)
+
+
+def _candidates(key: str, names: dict[str, str]) -> tuple[str, list[str]]:
+    """The names, by key, that an unknown `key` may stand for, and how they relate to it; all where none is near."""
+    if key:
+        begun = [name for known, name in names.items() if known.startswith(key)]
+        held = [name for known, name in names.items() if key in known]
+        if begun or held:
+            return "could be", begun or held
+        if near := difflib.get_close_matches(key, names, n=3, cutoff=0.4):
+            return "nearest", [names[known] for known in near]
+    return "known", list(names.values())
+
+
 def _key(name: str) -> str:
-    """A GPU's name without what people write in different ways."""
-    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+    """A GPU's name without what is written in different ways: maker, brand, form, type of memory, separators.
+
+    Letters and digits beyond ASCII stay: no known name has them, so that a look-alike is refused.
+    """
+    return re.sub(r"nvidia|geforce|tesla|sxm[0-9]?|pcie|hbm[0-9]?e?|[\W_]", "", name.lower())
+
+
+def _shown(wanted: str) -> str:
+    """A wrong value as it is told back: one line, however long it is."""
+    return repr(wanted if len(wanted) <= LONGEST_SHOWN else f"{wanted[:LONGEST_SHOWN]}…")
 
 
 def _this_machine() -> tuple[Device, str]:

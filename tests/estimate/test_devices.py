@@ -28,14 +28,104 @@ def test_a_name_is_found_however_it_is_written(name):
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"), [("24GiB", 24 * GIB), ("24 gib", 24 * GIB), ("80GB", 80 * 10**9), ("7.5GiB", 7.5 * GIB)]
+    ("printed", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce GTX 1080 Ti", "GTX-1080-Ti"),
+        ("Tesla T4", "T4"),
+        ("Tesla P100-PCIE-16GB", "P100"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("Tesla V100-SXM3-32GB", "V100-32GB"),
+    ],
+)
+def test_a_name_as_the_driver_prints_it_is_its_row(printed, name):
+    """A user who copies what nvidia-smi says is sent away."""
+    assert resolve_gpu(printed)[0].name == name
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 NVL",
+        "NVIDIA H100 64GB HBM2",
+        "NVIDIA GH200 480GB",
+        "Tesla P100-PCIE-12GB",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3080 Ti",
+        "A1\uff10\uff10-80GB",
+    ],
+)
+def test_a_part_with_other_memory_is_not_taken_for_its_sibling(other):
+    """A slice or a laptop's chip held against the memory of the full card."""
+    with pytest.raises(UserError, match="hardware.gpu: .*--list-gpus"):
+        resolve_gpu(other)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        ("A100", "A100-40GB, A100-80GB"),
+        ("NVIDIA V100", "V100-16GB, V100-32GB"),
+        ("L40", "L40S"),
+        ("3090", "RTX-3090"),
+    ],
+)
+def test_an_ambiguous_name_is_told_exactly_what_it_could_be(wanted, names):
+    """An A100 of the wrong size taken in silence, or an A10 offered for it."""
+    with pytest.raises(UserError, match=f"got '{wanted}'; could be: {names}; all: "):
+        resolve_gpu(wanted)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ("24GiB", 24 * GIB),
+        ("24 gib", 24 * GIB),
+        ("80GB", 80 * 10**9),
+        ("7.5GiB", 7.5 * GIB),
+        ("81559MiB", 81559 * 2**20),
+    ],
 )
 def test_a_size_is_a_gpu_of_that_size(size, expected):
     """GiB and GB mixed up: 7% of the memory."""
     assert resolve_gpu(size)[0].memory_bytes == expected
 
 
-@pytest.mark.parametrize(("wrong", "near"), [("A100-90GB", "A100-80GB"), ("RTX-4095", "RTX-4090"), ("h10", "H100")])
+@pytest.mark.parametrize(
+    "size", ["0GiB", "0.0 MiB", "0.0000000000001GiB", "100001GiB", "9" * 5000 + "GiB", f"{'0' * 5000}24GiB"]
+)
+def test_a_size_no_device_has_is_one_short_line(size):
+    """A division by nothing later on, a traceback of an overflow, or pages of digits told back."""
+    with pytest.raises(UserError, match="hardware.gpu: a size must be above 0 and at most 100000 GiB") as caught:
+        resolve_gpu(size)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("size", ["\u0662\u0664GiB", "\uff12\uff14GiB", "24G\u0131B", "-24GiB", "1e3GiB", "9" * 5000])
+def test_a_size_in_other_digits_or_letters_is_no_size(size):
+    """24GıB (no dot) read as 24 GB, or digits that a reader cannot tell."""
+    with pytest.raises(
+        UserError, match="hardware.gpu: must be auto, a size such as 24GiB or a known GPU; got "
+    ) as caught:
+        resolve_gpu(size)
+    assert len(str(caught.value).split("; known: ")[0].split("; nearest: ")[0]) < 150
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("A100-90GB", "A100-80GB"), ("RTX-4095", "RTX-4090"), ("H1000", "H100")])
 def test_an_unknown_name_is_refused_with_the_nearest(wrong, near):
     """A misspelt GPU taken for another one in silence."""
     with pytest.raises(UserError, match=f"hardware.gpu: .*got '{wrong}'; nearest: .*{near}.*--list-gpus"):
