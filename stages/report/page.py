@@ -57,10 +57,13 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
 def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
     """What was trained on what."""
     tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
+    rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
     rows = [
         ("model", _pinned(inputs.model, "name")),
         ("data", f"{_pinned(inputs.data, 'source')}, format {tokenize['format']}"),
         ("rows", f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out"),
+        ("cut rows", f"{_share(tokenize['truncated_rows'], rows_read)} lost trained tokens to data.max_length"),
+        ("dropped rows", f"{_share(tokenize['dropped_rows'], rows_read)} had no answer within data.max_length"),
         ("tokens", f"{tokenize['train_tokens']:,}, {tokenize['supervised_percent']:.1f} % of them trained"),
         ("longest row", f"{tokenize['longest']:,} tokens"),
         ("optimizer steps", f"{bucket['optimizer_steps']:,}, in {bucket['micro_batches']:,} micro-batches"),
@@ -179,6 +182,11 @@ def _cell(value: Any) -> str:
 def _pinned(lock: Mapping[str, Any], key: str) -> str:
     """A pinned source and, where it has one, its commit."""
     return f"{lock[key]} at {lock['revision']}" if lock["revision"] else lock[key]
+
+
+def _share(part: int, whole: int) -> str:
+    """A count, and what share of the whole it is."""
+    return f"{part:,} ({100 * part / whole:.1f} %)"
 
 
 def _edge(name: str) -> int:

@@ -42,8 +42,8 @@ def metrics() -> dict[str, dict[str, Any]]:
             "train_tokens": 287625,
             "supervised_percent": 35.4,
             "longest": 512,
-            "truncated_rows": 0,
-            "dropped_rows": 0,
+            "truncated_rows": 1250,
+            "dropped_rows": 1,
         },
         "bucket": {
             "optimizer_steps": 3,

@@ -76,6 +76,8 @@ def test_the_page_names_what_was_trained_and_what_came_out(place):
     for line in (
         "| model | org/base at c0ffee |",
         "| data | rows.jsonl, format messages |",
+        "| cut rows | 1,250 (25.0 %) lost trained tokens to data.max_length |",
+        "| dropped rows | 1 (0.0 %) had no answer within data.max_length |",
         "| micro-batches | at most 1,024 padded tokens, 25 rows, 512 tokens a row |",
         "| train.grad_ckpt | false |",
         "| gradients | 30 MiB | 25.0 % |",
