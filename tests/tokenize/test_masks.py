@@ -222,6 +222,14 @@ def test_a_template_without_generation_marks_is_refused():
         render("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
+def test_weight_0_is_refused_where_the_template_trains_the_last_turn_alone():
+    """Nothing then says which turn its mark is, so the wrong one could be trained."""
+    source = "{% generation %}{{ messages[-1].content }}{% endgeneration %}"
+    messages = [*chat_row()["messages"], *chat_row()["messages"]]
+    with pytest.raises(RowFault, match="weight 0 cannot be followed: .* not each of the 2 assistant turns once"):
+        ChatTemplate(source, {}, "a file").render(Conversation(messages=messages, tools=None, context=frozenset({1})))
+
+
 def test_a_broken_template_is_told_with_its_line():
     with pytest.raises(UserError, match="chat template in a file is broken \\(line 2: "):
         render("{% generation %}x{% endgeneration %}\n{% for %}")
