@@ -49,7 +49,7 @@ class Data(Section):
     max_length: Annotated[int, Field(ge=8)]
     """Tokens; longer rows are cut. Activation memory grows with the longest row."""
     heldout_fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """Share of rows held out, by a hash of the prompt."""
+    """Share of rows held out, by a hash of what precedes the first answer."""
     max_rows: PositiveInt | None
     """Rows read at most; None means all."""
 

@@ -26,7 +26,7 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """The content of verdict.json; nothing in it varies with the device unless the run is refused."""
-        return {"enforce": self.enforce, "fits": self.fits, "refusal": self.refusal if self.enforce else None}
+        return {"enforce": self.enforce, "refusal": self.refusal if self.enforce else None}
 
 
 def usable_bytes(device: Device, headroom_percent: float) -> int:

@@ -8,8 +8,7 @@ import torch
 
 from stages.errors import UserError
 from stages.model.spec import ModelSpec
-
-GIB = 2**30
+from stages.units import readable_size
 
 
 def training_device() -> torch.device:
@@ -46,6 +45,6 @@ def check_device(
     predicted = estimate["peak_bytes_predicted"]
     if predicted > free:
         raise UserError(
-            f"hardware.gpu: the run needs {predicted / GIB:.2f} GiB (predicted for {estimate['gpu']}) but {device} has "
-            f"{free / GIB:.2f} GiB free here; free memory, change the run, or set estimate.enforce=false"
+            f"hardware.gpu: the run needs {readable_size(predicted)} (predicted for {estimate['gpu']}) but "
+            f"{readable_size(free)} are free on {device} here; free memory, change the run, or set estimate.enforce=false"
         )

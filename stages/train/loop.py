@@ -24,8 +24,7 @@ from stages.step.optim import OptimSpec, build_optimizer, learning_rate
 from stages.step.step import StepSpec, training_step
 from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.measure import Meter
-
-GIB = 2**30
+from stages.units import readable_size
 
 CONTROL_STEPS = 4
 """Steps measured besides those that can be the worst."""
@@ -165,7 +164,7 @@ def _show(bar: Any, row: dict[str, Any]) -> None:
     """Loss, speed and memory in the progress bar."""
     speed = row["tokens"] / row["seconds"]
     allocated = row["allocated_bytes"]
-    memory = f"rss {row['rss_bytes'] / GIB:.2f} GiB" if allocated is None else f"peak {allocated / GIB:.2f} GiB"
+    memory = f"rss {readable_size(row['rss_bytes'])}" if allocated is None else f"peak {readable_size(allocated)}"
     bar.set_postfix_str(f"loss {row['loss']:.4f}, {speed:,.0f} tokens/s, {memory}", refresh=False)
     bar.update()
 

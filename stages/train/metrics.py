@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from stages.step.optim import trained_parameters
-from stages.train.loop import GIB, TrainResult
+from stages.train.loop import TrainResult
 from stages.train.measure import LOAD, Measured
+from stages.units import GIB
 
 LAST_SHARE = 0.1
 """Share of the steps, at the end, over which the reported training loss is averaged."""

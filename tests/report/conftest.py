@@ -105,7 +105,7 @@ def write_inputs(directory: Path, found: dict[str, dict[str, Any]], generations:
     write_json(directory / "locks/model.json", {"name": "org/base", "revision": "c0ffee"})
     write_json(directory / "locks/data.json", {"source": "rows.jsonl", "revision": None})
     write_json(directory / "data/estimate/breakdown.json", {**BREAKDOWN, "peak": BREAKDOWN["backward"]})
-    write_json(directory / "data/estimate/verdict.json", {"fits": True, "refusal": None})
+    write_json(directory / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
     write_csv(
         directory / "data/estimate/switches.csv",
         ["switch", "peak_gib"],

@@ -146,7 +146,7 @@ def test_samples_are_of_different_families(place):
 
 def test_a_refused_prediction_is_shown(place):
     """With estimate.enforce false the run goes on: the reader must still see that it was not expected to fit."""
-    (place / "data/estimate/verdict.json").write_text('{"fits": false, "refusal": "predicted peak 9 GiB exceeds 8"}')
+    (place / "data/estimate/verdict.json").write_text('{"enforce": true, "refusal": "predicted peak 9 GiB exceeds 8"}')
     assert "Verdict: predicted peak 9 GiB exceeds 8." in report(place)[1]
 
 

@@ -13,7 +13,7 @@ from stages.train.heldout import heldout_batches
 from stages.train.loop import measured_steps, refuse_broken_weights, refuse_non_finite
 from tests.small_model import CPU, spec_of
 
-FITS = {"fits": True, "enforce": True, "refusal": None}
+FITS = {"enforce": True, "refusal": None}
 NAN, ONE = torch.tensor(float("nan")), torch.tensor(1.0)
 
 
@@ -41,19 +41,19 @@ def test_finite_numbers_pass():
 
 
 def test_a_refusal_of_estimate_stops_train():
-    verdict = {"fits": False, "enforce": True, "refusal": "predicted peak 90.00 GiB exceeds …"}
+    verdict = {"enforce": True, "refusal": "predicted peak 90.00 GiB exceeds …"}
     with pytest.raises(UserError, match="predicted peak 90"):
         check_device(CPU, spec_of(), verdict, {"peak_bytes_predicted": 1, "gpu": "cpu"})
 
 
 def test_enforce_false_lets_it_run():
-    verdict = {"fits": False, "enforce": False, "refusal": None}
+    verdict = {"enforce": False, "refusal": None}
     check_device(CPU, spec_of(), verdict, {"peak_bytes_predicted": 2**60, "gpu": "cpu"})
 
 
 def test_the_device_at_hand_is_checked_too():
     """The verdict is for hardware.gpu, which may not be the machine that trains."""
-    with pytest.raises(UserError, match=r"hardware\.gpu: the run needs .* free here"):
+    with pytest.raises(UserError, match=r"hardware\.gpu: the run needs .* are free on cpu here"):
         check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**60, "gpu": "A100-80GB"})
     check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 1, "gpu": "A100-80GB"})
 
