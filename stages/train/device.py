@@ -46,5 +46,5 @@ def check_device(
     if predicted > free:
         raise UserError(
             f"hardware.gpu: the run needs {readable_size(predicted)} (predicted for {estimate['gpu']}) but "
-            f"{readable_size(free)} are free on {device} here; free memory, change the run, or set estimate.enforce=false"
+            f"{readable_size(free)} are free on {device} here; free some, change the run, or set estimate.enforce=false"
         )
