@@ -98,7 +98,7 @@ def test_a_missing_file_is_told(tmp_path: Path):
 
 def test_under_dvc_only_declared_keys_can_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """An undeclared read would leave a stale cache, in silence."""
-    from stages.params import Declared
+    from stages.declared import Declared
 
     params = load_params(ROOT / "params.yaml")
     reads: set[str] = set()

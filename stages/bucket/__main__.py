@@ -8,9 +8,9 @@ from tqdm import tqdm
 from stages.bucket.cut import cut_steps, summarise
 from stages.bucket.plan import read_plan, write_plan
 from stages.bucket.steps import read_index, step_rows
+from stages.declared import read_params
 from stages.errors import StageCommand
 from stages.files import atomic_directory, write_json
-from stages.params import read_params
 
 
 @click.command(cls=StageCommand)

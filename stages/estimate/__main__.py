@@ -7,6 +7,7 @@ import click
 import torch
 
 from stages.bucket.plan import read_plan
+from stages.declared import read_params
 from stages.errors import StageCommand
 from stages.estimate.devices import GIB, GPUS, Device, check_precision, resolve_gpu
 from stages.estimate.kernels import target_of
@@ -17,7 +18,6 @@ from stages.estimate.verdict import judge
 from stages.files import atomic_directory, read_json, write_csv, write_json
 from stages.model.load import read_config, refuse_long_rows
 from stages.model.spec import ModelSpec
-from stages.params import read_params
 from stages.pin.locate import config_directory
 
 PATH = click.Path(path_type=Path)

@@ -7,6 +7,7 @@ import click
 import torch
 from tokenizers import Tokenizer
 
+from stages.declared import read_params
 from stages.errors import StageCommand
 from stages.evaluate.compare import Limits, Questions, evaluate_models
 from stages.evaluate.generate import choose_prompts, special_ids
@@ -15,7 +16,7 @@ from stages.evaluate.metrics import evaluate_metrics, generation_lines
 from stages.files import atomic_directory, read_json, write_json, write_text
 from stages.model.load import read_config
 from stages.model.spec import WeightsSpec
-from stages.params import Params, read_params
+from stages.params import Params
 from stages.pin.locate import model_directory, verify_files
 from stages.step.batches import TokenRows
 

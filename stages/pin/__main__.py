@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
+from stages.declared import read_params
 from stages.errors import StageCommand
-from stages.params import read_params
 from stages.pin.data import pin_data
 from stages.pin.model import pin_model
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
+from stages.declared import read_params
 from stages.errors import StageCommand
 from stages.files import atomic_directory, write_csv, write_json, write_text
-from stages.params import read_params
 from stages.report.figures import MEMORY_COLUMNS, memory_records, report_metrics
 from stages.report.inputs import read_inputs
 from stages.report.page import page

@@ -5,9 +5,9 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
+from stages.declared import read_params
 from stages.errors import StageCommand
 from stages.files import read_json, write_json
-from stages.params import read_params
 from stages.pin.locate import tokenizer_directory, verify_files
 from stages.tokenize.encode import RowTokenizer
 from stages.tokenize.prepare import Settings, prepare

@@ -6,10 +6,10 @@ import click
 import torch
 
 from stages.bucket.plan import read_plan
+from stages.declared import parameter_values, read_params
 from stages.errors import StageCommand
 from stages.files import atomic_directory, read_json, write_csv, write_json, write_text
 from stages.model.spec import ModelSpec
-from stages.params import parameter_values, read_params
 from stages.pin.locate import model_directory, verify_files
 from stages.step.batches import TokenRows
 from stages.step.optim import OptimSpec
