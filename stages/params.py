@@ -19,6 +19,7 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 
 class Section(BaseModel):
@@ -36,30 +37,87 @@ class Model(Section):
     """Hub branch, tag or commit; None means main."""
 
 
+class Source(Section):
+    """One of several sources of rows. A key that is absent takes the value of `data.<key>`."""
+
+    source: Text
+    """A file, glob, directory, `datasets.save_to_disk` folder, or `hf://org/name`."""
+    revision: Text | None = None
+    """Hub branch, tag or commit."""
+    config: Text | None = None
+    """Hub configuration (subset)."""
+    split: Text | None = None
+    """Split of a hub data set or of a saved DatasetDict."""
+    format: Format | None = None
+    """Shape of its rows."""
+    columns: dict[Text, Text] | None = None
+    """Column of the source by name of the shape's key."""
+    rows: PositiveInt | None = None
+    """Its first rows, at most; absent means all."""
+    weight: PositiveFloat = 1.0
+    """Mean times each of its training rows is taken in an epoch: 0.5 takes half of them, another half each epoch."""
+
+
 class Data(Section):
     """Which rows are learnt, and how they become tokens."""
 
-    source: Text
-    """A local file or directory, or `hf://org/name`."""
+    source: Text | Annotated[list[Source], Field(min_length=1)]
+    """A file, glob, directory, `datasets.save_to_disk` folder or `hf://org/name`; or a list of such with weights."""
     revision: Text | None
     """Hub branch, tag or commit; None means main."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+    config: Text | None
+    """Hub configuration (subset); None means the default one."""
+    split: Text | None
+    """Split of a hub data set or of a saved DatasetDict; None means train."""
+    format: Format
     """Shape of a row; `auto` reads it off the first row."""
+    columns: dict[Text, Text] | None
+    """Column of the source by name of the shape's key; None means the names are the same."""
+    on_bad_row: Literal["fail", "skip"]
+    """What a row that cannot be used does: end the run, or be counted and listed."""
+    chat_template: Text
+    """`tokenizer` (its own), `chatml` (built in), or the path of a .jinja file."""
+    train_on: Literal["assistant", "last_assistant", "all"]
+    """Whose tokens count in the loss."""
     max_length: Annotated[int, Field(ge=8)]
-    """Tokens; longer rows are cut. Activation memory grows with the longest row."""
+    """Tokens of the longest row. Activation memory grows with it."""
+    over_length: Literal["truncate", "drop", "split"]
+    """What is done with a longer row."""
+    drop_duplicates: bool
+    """Leave out training and held-out rows whose tokens are those of an earlier row."""
     heldout_fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """Share of rows held out, by a hash of what precedes the first answer."""
+    """Share of rows held out, by a hash of heldout_seed and what precedes the first answer."""
+    heldout_seed: Annotated[int, Field(ge=0, lt=2**32)]
+    """Another number holds out other rows."""
     max_rows: PositiveInt | None
-    """Rows read at most; None means all."""
+    """Rows read at most, over all sources; None means all."""
+
+    def sources(self) -> list[Source]:
+        """The sources in order, with absent keys taken from the section (`rows` has none there)."""
+        if isinstance(self.source, str):
+            given = [Source(source=self.source)]
+        else:
+            given = list(self.source)
+        shared = ("revision", "config", "split", "format", "columns")
+        return [
+            one.model_copy(update={key: getattr(self, key) for key in shared if getattr(one, key) is None})
+            for one in given
+        ]
 
 
 class Bucket(Section):
     """How an optimizer step is cut into micro-batches. Changes memory and speed, never what is learnt."""
 
+    mode: Literal["bucketed", "packed", "fixed"]
+    """Rows of like length padded to each other | rows joined without padding | a fixed number of rows, unsorted."""
     max_tokens: PositiveInt
-    """Padded tokens in one micro-batch: activations and logits grow in step with it."""
+    """Tokens in one micro-batch, padding counted: activations and logits grow in step with it."""
     pad_multiple: PositiveInt
-    """Row lengths are padded up to a multiple of this many tokens."""
+    """Padded lengths (packed: joined lengths) are rounded up to a multiple of this many tokens."""
+    constant_shape: bool
+    """Mode packed: pad every micro-batch to max_tokens, so that one tensor shape exists."""
+    fixed_rows: PositiveInt
+    """Mode fixed: rows in a micro-batch; max_tokens does not bound it."""
 
 
 class Hardware(Section):
@@ -67,6 +125,8 @@ class Hardware(Section):
 
     gpu: Text
     """`auto`, a known name, or a size such as `24GiB`."""
+    num_gpus: PositiveInt
+    """Devices that share a step: its micro-batches are dealt to them evenly."""
 
 
 class Estimate(Section):
@@ -150,6 +210,14 @@ class Run(Section):
     """Progress bars on standard error."""
     cpu_threads: PositiveInt | None
     """Threads of torch on the CPU; None means all cores."""
+    data_workers: PositiveInt | None
+    """Workers of tokenize; None means one per core. The bytes written do not depend on it."""
+    data_pool: Literal["processes", "threads"]
+    """What those workers are."""
+    tokenizer_engine: Literal["auto", "tokenizers", "tiktoken"]
+    """What encodes text; `auto` takes tiktoken where it gives the same ids, checked in each run."""
+    loader_threads: Annotated[int, Field(ge=0)]
+    """Threads that read batches ahead of training; 0 reads them in turn. The batches do not depend on it."""
 
 
 class Params(Section):

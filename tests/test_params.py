@@ -39,7 +39,7 @@ def test_the_shipped_file_is_valid_and_frozen():
     [
         ("train.grad_chpt", True, r"train\.grad_chpt: unknown parameter; did you mean train\.grad_ckpt\?"),
         ("train.lora.rnk", 3, r"train\.lora\.rnk: unknown parameter; did you mean train\.lora\.rank\?"),
-        ("bucket.int", 3, r"bucket\.int: unknown parameter; known: max_tokens, pad_multiple"),
+        ("bucket.int", 3, r"bucket\.int: unknown parameter; known: mode, max_tokens, pad_multiple"),
         ("train.lr", "1e-5", r'train\.lr: input should be a valid number; got "1e-5"'),
         ("train.grad_ckpt", 1, r"train\.grad_ckpt: .*boolean; got 1"),
         ("train.method", "dora", r"train\.method: input should be 'full', 'lora' or 'qlora'; got \"dora\""),
