@@ -1,0 +1,214 @@
+"""The chat file that benchmarks read: generated, the same bytes for the same rows and seed, with a tokenizer of its own.
+
+Rows are `messages` of 1 to 4 turns, 30 % of them Chinese, log-normal in length with a tail past 4096 tokens, some with
+code, some with tool calls. A longer file begins with the rows of a shorter one. Everything lies under scratch/bench and
+is made again only when its size, its seed or this code changed.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from benchmarks.chat_text import Language, chinese, code, english
+from stages.files import atomic_directory, atomic_path, sha256_json
+
+SCRATCH = Path("scratch/bench")
+SEED = 11
+CHUNK_ROWS = 1000
+"""Rows generated from one random state."""
+CHINESE_SHARE, SYSTEM_SHARE, CODE_SHARE, TOOL_SHARE = 0.3, 0.3, 0.08, 0.04
+TURN_SHARES = (0.55, 0.25, 0.12, 0.08)
+"""Of rows with 1, 2, 3, 4 turns of a user and an assistant."""
+MEDIAN_WORDS = {"english": 104, "chinese": 92}
+"""Of a row: about the same number of tokens in both."""
+SIGMA = 1.1
+"""Of the logarithm of a row's length: with it about one row in 1000 is longer than 4096 tokens."""
+VOCABULARY_SIZE = 32_000
+TRAINING_ROWS = 6_000
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+# Words with the mark before them, numbers of up to three digits, other marks, white space: the cut of Llama 3's family.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+            {{- message.content or '' }}
+            {%- for call in message.tool_calls or [] %}
+                {{- '<tool_call>' + call.function.name + ' ' }}
+                {%- if call.function.arguments is string %}
+                    {{- call.function.arguments }}
+                {%- else %}
+                    {{- call.function.arguments | tojson }}
+                {%- endif %}
+                {{- '</tool_call>' }}
+            {%- endfor %}
+            {{- '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFile:
+    """A generated file and the tokenizer trained on its first rows."""
+
+    path: Path
+    rows: int
+    model: Path
+    """A directory with its tokenizer, its chat template, and a model too small to matter."""
+
+
+def chat_file(rows: int, seed: int = SEED) -> ChatFile:
+    """The file of `rows` rows, and the tokenizer, which is the same for every number of rows; made where missing."""
+    tokenizer = SCRATCH / f"tokenizer-{_key(seed)}"
+    if not tokenizer.exists():
+        with atomic_directory(tokenizer) as aside:
+            _save_model(train_tokenizer(seed), aside)
+    path = SCRATCH / f"chat-{_key(seed)}" / f"{rows}.jsonl"
+    if not path.exists():
+        with atomic_path(path) as aside, open(aside, "wb") as file:
+            for row in generate(rows, seed):
+                file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+    return ChatFile(path=path, rows=rows, model=tokenizer)
+
+
+def lengths(rows: int, seed: int = SEED) -> np.ndarray:
+    """Tokens of each row of that file, uncut, int32: kept beside it."""
+    source = chat_file(rows, seed)
+    path = source.path.with_suffix(".lengths.npy")
+    if not path.exists():
+        tokenizer = Tokenizer.from_file(str(source.model / "tokenizer.json"))
+        counts = []
+        for texts in rendered(source):
+            encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            counts.append(np.fromiter((len(one.ids) for one in encoded), np.int32, len(encoded)))
+        with atomic_path(path) as aside, open(aside, "wb") as file:
+            np.save(file, np.concatenate(counts))
+    return np.load(path)
+
+
+def rendered(source: ChatFile) -> Iterator[list[str]]:
+    """The rows' text after the chat template, as transformers renders it, in lists of up to CHUNK_ROWS."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.model)
+    with open(source.path, "rb") as file:
+        while lines := [line for _, line in zip(range(CHUNK_ROWS), file, strict=False)]:
+            chats = [json.loads(line)["messages"] for line in lines]
+            yield tokenizer.apply_chat_template(chats, tokenize=False)
+
+
+def generate(rows: int, seed: int) -> Iterator[dict[str, Any]]:
+    """The rows themselves."""
+    languages = {"english": english(_rng(seed, 0)), "chinese": chinese(_rng(seed, 1))}
+    for start in range(0, rows, CHUNK_ROWS):
+        rng = _rng(seed, 2, start)
+        for _ in range(min(CHUNK_ROWS, rows - start)):
+            yield _row(rng, languages)
+
+
+def train_tokenizer(seed: int) -> Tokenizer:
+    """A byte-level BPE trained on the file's first rows."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    rows = generate(TRAINING_ROWS, seed)
+    tokenizer.train_from_iterator((message["content"] for row in rows for message in row["messages"]), trainer)
+    return tokenizer
+
+
+def _row(rng: np.random.Generator, languages: dict[str, Language]) -> dict[str, Any]:
+    """One conversation."""
+    name = "chinese" if rng.random() < CHINESE_SHARE else "english"
+    language = languages[name]
+    turns = 1 + int(np.searchsorted(np.cumsum(TURN_SHARES[:-1]), rng.random()))
+    words = max(8 * turns, round(MEDIAN_WORDS[name] * float(np.exp(SIGMA * rng.standard_normal()))))
+    messages: list[dict[str, Any]] = []
+    if rng.random() < SYSTEM_SHARE:
+        messages.append({"role": "system", "content": language.write(rng, 12)})
+    with_code, with_tool = rng.random() < CODE_SHARE, rng.random() < TOOL_SHARE
+    for _ in range(turns):
+        asked = max(2, round(words / turns * (0.1 + 0.3 * rng.random())))
+        messages.append({"role": "user", "content": language.write(rng, asked)})
+        if with_tool:
+            messages += _tool_call(rng, language)
+        answer = language.write(rng, max(4, words // turns - asked))
+        if with_code:
+            answer += "\n\n" + code(rng, 2 + int(rng.random() * 12))
+        messages.append({"role": "assistant", "content": answer})
+    return {"messages": messages}
+
+
+def _tool_call(rng: np.random.Generator, language: Language) -> list[dict[str, Any]]:
+    """A call and its result."""
+    arguments = json.dumps({"query": language.write(rng, 4), "limit": int(rng.integers(1, 50))}, ensure_ascii=False)
+    function = {"name": f"search_{int(rng.integers(0, 20))}", "arguments": arguments}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": language.write(rng, 15)},
+    ]
+
+
+def _save_model(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write what a stage or a rival needs to know the tokenizer, and the config of a model too small to matter."""
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|pad|>",
+        "model_max_length": 1 << 20,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    (directory / "config.json").write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
+    # Stage pin_model wants weights beside the tokenizer; no stage of this benchmark reads them.
+    save_file({"unused": np.zeros(1, np.float32)}, directory / "model.safetensors")
+
+
+def _key(seed: int) -> str:
+    """Names what the rows follow from: the seed and the code that makes them."""
+    sources = [Path(__file__), Path(__file__).with_name("chat_text.py")]
+    return sha256_json([seed, [hashlib.sha256(source.read_bytes()).hexdigest() for source in sources]])[:12]
+
+
+def _rng(*key: int) -> np.random.Generator:
+    """A generator whose stream depends on the key alone."""
+    return np.random.default_rng(np.random.SeedSequence(key))
