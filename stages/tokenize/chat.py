@@ -1,142 +1,164 @@
-"""The tokenizer's own chat template, rendered into trained and untrained text."""
+"""The chat template of a run: which one, how its trained text is told, and a conversation's segments."""
 
-import json
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import orjson
 
 from stages.errors import UserError
-from stages.tokenize.guard import TRAINED_END, TRAINED_START
-from stages.tokenize.rows import Conversation, RowFault
+from stages.tokenize.bundled import find_twin, read_bundled
+from stages.tokenize.example import Conversation, RowFault
+from stages.tokenize.template_probes import check_probe, shown_parts
+from stages.tokenize.segments import Segment, segments_of_spans, split_segments, without_marks
+from stages.tokenize.template import CompiledTemplate
+from stages.tokenize.turns import TurnFinder
 
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+__all__ = ["Segment", "Template", "control_tokens", "open_template", "read_template", "split_segments"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A stretch of a row's text that is trained as a whole or not at all."""
-
-    text: str
-    trained: bool
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
-class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`: surrounds what the model has to learn with sentinel characters.
+class Template:
+    """A chat template, and the way in which the assistant's text is told from the rest.
 
-    Sentinels in the text survive macros, captures and loops, where positions noted while rendering would go wrong.
+    `method` is one of: marks (the template's own generation marks), bundled (those of a template of ours that renders
+    the same text, compared row by row), segments (each turn's rendering without what precedes it: see `turns`), all
+    (nothing to tell: every token is trained). `reason` says why.
     """
 
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Put the block's body between the sentinels."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-        def sentinel(text: str) -> nodes.Node:
-            return nodes.Output([nodes.TemplateData(text)]).set_lineno(line)
-
-        return [sentinel(TRAINED_START), *body, sentinel(TRAINED_END)]
-
-
-class ChatTemplate:
-    """A compiled chat template with the tokenizer's special tokens (bos_token, eos_token, …) at hand.
-
-    The current date is not offered (`strftime_now`): the same data must give the same tokens tomorrow. Templates that
-    can do without it use a fixed date.
-    """
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str], name: str):
-        """Compile `source`, found in the file `name`.
-
-        Raises:
-            UserError: it is not a template, or it does not mark what the assistant says.
-        """
-        if not GENERATION_MARK.search(source):
-            raise UserError(
-                f"model.name: the chat template in {name} has no {{% generation %}} marks, so the assistant's tokens "
-                "cannot be told from the rest; put {% generation %} … {% endgeneration %} around the assistant's text "
-                "and its end-of-turn token in a local copy of the model"
-            )
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        try:
-            self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise UserError(
-                f"model.name: the chat template in {name} is broken (line {error.lineno}: {error.message}); mend it"
-            ) from error
-        self.source = source
-        self._special_tokens = dict(special_tokens)
+    def __init__(
+        self,
+        own: CompiledTemplate,
+        twin: CompiledTemplate | None,
+        control: Iterable[str],
+        train_on: str,
+        method: str,
+        reason: str,
+    ):
+        self.source, self.method, self.reason = own.source, method, reason
+        self._own, self._twin, self._train_on = own, twin, train_on
+        self._turns = TurnFinder(own, control)
+        self._hidden = {part for part, shown in shown_parts(own).items() if not shown}
 
     def render(self, conversation: Conversation) -> list[Segment]:
-        """The conversation as text segments in order; trained ones come from the template's generation blocks.
+        """The conversation as text segments in order; joined they are the template's own rendering of it.
+
+        Its strings must already be guarded: control tokens in them would be taken for the template's.
 
         Raises:
-            RowFault: the template refuses the conversation, or trains nothing of it.
+            RowFault: the template refuses the conversation, leaves out a part of it, or its trained text cannot be
+                told from the rest.
         """
-        try:
-            text = self._template.render(
-                messages=conversation.messages,
-                tools=conversation.tools,
-                add_generation_prompt=False,
-                **self._special_tokens,
-            )
-        except (TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
-            # A template is a program from elsewhere: any of these is its way to say that it cannot show this row.
-            raise RowFault(
-                f"the chat template refuses the row ({type(error).__name__}: {error}); change the row to what it knows"
-            ) from error
-        segments = _without_context(split_segments(text), conversation)
-        if not any(segment.trained for segment in segments):
+        if self._hidden:
+            self._check_shown(conversation)
+        raw = self._own.text(conversation.messages, conversation.tools)
+        if self.method == "marks":
+            return self._by_marks(conversation, raw)
+        whole = without_marks(raw)
+        if self.method == "all":
+            return [Segment(whole, True)]
+        if self._twin is not None:
+            marked = self._twin_text(conversation)
+            if without_marks(marked) == whole:
+                return self._by_marks(conversation, marked)
+        return self._by_turns(conversation, whole)
+
+    def _by_marks(self, conversation: Conversation, marked: str) -> list[Segment]:
+        segments = split_segments(marked)
+        marks = sum(segment.trained for segment in segments)
+        if not marks:
             raise RowFault("the chat template marks nothing of the row as the assistant's; mend its generation marks")
-        return segments
+        if self._train_on == "assistant" and not conversation.context:
+            return segments
+        turns = conversation.turns()
+        if marks != len(turns):  # so a mark does not say which turn it is
+            return self._by_turns(conversation, without_marks(marked))
+        places, wanted = iter(turns), set(self._wanted(conversation))
+        return [Segment(text, trained and next(places) in wanted) for text, trained in segments]
+
+    def _by_turns(self, conversation: Conversation, whole: str) -> list[Segment]:
+        return segments_of_spans(whole, self._turns.spans(conversation, whole, self._wanted(conversation)))
+
+    def _wanted(self, conversation: Conversation) -> list[int]:
+        """Places of the turns to be trained."""
+        trained = conversation.trained_turns()
+        return trained[-1:] if self._train_on == "last_assistant" else trained
+
+    def _twin_text(self, conversation: Conversation) -> str:
+        """The bundled template's rendering; nothing where it refuses what the tokenizer's own shows."""
+        assert self._twin is not None
+        try:
+            return self._twin.text(conversation.messages, conversation.tools)
+        except RowFault:
+            return ""
+
+    def _check_shown(self, conversation: Conversation) -> None:
+        """Refuse a row of which the template would leave a part out without a word.
+
+        Raises:
+            RowFault: naming the part.
+        """
+        parts = {message["role"] for message in conversation.messages}
+        parts |= {"tools"} if conversation.tools else set()
+        parts |= {"tool_calls"} if any("tool_calls" in message for message in conversation.messages) else set()
+        hidden = sorted(parts & self._hidden)
+        if hidden:
+            raise RowFault(
+                f"the chat template does not show {hidden[0]!r}, which the row has; set data.chat_template to one that "
+                "does (chatml shows all), or remove it from the row"
+            )
 
 
-def split_segments(text: str) -> list[Segment]:
-    """Cut rendered text at the sentinels; trained stretches that touch become one.
+def open_template(chat_template: str, directory: Path, special_tokens: Mapping[str, str], train_on: str) -> Template:
+    """Compile the template that `chat_template` names: `tokenizer`, `chatml`, or a template's own text.
+
+    `special_tokens` are the tokenizer's bos_token, eos_token, … as text; `directory` is the tokenizer's.
 
     Raises:
-        RowFault: generation blocks lie inside each other.
+        UserError: there is no such template, it is broken, or the tokenizer lacks the tokens that it needs.
     """
-    segments: list[Segment] = []
-    for part in text.replace(TRAINED_END + TRAINED_START, "").split(TRAINED_START):
-        inside, end, outside = part.partition(TRAINED_END)
-        if (not segments and end) or TRAINED_END in outside:
-            raise RowFault("the chat template puts a generation block inside another; mend its generation marks")
-        segments += [Segment(text=inside, trained=bool(end)), Segment(text=outside, trained=False)]
-    return [segment for segment in segments if segment.text]
+    control = control_tokens(directory)
+    if chat_template == "chatml":
+        if missing := [token for token in CHATML_TOKENS if token not in control]:
+            raise UserError(
+                f"data.chat_template: chatml needs the control token {missing[0]}, which the tokenizer in {directory} "
+                "lacks; use tokenizer, or the path of a template made for it"
+            )
+        source, name, said = read_bundled("chatml"), "data.chat_template: chatml", "the built-in ChatML template"
+    elif chat_template == "tokenizer":
+        source, file = read_template(directory, _read_config(directory))
+        name, said = f"model.name: the chat template in {file}", "the tokenizer's own template"
+    else:
+        source, name, said = chat_template, "data.chat_template: the template", "the template of data.chat_template"
+    own = CompiledTemplate(source, special_tokens, name)
+    method, twin = "segments", None
+    if train_on == "all":
+        method, reason = "all", "data.train_on is all: every token of the rendering is trained"
+    elif own.has_marks:
+        method, reason = "marks", f"{said} has generation marks"
+    elif found := find_twin(own, special_tokens):
+        method, twin = "bundled", found
+        reason = f"{said} has no generation marks, but renders test conversations as {found.name} does, which has them"
+    else:
+        reason = f"{said} has no generation marks, so each answer is what its turn adds to the text before it"
+    template = Template(own, twin, control, train_on, method, reason)
+    check_probe(template.render, name, special_tokens, control)
+    return template
 
 
-def _without_context(segments: list[Segment], conversation: Conversation) -> list[Segment]:
-    """The segments, those of turns that are context alone no longer trained.
+def control_tokens(directory: Path) -> list[str]:
+    """The tokenizer's control tokens (added tokens that are special).
 
     Raises:
-        RowFault: the template's marks do not say which segment is which turn.
+        UserError: tokenizer.json is missing or broken.
     """
-    if not conversation.context:
-        return segments
-    turns = conversation.turns()
-    if sum(segment.trained for segment in segments) != len(turns):
-        raise RowFault(
-            f"weight 0 cannot be followed: the chat template marks not each of the {len(turns)} assistant turns once; "
-            "split the row into rows of one trained turn, or mend the template's generation marks"
-        )
-    places = iter(turns)
-    return [
-        replace(segment, trained=next(places) not in conversation.context) if segment.trained else segment
-        for segment in segments
-    ]
+    path = directory / "tokenizer.json"
+    try:
+        added = orjson.loads(path.read_bytes()).get("added_tokens") or []
+        return sorted(token["content"] for token in added if token.get("special"))
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise UserError(f"model.name: {path} cannot be read ({error}); save the tokenizer again") from error
 
 
 def read_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str, str]:
@@ -154,17 +176,13 @@ def read_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> tuple
         template = named.get("default")
     if not isinstance(template, str):
         raise UserError(
-            f"model.name: the tokenizer in {directory} has no chat template; use data.format prompt_completion or "
-            "text, or add chat_template.jinja to a local copy of the model"
+            f"model.name: the tokenizer in {directory} has no chat template; set data.chat_template to chatml or to "
+            "the path of one, or use data.format prompt_completion or text"
         )
     return template, str(directory / "tokenizer_config.json")
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """JSON as chat templates expect it: plain letters stay letters, and HTML is not escaped (Jinja's own would)."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> None:
-    """What templates call to refuse a conversation."""
-    raise TemplateError(message)
+def _read_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json, or nothing where there is none."""
+    path = directory / "tokenizer_config.json"
+    return dict(orjson.loads(path.read_bytes())) if path.exists() else {}

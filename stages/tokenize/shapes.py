@@ -1,0 +1,93 @@
+"""Shapes of rows: the keys each has, how `auto` tells them apart, and columns under other names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from stages.errors import UserError
+from stages.tokenize.example import RowFault
+from stages.tokenize.faults import show
+from stages.tokenize.settings import SourceShape
+
+AUTO = "auto"
+# The keys by which `auto` knows a shape, in the order in which it looks.
+SHAPE_KEYS = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+OPTIONAL_KEYS = {
+    "messages": ("system", "tools", "family"),
+    "sharegpt": ("system", "tools", "family"),
+    "alpaca": ("input", "system", "history", "family"),
+    "prompt_completion": ("tools", "family"),
+    "text": ("family",),
+}
+
+
+def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, str]:
+    """The first shape whose keys the row has under their names in `columns`, and the reason.
+
+    A key with a value goes before one that is null, as rows of column formats have every key.
+
+    Raises:
+        RowFault: the row has no known shape.
+        UserError: `columns` has a key that no shape has, or that the shape found has not.
+    """
+    if columns:
+        known = {key for shape in SHAPE_KEYS for key in (*SHAPE_KEYS[shape], *OPTIONAL_KEYS[shape])}
+        _check_keys(columns, known, AUTO)
+    filled = {key: value for key, value in row.items() if value is not None}
+    for present in (filled, row):
+        for shape, keys in SHAPE_KEYS.items():
+            names = [columns.get(key, key) for key in keys]
+            if all(name in present for name in names):
+                check_columns(shape, columns)
+                return shape, f"the first row has {' and '.join(names)}"
+    listed = "; ".join(f"{shape}: {', '.join(keys)}" for shape, keys in SHAPE_KEYS.items())
+    raise RowFault(
+        f"data.format auto knows no shape with the keys {show(list(row))}; name them in data.columns, or rename them, "
+        f"as one of ({listed})"
+    )
+
+
+def check_columns(shape: str, columns: Mapping[str, str]) -> None:
+    """Refuse a column map for keys that rows of the shape do not have: it could take no effect.
+
+    Raises:
+        UserError: naming the key and those that are known.
+    """
+    _check_keys(columns, {*SHAPE_KEYS[shape], *OPTIONAL_KEYS[shape]}, shape)
+
+
+def _check_keys(columns: Mapping[str, str], known: set[str], shape: str) -> None:
+    unknown = [key for key in columns if key not in known]
+    if unknown:
+        raise UserError(
+            f"data.columns: rows of data.format {shape} have no key {show(unknown[0])}; the keys to give a column for "
+            f"are {', '.join(sorted(known))}"
+        )
+
+
+def named_keys(row: Mapping[str, Any], shape: SourceShape) -> Mapping[str, Any]:
+    """The row with its columns under the shape's own names.
+
+    Raises:
+        RowFault: the row lacks a column of the map, or a key that the shape needs.
+    """
+    if shape.columns:
+        for key, column in shape.columns.items():
+            if column not in row:
+                raise RowFault(
+                    f"the row has no column {show(column)}, which data.columns names for {key!r}; it has "
+                    f"{show(list(row))}; change data.columns or add it"
+                )
+        row = {**row, **{key: row[column] for key, column in shape.columns.items()}}
+    for key in SHAPE_KEYS[shape.format]:
+        if key not in row:
+            raise RowFault(
+                f"a row of data.format {shape.format} needs {key!r}; this one has {show(list(row))}; add it, or name "
+                "its column in data.columns"
+            )
+    return row

@@ -1,0 +1,106 @@
+"""A compiled chat template: from messages to text, in a sandbox, without the date of today."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from stages.errors import UserError
+from stages.tokenize.example import Message, RowFault
+from stages.tokenize.guard import TRAINED_END, TRAINED_START
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}`: surrounds what the model has to learn with sentinel characters.
+
+    Sentinels in the text survive macros, captures and loops, where positions noted while rendering would go wrong.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Put the block's body between the sentinels."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        def sentinel(text: str) -> nodes.Node:
+            return nodes.Output([nodes.TemplateData(text)]).set_lineno(line)
+
+        return [sentinel(TRAINED_START), *body, sentinel(TRAINED_END)]
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, quicker for `message.role`: its own way first raises and catches an AttributeError."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """An attribute, or a key of the same name; the same result as the sandbox's own."""
+        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
+class CompiledTemplate:
+    """A chat template with the tokenizer's special tokens (bos_token, eos_token, …) at hand.
+
+    The current date is not offered (`strftime_now`): the same data must give the same tokens tomorrow. Templates that
+    can do without it use a fixed date.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], name: str):
+        """Compile `source`; `name` says to people what it is and where it stands.
+
+        Raises:
+            UserError: it is not a template.
+        """
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"{name} is broken (line {error.lineno}: {error.message}); mend it, or name another in "
+                "data.chat_template"
+            ) from error
+        self.source, self.name = source, name
+        self.has_marks = any(data.data == TRAINED_START for data in tree.find_all(nodes.TemplateData))
+        self._special_tokens = dict(special_tokens)
+
+    def text(self, messages: list[Message], tools: list[Any] | None, *, ask: bool = False) -> str:
+        """The rendering, with sentinels where the template has generation marks.
+
+        With `ask`, followed by the header of the answer that is wanted next.
+
+        Raises:
+            RowFault: the template refuses the conversation.
+        """
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=ask,
+                **self._special_tokens,
+            )
+        except (TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
+            # A template is a program from elsewhere: any of these is its way to say that it cannot show this row.
+            raise RowFault(
+                f"the chat template refuses the row ({type(error).__name__}: {error}); change the row to what it knows"
+            ) from error
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """JSON as chat templates expect it: plain letters stay letters, and HTML is not escaped (Jinja's own would)."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    """What templates call to refuse a conversation."""
+    raise TemplateError(message)
