@@ -1,4 +1,4 @@
-"""The chat file that benchmarks read: generated, the same bytes for the same rows and seed, with a tokenizer of its own.
+"""The chat file that benchmarks read: the same bytes for the same rows and seed, and a tokenizer of its own.
 
 Rows are `messages` of 1 to 4 turns, 30 % of them Chinese, log-normal in length with a tail past 4096 tokens, some with
 code, some with tool calls. A longer file begins with the rows of a shorter one. Everything lies under scratch/bench and
@@ -35,7 +35,8 @@ TRAINING_ROWS = 6_000
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 # Words with the mark before them, numbers of up to three digits, other marks, white space: the cut of Llama 3's family.
 PIECES = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -112,7 +113,8 @@ def rendered(source: ChatFile) -> Iterator[list[str]]:
     with open(source.path, "rb") as file:
         while lines := [line for _, line in zip(range(CHUNK_ROWS), file, strict=False)]:
             chats = [json.loads(line)["messages"] for line in lines]
-            yield tokenizer.apply_chat_template(chats, tokenize=False)
+            texts: Any = tokenizer.apply_chat_template(chats, tokenize=False)
+            yield texts
 
 
 def generate(rows: int, seed: int) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Made-up English and Chinese with the statistics that decide a tokenizer's speed: word frequencies, marks, numbers.
 
 Words follow a Zipf-Mandelbrot law, so that a few common ones make most of the text and new ones never cease. English
-words are built from syllables; Chinese words from the 3,755 common characters of GB 2312. Nothing is copied from a text.
+words are built from syllables, Chinese words from the 3,755 common characters of GB 2312.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ONSETS = ["", "", "", *"b c d f g h j k l m n p r s t v w b c d f g h l m n p r s t w th st tr pl gr ch sh br qu".split()]
+ONSETS = [
+    "",
+    "",
+    "",
+    *"b c d f g h j k l m n p r s t v w b c d f g h l m n p r s t w th st tr pl gr ch sh br qu".split(),
+]
 VOWELS = "a e i o u a e i o u ea ou".split()
 CODAS = ["", "", "", "", *"n r s t l d m n r s t ng nt st ck".split()]
 ENDINGS = ["", "", "", "", "", "", "s", "s", "ed", "ing", "er", "ly", "tion"]
@@ -109,7 +114,7 @@ def code(rng: np.random.Generator, lines: int) -> str:
         written.append(
             (
                 f"{indent}def compute_{one}(value_{two}: int, *, limit={number}) -> list[int]:",
-                f"{indent}return [item_{one} * {number} for item_{one} in self.rows_{two} if item_{one} >= 0x{number:x}]",
+                f"{indent}return [row * {number} for row in self.rows_{two} if row.item_{one} >= 0x{number:x}]",
                 f"{indent}if not value_{two} or len(value_{two}) != {number}:",
                 f"{indent}# keep_{one}: the {two}th of {number}",
                 "",
@@ -129,7 +134,10 @@ def _language(
     every = round(1 / NUMBER_SHARE)
     ranked[every - 1 :: every] = [str(int(10 ** (4 * rng.random()))) for _ in ranked[every - 1 :: every]]
     pieces = [
-        (one.capitalize() if capital else one) + mark.text for capital in (False, True) for mark in marks for one in ranked
+        (one.capitalize() if capital else one) + mark.text
+        for capital in (False, True)
+        for mark in marks
+        for one in ranked
     ]
     shares = np.array([mark.share for mark in marks])
     assert abs(shares.sum() - 1) < 1e-9

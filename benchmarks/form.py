@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -98,22 +99,32 @@ def report(name: str, measured: Measured) -> dict[str, Any]:
     }
 
 
-def interleaved_seconds(cases: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Wall seconds of each case in each of `rounds` rounds, after one warm-up round that does not count.
+def interleaved(cases: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+    """What each case returns in each of `rounds` rounds, after one warm-up round that does not count.
 
     Every round runs all cases, starting one further each time, so that a slow spell of the machine or the order of
     the cases favours none.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    results: dict[str, list[Any]] = {name: [] for name in cases}
     names = list(cases)
     for turn in range(-1, rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            start = time.perf_counter()
-            cases[name]()
+            result = cases[name]()
             if turn >= 0:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+                results[name].append(result)
+    return results
+
+
+def interleaved_seconds(cases: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Wall seconds of each case in each of `rounds` rounds, interleaved."""
+
+    def timed(case: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        case()
+        return time.perf_counter() - start
+
+    return interleaved({name: partial(timed, case) for name, case in cases.items()}, rounds)
 
 
 def median_ratio(values: Sequence[float], base: Sequence[float]) -> float:

@@ -24,6 +24,8 @@ class Usage:
     """Seconds after the command's start."""
     peak_rss_bytes: int
     """Resident memory summed over the processes, at its highest look. Pages that processes share count in each."""
+    peak_anonymous_bytes: int = 0
+    """The part of it that no file backs, of the whole command alone, where `watch` was asked for it; else 0."""
 
     @property
     def wall_s(self) -> float:
@@ -31,11 +33,19 @@ class Usage:
         return self.last_seen_s - self.first_seen_s
 
 
-def watch(command: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> tuple[dict[str, Usage], str]:
+def watch(
+    command: Sequence[str], cwd: Path, environment: Mapping[str, str], anonymous: bool = False
+) -> tuple[dict[str, Usage], str]:
     """Run a command and watch the processes below it.
 
     DVC names the stage in each stage's environment (`DVC_STAGE`), which workers inherit; that is how processes are told
     apart.
+
+    Args:
+        command: to run.
+        cwd: its working directory.
+        environment: its environment.
+        anonymous: also sum anonymous memory, which takes the kernel longer to tell and which Linux alone tells.
 
     Returns:
         Usage by stage in order of appearance, then of the whole command under WHOLE; and the command's output.
@@ -53,6 +63,8 @@ def watch(command: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> 
         while running.poll() is None:
             now = time.perf_counter() - start
             _look(root, now, stages, stage_of, whole)
+            if anonymous:
+                whole.peak_anonymous_bytes = max(whole.peak_anonymous_bytes, _anonymous_bytes(root))
             time.sleep(POLL_SECONDS)
         whole.last_seen_s = time.perf_counter() - start
         output.seek(0)
@@ -95,6 +107,18 @@ def _resident(root: psutil.Process) -> list[tuple[psutil.Process, int]]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def _anonymous_bytes(root: psutil.Process) -> int:
+    """Anonymous memory summed over the processes of the tree, as /proc/<pid>/smaps_rollup tells it."""
+    total = 0
+    for process, _ in _resident(root):
+        try:
+            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        except ProcessLookupError:
+            continue
+        total += next((int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:")), 0)
+    return total
 
 
 def _stage(process: psutil.Process) -> str | None:

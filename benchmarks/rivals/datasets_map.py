@@ -19,7 +19,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def tokenize(rows: dict[str, list[Any]]) -> dict[str, Any]:
-        encoded = tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             rows["messages"], return_dict=True, return_assistant_tokens_mask=True, return_attention_mask=False
         )
         return {"input_ids": encoded["input_ids"], "assistant_masks": encoded["assistant_masks"]}
