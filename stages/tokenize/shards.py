@@ -1,96 +1,221 @@
-"""The token files: uncompressed Arrow IPC in record batches of a constant number of rows, mapped by later stages."""
+"""Shards: the tokens of 64 consecutive blocks each, whole or not there at all.
 
-from array import array
+A shard's files count once its marker exists; the marker names their sizes and hashes and is written last, in one step.
+"""
+
+import json
+import os
+import zlib
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from stages.tokenize.encode import EncodedRow
+from stages.files import sha256_file, sha256_json, write_json
+from stages.read.block import Block
+from stages.tokenize.settings import BlockTokens
 
-ROWS_PER_RECORD_BATCH = 512
-INDEX_ROWS_PER_RECORD_BATCH = 1 << 16
-LARGEST_UINT16_VOCABULARY = 1 << 16
-
-
-def token_schema(vocab_size: int) -> pa.Schema:
-    """Columns of train.arrow and heldout.arrow; ids take two bytes where the vocabulary allows it."""
-    id_type = pa.uint16() if vocab_size <= LARGEST_UINT16_VOCABULARY else pa.int32()
-    return pa.schema(
-        [
-            pa.field("input_ids", pa.list_(id_type), nullable=False),
-            pa.field("loss_spans", pa.list_(pa.int32()), nullable=False),
-            pa.field("family", pa.string()),
-            pa.field("source_row", pa.int64(), nullable=False),
-        ]
-    )
+BLOCKS_PER_SHARD = 64
+SIDES = ("train", "heldout")
+# Of all rejected rows the first ones are listed; a broken source would else write itself out once more.
+REJECTS_LISTED = 100
+SHARD_INDEX = pa.schema(
+    [
+        pa.field("length", pa.int32(), nullable=False),
+        pa.field("supervised", pa.int32(), nullable=False),
+        pa.field("source", pa.uint16(), nullable=False),
+        pa.field("digest", pa.uint64()),
+    ]
+)
 
 
-class TokenWriter:
-    """Writes rows of tokens to one Arrow file, holding at most one record batch of them.
+class Reject(NamedTuple):
+    """A row that was not used."""
 
-    The file is only whole after the `with` block.
-    """
+    file: int
+    row: int
+    line: int
+    reason: str
 
-    def __init__(self, path: Path, vocab_size: int):
-        """Open the file."""
-        self._schema = token_schema(vocab_size)
-        self._sink = pa.OSFile(str(path), "wb")
-        self._writer = pa.ipc.new_file(self._sink, self._schema)
-        self._rows: list[tuple[EncodedRow, str | None, int]] = []
-        self.lengths = array("i")
-        self.supervised = array("i")
 
-    def __enter__(self) -> "TokenWriter":
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What a shard's marker says."""
+
+    key: str
+    """Of all that decides the bytes."""
+    number: int
+    blocks: int
+    input_crc32: int
+    """Of the blocks' payloads: the source is read again on a rerun, and has to be the same."""
+    files: dict[str, dict[str, Any]]
+    """Path below the root → bytes and sha256."""
+    counts: dict[str, dict[str, int]]
+    """Source's number as text (JSON has no other keys) → figures."""
+    rejects: list[Reject]
+    """The first REJECTS_LISTED rows that were not used."""
+    first: dict[str, tuple[int, int]]
+    """Count → (file, line) of the first row it met."""
+
+    def discard(self, root: Path) -> None:
+        """Take the marker away, so that the shard is made anew."""
+        (root / marker_name(self.number)).unlink()
+
+
+def shard_name(number: int) -> str:
+    """Name of a shard, in order of number when sorted as text for up to 100,000 shards (6 TB of source)."""
+    return f"{number:05d}"
+
+
+def shard_of(block: Block) -> int:
+    """The number of the shard that holds a block."""
+    return block.number // BLOCKS_PER_SHARD
+
+
+def marker_name(number: int) -> str:
+    """Path of a shard's marker below its root."""
+    return f"done/{shard_name(number)}.json"
+
+
+def read_marker(root: Path, number: int) -> Shard | None:
+    """What the marker of a shard below `root` says, without a look at its files; None where there is none to trust."""
+    try:
+        values = json.loads((root / marker_name(number)).read_text(encoding="utf-8"))
+        if values.pop("sha256") != sha256_json(values):
+            return None
+        rejects = [Reject(*one) for one in values.pop("rejects")]
+        first = {name: (file, line) for name, (file, line) in values.pop("first").items()}
+        return Shard(**values, rejects=rejects, first=first)
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        # Absent, damaged, or of another version: it vouches for nothing, and the shard is made anew.
+        return None
+
+
+def is_whole(root: Path, files: dict[str, dict[str, Any]]) -> bool:
+    """Whether all these files are below `root` with the size and content that were written."""
+    for name, expected in files.items():
+        path = root / name
+        if not path.is_file() or path.stat().st_size != expected["bytes"] or sha256_file(path) != expected["sha256"]:
+            return False
+    return True
+
+
+def finished_shard(root: Path, number: int, key: str) -> Shard | None:
+    """The shard when it was finished with this key and is undamaged, else None."""
+    shard = read_marker(root, number)
+    return shard if shard is not None and shard.key == key and is_whole(root, shard.files) else None
+
+
+@dataclass(kw_only=True)
+class _Tally:
+    """What a shard's blocks add up to."""
+
+    blocks: int = 0
+    input_crc32: int = 0
+    counts: dict[int, Counter[str]] = field(default_factory=dict)
+    rejects: list[Reject] = field(default_factory=list)
+    first: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, block: Block, tokens: BlockTokens) -> None:
+        self.blocks += 1
+        self.input_crc32 = zlib.crc32(block.payload, self.input_crc32)
+        self.counts.setdefault(block.source, Counter()).update(tokens.counts)
+        room = REJECTS_LISTED - len(self.rejects)
+        self.rejects += [Reject(block.file, row, line, reason) for row, line, reason in tokens.rejects[:room]]
+        for name, (_, line) in tokens.first.items():
+            self.first.setdefault(name, (block.file, line))
+
+
+class ShardWriter:
+    """Writes one shard's files, then its marker; a `with` block that ends by a fault leaves no marker."""
+
+    def __init__(self, root: Path, number: int, key: str):
+        """Write below `root`; an old marker goes first, so that no moment has it beside new files."""
+        (root / marker_name(number)).unlink(missing_ok=True)
+        self._root, self._number, self._key = root, number, key
+        self._files: dict[str, _ArrowFile] = {}
+        self._tally = _Tally()
+
+    def __enter__(self) -> "ShardWriter":
         """Begin to write."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Write the last rows and the footer, or, after a fault, only close the file, which its owner discards."""
-        try:
-            if error is None:
-                self._flush()
-                self._writer.close()
-        finally:
-            self._sink.close()
+        """Close the files; they are no shard yet."""
+        for file in self._files.values():
+            file.abandon()
 
-    def add(self, row: EncodedRow, family: str | None, source_row: int) -> None:
-        """Append one row."""
-        self._rows.append((row, family, source_row))
-        self.lengths.append(len(row.ids))
-        self.supervised.append(row.supervised)
-        if len(self._rows) == ROWS_PER_RECORD_BATCH:
-            self._flush()
+    def add(self, block: Block, tokens: BlockTokens) -> None:
+        """Append a block's tokens."""
+        self._tally.add(block, tokens)
+        sides = (
+            (tokens.train, tokens.train_supervised, tokens.train_digests),
+            (tokens.heldout, tokens.heldout_supervised, tokens.heldout_digests),
+        )
+        for side, (rows, supervised, digests) in zip(SIDES, sides, strict=True):
+            self._file(side, rows.schema).write(rows)
+            index = [
+                pc.list_value_length(rows.column("input_ids")),
+                pa.array(supervised, pa.int32()),
+                pa.array(np.full(rows.num_rows, block.source, np.uint16)),
+                pa.array(digests, pa.uint64()) if len(digests) else pa.nulls(rows.num_rows, pa.uint64()),
+            ]
+            self._file(f"{side}-index", SHARD_INDEX).write(pa.record_batch(index, schema=SHARD_INDEX))
 
-    def _flush(self) -> None:
-        """Write the rows held as one record batch."""
-        if not self._rows:
-            return
-        rows, families, numbers = zip(*self._rows, strict=True)
-        columns = [
-            _lists([row.ids for row in rows], self._schema.field("input_ids").type),
-            _lists([row.spans.ravel() for row in rows], self._schema.field("loss_spans").type),
-            pa.array(families, pa.string()),
-            pa.array(numbers, pa.int64()),
-        ]
-        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._rows.clear()
+    def _file(self, directory: str, schema: pa.Schema) -> "_ArrowFile":
+        name = f"{directory}/{shard_name(self._number)}.arrow"
+        if name not in self._files:
+            self._files[name] = _ArrowFile(self._root / name, schema)
+        return self._files[name]
+
+    def finish(self) -> Shard:
+        """Make the files durable, then write the marker."""
+        files = {}
+        for name, file in sorted(self._files.items()):
+            file.close()
+            files[name] = {"bytes": file.path.stat().st_size, "sha256": sha256_file(file.path)}
+        tally = self._tally
+        shard = Shard(
+            key=self._key,
+            number=self._number,
+            blocks=tally.blocks,
+            input_crc32=tally.input_crc32,
+            files=files,
+            counts={str(source): dict(sorted(counts.items())) for source, counts in sorted(tally.counts.items())},
+            rejects=tally.rejects,
+            first=tally.first,
+        )
+        values = asdict(shard)
+        write_json(self._root / marker_name(self._number), {**values, "sha256": sha256_json(values)})
+        return shard
 
 
-def _lists(values: list[np.ndarray], list_type: pa.ListType) -> pa.ListArray:
-    """Arrays as one Arrow list column, without a Python object per value."""
-    offsets = np.zeros(len(values) + 1, np.int32)
-    np.cumsum([len(value) for value in values], out=offsets[1:])
-    flat = np.concatenate(values).astype(list_type.value_type.to_pandas_dtype(), copy=False)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=list_type)
+class _ArrowFile:
+    """An Arrow IPC file that is written batch by batch."""
 
+    def __init__(self, path: Path, schema: pa.Schema):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._sink = pa.OSFile(str(path), "wb")
+        self._writer = pa.ipc.new_file(self._sink, schema)
 
-def write_index(path: Path, lengths: array, supervised: array) -> None:
-    """Write the training rows' lengths and supervised tokens: all that bucket reads."""
-    schema = pa.schema(
-        [pa.field("length", pa.int32(), nullable=False), pa.field("supervised", pa.int32(), nullable=False)]
-    )
-    columns = [pa.array(np.frombuffer(column, np.int32)) for column in (lengths, supervised)]
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        writer.write_table(pa.table(columns, schema=schema), max_chunksize=INDEX_ROWS_PER_RECORD_BATCH)
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Append a batch; one without rows is left out."""
+        if batch.num_rows:
+            self._writer.write_batch(batch)
+
+    def close(self) -> None:
+        """Write the footer and have all bytes on the disk."""
+        self._writer.close()
+        self._sink.close()
+        with open(self.path, "rb") as file:
+            os.fsync(file.fileno())
+
+    def abandon(self) -> None:
+        """Let go of the file, whole or not."""
+        self._sink.close()

@@ -1,0 +1,144 @@
+"""Blocks turned into tokens by several workers, handed back in order, with a bounded number of them in memory."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from stages.errors import UserError
+from stages.read.block import Block
+from stages.tokenize.settings import BlockTokens
+
+Tokenize = Callable[[Block], BlockTokens]
+# Enough that no worker waits for the next block while the oldest one is slow.
+BLOCKS_IN_FLIGHT_PER_WORKER = 2
+# Threads with which a fork is safe: pyarrow starts jemalloc's at import, and jemalloc prepares itself for forks.
+FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
+
+_own = threading.local()
+
+
+class Pool:
+    """Maps blocks to tokens in order."""
+
+    def __init__(self, submit: Callable[[Block], "Future[BlockTokens]"], bound: int):
+        """Hold at most `bound` blocks."""
+        self._submit, self._bound = submit, bound
+
+    def map(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, BlockTokens]]:
+        """Each block with its tokens, in the blocks' order; the bytes do not depend on how many workers there are.
+
+        Raises:
+            UserError: a worker was killed.
+        """
+        waiting: deque[tuple[Block, Future[BlockTokens]]] = deque()
+        try:
+            for block in blocks:
+                waiting.append((block, self._submit(block)))
+                if len(waiting) >= self._bound:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        except BrokenProcessPool:
+            raise UserError(
+                "run.data_workers: a worker of tokenize was killed, most often because memory ran out; set fewer "
+                "workers or run.data_pool=threads, then run again: finished shards are kept"
+            ) from None
+
+
+@contextmanager
+def open_pool(make: Callable[[], Tokenize], workers: int, kind: str) -> Iterator[Pool]:
+    """A pool of `workers` `processes` or `threads`, each with its own `make()`; one worker is this process itself.
+
+    Enter it before the process has threads: then its workers are forks, which start at no cost and share memory.
+    """
+    if workers == 1:
+        yield Pool(_Serial(make()).submit, 1)
+        return
+    executor = _processes(make, workers) if kind == "processes" else ThreadPoolExecutor(workers, "", _start, (make,))
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of any thread, also of those that a fork is safe with.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            # The first task starts the workers: now, before a progress bar's thread exists.
+            executor.submit(os.getpid)
+        yield Pool(lambda block: executor.submit(_work, block), BLOCKS_IN_FLIGHT_PER_WORKER * workers)
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+class _Serial:
+    """Work done in this process when it is asked for."""
+
+    def __init__(self, tokenize: Tokenize):
+        self._tokenize = tokenize
+
+    def submit(self, block: Block) -> "Future[BlockTokens]":
+        done: Future[BlockTokens] = Future()
+        done.set_result(self._tokenize(block))
+        return done
+
+
+def _processes(make: Callable[[], Tokenize], workers: int) -> Executor:
+    """Worker processes: forks of this one where that is safe, else new interpreters."""
+    if is_safe_to_fork():
+        made = make()
+        context = multiprocessing.get_context("fork")
+        return ProcessPoolExecutor(workers, context, _start_process, (lambda: made,))
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (make,))
+
+
+def is_safe_to_fork() -> bool:
+    """Whether this process has no thread that might hold a lock which a fork would inherit forever locked."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return False
+    others = [task for task in tasks.iterdir() if task.name != str(os.getpid())]
+    return all((task / "comm").read_text().strip() in FORK_SAFE_THREADS for task in others)
+
+
+def available_workers() -> int:
+    """Cores that this process may use: those it is bound to, less what a container's quota takes away."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        allowed, period = quota.read_text().split()
+        if allowed != "max":
+            cores = min(cores, -(-int(allowed) // int(period)))
+    return max(cores, 1)
+
+
+def _start_process(make: Callable[[], Tokenize]) -> None:
+    """Make a worker process ready: Ctrl-C is its parent's business, and it never outlives the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _start(make)
+
+
+def _start(make: Callable[[], Tokenize]) -> None:
+    """Make this worker's own tokenizer: it counts as it goes, so threads must not share one."""
+    _own.tokenize = make()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone, however that came about (SIGKILL runs no cleanup)."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only a worker process watches its parent"
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _work(block: Block) -> BlockTokens:
+    """One block, in a worker."""
+    tokens: BlockTokens = _own.tokenize(block)
+    return tokens

@@ -1,0 +1,89 @@
+"""The token directory that later stages read, put together from finished shards in one step."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.errors import UserError
+from stages.files import atomic_directory, sha256_json, write_json
+from stages.tokenize.merge import Placed, Totals, merge
+from stages.tokenize.prepare import Job
+from stages.tokenize.stats import metrics, notes, source_figures, write_histogram, write_rejects
+
+SCHEMA = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What meta.json says of the tokenizer and its template."""
+
+    vocab_size: int
+    pad_id: int
+    eos_id: int | None
+    chat_template_sha256: str | None
+    """None where no source has conversations."""
+    chat_template_method: str | None
+    chat_template_reason: str | None
+
+
+def publish(job: Job, about: About, placed: Sequence[Placed], out: Path) -> tuple[dict[str, Any], list[str]]:
+    """Write the token directory `out` in one step; return the metrics and notes for the user.
+
+    Raises:
+        UserError: one side of the split is empty, or the disk refused.
+    """
+    settings, sources = job.settings, job.data_lock["sources"]
+    with atomic_directory(out) as aside:
+        totals = merge(placed, aside, len(sources), settings.drop_duplicates)
+        _check_sides(totals, job)
+        train, heldout = totals.side("train"), totals.side("heldout")
+        longest = max(train.longest, heldout.longest)
+        write_histogram(aside / "lengths.csv", train)
+        write_rejects(aside / "rejects.jsonl", totals, job.file_names)
+        meta = {
+            "schema": SCHEMA,
+            **asdict(about),
+            "max_length": settings.max_length,
+            "train_rows": train.rows,
+            "heldout_rows": heldout.rows,
+            "longest": longest,
+            "shards": len(placed),
+            "files": list(job.file_names),
+            "sources": [_about_source(job, totals, place) for place in range(len(sources))],
+            "tokenizer_sha256": sha256_json(job.tokenizer_lock["files"]),
+            "data_sha256": sha256_json([source["files"] for source in sources]),
+        }
+        write_json(aside / "meta.json", meta)
+    figures = metrics(totals, [shape.format for shape in settings.sources], longest)
+    return figures, notes(totals, settings, job.file_names)
+
+
+def _about_source(job: Job, totals: Totals, place: int) -> dict[str, Any]:
+    """A source's entry in meta.json."""
+    shape = job.settings.sources[place]
+    return {
+        "source": job.data_lock["sources"][place]["source"],
+        "format": shape.format,
+        "format_reason": job.format_reasons[place],
+        "columns": dict(shape.columns),
+        **source_figures(totals, place),
+    }
+
+
+def _check_sides(totals: Totals, job: Job) -> None:
+    """Both sides of the split need a row."""
+    rows = {"train on": totals.side("train").rows, "evaluate on": totals.side("heldout").rows}
+    lost = {
+        "no_answer_rows": f"lost their answer to data.max_length={job.settings.max_length}",
+        "dropped_long_rows": f"are longer than data.max_length={job.settings.max_length}",
+        "empty_answer_rows": "have an empty answer",
+        "bad_rows": "cannot be used",
+    }
+    for use, number in rows.items():
+        if number == 0:
+            why = "".join(f", {totals.count(name)} {text}" for name, text in lost.items() if totals.count(name))
+            raise UserError(
+                f"data.heldout_fraction: leaves no row to {use} ({sum(rows.values())} usable rows{why}); "
+                f"got {job.settings.heldout_fraction}; change it, add rows, or raise data.max_length"
+            )

@@ -1,0 +1,119 @@
+"""Tokenize as one run, as a part of one, or from parts: the order of work, and its progress."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from stages.read.blocks import BLOCK_BYTES, read_blocks
+from stages.tokenize.make import Task, make_shards
+from stages.tokenize.merge import Placed
+from stages.tokenize.parts import MANIFEST, Part, collect, write_manifest
+from stages.tokenize.pool import available_workers, open_pool
+from stages.tokenize.prepare import Job
+from stages.tokenize.publish import publish
+from stages.tokenize.settings import BlockTokens
+from stages.tokenize.shards import Shard
+from stages.tokenize.work import BlockTokenizer
+from stages.tokenize.workplace import held_alone, scratch_root, workplace
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A job, and how it is to be done, which changes no byte."""
+
+    job: Job
+    workers: int | None
+    """None: one for each core that this process may use."""
+    pool: str
+    progress: bool
+
+    def worker_count(self) -> int:
+        """Workers, but no more than there are blocks."""
+        blocks = -(-self.job.data_lock["bytes"] // BLOCK_BYTES)
+        return max(1, min(self.workers or available_workers(), blocks))
+
+
+def make_all(work: Work, out: Path, told: Told) -> tuple[dict[str, Any], list[str]]:
+    """Make every shard that is not finished yet, and publish the token directory; return metrics and notes.
+
+    Raises:
+        UserError: see `make_shards` and `publish`.
+    """
+    job = work.job
+    with workplace(scratch_root(), job.key, told) as root:
+        task = Task(root=root, key=job.key, part=0, parts=1)
+        shards, _ = _make(work, task)
+        placed = [Placed(root=root, shard=shard) for shard in shards]
+        figures, notes = publish(job, _about(job), placed, out)
+    return figures, [*job.notes(), *notes]
+
+
+def make_part(work: Work, part: Part, out: Path, told: Told) -> list[str]:
+    """Make one part's shards below `out`, with a manifest; return notes.
+
+    Raises:
+        UserError: see `make_shards`.
+    """
+    job, root = work.job, part.directory(out)
+    with held_alone(root, told):
+        # While the part is being made, no manifest may vouch for it.
+        (root / MANIFEST).unlink(missing_ok=True)
+        shards, all_shards = _make(work, Task(root=root, key=job.key, part=part.number, parts=part.of))
+        write_manifest(root, part, job.made_of, job.key, shards, all_shards)
+    return [*job.notes(), f"{len(shards)} of {all_shards} shards are in {root}"]
+
+
+def merge_parts(work: Work, directories: Sequence[Path], out: Path) -> tuple[dict[str, Any], list[str]]:
+    """Publish the token directory from parts made elsewhere; return metrics and notes.
+
+    Raises:
+        UserError: see `collect` and `publish`.
+    """
+    job = work.job
+    placed = collect(directories, job.made_of, job.key)
+    return publish(job, _about(job), placed, out)
+
+
+def _make(work: Work, task: Task) -> tuple[list[Shard], int]:
+    """The task's shards, and the number of shards of the whole source."""
+    job = work.job
+    # The workers come before the bar, whose thread would make forking them unsafe.
+    with (
+        open_pool(partial(BlockTokenizer, job.settings), work.worker_count(), work.pool) as pool,
+        _Progress(job.data_lock["bytes"], work.progress) as progress,
+    ):
+        blocks = read_blocks(job.data_lock, max_rows=job.max_rows, progress=progress.read)
+        return make_shards(task, blocks, pool, job.file_names, job.settings.on_bad_row == "fail", progress.tokenized)
+
+
+class _Progress:
+    """A bar of the source's bytes, with the rows and tokens per second."""
+
+    def __init__(self, total_bytes: int, shown: bool):
+        self._bar = tqdm(total=total_bytes, desc="tokenize", unit="B", unit_scale=True, disable=not shown)
+        self._rows = self._tokens = 0
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def read(self, size_bytes: int) -> None:
+        """Count bytes that were read."""
+        self._bar.update(size_bytes)
+
+    def tokenized(self, tokens: BlockTokens) -> None:
+        """Count a block's rows and tokens."""
+        self._rows += tokens.counts["rows"]
+        self._tokens += sum(len(rows.column("input_ids").flatten()) for rows in (tokens.train, tokens.heldout))
+        seconds = self._bar.format_dict["elapsed"]
+        if seconds:
+            rates = f"{self._rows / seconds:,.0f} rows/s, {self._tokens / seconds:,.0f} tokens/s"
+            self._bar.set_postfix_str(rates, refresh=False)
