@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from stages.errors import UserError
 
@@ -58,10 +58,26 @@ class Source(Section):
     """Mean times each of its training rows is taken in an epoch: 0.5 takes half of them, another half each epoch."""
 
 
+def _source_form(value: Any) -> str:
+    """Which form of data.source a value has, so that its faults are told of that form alone."""
+    return "list" if isinstance(value, list) else "path"
+
+
+SourceList = Annotated[list[Source], Field(min_length=1)]
+Sources = Annotated[Annotated[Text, Tag("path")] | Annotated[SourceList, Tag("list")], Discriminator(_source_form)]
+
+
+def named_sources(source: str | list[Source]) -> list[tuple[str, Source]]:
+    """The sources that data.source names, in order, each with the dotted parameter of its path."""
+    if isinstance(source, str):
+        return [("data.source", Source(source=source))]
+    return [(f"data.source.{k}.source", one) for k, one in enumerate(source)]
+
+
 class Data(Section):
     """Which rows are learnt, and how they become tokens."""
 
-    source: Text | Annotated[list[Source], Field(min_length=1)]
+    source: Sources
     """A file, glob, directory, `datasets.save_to_disk` folder or `hf://org/name`; or a list of such with weights."""
     revision: Text | None
     """Hub branch, tag or commit; None means main."""
@@ -94,14 +110,10 @@ class Data(Section):
 
     def sources(self) -> list[Source]:
         """The sources in order, with absent keys taken from the section (`rows` has none there)."""
-        if isinstance(self.source, str):
-            given = [Source(source=self.source)]
-        else:
-            given = list(self.source)
         shared = ("revision", "config", "split", "format", "columns")
         return [
             one.model_copy(update={key: getattr(self, key) for key in shared if getattr(one, key) is None})
-            for one in given
+            for _, one in named_sources(self.source)
         ]
 
 
@@ -283,20 +295,24 @@ def _shown(value: Any) -> str:
 
 
 def _schema_keys(location: tuple[int | str, ...]) -> list[str]:
-    """The dotted keys of a fault: pydantic adds the branch of a union (`int`, say) after the last real key."""
+    """The dotted keys of a fault: pydantic adds the branch of a union (`int`, `list`) after the key that holds it."""
     keys: list[str] = []
     section: type[BaseModel] | None = Params
-    for part in map(str, location):
-        if section is None and not part.isdigit():
+    for place, part in enumerate(location):
+        if section is Source and location[place - 1] == "source" and not isinstance(part, int):
+            continue  # the form of data.source
+        if section is None and not isinstance(part, int):
             break
-        keys.append(part)
-        known = section is not None and part in section.model_fields
-        section = _section_below(section, part) if known and section is not None else None
+        keys.append(str(part))
+        if isinstance(part, str):
+            section = _section_below(section, part) if section is not None and part in section.model_fields else None
     return keys
 
 
 def _section_below(section: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The section that a key holds, None for a plain value."""
+    """The section that a key holds, itself or in a list; None for a plain value."""
+    if section is Data and key == "source":
+        return Source
     annotation = section.model_fields[key].annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
@@ -305,7 +321,8 @@ def _section_at(keys: list[str]) -> type[BaseModel]:
     """The schema class found by walking dotted keys from the top."""
     section: type[BaseModel] = Params
     for key in keys:
-        section = cast(type[BaseModel], _section_below(section, key))
+        if not key.isdigit():
+            section = cast(type[BaseModel], _section_below(section, key))
     return section
 
 
@@ -317,19 +334,38 @@ def _check_across_sections(params: Params) -> None:
             f"bucket.max_tokens: a row of data.max_length={params.data.max_length} (padded {longest}) must fit "
             f"in a micro-batch; got {params.bucket.max_tokens}; raise bucket.max_tokens or lower data.max_length"
         )
+    if params.bucket.constant_shape and params.bucket.mode != "packed":
+        raise UserError(
+            f"bucket.constant_shape: has an effect only with bucket.mode=packed; got true with "
+            f"bucket.mode={params.bucket.mode}; set it to false"
+        )
     if params.evaluate.max_tokens < longest:
         raise UserError(
             f"evaluate.max_tokens: must hold one row of data.max_length={params.data.max_length} (padded {longest}); "
             f"got {params.evaluate.max_tokens}; raise it or lower data.max_length"
         )
-    if params.data.revision is not None and not params.data.source.startswith(HUB_PREFIX):
-        raise UserError(
-            f"data.revision: only a hub source ({HUB_PREFIX}org/name) has revisions; got {params.data.revision!r} with "
-            f"data.source={params.data.source!r}; leave data.revision blank"
-        )
+    _check_sources(params.data)
     targets = params.train.lora.targets
     if ALL_LINEAR in targets and len(targets) > 1:
         raise UserError(f"train.lora.targets: {ALL_LINEAR} stands alone; got {targets}; drop it or the other names")
+
+
+def _check_sources(data: Data) -> None:
+    """What only a hub has is refused where no hub could take it; pin_data refuses a split of what has none."""
+    named = named_sources(data.source)
+    given = [
+        (f"{place.rpartition('.')[0]}.{key}", getattr(one, key), [one])
+        for place, one in named
+        for key in ("revision", "config")
+    ]
+    everywhere = [one for _, one in named]
+    given += [("data.revision", data.revision, everywhere), ("data.config", data.config, everywhere)]
+    for dotted, value, sources in given:
+        if value is not None and not any(one.source.startswith(HUB_PREFIX) for one in sources):
+            raise UserError(
+                f"{dotted}: only a hub source ({HUB_PREFIX}org/name) has one; got {value!r} with "
+                f"{', '.join(repr(one.source) for one in sources[:3])}; leave it blank"
+            )
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:
