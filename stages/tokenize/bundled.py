@@ -1,16 +1,25 @@
 """Templates of our own writing with generation marks, for families whose published templates have none."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
-from stages.tokenize.template_probes import PROBES, rendering
+from stages.tokenize.example import Conversation
 from stages.tokenize.segments import without_marks
 from stages.tokenize.template import CompiledTemplate
+from stages.tokenize.template_probes import PROBES, parts_of, rendering
 
 DIRECTORY = Path(__file__).parent / "templates"
 # A text without which a template cannot be of the family, so that few are compiled.
 FAMILIES = {
     "chatml": "im_start",
+    "qwen2.5": "im_start",
+    "qwen3": "im_start",
+    "llama-3": "start_header_id",
+    "llama-3.1": "start_header_id",
+    "mistral": "INST",
+    "mistral-tools": "INST",
+    "gemma": "start_of_turn",
+    "zephyr": "<|assistant|>",
 }
 
 
@@ -19,20 +28,23 @@ def read_bundled(family: str) -> str:
     return (DIRECTORY / f"{family}.jinja").read_text(encoding="utf-8")
 
 
-def find_twin(own: CompiledTemplate, special_tokens: Mapping[str, str]) -> CompiledTemplate | None:
-    """The bundled template that renders, or refuses, every test conversation as `own` does.
+def find_twin(own: CompiledTemplate, special_tokens: Mapping[str, str], hidden: Set[str]) -> CompiledTemplate | None:
+    """The bundled template that renders every test conversation as `own` does.
 
-    There is none for a template that refuses the plainest one: nothing would be compared.
+    Those that `own` refuses or shows in part (`hidden`) do not count: such rows are faults under any template. There is
+    no twin of a template that refuses the plainest one, since too little would be compared.
     """
     if rendering(own, PROBES[0]) is None:
         return None
+    probes = [(probe, rendering(own, probe)) for probe in PROBES if not parts_of(probe) & hidden]
     for family, needed in FAMILIES.items():
         if needed in own.source:
             twin = CompiledTemplate(read_bundled(family), special_tokens, f"the bundled {family} template")
-            if all(_alike(rendering(own, probe), rendering(twin, probe)) for probe in PROBES):
+            if all(text is None or text == _unmarked(twin, probe) for probe, text in probes):
                 return twin
     return None
 
 
-def _alike(own: str | None, twin: str | None) -> bool:
-    return own is twin or (own is not None and twin is not None and own == without_marks(twin))
+def _unmarked(twin: CompiledTemplate, conversation: Conversation) -> str | None:
+    text = rendering(twin, conversation)
+    return None if text is None else without_marks(text)

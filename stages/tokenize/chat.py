@@ -1,6 +1,6 @@
 """The chat template of a run: which one, how its trained text is told, and a conversation's segments."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,9 @@ import orjson
 from stages.errors import UserError
 from stages.tokenize.bundled import find_twin, read_bundled
 from stages.tokenize.example import Conversation, RowFault
-from stages.tokenize.template_probes import check_probe, shown_parts
 from stages.tokenize.segments import Segment, segments_of_spans, split_segments, without_marks
 from stages.tokenize.template import CompiledTemplate
+from stages.tokenize.template_probes import check_probe, hidden_parts, parts_of
 from stages.tokenize.turns import TurnFinder
 
 __all__ = ["Segment", "Template", "control_tokens", "open_template", "read_template", "split_segments"]
@@ -32,6 +32,7 @@ class Template:
         own: CompiledTemplate,
         twin: CompiledTemplate | None,
         control: Iterable[str],
+        hidden: Set[str],
         train_on: str,
         method: str,
         reason: str,
@@ -39,7 +40,7 @@ class Template:
         self.source, self.method, self.reason = own.source, method, reason
         self._own, self._twin, self._train_on = own, twin, train_on
         self._turns = TurnFinder(own, control)
-        self._hidden = {part for part, shown in shown_parts(own).items() if not shown}
+        self._hidden = hidden
 
     def render(self, conversation: Conversation) -> list[Segment]:
         """The conversation as text segments in order; joined they are the template's own rendering of it.
@@ -99,10 +100,7 @@ class Template:
         Raises:
             RowFault: naming the part.
         """
-        parts = {message["role"] for message in conversation.messages}
-        parts |= {"tools"} if conversation.tools else set()
-        parts |= {"tool_calls"} if any("tool_calls" in message for message in conversation.messages) else set()
-        hidden = sorted(parts & self._hidden)
+        hidden = sorted(parts_of(conversation) & self._hidden)
         if hidden:
             raise RowFault(
                 f"the chat template does not show {hidden[0]!r}, which the row has; set data.chat_template to one that "
@@ -132,17 +130,18 @@ def open_template(chat_template: str, directory: Path, special_tokens: Mapping[s
     else:
         source, name, said = chat_template, "data.chat_template: the template", "the template of data.chat_template"
     own = CompiledTemplate(source, special_tokens, name)
+    hidden = hidden_parts(own)
     method, twin = "segments", None
     if train_on == "all":
         method, reason = "all", "data.train_on is all: every token of the rendering is trained"
     elif own.has_marks:
         method, reason = "marks", f"{said} has generation marks"
-    elif found := find_twin(own, special_tokens):
+    elif found := find_twin(own, special_tokens, hidden):
         method, twin = "bundled", found
         reason = f"{said} has no generation marks, but renders test conversations as {found.name} does, which has them"
     else:
         reason = f"{said} has no generation marks, so each answer is what its turn adds to the text before it"
-    template = Template(own, twin, control, train_on, method, reason)
+    template = Template(own, twin, control, hidden, train_on, method, reason)
     check_probe(template.render, name, special_tokens, control)
     return template
 

@@ -62,13 +62,20 @@ def rendering(template: CompiledTemplate, conversation: Conversation) -> str | N
         return None
 
 
-def shown_parts(template: CompiledTemplate) -> dict[str, bool]:
-    """Whether the template shows (or refuses aloud) tools, tool_calls, and messages of the rarer roles."""
-    shown = {}
-    for part, (conversation, seen) in _PARTS.items():
-        text = rendering(template, conversation)
-        shown[part] = text is None or seen in text
-    return shown
+def hidden_parts(template: CompiledTemplate) -> frozenset[str]:
+    """Which of tools, tool_calls and messages of the rarer roles the template leaves out without a word."""
+    texts = {part: rendering(template, conversation) for part, (conversation, _) in _PARTS.items()}
+    return frozenset(part for part, text in texts.items() if text is not None and _PARTS[part][1] not in text)
+
+
+def parts_of(conversation: Conversation) -> set[str]:
+    """The roles of a conversation's messages, and whether it has tools and tool_calls."""
+    parts = {message["role"] for message in conversation.messages}
+    if conversation.tools:
+        parts.add("tools")
+    if any("tool_calls" in message for message in conversation.messages):
+        parts.add("tool_calls")
+    return parts
 
 
 def check_probe(
