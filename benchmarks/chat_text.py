@@ -4,7 +4,6 @@ Words follow a Zipf-Mandelbrot law, so that a few common ones make most of the t
 words are built from syllables, Chinese words from the 3,755 common characters of GB 2312.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,27 +81,27 @@ class Language:
 
 def english(rng: np.random.Generator) -> Language:
     """The made-up English that a generator's state leads to."""
-
-    def word() -> str:
-        syllables = min(int(rng.geometric(0.4)), 4)
-        parts = [_pick(rng, ONSETS) + _pick(rng, VOWELS) + _pick(rng, CODAS) for _ in range(syllables)]
-        return "".join(parts) + _pick(rng, ENDINGS)
-
-    return _language(rng, word, ENGLISH_WORDS, ENGLISH_EXPONENT, ENGLISH_MARKS)
+    drawn = 2 * ENGLISH_WORDS
+    syllables = np.minimum(rng.geometric(0.4, drawn), 4).tolist()
+    parts = [[_draw(rng, values, drawn) for values in (ONSETS, VOWELS, CODAS)] for _ in range(4)]
+    endings = _draw(rng, ENDINGS, drawn)
+    words = [
+        "".join(kind[place] for syllable in parts[: syllables[place]] for kind in syllable) + endings[place]
+        for place in range(drawn)
+    ]
+    return _language(rng, words, ENGLISH_WORDS, ENGLISH_EXPONENT, ENGLISH_MARKS)
 
 
 def chinese(rng: np.random.Generator) -> Language:
     """The made-up Chinese that a generator's state leads to."""
     # Level 1 of GB 2312: rows 16 to 55, the last of them short by five.
     plane = [bytes((0xA0 + row, 0xA0 + cell)) for row in range(16, 56) for cell in range(1, 95)]
-    characters = rng.permutation([code.decode("gb2312") for code in plane[:3755]]).tolist()
-    cdf = _zipf_cdf(len(characters), 0.9)
-
-    def word() -> str:
-        length = 1 + int(np.searchsorted((0.3, 0.85, 0.95), rng.random()))
-        return "".join(characters[place] for place in np.searchsorted(cdf, rng.random(length)))
-
-    return _language(rng, word, CHINESE_WORDS, CHINESE_EXPONENT, CHINESE_MARKS)
+    characters = rng.permutation([code.decode("gb2312") for code in plane[:3755]])
+    drawn = 2 * CHINESE_WORDS
+    sizes = (1 + np.searchsorted((0.3, 0.85, 0.95), rng.random(drawn))).tolist()
+    letters = characters[np.searchsorted(_zipf_cdf(len(characters), 0.9), rng.random((drawn, 4)))].tolist()
+    words = ["".join(four[:size]) for four, size in zip(letters, sizes, strict=True)]
+    return _language(rng, words, CHINESE_WORDS, CHINESE_EXPONENT, CHINESE_MARKS)
 
 
 def code(rng: np.random.Generator, lines: int) -> str:
@@ -124,10 +123,10 @@ def code(rng: np.random.Generator, lines: int) -> str:
 
 
 def _language(
-    rng: np.random.Generator, word: Callable[[], str], size: int, exponent: float, marks: tuple[Mark, ...]
+    rng: np.random.Generator, drawn: list[str], size: int, exponent: float, marks: tuple[Mark, ...]
 ) -> Language:
     """A language of `size` different words, the commonest of them short, as in natural text."""
-    words = list(dict.fromkeys(word() for _ in range(size * 2)))[:size]
+    words = list(dict.fromkeys(drawn))[:size]
     disorder = rng.random(len(words)) * LENGTH_DISORDER
     ranked = [words[place] for place in np.argsort(np.array([len(one) for one in words]) + disorder, kind="stable")]
     # Numbers stand at even distances among the words, so they are as common as NUMBER_SHARE says.
@@ -159,6 +158,6 @@ def _zipf_cdf(size: int, exponent: float) -> np.ndarray:
     return cdf
 
 
-def _pick(rng: np.random.Generator, values: list[str]) -> str:
-    """One of the values, all alike."""
-    return values[int(rng.random() * len(values))]
+def _draw(rng: np.random.Generator, values: list[str], size: int) -> list[str]:
+    """`size` of the values, all alike."""
+    return [values[place] for place in rng.integers(0, len(values), size).tolist()]

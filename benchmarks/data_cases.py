@@ -131,7 +131,8 @@ class Rival:
             done = subprocess.run(step, capture_output=True, text=True)
             if done.returncode:
                 lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
-                return f"`{' '.join(step[1:])[:80]}` failed: {lines[-1]}"
+                fault = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+                return f"`{' '.join(step[1:])[:80]}` failed: {fault}"
         self._environment_path.joinpath(".installed").touch()
         return None
 
