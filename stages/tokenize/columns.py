@@ -1,0 +1,78 @@
+"""The columns of the token files, filled from flat arrays without a Python object per token."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+import pyarrow as pa
+
+from stages.tokenize.cut import CutRows
+
+LARGEST_UINT16_VOCABULARY = 1 << 16
+DIGEST_BYTES = 8
+
+
+def token_schema(vocab_size: int) -> pa.Schema:
+    """Columns of the shards; ids take two bytes where the vocabulary allows it."""
+    id_type = pa.uint16() if vocab_size <= LARGEST_UINT16_VOCABULARY else pa.int32()
+    return pa.schema(
+        [
+            pa.field("input_ids", pa.list_(id_type), nullable=False),
+            pa.field("loss_spans", pa.list_(pa.int32()), nullable=False),
+            pa.field("family", pa.string()),
+            pa.field("source_file", pa.int32(), nullable=False),
+            pa.field("source_row", pa.int64(), nullable=False),
+        ]
+    )
+
+
+def record_batch(
+    schema: pa.Schema,
+    cut: CutRows,
+    ids: np.ndarray,
+    families: Sequence[str | None],
+    source_file: int,
+    source_rows: np.ndarray,
+) -> pa.RecordBatch:
+    """The pieces of a block as one record batch.
+
+    Args:
+        schema: of `token_schema`.
+        cut: the pieces.
+        ids: int32, the ids that `cut.starts` points into.
+        families: of each encoded row.
+        source_file: `Block.file`.
+        source_rows: int64, the number of each encoded row in its file.
+    """
+    pieces = [
+        ids[start:end] for start, end in zip(cut.starts.tolist(), (cut.starts + cut.lengths).tolist(), strict=True)
+    ]
+    values = np.concatenate(pieces) if pieces else ids[:0]
+    span_counts = np.bincount(cut.span_pieces, minlength=len(cut.rows))
+    columns = [
+        _lists(values, cut.lengths, schema.field("input_ids").type),
+        _lists(cut.spans.ravel(), 2 * span_counts, schema.field("loss_spans").type),
+        pa.array([families[row] for row in cut.rows.tolist()], pa.string()),
+        pa.array(np.full(len(cut.rows), source_file, np.int32)),
+        pa.array(source_rows[cut.rows]),
+    ]
+    return pa.record_batch(columns, schema=schema)
+
+
+def digests(batch: pa.RecordBatch) -> np.ndarray:
+    """64-bit hash of each row's ids and spans, uint64: equal rows have equal ones."""
+    hashes = [blake2b(digest_size=DIGEST_BYTES) for _ in range(len(batch))]
+    for column in (batch.column("input_ids"), batch.column("loss_spans")):
+        values = memoryview(column.flatten().to_numpy()).cast("B")
+        places = (column.offsets.to_numpy() * column.type.value_type.byte_width).tolist()
+        for digest, start, end in zip(hashes, places, places[1:], strict=False):
+            digest.update(values[start:end])
+    return np.frombuffer(b"".join(digest.digest() for digest in hashes), np.dtype("<u8"))
+
+
+def _lists(values: np.ndarray, lengths: np.ndarray, list_type: pa.ListType) -> pa.ListArray:
+    """Flat values as one Arrow list column."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    flat = values.astype(list_type.value_type.to_pandas_dtype(), copy=False)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=list_type)

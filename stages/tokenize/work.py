@@ -1,0 +1,223 @@
+"""What a worker does: a block of rows in, their tokens out."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+
+from stages.errors import UserError
+from stages.read.block import Block, RawRow
+from stages.read.decode import decode
+from stages.tokenize.chat import Template, open_template
+from stages.tokenize.columns import digests, record_batch, token_schema
+from stages.tokenize.cut import CutRows, cut_rows
+from stages.tokenize.encode import RowTokenizer
+from stages.tokenize.encoded import EncodedRows
+from stages.tokenize.rows import Conversation, Plain, RowFault, is_heldout, parse_row, row_family
+from stages.tokenize.segments import Segment, plain_segments
+from stages.tokenize.settings import COUNTS, BlockTokens, Settings, SourceShape
+
+ROWS_PER_SAMPLED_ROW = 32
+"""Of a block's rows the first, the 33rd, … are encoded a second time."""
+
+
+@dataclass(kw_only=True)
+class _Rows:
+    """A block's usable rows, a list for each thing that is known of them."""
+
+    segments: list[list[Segment]] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """(row number, line)."""
+    families: list[str | None] = field(default_factory=list)
+    heldout: list[bool] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Losses:
+    """What was left out or changed, and where first."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, tuple[int, int]] = field(default_factory=dict)
+    rejects: list[tuple[int, int, str]] = field(default_factory=list)
+
+    def note(self, name: str, place: tuple[int, int], number: int = 1) -> None:
+        """Count `number` of something at a row's place."""
+        if number:
+            self.counts[name] += number
+            self.first.setdefault(name, place)
+
+    def reject(self, name: str, place: tuple[int, int], reason: str) -> None:
+        """Count a row that is not used, and list it."""
+        self.note(name, place)
+        self.rejects.append((*place, reason))
+
+
+class BlockTokenizer:
+    """Turns blocks into tokens; what it gives depends on the settings and the block alone."""
+
+    def __init__(self, settings: Settings):
+        """Load the tokenizer; no thread is started.
+
+        Raises:
+            UserError: the tokenizer cannot be used.
+        """
+        self._settings = settings
+        self._tokenizer = RowTokenizer(settings.tokenizer_directory, settings.engine)
+        self._schema = token_schema(self._tokenizer.vocab_size)
+
+    @cached_property
+    def _template(self) -> Template:
+        """The chat template; rows of plain text need none."""
+        settings = self._settings
+        return open_template(
+            settings.chat_template, settings.tokenizer_directory, self._tokenizer.special_tokens, settings.train_on
+        )
+
+    def __call__(self, block: Block) -> BlockTokens:
+        """The tokens of a block.
+
+        Raises:
+            UserError: the block's file, the tokenizer or the template is at fault, not a row.
+        """
+        losses = _Losses()
+        rows = self._read(block, losses)
+        encoded = self._tokenizer.encode_rows(rows.segments)
+        self._check_ids(encoded)
+        self._sample(rows, encoded, losses)
+        cut = cut_rows(encoded, self._settings.max_length, self._settings.over_length)
+        self._tell_cut(cut, rows, encoded, losses)
+        heldout = np.array(rows.heldout, bool)[cut.rows]
+        train_batch, train_supervised, train_digests = self._side(block, cut.of(~heldout), encoded, rows)
+        heldout_batch, heldout_supervised, heldout_digests = self._side(block, cut.of(heldout), encoded, rows)
+        return BlockTokens(
+            train=train_batch,
+            heldout=heldout_batch,
+            train_supervised=train_supervised,
+            heldout_supervised=heldout_supervised,
+            train_digests=train_digests,
+            heldout_digests=heldout_digests,
+            counts={name: losses.counts[name] for name in COUNTS},
+            rejects=sorted(losses.rejects),
+            first=losses.first,
+        )
+
+    def _read(self, block: Block, losses: _Losses) -> _Rows:
+        """The block's usable rows; with on_bad_row: fail, those before the first that cannot be used."""
+        rows = _Rows()
+        shape = self._settings.sources[block.source]
+        for raw in decode(block):
+            place = (raw.number, raw.line)
+            losses.counts["rows"] += 1
+            try:
+                self._prepare(raw, shape, rows, losses)
+                continue
+            except RowFault as error:
+                fault = str(error)
+            except RecursionError:
+                fault = "nested too deep; make the row flatter"
+            losses.reject("bad_rows", place, fault)
+            if self._settings.on_bad_row == "fail":
+                break
+        return rows
+
+    def _prepare(self, raw: RawRow, shape: SourceShape, rows: _Rows, losses: _Losses) -> None:
+        """Add a row's segments, family and side, or count it where an answer in it is empty.
+
+        Raises:
+            RowFault: the row cannot be used.
+        """
+        if raw.value is None:
+            raise RowFault(raw.fault)
+        place = (raw.number, raw.line)
+        example = parse_row(raw.value, shape)
+        if example.has_empty_answer():
+            losses.reject("empty_answer_rows", place, "an answer in it is empty")
+            return
+        family = row_family(raw.value, shape)
+        guard = self._tokenizer.guard
+        found, replaced = guard.control_tokens, guard.surrogates
+        segments = self._segments(example)
+        if family is not None:
+            family = guard.clean(family)
+        heldout = is_heldout(example, self._settings.heldout_fraction, self._settings.heldout_seed)
+        losses.note("control_tokens_as_text", place, guard.control_tokens - found)
+        losses.note("surrogates_replaced", place, guard.surrogates - replaced)
+        rows.segments.append(segments)
+        rows.places.append(place)
+        rows.families.append(family)
+        rows.heldout.append(heldout)
+
+    def _segments(self, example: Conversation | Plain) -> list[Segment]:
+        """The row as guarded text, trained and not."""
+        guard = self._tokenizer.guard
+        if isinstance(example, Conversation):
+            if not guard.is_clean((example.messages, example.tools)):
+                example = replace(example, messages=guard.protect(example.messages), tools=guard.protect(example.tools))
+            return self._template.render(example)
+        if not guard.is_clean((example.prompt, example.completion)):
+            example = Plain(prompt=guard.protect(example.prompt), completion=guard.protect(example.completion))
+        tokenizer = self._tokenizer
+        return plain_segments(example, bos=tokenizer.bos_text, eos=tokenizer.eos_text, train_on=self._settings.train_on)
+
+    def _check_ids(self, encoded: EncodedRows) -> None:
+        """Refuse what no row can be blamed for: a doubled BOS token, and padding that is trained.
+
+        Raises:
+            UserError: naming the token.
+        """
+        tokenizer, ids = self._tokenizer, encoded.ids
+        starts = encoded.offsets[:-1][encoded.lengths > 1]
+        if (
+            tokenizer.bos_id is not None
+            and ((ids[starts] == tokenizer.bos_id) & (ids[starts + 1] == tokenizer.bos_id)).any()
+        ):
+            raise UserError(
+                f"data.chat_template: a row begins with two {tokenizer.special_tokens['bos_token']}, so the model "
+                "would learn a text that it is never given; take one out of the template or of the rows"
+            )
+        if tokenizer.pad_id == tokenizer.eos_id or not (found := np.flatnonzero(ids == tokenizer.pad_id)).size:
+            return
+        row = np.searchsorted(encoded.offsets, found, side="right") - 1
+        # Spans as places in all ids; a place is inside one where more spans have begun than ended.
+        spans = encoded.spans + encoded.offsets[encoded.span_rows][:, None]
+        begun = np.searchsorted(spans[:, 0], found, side="right")
+        ended = np.searchsorted(spans[:, 1], found, side="right")
+        if (begun > ended).any():
+            raise UserError(
+                f"model.name: token {tokenizer.pad_id} pads rows ({tokenizer.pad_reason}), yet it is trained in row "
+                f"{row[begun > ended][0]} of a block; name another pad_token in tokenizer_config.json"
+            )
+
+    def _sample(self, rows: _Rows, encoded: EncodedRows, losses: _Losses) -> None:
+        """Encode some rows as one text too: segments apart give other ids where a token would cross."""
+        for number in range(0, len(rows.segments), ROWS_PER_SAMPLED_ROW):
+            ids = encoded.ids[encoded.offsets[number] : encoded.offsets[number + 1]]
+            differs = self._tokenizer.encodes_otherwise(rows.segments[number], ids)
+            if differs is not None:
+                losses.counts["sampled_rows"] += 1
+                losses.note("sampled_rows_differing", rows.places[number], int(differs))
+
+    def _tell_cut(self, cut: CutRows, rows: _Rows, encoded: EncodedRows, losses: _Losses) -> None:
+        """Count what data.max_length did, and the rows on which the engine gave up."""
+        limit = self._settings.max_length
+        for row in cut.truncated.tolist():
+            losses.note("truncated_rows", rows.places[row])
+        for row in cut.split.tolist():
+            losses.note("split_rows", rows.places[row])
+        for row in cut.dropped_long.tolist():
+            losses.reject("dropped_long_rows", rows.places[row], f"longer than data.max_length={limit}")
+        for row in cut.no_answer.tolist():
+            losses.reject("no_answer_rows", rows.places[row], f"no answer is left within data.max_length={limit}")
+        for row in sorted(encoded.failed):
+            losses.note("engine_fallback_rows", rows.places[row])
+
+    def _side(
+        self, block: Block, cut: CutRows, encoded: EncodedRows, rows: _Rows
+    ) -> tuple[pa.RecordBatch, np.ndarray, np.ndarray]:
+        """(rows, supervised tokens of each, digest of each) of one side of the split."""
+        numbers = np.array([number for number, _ in rows.places], np.int64)
+        batch = record_batch(self._schema, cut, encoded.ids, rows.families, block.file, numbers)
+        digest = digests(batch) if self._settings.drop_duplicates else np.zeros(0, np.uint64)
+        return batch, cut.supervised.astype(np.int32), digest
