@@ -12,24 +12,27 @@ from stages.errors import StageCommand
 from stages.estimate.devices import GIB, GPUS, Device, check_precision, resolve_gpu
 from stages.estimate.kernels import target_of
 from stages.estimate.predict import Prediction, Setting, predict
-from stages.estimate.shapes import traced_steps
+from stages.estimate.shapes import longest_row, traced_steps
 from stages.estimate.switches import trace_switches
 from stages.estimate.verdict import judge
 from stages.files import atomic_directory, read_json, write_csv, write_json
-from stages.model.load import read_config, refuse_long_rows
+from stages.model.load import read_config, refuse_joined_rows, refuse_long_rows
 from stages.model.spec import ModelSpec
 from stages.pin.locate import config_directory
+from stages.step.batches import refuse_several_ranks
+from stages.step.tokens import read_lengths
 
 PATH = click.Path(path_type=Path)
 
 
 @click.command(cls=StageCommand)
 @click.option("--plan", "plan_path", type=PATH, default="data/batches/plan.arrow", show_default=True)
+@click.option("--index", type=PATH, default="data/tokens/train-index.arrow", show_default=True, help="Row lengths.")
 @click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned base.")
 @click.option("--out", type=PATH, default="data/estimate", show_default=True, help="Directory for the verdict.")
 @click.option("--metrics", type=PATH, default="metrics/estimate.json", show_default=True)
 @click.option("--list-gpus", is_flag=True, help="List the known GPUs and end.")
-def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus: bool) -> None:
+def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path, list_gpus: bool) -> None:
     """Predict the peak memory of training before training.
 
     The training step itself runs on tensors without storage, over the worst micro-batches of the real plan; every
@@ -42,10 +45,14 @@ def main(plan_path: Path, model_lock: Path, out: Path, metrics: Path, list_gpus:
     device, reason = resolve_gpu(p.hardware.gpu)
     check_precision(device, p.train.precision)
     plan = read_plan(plan_path)
-    steps = traced_steps(plan, tiled=device.kind == "cuda")
+    refuse_several_ranks(plan)
+    lengths = read_lengths(index)
+    steps = traced_steps(plan, lengths, tiled=device.kind == "cuda")
     config = read_config(config_directory(read_json(model_lock)))
-    longest = max(micro_batch.length for step in plan.steps for micro_batch in step)
+    longest = longest_row(plan, lengths)
     refuse_long_rows(config, longest)
+    if plan.flat:
+        refuse_joined_rows(config, longest)
     setting = Setting(
         model=ModelSpec.from_params(p),
         optimizer=p.train.optimizer,

@@ -6,7 +6,7 @@ Sources: PyTorch's aten/src/ATen/native/transformers/cuda and native/cuda, bitsa
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from stages.bucket.worst import ATTENTION_TILE_TOKENS
 from stages.estimate.devices import Device
 from stages.estimate.trace import OpRules
-from stages.model.attention import Kernel, attention_kernel, takes_flash
+from stages.model.attention import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
 
 aten = torch.ops.aten
 bnb = torch.ops.bitsandbytes
@@ -34,7 +34,6 @@ CUBLAS_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
 CUBLAS_WORKSPACE_BYTES_HOPPER = 4096 * 8 * 1024
 """cuBLAS workspace from compute capability 9 on (PyTorch's default, :4096:8)."""
 
-FLASH_HEAD_SIZE_MULTIPLE = 8
 FLASH_ACCUMULATOR_HEAD_MULTIPLE = 32
 CPU_QUERY_TILES = ((768, 256), (192, 64), (0, 32))
 """(shortest query in tokens, rows of a tile) of the CPU's flash attention."""
@@ -59,20 +58,21 @@ class Target:
     """Held from the first step to the last, in no tensor: library workspaces."""
     foreach: bool
     """PyTorch uses multi-tensor kernels there."""
-    kernel: Kernel | None
-    """Attention as the device runs it; None = as the CPU does."""
+    capability: tuple[int, int] | None
+    """Compute capability of a GPU; None = attention as the CPU runs it."""
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Run attention as the device does, on rows that hold one sequence each.
+        """Run attention as the device does, with the masks that training has.
 
-        transformers looks for packed sequences in the values of the positions, finds none when it trains, and cannot
-        look at fake ones: it would give models with a sliding window a mask per row instead of one for all.
+        transformers looks for packed sequences in the values of the positions and cannot look at fake ones. Rows of
+        one sequence each have none: it would give models with a sliding window a mask per row instead of one for all.
+        Rows that are joined get no mask whatever it finds.
         """
         look = masking_utils.find_packed_sequence_indices
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
         try:
-            with nullcontext() if self.kernel is None else attention_kernel(self.kernel):
+            with nullcontext() if self.capability is None else _attention_on(self.capability):
                 yield
         finally:
             masking_utils.find_packed_sequence_indices = look
@@ -83,7 +83,7 @@ def target_of(device: Device) -> Target:
     if device.kind == "cpu":
         inside = {aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes}
         rules = OpRules(expansions=_cpu_expansions(), workspaces=inside)
-        return Target(granularity_bytes=1, rules=rules, constant_bytes=0, foreach=False, kernel=None)
+        return Target(granularity_bytes=1, rules=rules, constant_bytes=0, foreach=False, capability=None)
     hopper = device.compute_capability >= (9, 0)
     workspace = CUBLAS_WORKSPACE_BYTES_HOPPER if hopper else CUBLAS_WORKSPACE_BYTES
     return Target(
@@ -91,8 +91,13 @@ def target_of(device: Device) -> Target:
         rules=OpRules(expansions={}, workspaces=_cuda_workspaces()),
         constant_bytes=CUBLAS_HANDLES * workspace,
         foreach=True,
-        kernel=cuda_attention(device.compute_capability),
+        capability=device.compute_capability,
     )
+
+
+def _attention_on(capability: tuple[int, int]) -> AbstractContextManager[None]:
+    """Attention as CUDA runs it at this compute capability."""
+    return attention_kernel(cuda_attention(capability), capability)
 
 
 def _cpu_expansions() -> dict[Any, Callable[..., Any]]:
@@ -118,6 +123,7 @@ def _cuda_workspaces() -> dict[Any, Callable[..., int]]:
     """Bytes inside CUDA kernels, by operation."""
     workspaces: dict[Any, Callable[..., int]] = {
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
+        torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward_bytes,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward_bytes,
         aten.embedding_dense_backward.default: embedding_backward_bytes,
         aten._foreach_norm.Scalar: foreach_norm_bytes,
@@ -134,6 +140,26 @@ def flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Ten
     tiled_head = -(-D // FLASH_ACCUMULATOR_HEAD_MULTIPLE) * FLASH_ACCUMULATOR_HEAD_MULTIPLE
     accumulators = B * H * tiled_tokens * (tiled_head + 1) * 4
     grouped = 2 * B * H * key.shape[2] * D * key.element_size() if key.shape[1] != H else 0
+    return accumulators + grouped
+
+
+def varlen_backward_bytes(
+    grad: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_THD: torch.Tensor,
+    value_THD: torch.Tensor,
+    out_THD: torch.Tensor,
+    sums: torch.Tensor,
+    offsets: torch.Tensor,
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
+    """As `flash_backward_bytes`, with one tile of tokens to spare for every row (mha_varlen_bwd)."""
+    T, H, D = query_THD.shape
+    tiled_tokens = T + (offsets.shape[0] - 1) * ATTENTION_TILE_TOKENS
+    tiled_head = -(-D // FLASH_ACCUMULATOR_HEAD_MULTIPLE) * FLASH_ACCUMULATOR_HEAD_MULTIPLE
+    accumulators = H * tiled_tokens * (tiled_head + 1) * 4
+    grouped = 2 * T * H * D * key_THD.element_size() if key_THD.shape[1] != H else 0
     return accumulators + grouped
 
 

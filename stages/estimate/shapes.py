@@ -1,24 +1,50 @@
 """The micro-batches that are traced: the worst of the real plan, in the positions where they stand."""
 
+import numpy as np
+
 from stages.bucket.plan import Plan
 from stages.bucket.worst import worst_micro_batches
+from stages.errors import UserError
 from stages.step.batches import BatchShape
 
 TracedSteps = tuple[tuple[BatchShape, ...], ...]
 """Optimizer steps, each a sequence of micro-batch shapes."""
 
 
-def traced_steps(plan: Plan, *, tiled: bool) -> TracedSteps:
+def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool) -> TracedSteps:
     """Steps that reach the peak of the whole plan.
 
     The first begins with the plan's first micro-batch and goes on with the worst of all later ones, which meet the
     gradients of the one before. Each further step is one more micro-batch that is the first of its step.
-    `tiled`: the device's attention works in tiles of tokens.
+    `lengths` are the tokens of every training row; `tiled`: the device's attention works in tiles of tokens.
+
+    Raises:
+        UserError: the plan was made for other tokens.
     """
+    if plan.flat:
+        _refuse_other_tokens(plan, lengths)
     first, later = worst_micro_batches(plan, tiled=tiled)
-    starts = list(dict.fromkeys(BatchShape.of(micro_batch) for micro_batch in first))
-    following = list(dict.fromkeys(BatchShape.of(micro_batch) for micro_batch in later))
+    starts = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in first))
+    following = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in later))
     return ((starts[0], *following), *((start,) for start in starts[1:]))
+
+
+def _refuse_other_tokens(plan: Plan, lengths: np.ndarray) -> None:
+    """Refuse joined rows that the index does not have, or that are longer than planned.
+
+    Raises:
+        UserError: the plan was made for other tokens.
+    """
+    if plan.rows.max() >= len(lengths) or (np.add.reduceat(lengths[plan.rows], plan.bounds[:-1]) > plan.length).any():
+        raise UserError(
+            "data/batches/plan.arrow: its rows differ from data/tokens/train-index.arrow, which was made later; "
+            "run `dvc repro bucket`"
+        )
+
+
+def longest_row(plan: Plan, lengths: np.ndarray) -> int:
+    """Positions of the longest row: padded where rows are padded, bare where they are joined."""
+    return int(lengths[plan.rows].max() if plan.flat else plan.length.max())
 
 
 def only(steps: TracedSteps, step: int, number: int) -> TracedSteps:
@@ -35,12 +61,21 @@ def halved(steps: TracedSteps) -> TracedSteps | None:
 
     Supervised tokens are bounded from above, so the prediction is never too low.
     """
-    if any(shape.rows < 2 for shape in steps[0][:1]):
+    if any(_rows_to_halve(shape) < 2 for shape in steps[0][:1]):
         return None
     return tuple(tuple(_halved(shape) for shape in step) for step in steps)
 
 
+def _rows_to_halve(shape: BatchShape) -> int:
+    """Rows of a micro-batch, joined or not."""
+    return shape.rows if shape.joined_lengths is None else len(shape.joined_lengths)
+
+
 def _halved(shape: BatchShape) -> BatchShape:
-    """Half the rows of a micro-batch, rounded up."""
-    rows = -(-shape.rows // 2)
-    return BatchShape(rows=rows, length=shape.length, supervised=min(shape.supervised, rows * shape.length))
+    """Half the rows of a micro-batch, rounded up; of joined ones every other, from the longest on."""
+    joined = shape.joined_lengths
+    if joined is not None:
+        joined = tuple(sorted(joined, reverse=True)[::2])
+    rows = 1 if joined else -(-shape.rows // 2)
+    length = sum(joined) if joined else shape.length
+    return BatchShape(rows=rows, length=length, supervised=min(shape.supervised, rows * length), joined_lengths=joined)

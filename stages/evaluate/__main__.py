@@ -18,7 +18,7 @@ from stages.model.load import read_config
 from stages.model.spec import WeightsSpec
 from stages.params import Params
 from stages.pin.locate import model_directory, verify_files
-from stages.step.batches import TokenRows
+from stages.step.tokens import TokenRows
 
 PATH = click.Path(path_type=Path)
 
@@ -61,7 +61,7 @@ def main(tokens: Path, model_lock: Path, tokenizer_lock: Path, tuned: Path, out:
 
 def _questions(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> Questions:
     """The held-out rows and prompts that both models are asked."""
-    rows = TokenRows(tokens / "heldout.arrow")
+    rows = TokenRows(tokens, "heldout")
     meta = read_json(tokens / "meta.json")
     special = special_ids(tokenizer)
     positions = getattr(read_config(base).get_text_config(), "max_position_embeddings", None)
@@ -76,7 +76,7 @@ def _questions(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> Que
     )
     return Questions(
         rows=rows,
-        loss_rows=spread_rows(len(rows), p.evaluate.loss_rows),
+        loss_rows=spread_rows(rows.kept, p.evaluate.loss_rows),
         prompts=prompts,
         unanswerable_rows=unanswerable_rows,
         special=special,

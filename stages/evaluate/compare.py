@@ -15,7 +15,7 @@ from stages.evaluate.heldout import row_losses
 from stages.model.adapters import load_adapter
 from stages.model.load import load_base
 from stages.model.spec import WeightsSpec
-from stages.step.batches import TokenRows
+from stages.step.tokens import TokenRows
 
 MODELS = ("base", "tuned")
 

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from stages.model.spec import WeightsSpec
-from stages.step.batches import TokenRows
 from stages.step.loss import causal_lm
+from stages.step.tokens import TokenRows
 
 NO_FAMILY = "all"
 """Family of the rows that name none."""
@@ -53,7 +53,7 @@ def choose_prompts(
     """
     too_long = 0
     families: dict[str, dict[bytes, Prompt]] = {}
-    for row in range(len(rows)):
+    for row in rows.kept.tolist():
         ids = rows.ids(row).tolist()
         start, end = rows.spans(row)[-1].tolist()
         if special.issuperset(ids[:start]):

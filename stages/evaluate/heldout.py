@@ -11,20 +11,16 @@ from torch import nn
 from tqdm import tqdm
 
 from stages.model.spec import WeightsSpec
-from stages.step.batches import TokenRows, collate
+from stages.step.batches import collate
 from stages.step.loss import token_losses
+from stages.step.tokens import TokenRows
 
 
-def spread_rows(total: int, count: int | None) -> list[int]:
-    """`count` row numbers evenly spaced over `total` rows; all of them for None or where there are fewer."""
-    if count is None or count >= total:
-        return list(range(total))
-    return [index * total // count for index in range(count)]
-
-
-def supervised_tokens(rows: TokenRows, row: int) -> int:
-    """Tokens of a row that are predicted: the trained ones but the very first, which nothing precedes."""
-    return sum(end - max(start, 1) for start, end in rows.spans(row).tolist())
+def spread_rows(rows: np.ndarray, count: int | None) -> list[int]:
+    """`count` of these row numbers, evenly spaced; all of them for None or where there are fewer."""
+    if count is None or count >= len(rows):
+        return rows.tolist()
+    return rows[np.arange(count) * len(rows) // count].tolist()
 
 
 def batch_rows(lengths: np.ndarray, numbers: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
@@ -58,7 +54,7 @@ def row_losses(
 
     At most `logits_chunk` × vocabulary logits exist at a time. `progress` advances by one per row.
     """
-    lengths = rows.lengths()
+    lengths = rows.lengths
     losses: dict[int, float] = {}
     for batch_numbers in batch_rows(lengths, numbers, max_tokens):
         length = int(lengths[batch_numbers[0]])

@@ -9,7 +9,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stages.evaluate.compare import MODELS, Answers, Questions
-from stages.evaluate.heldout import supervised_tokens
 from stages.evaluate.tasks import is_exact_match
 
 LENGTH_EDGES = (64, 128, 256, 512)
@@ -43,8 +42,8 @@ def evaluate_metrics(
 ) -> dict[str, Any]:
     """Loss (nats per trained token) and perplexity, overall and by row length; exact match overall and by family."""
     rows = questions.rows
-    tokens = np.array([supervised_tokens(rows, row) for row in questions.loss_rows])
-    lengths = rows.lengths()[questions.loss_rows]
+    tokens = rows.supervised[questions.loss_rows]
+    lengths = rows.lengths[questions.loss_rows]
     families = sorted({line["family"] for line in lines})
     return {
         "evaluated_rows": len(tokens),

@@ -22,6 +22,9 @@ from stages.model.spec import ModelSpec, WeightsSpec
 # Each scales or bends the logits after the head; the step below the head would miss it.
 UNSUPPORTED_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap")
 
+# Layers whose attention to a joined row, given its bounds, is that to the row alone.
+JOINABLE_LAYERS = {"full_attention", "sliding_attention"}
+
 PARAMS4BIT_ATTRIBUTES = ("quant_state", "blocksize", "quant_type", "bnb_quantized", "quant_storage", "module")
 
 transformers_logging.disable_progress_bar()
@@ -67,6 +70,31 @@ def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
         raise UserError(
             f"data.max_length: rows must fit the model's {positions} positions (max_position_embeddings); the longest "
             f"is padded to {longest}; lower data.max_length to {positions} or less"
+        )
+
+
+def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
+    """Refuse to join rows where a row's attention to itself is more than plain causal attention.
+
+    Args:
+        config: the model's config.
+        longest: tokens of the longest row.
+
+    Raises:
+        UserError: naming what the model has, and the remedy.
+    """
+    text = config.get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - JOINABLE_LAYERS)
+    if kinds:
+        raise UserError(
+            f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "
+            f"{', '.join(kinds)}; set bucket.mode=bucketed"
+        )
+    window = getattr(text, "sliding_window", None)
+    if window is not None and longest > window:
+        raise UserError(
+            f"bucket.mode: packed rows must fit the model's attention window of {window} tokens (sliding_window); the "
+            f"longest has {longest}; lower data.max_length to {window} or set bucket.mode=bucketed"
         )
 
 

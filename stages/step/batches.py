@@ -1,127 +1,52 @@
-"""From token files and the batch plan to the tensors of one micro-batch.
+"""From planned rows to the tensors of one micro-batch.
 
-Shape legend: B rows of the micro-batch, T padded length in tokens, N supervised positions.
+Shape legend: B rows of the micro-batch (1 where they are joined), T padded length in tokens, N supervised positions.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import accumulate
 
 import numpy as np
-import pyarrow as pa
 import torch
 
-from stages.bucket.arrow import open_batches
-from stages.bucket.plan import MicroBatch
+from stages.bucket.plan import MicroBatch, Plan
 from stages.errors import UserError
+from stages.model.attention import JoinedRows
+from stages.step.tokens import TokenRows
 
 IGNORED = -100
 """Target of a position that is not predicted; the value torch's cross-entropy skips."""
 
-COLUMNS = {
-    "input_ids": (pa.list_(pa.uint16()), pa.list_(pa.int32())),
-    "loss_spans": (pa.list_(pa.int32()),),
-    "family": (pa.string(),),
-    "source_row": (pa.int64(),),
-}
-
-
-class TokenRows:
-    """Rows of train.arrow or heldout.arrow, memory-mapped: what `ids` and `spans` return are views of the file."""
-
-    def __init__(self, path: Path):
-        """Map the file.
-
-        Raises:
-            UserError: the file is missing, damaged, of another schema, or holds no row.
-        """
-        self.path = path
-        self._batches = open_batches(path, COLUMNS)
-        self._starts = [0, *np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64).tolist()]
-        if not len(self):
-            raise UserError(f"{path}: holds no row; delete it and run `dvc repro`")
-        self._ids = [_list_views(batch.column("input_ids")) for batch in self._batches]
-        self._spans = [_list_views(batch.column("loss_spans")) for batch in self._batches]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def ids(self, row: int) -> np.ndarray:
-        """Token ids of a row, shape (tokens,), uint16 or int32."""
-        block, offset = self._place(row)
-        values, ends = self._ids[block]
-        return values[ends[offset] : ends[offset + 1]]
-
-    def spans(self, row: int) -> np.ndarray:
-        """Trained tokens of a row as half-open token positions, shape (spans, 2), int32, ascending and disjoint.
-
-        Raises:
-            UserError: the file's spans do not fit its tokens.
-        """
-        block, offset = self._place(row)
-        values, ends = self._spans[block]
-        flat = values[ends[offset] : ends[offset + 1]]
-        edges = [0, *flat.tolist(), len(self.ids(row))]
-        if len(flat) % 2 or any(left > right for left, right in zip(edges, edges[1:], strict=False)):
-            raise UserError(
-                f"{self.path}: row {row}: loss spans {flat.tolist()} must be ascending pairs within its "
-                f"{len(self.ids(row))} tokens; delete it and run `dvc repro`"
-            )
-        return flat.reshape(-1, 2)
-
-    def family(self, row: int) -> str | None:
-        """Task family of a row, None where its source names none."""
-        block, offset = self._place(row)
-        return self._batches[block].column("family")[offset].as_py()
-
-    def source_row(self, row: int) -> int:
-        """Number of a row in the source stream, from 0."""
-        block, offset = self._place(row)
-        return self._batches[block].column("source_row")[offset].as_py()
-
-    def lengths(self) -> np.ndarray:
-        """Tokens of every row, shape (rows,), int32."""
-        return np.concatenate([np.diff(ends) for _, ends in self._ids])
-
-    def _place(self, row: int) -> tuple[int, int]:
-        """Record batch of a row and its offset there.
-
-        Raises:
-            IndexError: the file has no such row.
-        """
-        if not 0 <= row < len(self):
-            raise IndexError(f"{self.path} has {len(self)} rows, no row {row}")
-        block = bisect_right(self._starts, row) - 1
-        return block, row - self._starts[block]
-
-
-def _list_views(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """Values and offsets of a list column, without a copy."""
-    return column.values.to_numpy(zero_copy_only=True), column.offsets.to_numpy(zero_copy_only=True)
+Row = tuple[np.ndarray, np.ndarray]
+"""Token ids of shape (tokens,) and trained spans of shape (spans, 2), both integers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
     """One micro-batch as tensors.
 
-    There is no attention mask: rows are padded on the right and attention is causal, so no real token ever sees
-    padding, padding is never a target, and the fused attention kernels stay usable.
+    There is no attention mask: rows are padded on the right (or joined, each attending to itself alone) and attention
+    is causal, so no real token ever sees padding, padding is never a target, and the fused kernels stay usable.
     """
 
     input_ids_BT: torch.Tensor
     """int64."""
     targets_BT: torch.Tensor
-    """int64: token t + 1 where that token is trained, else IGNORED; the last column is IGNORED."""
+    """int64: token t + 1 where that token is trained, else IGNORED; the last token of a row is IGNORED."""
     supervised_index_N: torch.Tensor
     """int64: flat positions b * T + t whose target is not IGNORED, ascending."""
+    joined_rows: JoinedRows | None
+    """The rows of a sequence that holds several; None where each row has a line of its own."""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on another device."""
+        """The same batch on another device; the host does not wait for the copy of pinned memory."""
+        pinned = self.input_ids_BT.is_pinned()
         return Batch(
-            input_ids_BT=self.input_ids_BT.to(device),
-            targets_BT=self.targets_BT.to(device),
-            supervised_index_N=self.supervised_index_N.to(device),
+            input_ids_BT=self.input_ids_BT.to(device, non_blocking=pinned),
+            targets_BT=self.targets_BT.to(device, non_blocking=pinned),
+            supervised_index_N=self.supervised_index_N.to(device, non_blocking=pinned),
+            joined_rows=None if self.joined_rows is None else self.joined_rows.to(device, non_blocking=pinned),
         )
 
 
@@ -135,63 +60,149 @@ class BatchShape:
     """T, in tokens."""
     supervised: int
     """N, in tokens."""
+    joined_lengths: tuple[int, ...] | None
+    """Tokens of each of the rows that are joined, padding included; None where rows are not joined."""
 
     @staticmethod
-    def of(micro_batch: MicroBatch) -> "BatchShape":
-        """The shape a planned micro-batch will have."""
-        return BatchShape(rows=len(micro_batch.rows), length=micro_batch.length, supervised=micro_batch.supervised)
+    def of(micro_batch: MicroBatch, lengths: np.ndarray) -> "BatchShape":
+        """The shape a planned micro-batch will have; `lengths` are the tokens of every training row."""
+        joined = joined_lengths(lengths[micro_batch.rows], micro_batch.length) if micro_batch.flat else None
+        return BatchShape(
+            rows=1 if micro_batch.flat else len(micro_batch.rows),
+            length=micro_batch.length,
+            supervised=micro_batch.supervised,
+            joined_lengths=joined,
+        )
 
 
-def collate(rows: Sequence[tuple[np.ndarray, np.ndarray]], length: int, pad_id: int) -> Batch:
-    """Pad rows on the right and shift targets.
+def joined_lengths(lengths: Sequence[int] | np.ndarray, total: int) -> tuple[int, ...]:
+    """Lengths of the rows of a joined sequence of `total` tokens, its padding cut into rows of its own.
+
+    No such row is longer than the longest real one: padding then reaches no position that the model does not know,
+    and costs attention no more than text does.
+    """
+    rows = [int(length) for length in lengths]
+    longest, left = max(rows), total - sum(rows)
+    padding = [longest] * (left // longest) + ([left % longest] if left % longest else [])
+    return (*rows, *padding)
+
+
+def collate(rows: Sequence[Row], length: int, pad_id: int, *, flat: bool = False, pin_memory: bool = False) -> Batch:
+    """Lay rows out and shift targets.
 
     Args:
-        rows: token ids of shape (tokens,) and spans of shape (spans, 2) of each row; no row longer than `length`.
-        length: T, tokens to which rows are padded.
+        rows: none is longer than `length`; when joined, all together are not.
+        length: T, tokens to which rows, or their joined sequence, are padded on the right.
         pad_id: token in the padding. It may also be a trained token (EOS, say): targets come from spans alone.
+        flat: join the rows into one sequence.
+        pin_memory: make tensors in page-locked memory, from which a GPU copies while the host goes on.
     """
-    input_ids_BT = np.full((len(rows), length), pad_id, dtype=np.int64)
-    targets_BT = np.full((len(rows), length), IGNORED, dtype=np.int64)
-    for b, (ids, spans) in enumerate(rows):
-        input_ids_BT[b, : len(ids)] = ids
-        for start, end in spans.tolist():
-            start = max(start, 1)  # Nothing precedes the first token, so nothing predicts it.
-            targets_BT[b, start - 1 : end - 1] = ids[start:end]
+    sizes = np.array([len(ids) for ids, _ in rows])
+    starts = np.cumsum(sizes) - sizes if flat else np.arange(len(rows)) * length
+    shape = (1 if flat else len(rows), length)
+    input_ids_BT, targets_BT = (_empty(shape, pin_memory) for _ in range(2))
+    ids_M = input_ids_BT.numpy().reshape(-1)
+    ids_M.fill(pad_id)
+    for start, size, (ids, _) in zip(starts.tolist(), sizes.tolist(), rows, strict=True):
+        ids_M[start : start + size] = ids
+    index_N = _supervised_index([spans for _, spans in rows], starts)
+    targets_M = targets_BT.numpy().reshape(-1)
+    targets_M.fill(IGNORED)
+    targets_M[index_N] = ids_M[index_N + 1]
+    supervised_index_N = _empty(index_N.shape, pin_memory)
+    supervised_index_N.numpy()[:] = index_N
     return Batch(
-        input_ids_BT=torch.from_numpy(input_ids_BT),
-        targets_BT=torch.from_numpy(targets_BT),
-        supervised_index_N=torch.from_numpy(np.flatnonzero(targets_BT != IGNORED)),
+        input_ids_BT=input_ids_BT,
+        targets_BT=targets_BT,
+        supervised_index_N=supervised_index_N,
+        joined_rows=join_rows(joined_lengths(sizes, length), pin_memory=pin_memory) if flat else None,
     )
 
 
-def read_batch(tokens: TokenRows, micro_batch: MicroBatch, pad_id: int) -> Batch:
+def _empty(shape: tuple[int, ...], pin_memory: bool, dtype: type[np.integer] = np.int64) -> torch.Tensor:
+    """A tensor to fill; memory of numpy's where it is not pinned, so that a CPU's count of tensors leaves it out."""
+    if pin_memory:
+        return torch.empty(shape, dtype=torch.int64 if dtype is np.int64 else torch.int32, pin_memory=True)
+    return torch.from_numpy(np.empty(shape, dtype))
+
+
+def _supervised_index(spans: Sequence[np.ndarray], starts: np.ndarray) -> np.ndarray:
+    """Flat positions from which trained tokens are predicted, ascending, int64.
+
+    Args:
+        spans: of each row, (spans, 2).
+        starts: flat position of each row's first token.
+    """
+    shifts = np.repeat(starts, [len(pairs) for pairs in spans])
+    pairs = np.concatenate(spans).astype(np.int64)
+    first = np.maximum(pairs[:, 0], 1)  # Nothing precedes the first token, so nothing predicts it.
+    counts = np.maximum(pairs[:, 1] - first, 0)
+    # Position k of all that are trained lies as far behind its span's start as k lies behind the span's first.
+    offsets = shifts + first - 1 - (np.cumsum(counts) - counts)
+    return np.arange(counts.sum()) + np.repeat(offsets, counts)
+
+
+def join_rows(lengths: tuple[int, ...], *, pin_memory: bool = False) -> JoinedRows:
+    """Where rows of these lengths lie when they are joined."""
+    offsets = _empty((len(lengths) + 1,), pin_memory, np.int32)
+    offsets.numpy()[:] = [0, *accumulate(lengths)]
+    starts = offsets.numpy()[:-1].astype(np.int64)
+    positions_BT = _empty((1, sum(lengths)), pin_memory)
+    positions_BT.numpy()[0] = np.arange(sum(lengths)) - np.repeat(starts, lengths)
+    return JoinedRows(lengths=lengths, offsets=offsets, positions_BT=positions_BT)
+
+
+def read_batch(tokens: TokenRows, micro_batch: MicroBatch, pad_id: int, *, pin_memory: bool = False) -> Batch:
     """The tensors of a planned micro-batch.
 
     Raises:
         UserError: the plan was made for other tokens.
     """
-    numbers = micro_batch.rows.tolist()
-    known = 0 <= min(numbers) and max(numbers) < len(tokens)
-    if not known or max(len(tokens.ids(row)) for row in numbers) > micro_batch.length:
-        raise _stale_plan(tokens, micro_batch)
-    batch = collate([(tokens.ids(row), tokens.spans(row)) for row in numbers], micro_batch.length, pad_id)
-    if len(batch.supervised_index_N) != micro_batch.supervised:
-        raise _stale_plan(tokens, micro_batch)
-    return batch
+    numbers = micro_batch.rows
+    if numbers.min() < 0 or numbers.max() >= len(tokens) or not _fits(tokens, micro_batch):
+        raise UserError(
+            f"{tokens.path}: rows of step {micro_batch.step} differ from the batch plan, which was made for other "
+            "tokens; run `dvc repro bucket`"
+        )
+    rows = [(tokens.ids(row), tokens.spans(row)) for row in numbers.tolist()]
+    return collate(rows, micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_memory)
 
 
-def _stale_plan(tokens: TokenRows, micro_batch: MicroBatch) -> UserError:
-    """The one line for a plan that does not belong to the tokens at hand."""
-    return UserError(
-        f"{tokens.path}: rows of step {micro_batch.step} differ from the batch plan, which was made for other tokens; "
-        "run `dvc repro bucket`"
-    )
+def _fits(tokens: TokenRows, micro_batch: MicroBatch) -> bool:
+    """Whether the index knows these rows as the plan does."""
+    lengths = tokens.lengths[micro_batch.rows]
+    needed = lengths.sum() if micro_batch.flat else lengths.max()
+    supervised = tokens.supervised[micro_batch.rows].sum()
+    used = not tokens.dropped[micro_batch.rows].any()
+    return used and needed <= micro_batch.length and supervised == micro_batch.supervised
+
+
+def refuse_several_ranks(plan: Plan) -> None:
+    """Refuse a plan for several GPUs.
+
+    Raises:
+        UserError: naming how many, and the remedy.
+    """
+    if plan.ranks > 1:
+        raise UserError(
+            f"hardware.num_gpus: training on several GPUs is not built yet; got a plan for {plan.ranks}; "
+            "set hardware.num_gpus=1"
+        )
 
 
 def empty_batch(shape: BatchShape, device: torch.device | str) -> Batch:
     """Uninitialised tensors of a micro-batch's shape, for tracing under FakeTensorMode."""
+
+    def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    joined = None
+    if shape.joined_lengths is not None:
+        offsets = empty(len(shape.joined_lengths) + 1, dtype=torch.int32)
+        joined = JoinedRows(lengths=shape.joined_lengths, offsets=offsets, positions_BT=empty(1, shape.length))
     return Batch(
-        input_ids_BT=torch.empty(shape.rows, shape.length, dtype=torch.int64, device=device),
-        targets_BT=torch.empty(shape.rows, shape.length, dtype=torch.int64, device=device),
-        supervised_index_N=torch.empty(shape.supervised, dtype=torch.int64, device=device),
+        input_ids_BT=empty(shape.rows, shape.length),
+        targets_BT=empty(shape.rows, shape.length),
+        supervised_index_N=empty(shape.supervised),
+        joined_rows=joined,
     )

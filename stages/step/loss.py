@@ -3,6 +3,7 @@
 Shapes: B rows, T padded tokens, D hidden size, V vocabulary, N trained tokens.
 """
 
+import inspect
 from typing import cast
 
 import torch
@@ -13,9 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from stages.errors import UserError
-from stages.step.batches import Batch
+from stages.model.attention import JoinedRows, joined_forward
+from stages.step.batches import Batch, join_rows
 
 PROBE_TOKENS = 8
+OTHER_ORDER = 0.02
+"""Share of the largest logit by which bf16 arithmetic in another order can change one."""
+UNSEEN = 1e-4
+"""The same in fp32, or in any type where shapes are equal and only tokens differ that must not be seen."""
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
@@ -30,7 +36,9 @@ def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def decoder_hidden(lm: PreTrainedModel, input_ids_BT: torch.Tensor) -> torch.Tensor:
+def decoder_hidden(
+    lm: PreTrainedModel, input_ids_BT: torch.Tensor, joined_rows: JoinedRows | None = None
+) -> torch.Tensor:
     """The last hidden states (B, T, D), without a mask and without a KV cache.
 
     Raises:
@@ -39,7 +47,8 @@ def decoder_hidden(lm: PreTrainedModel, input_ids_BT: torch.Tensor) -> torch.Ten
     decoder = lm.get_decoder()
     if decoder is lm:
         raise UserError(f"model.name: {lm.config.model_type} has no decoder apart from its head; choose another model")
-    return decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+    with joined_forward(joined_rows) as arguments:
+        return decoder(input_ids=input_ids_BT, use_cache=False, **arguments).last_hidden_state
 
 
 def summed_loss(model: nn.Module, batch: Batch, chunk: int | None) -> torch.Tensor:
@@ -50,7 +59,7 @@ def summed_loss(model: nn.Module, batch: Batch, chunk: int | None) -> torch.Tens
     at most chunk × V logits exist. Without it the logits of all B × T positions exist at once.
     """
     lm = causal_lm(model)
-    hidden_BTD = decoder_hidden(lm, batch.input_ids_BT)
+    hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
     if chunk is None:
         logits_MV = head_logits(lm, hidden_BTD).flatten(0, 1)
         return F.cross_entropy(logits_MV, batch.targets_BT.flatten(), reduction="sum", ignore_index=-100)
@@ -68,7 +77,7 @@ def token_losses(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
     For evaluation: the same decoder pass and head as `summed_loss`, at most `chunk` × V logits at a time.
     """
     lm = causal_lm(model)
-    hidden_BTD = decoder_hidden(lm, batch.input_ids_BT)
+    hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
     hidden_ND, targets_N = _trained_positions(hidden_BTD, batch)
     chunks = zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
     losses = [F.cross_entropy(head_logits(lm, hidden), targets, reduction="none") for hidden, targets in chunks]
@@ -113,6 +122,34 @@ def check_head(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether logits agree to what bf16 arithmetic in another order can change, 2% of their largest size."""
-    return bool((a - b).abs().max() <= 0.02 * a.abs().max())
+@torch.no_grad()
+def check_joined_rows(model: nn.Module, device: torch.device) -> None:
+    """Try a model on two joined rows: does each see itself alone, from position 0 on?
+
+    Raises:
+        UserError: it does not: a layer of its own making looks past a row's bounds, or counts positions itself.
+    """
+    lm = causal_lm(model)
+    name = lm.config.model_type
+    remedy = "set bucket.mode=bucketed, or choose another model"
+    if "position_ids" not in inspect.signature(lm.get_decoder().forward).parameters:
+        raise UserError(f"bucket.mode: packed needs a model that is told positions; {name} is not; {remedy}")
+    training = lm.training
+    lm.eval()
+    vocabulary = lm.config.get_text_config().vocab_size
+    row = torch.arange(PROBE_TOKENS, device=device)[None] % vocabulary
+    joined = join_rows((PROBE_TOKENS, PROBE_TOKENS)).to(device)
+    behind, behind_another = (
+        head_logits(lm, decoder_hidden(lm, torch.cat([first, row], dim=1), joined)[:, PROBE_TOKENS:])
+        for first in (row, row.flip(1))
+    )
+    alone = head_logits(lm, decoder_hidden(lm, row))
+    lm.train(training)
+    exact = UNSEEN if lm.dtype == torch.float32 else OTHER_ORDER
+    if not _close(behind, alone, exact) or not _close(behind, behind_another, UNSEEN):
+        raise UserError(f"bucket.mode: packed needs rows that do not see each other; in {name} they do; {remedy}")
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, share: float = OTHER_ORDER) -> bool:
+    """Whether logits agree to a share of their largest size."""
+    return bool((a - b).abs().max() <= share * a.abs().max())

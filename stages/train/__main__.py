@@ -11,9 +11,10 @@ from stages.errors import StageCommand
 from stages.files import atomic_directory, read_json, write_csv, write_json, write_text
 from stages.model.spec import ModelSpec
 from stages.pin.locate import model_directory, verify_files
-from stages.step.batches import TokenRows
+from stages.step.batches import refuse_several_ranks
 from stages.step.optim import OptimSpec
 from stages.step.step import StepSpec
+from stages.step.tokens import TokenRows
 from stages.train.card import model_card
 from stages.train.device import check_device, training_device
 from stages.train.loop import CURVE_COLUMNS, TrainJob, measured_steps, train
@@ -61,12 +62,13 @@ def main(
     directory = model_directory(lock)
     verify_files(directory, lock["files"])
     plan = read_plan(batches / "plan.arrow")
+    refuse_several_ranks(plan)
     meter = make_meter(device)
     job = TrainJob(
         model_directory=directory,
         plan=plan,
-        rows=TokenRows(tokens / "train.arrow"),
-        heldout=TokenRows(tokens / "heldout.arrow"),
+        rows=TokenRows(tokens, "train"),
+        heldout=TokenRows(tokens, "heldout"),
         pad_id=read_json(tokens / "meta.json")["pad_id"],
         model_spec=spec,
         optim_spec=OptimSpec.from_params(params),
@@ -78,6 +80,7 @@ def main(
         heldout_every_steps=params.train.heldout_every_steps,
         heldout_rows=params.train.heldout_rows,
         measured_steps=measured_steps(plan),
+        loader_threads=params.run.loader_threads,
         device=device,
         progress=params.run.progress,
     )

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from stages.model.spec import ModelSpec
-from stages.step.batches import Batch, TokenRows, collate
+from stages.step.batches import Batch, collate
 from stages.step.loss import summed_loss
+from stages.step.tokens import TokenRows
 
 
 def heldout_batches(rows: TokenRows, count: int, max_tokens: int, pad_id: int) -> Iterator[Batch]:
@@ -15,10 +16,10 @@ def heldout_batches(rows: TokenRows, count: int, max_tokens: int, pad_id: int) -
 
     A single row longer than the budget forms a batch of its own.
     """
-    numbers = sorted(range(min(count, len(rows))), key=lambda row: (len(rows.ids(row)), row))
+    numbers = sorted(rows.kept[:count].tolist(), key=lambda row: (rows.lengths[row], row))
     start = 0
     for end in range(1, len(numbers) + 1):
-        longest_next = len(rows.ids(numbers[min(end, len(numbers) - 1)]))
+        longest_next = rows.lengths[numbers[min(end, len(numbers) - 1)]]
         if end == len(numbers) or (end - start + 1) * longest_next > max_tokens:
             batch = [(rows.ids(row), rows.spans(row)) for row in numbers[start:end]]
             yield collate(batch, len(batch[-1][0]), pad_id)

@@ -2,9 +2,10 @@
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from stages.bucket.worst import worst_steps
 from stages.errors import UserError
 from stages.model.load import load_model
 from stages.model.spec import ModelSpec
-from stages.step.batches import Batch, TokenRows, read_batch
-from stages.step.loss import check_head
+from stages.step.batches import Batch
+from stages.step.loader import load
+from stages.step.loss import check_head, check_joined_rows
 from stages.step.optim import OptimSpec, build_optimizer, learning_rate
 from stages.step.step import StepSpec, training_step
+from stages.step.tokens import TokenRows
 from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.measure import Meter
 from stages.units import readable_size
@@ -63,6 +66,8 @@ class TrainJob:
     heldout_rows: int
     measured_steps: frozenset[int]
     """Steps whose peak memory is measured; always holds the first."""
+    loader_threads: int
+    """Threads that read batches ahead."""
     device: torch.device
     progress: bool
 
@@ -97,12 +102,19 @@ def train(job: TrainJob, meter: Meter) -> TrainResult:
         UserError: the model cannot be loaded, or a loss or gradient is not finite.
     """
     curves: list[dict[str, Any]] = []
-    with tqdm(total=len(job.plan.steps), desc="train", unit="step", disable=not job.progress) as bar:
+    stream = load(
+        job.rows,
+        job.plan,
+        pad_id=job.pad_id,
+        pin_memory=job.device.type == "cuda",
+        threads=job.loader_threads,
+    )
+    with closing(stream), tqdm(total=len(job.plan.steps), desc="train", unit="step", disable=not job.progress) as bar:
         for step in range(len(job.plan.steps)):
             with meter.window(f"step {step}") if step in job.measured_steps else nullcontext():
                 if step == 0:
                     model, optimizer = _load(job, meter)
-                row = _run_step(job, model, optimizer, step, meter)
+                row = _run_step(job, model, optimizer, step, stream, meter)
             row["allocated_bytes"] = meter.peak_bytes_of_step()
             _maybe_heldout(job, model, step, row, bar)
             curves.append(row)
@@ -116,15 +128,22 @@ def _load(job: TrainJob, meter: Meter) -> tuple[nn.Module, torch.optim.Optimizer
     with meter.phase("load"):
         model = load_model(job.model_directory, job.model_spec, job.device)
         check_head(model, job.device)
+        if job.plan.flat:
+            check_joined_rows(model, job.device)
         optimizer = build_optimizer(model, job.optim_spec)
     torch.manual_seed(job.model_spec.seed)
     return model, optimizer
 
 
 def _run_step(
-    job: TrainJob, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, meter: Meter
+    job: TrainJob,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    stream: Generator[Batch],
+    meter: Meter,
 ) -> dict[str, Any]:
-    """One optimizer step and its row of the curves."""
+    """One optimizer step, over the next batches of the stream, and its row of the curves."""
     micro_batches = job.plan.steps[step]
     lr = learning_rate(step, len(job.plan.steps), job.optim_spec)
     for group in optimizer.param_groups:
@@ -134,7 +153,7 @@ def _run_step(
     result = training_step(
         model,
         optimizer,
-        _load_batches(job, micro_batches),
+        (batch.to(job.device) for batch in islice(stream, len(micro_batches))),
         supervised_tokens=supervised,
         model_spec=job.model_spec,
         spec=job.step_spec,
@@ -150,7 +169,7 @@ def _run_step(
         "loss": loss,
         "lr": lr,
         "grad_norm": grad_norm,
-        "tokens": sum(len(job.rows.ids(row)) for m in micro_batches for row in m.rows.tolist()),
+        "tokens": sum(int(job.rows.lengths[m.rows].sum()) for m in micro_batches),
         "supervised_tokens": supervised,
         "padded_tokens": sum(micro_batch.padded_tokens for micro_batch in micro_batches),
         "micro_batches": len(micro_batches),
@@ -167,12 +186,6 @@ def _show(bar: Any, row: dict[str, Any]) -> None:
     memory = f"rss {readable_size(row['rss_bytes'])}" if allocated is None else f"peak {readable_size(allocated)}"
     bar.set_postfix_str(f"loss {row['loss']:.4f}, {speed:,.0f} tokens/s, {memory}", refresh=False)
     bar.update()
-
-
-def _load_batches(job: TrainJob, micro_batches: list[MicroBatch]) -> Iterator[Batch]:
-    """The step's micro-batches on the device, one at a time."""
-    for micro_batch in micro_batches:
-        yield read_batch(job.rows, micro_batch, job.pad_id).to(job.device)
 
 
 def _maybe_heldout(job: TrainJob, model: nn.Module, step: int, row: dict[str, Any], bar: Any) -> None:

@@ -10,7 +10,8 @@ from stages.bucket.plan import MicroBatch, Plan
 from stages.estimate.devices import Device, resolve_gpu
 from stages.estimate.kernels import Target, target_of
 from stages.estimate.predict import Setting
-from stages.step.batches import IGNORED, Batch, BatchShape
+from stages.model.attention import JoinedRows
+from stages.step.batches import IGNORED, Batch, BatchShape, join_rows
 from tests.small_model import spec_of
 
 RAM = Device(name="cpu", kind="cpu", memory_bytes=2**34, compute_capability=(0, 0))
@@ -33,7 +34,11 @@ def setting_of(
 
 
 def shape(rows: int, length: int, supervised: int) -> BatchShape:
-    return BatchShape(rows=rows, length=length, supervised=supervised)
+    return BatchShape(rows=rows, length=length, supervised=supervised, joined_lengths=None)
+
+
+def joined(lengths: tuple[int, ...], supervised: int) -> BatchShape:
+    return BatchShape(rows=1, length=sum(lengths), supervised=supervised, joined_lengths=lengths)
 
 
 def real_batch(wanted: BatchShape, vocabulary: int) -> Batch:
@@ -42,19 +47,26 @@ def real_batch(wanted: BatchShape, vocabulary: int) -> Batch:
     index = torch.arange(wanted.supervised)
     targets_BT = torch.full_like(input_ids_BT, IGNORED)
     targets_BT.view(-1)[index] = input_ids_BT.view(-1)[index]
-    return Batch(input_ids_BT=input_ids_BT, targets_BT=targets_BT, supervised_index_N=index)
+    rows = None if wanted.joined_lengths is None else join_rows(wanted.joined_lengths)
+    if rows is not None:  # numpy's memory, which the profiler does not count; a GPU's batch is copied.
+        rows = JoinedRows(lengths=rows.lengths, offsets=rows.offsets.clone(), positions_BT=rows.positions_BT.clone())
+    return Batch(input_ids_BT=input_ids_BT, targets_BT=targets_BT, supervised_index_N=index, joined_rows=rows)
 
 
 def plan_of(steps: Iterable[Iterable[tuple[int, int, int]]]) -> Plan:
     """A plan from (rows, length, supervised) of each step's micro-batches."""
-    return Plan(
-        steps=[
-            [
-                MicroBatch(
-                    epoch=0, step=number, rows=np.arange(rows, dtype=np.int32), length=length, supervised=supervised
-                )
-                for rows, length, supervised in step
-            ]
+    return Plan.of(
+        [
+            MicroBatch(
+                epoch=0,
+                step=number,
+                rows=np.arange(rows, dtype=np.int32),
+                length=length,
+                supervised=supervised,
+                rank=0,
+                flat=False,
+            )
             for number, step in enumerate(steps)
+            for rows, length, supervised in step
         ]
     )

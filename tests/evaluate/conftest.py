@@ -11,8 +11,8 @@ from stages.files import sha256_file, write_json
 from stages.model.adapters import add_adapters, save_adapter
 from stages.model.load import load_base
 from stages.model.spec import ModelSpec, WeightsSpec
-from stages.step.batches import TokenRows
-from tests.step.test_batches import Row, write_tokens
+from stages.step.tokens import TokenRows
+from tests.token_files import Row, write_tokens
 
 CPU = torch.device("cpu")
 PAD = 0
@@ -91,14 +91,14 @@ def base_dir(tmp_path_factory, tiny_dir: Path) -> Path:
 def tokens_dir(tmp_path_factory) -> Path:
     """What stage tokenize leaves, as far as evaluate reads it."""
     directory = tmp_path_factory.mktemp("tokens")
-    write_tokens(directory / "heldout.arrow", heldout_rows())
+    write_tokens(directory, heldout_rows(), "heldout")
     write_json(directory / "meta.json", {"eos_id": EOS, "pad_id": PAD, "max_length": 64})
     return directory
 
 
 @pytest.fixture(scope="session")
 def rows(tokens_dir: Path) -> TokenRows:
-    return TokenRows(tokens_dir / "heldout.arrow")
+    return TokenRows(tokens_dir, "heldout")
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,8 @@ from tqdm import tqdm
 
 from stages.evaluate.generate import Prompt, choose_prompts, greedy_answers, special_ids, stop_ids
 from stages.model.load import load_base
-from stages.step.batches import TokenRows
 from tests.evaluate.conftest import CPU, EOS, PAD, heldout_rows, spec_of
-from tests.step.test_batches import Row, write_tokens
+from tests.token_files import Row, heldout
 
 SPECIAL = {0, 1, 2, 3}
 NEW_TOKENS = 12
@@ -106,14 +105,14 @@ def test_prompts_are_spread_evenly_over_families(rows):
 
 def test_the_choice_does_not_follow_the_order_of_the_file(rows, tmp_path):
     """Rows added or moved upstream must not exchange the questions."""
-    backwards = TokenRows(write_tokens(tmp_path / "heldout.arrow", heldout_rows()[::-1]))
+    backwards = heldout(tmp_path, heldout_rows()[::-1])
     assert choose(backwards, count=6) == choose(rows, count=6)
 
 
 def test_prompt_is_all_before_the_last_span(tmp_path):
     """An earlier turn is part of the question; the trained end of turn is part of the answer."""
-    path = write_tokens(tmp_path / "heldout.arrow", [([5, 6, 7, 8, 9, EOS, 20], [1, 2, 4, 6], "sums")])
-    assert choose(TokenRows(path)) == [Prompt(family="sums", ids=[5, 6, 7, 8], answer_ids=[9, EOS])]
+    rows = heldout(tmp_path, [([5, 6, 7, 8, 9, EOS, 20], [1, 2, 4, 6], "sums")])
+    assert choose(rows) == [Prompt(family="sums", ids=[5, 6, 7, 8], answer_ids=[9, EOS])]
 
 
 def test_no_question_is_made_of_what_cannot_be_answered(tmp_path):
@@ -126,8 +125,7 @@ def test_no_question_is_made_of_what_cannot_be_answered(tmp_path):
         ([50, 51, 53, EOS], [2, 4], None),
         ([60, 61, 62, 63, EOS], [4, 5], None),
     ]
-    path = write_tokens(tmp_path / "heldout.arrow", rows)
-    chosen = chosen_and_left_out(TokenRows(path), max_length=6, max_prompt_tokens=3)
+    chosen = chosen_and_left_out(heldout(tmp_path, rows), max_length=6, max_prompt_tokens=3)
     assert chosen == ([Prompt(family="all", ids=[50, 51], answer_ids=[52, EOS])], 2)
 
 
@@ -138,6 +136,6 @@ def test_an_answer_longer_than_may_be_generated_is_no_question(tmp_path):
         ([60, 61, 62, 63, 64], [2, 5], None),
         ([70, 71, 72, 73, 74, EOS], [2, 6], None),
     ]
-    opened = TokenRows(write_tokens(tmp_path / "heldout.arrow", rows))
+    opened = heldout(tmp_path, rows)
     prompts, left_out = chosen_and_left_out(opened, max_new_tokens=2)
     assert ([prompt.ids for prompt in prompts], left_out) == ([[50, 51]], 2)

@@ -10,11 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from tqdm import tqdm
 
-from stages.evaluate.heldout import batch_rows, row_losses, spread_rows, supervised_tokens
+from stages.evaluate.heldout import batch_rows, row_losses, spread_rows
 from stages.model.load import load_base
-from stages.step.batches import TokenRows
 from tests.evaluate.conftest import CPU, PAD, spec_of
-from tests.step.test_batches import write_tokens
+from tests.token_files import heldout
 
 VOCABULARY = 1536
 
@@ -90,12 +89,6 @@ def test_logits_of_at_most_one_chunk_exist(model, rows):
     assert largest.rows == 5
 
 
-def test_supervised_tokens_counts_what_the_loss_sums(tmp_path):
-    """The divisor of the mean: the first token of a row is predicted by nothing, though it may be trained."""
-    written = write_tokens(tmp_path / "rows.arrow", [([9, 9, 9, 9, 9], [0, 2, 3, 5], None), ([9, 9], [1, 2], None)])
-    assert [supervised_tokens(TokenRows(written), row) for row in (0, 1)] == [3, 1]
-
-
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=40).map(lambda values: np.array(values, np.int32)),
     max_tokens=st.integers(1, 500),
@@ -114,4 +107,11 @@ def test_batches_hold_every_row_once_within_the_budget_longest_first(lengths, ma
 )
 def test_rows_for_the_loss_are_spread_over_the_file(total, count, expected):
     """The first rows of a sorted file would be one task only."""
-    assert spread_rows(total, count) == expected
+    assert spread_rows(np.arange(total), count) == expected
+
+
+def test_dropped_duplicates_are_never_evaluated(tmp_path):
+    """A row that stands many times in the source would weigh many times in the loss."""
+    rows = heldout(tmp_path, [([9, 9], [1, 2], None)] * 6, dropped=[1, 2, 5])
+    assert spread_rows(rows.kept, None) == [0, 3, 4]
+    assert spread_rows(rows.kept, 2) == [0, 3]

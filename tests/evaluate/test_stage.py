@@ -14,10 +14,10 @@ from stages.evaluate.compare import Answers, Limits, Questions, evaluate_models
 from stages.evaluate.generate import choose_prompts
 from stages.evaluate.metrics import evaluate_metrics
 from stages.model.load import load_base
-from stages.step.batches import TokenRows
+from stages.step.tokens import TokenRows
 from tests.evaluate.conftest import CPU, EOS, PAD, save_random_adapter, spec_of
 from tests.evaluate.test_heldout import losses_of
-from tests.step.test_batches import Row, write_tokens
+from tests.token_files import Row, heldout, write_tokens
 from tests.workspace import invoke, lay_out, told
 
 LIMITS = Limits(max_tokens=256, logits_chunk=32, max_new_tokens=4, generate_batch_rows=8)
@@ -110,7 +110,7 @@ def test_rows_without_a_question_still_have_a_loss(place, tmp_path, locks_dir, a
     """A set of plain texts: exact match is null, not zero, and nothing crashes."""
     tokens = tmp_path / "plain"
     shutil.copytree(tokens_dir, tokens)
-    write_tokens(tokens / "heldout.arrow", [([30, 31, 32, EOS], [0, 4], None)])
+    write_tokens(tokens, [([30, 31, 32, EOS], [0, 4], None)], "heldout")
     assert evaluate(tokens, locks_dir, adapter).exit_code == 0
     metrics = json.loads(Path("metrics/evaluate.json").read_text())
     assert metrics["tuned_exact_match_percent"] is None and metrics["by_family"] == {}
@@ -182,7 +182,7 @@ def without_prompts(rows: TokenRows) -> Questions:
 
 def test_a_perplexity_too_large_for_a_float_is_null(tmp_path):
     """A run that diverged to a large finite loss ended in an OverflowError, without its metrics."""
-    rows = TokenRows(write_tokens(tmp_path / "heldout.arrow", [([9, 9], [1, 2], None)]))
+    rows = heldout(tmp_path, [([9, 9], [1, 2], None)])
     losses = {name: Answers(row_losses=np.array([loss]), answers=[]) for name, loss in (("base", 2.0), ("tuned", 5e3))}
     metrics = evaluate_metrics(without_prompts(rows), losses, [])
     assert (metrics["tuned_loss"], metrics["tuned_perplexity"]) == (5e3, None)
@@ -197,7 +197,7 @@ def test_metrics_by_length_divide_by_the_tokens_of_their_own_rows(tmp_path):
         ([9] * 65, [0, 5], None),
         ([9] * 600, [0, 9], None),
     ]
-    opened = TokenRows(write_tokens(tmp_path / "heldout.arrow", rows))
+    opened = heldout(tmp_path, rows)
     questions = without_prompts(opened)
     losses = {
         "base": Answers(row_losses=np.array([20.0, 4.0, 12.0, 8.0]), answers=[]),

@@ -1,9 +1,6 @@
 """Tensors of a micro-batch: targets come from spans alone, padding is never trained and never seen."""
 
-from pathlib import Path
-
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,77 +9,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stages.bucket.plan import MicroBatch
 from stages.errors import UserError
-from stages.step.batches import IGNORED, BatchShape, TokenRows, collate, empty_batch, read_batch
-
-EOS = 3
-
-Row = tuple[list[int], list[int], str | None]
-"""Token ids, flat spans, family."""
-
-ROWS: list[Row] = [
-    ([5, 6, 7, 8, EOS], [2, 5], "sums"),
-    ([9, 10, EOS], [0, 3], None),
-    ([11, 12, 13, EOS, 14, 15, 16, EOS], [2, 4, 6, 8], "dates"),
-    ([17, EOS], [1, 2], "sums"),
-    ([18, 19, 20], [1, 3], None),
-]
+from stages.step.batches import IGNORED, Batch, BatchShape, collate, empty_batch, joined_lengths, read_batch
+from stages.step.tokens import TokenRows
+from tests.step.test_tokens import EOS, ROWS
+from tests.token_files import write_tokens
 
 
-def write_tokens(path: Path, rows: list[Row] = ROWS, token_type: pa.DataType | None = None, block: int = 2) -> Path:
-    """Write rows as tokenize does: Arrow IPC, `block` rows per record batch."""
-    schema = pa.schema(
-        [
-            ("input_ids", pa.list_(token_type or pa.uint16())),
-            ("loss_spans", pa.list_(pa.int32())),
-            ("family", pa.string()),
-            ("source_row", pa.int64()),
-        ]
-    )
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        for start in range(0, len(rows), block):
-            ids, spans, families = zip(*rows[start : start + block], strict=True)
-            numbers = range(start, start + len(ids))
-            columns = [
-                pa.array(values, field.type)
-                for values, field in zip((ids, spans, families, numbers), schema, strict=True)
-            ]
-            writer.write_batch(pa.record_batch(columns, schema=schema))
-    return path
-
-
-def micro_batch(rows: list[int], length: int, supervised: int) -> MicroBatch:
-    return MicroBatch(epoch=0, step=0, rows=np.array(rows, np.int32), length=length, supervised=supervised)
+def micro_batch(rows: list[int], length: int, supervised: int, *, flat: bool = False) -> MicroBatch:
+    numbers = np.array(rows, np.int32)
+    return MicroBatch(epoch=0, step=0, rows=numbers, length=length, supervised=supervised, rank=0, flat=flat)
 
 
 def arrays(ids: list[int], spans: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(ids, np.uint16), np.array(spans, np.int32).reshape(-1, 2)
-
-
-@pytest.mark.parametrize("token_type", [pa.uint16(), pa.int32()])
-def test_rows_read_back_as_written_across_record_batches(tmp_path, token_type):
-    tokens = TokenRows(write_tokens(tmp_path / "train.arrow", token_type=token_type))
-    assert len(tokens) == len(ROWS)
-    for row, (ids, spans, family) in enumerate(ROWS):
-        assert tokens.ids(row).tolist() == ids
-        assert tokens.spans(row).ravel().tolist() == spans
-        assert (tokens.family(row), tokens.source_row(row)) == (family, row)
-    assert tokens.lengths().tolist() == [len(ids) for ids, _, _ in ROWS]
-
-
-def test_rows_are_views_of_the_file_so_memory_does_not_grow_with_the_data(tmp_path):
-    tokens = TokenRows(write_tokens(tmp_path / "train.arrow"))
-    mapped_before = pa.total_allocated_bytes()
-    for row in range(len(tokens)):
-        for view in (tokens.ids(row), tokens.spans(row)):
-            assert not view.flags.owndata and not view.flags.writeable
-    assert pa.total_allocated_bytes() == mapped_before
-
-
-@pytest.mark.parametrize("row", [-1, len(ROWS)])
-def test_a_row_that_does_not_exist_is_refused_and_never_wraps_around(tmp_path, row):
-    tokens = TokenRows(write_tokens(tmp_path / "train.arrow"))
-    with pytest.raises(IndexError, match="no row"):
-        tokens.ids(row)
 
 
 def test_a_trained_eos_stays_trained_when_padding_uses_the_same_id():
@@ -127,6 +66,33 @@ def test_every_trained_token_is_predicted_once_from_the_position_before_it(drawn
     assert torch.equal(batch.supervised_index_N, (expected.flatten() != IGNORED).nonzero().flatten())
 
 
+@settings(max_examples=150, deadline=None)
+@given(token_rows(), st.integers(0, 90))
+def test_joined_rows_train_the_same_tokens_and_count_positions_from_their_own_start(drawn, padding):
+    """The last token of a row must never predict the first of the next."""
+    rows, _, pad_id = drawn
+    total = sum(len(ids) for ids, _, _ in rows) + padding
+    batch = collate([(ids, spans) for ids, spans, _ in rows], total, pad_id, flat=True)
+    alone = [collate([(ids, spans)], len(ids), pad_id) for ids, spans, _ in rows]
+    ids = torch.cat([one.input_ids_BT for one in alone] + [torch.full((1, padding), pad_id)], dim=1)
+    targets = torch.cat([one.targets_BT for one in alone] + [torch.full((1, padding), IGNORED)], dim=1)
+    assert torch.equal(batch.input_ids_BT, ids) and torch.equal(batch.targets_BT, targets)
+    assert torch.equal(batch.supervised_index_N, (targets.flatten() != IGNORED).nonzero().flatten())
+    joined = batch.joined_rows
+    assert joined is not None and joined.offsets.dtype == torch.int32
+    assert joined.positions_BT[0].tolist() == [place for length in joined.lengths for place in range(length)]
+    assert torch.diff(joined.offsets).tolist() == list(joined.lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "total", "expected"),
+    [([5, 3], 8, (5, 3)), ([5, 3], 9, (5, 3, 1)), ([3, 5], 20, (3, 5, 5, 5, 2)), ([4], 12, (4, 4, 4))],
+)
+def test_padding_of_joined_rows_is_cut_no_longer_than_the_longest_row(lengths, total, expected):
+    """One stretch of padding could reach past the positions a model knows."""
+    assert joined_lengths(lengths, total) == expected
+
+
 def test_padding_changes_no_row_though_no_mask_is_passed():
     """Right padding under causal attention is invisible to real tokens: per-row losses equal those of rows alone."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -157,68 +123,61 @@ def test_padding_changes_no_row_though_no_mask_is_passed():
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_a_planned_micro_batch_is_read_with_the_shape_it_was_planned_with(tmp_path):
-    tokens = TokenRows(write_tokens(tmp_path / "train.arrow"))
-    planned = micro_batch([2, 0], length=8, supervised=7)
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """All tensors of a batch."""
+    joined = batch.joined_rows
+    held = [batch.input_ids_BT, batch.targets_BT, batch.supervised_index_N]
+    return held if joined is None else [*held, joined.offsets, joined.positions_BT]
+
+
+@pytest.mark.parametrize(
+    ("planned", "ids", "shape"),
+    [
+        (
+            micro_batch([2, 0], 8, 7),
+            [ROWS[2][0], [*ROWS[0][0], 0, 0, 0]],
+            BatchShape(rows=2, length=8, supervised=7, joined_lengths=None),
+        ),
+        (
+            micro_batch([2, 0], 16, 7, flat=True),
+            [[*ROWS[2][0], *ROWS[0][0], 0, 0, 0]],
+            BatchShape(rows=1, length=16, supervised=7, joined_lengths=(8, 5, 3)),
+        ),
+    ],
+    ids=["padded", "joined"],
+)
+def test_a_planned_micro_batch_is_read_with_the_shape_it_was_planned_with(tmp_path, planned, ids, shape):
+    tokens = TokenRows(write_tokens(tmp_path, ROWS), "train")
     batch = read_batch(tokens, planned, pad_id=0)
-    assert batch.input_ids_BT.tolist() == [ROWS[2][0], [*ROWS[0][0], 0, 0, 0]]
-    shape = BatchShape.of(planned)
-    assert shape == BatchShape(rows=2, length=8, supervised=7)
+    assert batch.input_ids_BT.tolist() == ids
+    assert BatchShape.of(planned, tokens.lengths) == shape
     with FakeTensorMode():
         fake = empty_batch(shape, "cpu")
-    for real, traced in zip(vars(batch).values(), vars(fake).values(), strict=True):
+    assert (batch.joined_rows is None) == (fake.joined_rows is None)
+    for real, traced in zip(tensors_of(batch), tensors_of(fake), strict=True):
         assert (real.shape, real.dtype, real.stride()) == (traced.shape, traced.dtype, traced.stride())
 
 
-def test_a_batch_moves_whole():
-    batch = collate([arrays(*ROWS[0][:2])], length=8, pad_id=0).to("meta")
-    assert {tensor.device.type for tensor in vars(batch).values()} == {"meta"}
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_batch_moves_whole(flat):
+    batch = collate([arrays(*ROWS[0][:2])], length=8, pad_id=0, flat=flat).to("meta")
+    assert {tensor.device.type for tensor in tensors_of(batch)} == {"meta"}
 
 
 @pytest.mark.parametrize(
     "stale",
-    [micro_batch([0, 9], 8, 4), micro_batch([-1], 8, 4), micro_batch([2], 6, 4), micro_batch([0], 8, 2)],
-    ids=["row beyond the file", "negative row", "row longer than planned", "other supervised tokens"],
+    [
+        micro_batch([0, 9], 8, 4),
+        micro_batch([-1], 8, 4),
+        micro_batch([2], 6, 4),
+        micro_batch([0], 8, 2),
+        micro_batch([0, 2], 12, 7, flat=True),
+        micro_batch([4], 8, 2),
+    ],
+    ids=["row beyond the file", "negative row", "longer than planned", "supervised", "joined longer", "dropped"],
 )
 def test_a_plan_made_for_other_tokens_is_refused(tmp_path, stale):
     """A divisor of the loss taken from a stale plan would scale every gradient wrongly."""
-    tokens = TokenRows(write_tokens(tmp_path / "train.arrow"))
+    tokens = TokenRows(write_tokens(tmp_path, ROWS, dropped=[4]), "train")
     with pytest.raises(UserError, match="run `dvc repro bucket`"):
         read_batch(tokens, stale, pad_id=0)
-
-
-@pytest.mark.parametrize("spans", [[2, 9], [3, 2], [-1, 2], [2], [2, 4, 3, 5]])
-def test_spans_that_do_not_fit_their_row_are_refused_instead_of_clipped(tmp_path, spans):
-    tokens = TokenRows(write_tokens(tmp_path / "train.arrow", [([5, 6, 7, 8, 9], spans, None)]))
-    with pytest.raises(UserError, match="row 0: loss spans"):
-        tokens.spans(0)
-
-
-@pytest.mark.parametrize("keep", [0.0, 0.1, 0.5, 0.99])
-def test_a_file_cut_short_is_told_in_one_line(tmp_path, keep):
-    path = write_tokens(tmp_path / "train.arrow")
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(len(whole) * keep)])
-    with pytest.raises(UserError, match="not a whole Arrow file") as caught:
-        TokenRows(path)
-    assert "\n" not in str(caught.value)
-
-
-def test_offsets_that_point_outside_the_tokens_are_refused(tmp_path):
-    """Unchecked they would read foreign memory through the mapping."""
-    path = write_tokens(tmp_path / "train.arrow", [([5, 6, 7], [1, 3], None), ([8, 9], [1, 2], None)])
-    whole = path.read_bytes()
-    offsets = np.array([0, 3, 5], np.int32).tobytes()
-    assert whole.count(offsets) == 1
-    path.write_bytes(whole.replace(offsets, np.array([0, 3, 5_000_000], np.int32).tobytes()))
-    with pytest.raises(UserError, match="column input_ids is broken"):
-        TokenRows(path)
-
-
-def test_missing_empty_and_foreign_files_are_told_in_one_line(tmp_path):
-    with pytest.raises(UserError, match="file is missing"):
-        TokenRows(tmp_path / "none.arrow")
-    with pytest.raises(UserError, match="holds no row"):
-        TokenRows(write_tokens(tmp_path / "empty.arrow", []))
-    with pytest.raises(UserError, match=r"column input_ids must be list<item: uint16> or list<item: int32>"):
-        TokenRows(write_tokens(tmp_path / "int64.arrow", token_type=pa.int64()))

@@ -12,6 +12,7 @@ from stages.train.device import check_device
 from stages.train.heldout import heldout_batches
 from stages.train.loop import measured_steps, refuse_broken_weights, refuse_non_finite
 from tests.small_model import CPU, spec_of
+from tests.token_files import heldout
 
 FITS = {"enforce": True, "refusal": None}
 NAN, ONE = torch.tensor(float("nan")), torch.tensor(1.0)
@@ -54,29 +55,14 @@ def test_the_device_at_hand_is_checked_too():
     check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 1, "gpu": "A100-80GB"})
 
 
-class Rows:
-    """Held-out rows of given lengths, all trained."""
-
-    def __init__(self, lengths: list[int]):
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def ids(self, row: int) -> np.ndarray:
-        return np.arange(self.lengths[row], dtype=np.uint16) + 1
-
-    def spans(self, row: int) -> np.ndarray:
-        return np.array([[1, self.lengths[row]]], dtype=np.int32)
-
-
 def test_heldout_batches_keep_the_budget_and_lose_no_row(tmp_path: Path):
     """A held-out pass larger than training's own batches could be the one that runs out of memory."""
     lengths = [5, 30, 7, 7, 2, 19, 30, 4]
-    batches = list(heldout_batches(Rows(lengths), 100, 40, 0))  # type: ignore[arg-type]
+    rows = heldout(tmp_path, [([3] * length, [1, length], None) for length in [9, *lengths]], dropped=[0])
+    batches = list(heldout_batches(rows, 100, 40, 0))
     assert all(batch.input_ids_BT.numel() <= 40 for batch in batches)
     assert sum(len(batch.supervised_index_N) for batch in batches) == sum(lengths) - len(lengths)
-    few = list(heldout_batches(Rows(lengths), 3, 40, 0))  # type: ignore[arg-type]
+    few = list(heldout_batches(rows, 3, 40, 0))
     assert sum(len(batch.input_ids_BT) for batch in few) == 3
 
 
@@ -92,8 +78,8 @@ def test_broken_weights_are_not_saved():
 
 def test_steps_are_measured_that_the_prediction_did_not_choose():
     """Measuring only what was predicted to be the worst would agree with a prediction that overlooked the worst."""
-    steps = [
-        [MicroBatch(epoch=0, step=k, rows=np.arange(9 - k, dtype=np.int32), length=8, supervised=4)] for k in range(9)
+    planned = [
+        MicroBatch(epoch=0, step=k, rows=np.arange(9 - k, dtype=np.int32), length=8, supervised=4) for k in range(9)
     ]
-    assert measured_steps(Plan(steps=steps)) == {0, 2, 4, 6, 8}
-    assert measured_steps(Plan(steps=steps[:1])) == {0}
+    assert measured_steps(Plan.of(planned)) == {0, 2, 4, 6, 8}
+    assert measured_steps(Plan.of(planned[:1])) == {0}

@@ -1,0 +1,123 @@
+"""The loader: order and bytes of the plan whatever the threads, any start, and no thread left behind."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from stages.bucket.plan import MicroBatch, Plan
+from stages.errors import UserError
+from stages.step.batches import Batch, read_batch
+from stages.step.loader import load
+from stages.step.tokens import TokenRows
+from tests.token_files import Row, write_tokens
+
+STEPS, RANKS, MICRO_STEPS = 9, 2, 2
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> TokenRows:
+    draw = np.random.default_rng(3)
+    rows: list[Row] = []
+    for _ in range(200):
+        length = int(draw.integers(4, 60))
+        rows.append((draw.integers(0, 500, length).tolist(), [length // 2, length], None))
+    return TokenRows(write_tokens(tmp_path_factory.mktemp("tokens"), rows, block=7), "train")
+
+
+def plan_for(tokens: TokenRows, *, flat: bool, broken_step: int | None = None) -> Plan:
+    """Random rows in every micro-batch; those of `broken_step` are said to train too many tokens."""
+    draw = np.random.default_rng(4)
+    planned = []
+    for step in range(STEPS):
+        for place in range(RANKS * MICRO_STEPS):
+            rows = draw.choice(len(tokens), 5, replace=False).astype(np.int32)
+            lengths = tokens.lengths[rows]
+            planned.append(
+                MicroBatch(
+                    epoch=0,
+                    step=step,
+                    rank=place % RANKS,
+                    rows=rows,
+                    length=int(lengths.sum() if flat else lengths.max()) + 3,
+                    supervised=int(tokens.supervised[rows].sum()) + (step == broken_step),
+                    flat=flat,
+                )
+            )
+    return Plan.of(planned, ranks=RANKS)
+
+
+def contents(batches) -> list[tuple[torch.Tensor, ...]]:
+    """Copies of what the batches hold."""
+
+    def of(batch: Batch) -> tuple[torch.Tensor, ...]:
+        joined = () if batch.joined_rows is None else (batch.joined_rows.offsets, batch.joined_rows.positions_BT)
+        return (batch.input_ids_BT, batch.targets_BT, batch.supervised_index_N, *joined)
+
+    return [of(batch) for batch in batches]
+
+
+def assert_same(found, expected) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def loader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_batches_are_those_of_the_plan_in_order_whatever_the_threads(tokens, flat, threads):
+    plan = plan_for(tokens, flat=flat)
+    for rank in range(RANKS):
+        expected = [read_batch(tokens, one, 0) for step in plan.steps for one in step if one.rank == rank]
+        assert len(expected) == STEPS * MICRO_STEPS
+        assert_same(contents(load(tokens, plan, rank=rank, pad_id=0, threads=threads)), contents(expected))
+    assert not loader_threads()
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("start", [0, 1, 5, STEPS - 1, STEPS])
+def test_a_run_taken_up_at_a_step_goes_on_as_the_whole_run_would(tokens, start, threads):
+    """Trainers that count rows instead of steps have repeated up to half of them after a resume."""
+    plan = plan_for(tokens, flat=True)
+    whole = contents(load(tokens, plan, pad_id=0))
+    resumed = contents(load(tokens, plan, start_step=start, pad_id=0, threads=threads))
+    assert_same(resumed, whole[start * MICRO_STEPS :])
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_a_fault_is_raised_in_its_place_and_ends_the_threads(tokens, threads):
+    """A fault that comes early, or never, would hide which step is wrong."""
+    stream = load(tokens, plan_for(tokens, flat=False, broken_step=4), pad_id=0, threads=threads)
+    for _ in range(4 * MICRO_STEPS):
+        next(stream)
+    with pytest.raises(UserError, match="rows of step 4 differ from the batch plan"):
+        next(stream)
+    assert not loader_threads()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_loader_closed_early_leaves_no_thread(tokens, threads):
+    """A run that fails must end, not hang on its readers."""
+    stream = load(tokens, plan_for(tokens, flat=False), pad_id=0, threads=threads)
+    next(stream)
+    assert loader_threads()
+    stream.close()
+    assert not loader_threads()
+
+
+def test_reading_ahead_is_bounded(tokens, monkeypatch):
+    """A fast reader before a slow step would fill the memory with batches."""
+    made = []
+
+    def count(*args, **kwargs) -> None:
+        made.append(args)
+
+    monkeypatch.setattr("stages.step.loader.read_batch", count)
+    stream = load(tokens, plan_for(tokens, flat=False), pad_id=0, threads=2)
+    next(stream)
+    stream.close()
+    assert len(made) <= 2 * 2 + 1

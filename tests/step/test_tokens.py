@@ -1,0 +1,128 @@
+"""Token rows: views of the shards, whatever their cut; a damaged file is told in one line and never read past."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from stages.errors import UserError
+from stages.step.tokens import TokenRows
+from tests.token_files import Row, write_index, write_tokens
+
+EOS = 3
+ROWS: list[Row] = [
+    ([5, 6, 7, 8, EOS], [2, 5], "sums"),
+    ([9, 10, EOS], [0, 3], None),
+    ([11, 12, 13, EOS, 14, 15, 16, EOS], [2, 4, 6, 8], "dates"),
+    ([17, EOS], [1, 2], "sums"),
+    ([18, 19, 20], [1, 3], None),
+]
+
+
+@pytest.mark.parametrize("token_type", [pa.uint16(), pa.int32()])
+@pytest.mark.parametrize(("block", "blocks_per_shard"), [(1, 1), (2, 1), (2, 2), (9, 9)])
+def test_rows_read_back_as_written_across_record_batches_and_shards(tmp_path, token_type, block, blocks_per_shard):
+    written = write_tokens(tmp_path, ROWS, token_type=token_type, block=block, blocks_per_shard=blocks_per_shard)
+    tokens = TokenRows(written, "train")
+    assert len(tokens) == len(ROWS)
+    for row, (ids, spans, family) in enumerate(ROWS):
+        assert tokens.ids(row).tolist() == ids
+        assert tokens.spans(row).ravel().tolist() == spans
+        assert (tokens.family(row), tokens.source_file(row), tokens.source_row(row)) == (family, 0, row)
+    assert tokens.lengths.tolist() == [len(ids) for ids, _, _ in ROWS]
+    assert tokens.supervised.tolist() == [3, 2, 4, 1, 2]
+
+
+def test_a_shard_without_rows_is_passed_over(tmp_path):
+    """All rows of a shard's blocks may be held out."""
+    write_tokens(tmp_path, ROWS, blocks_per_shard=1)
+    (tmp_path / "train/00001.arrow").rename(tmp_path / "train/00009.arrow")
+    empty = write_tokens(tmp_path / "other", [])
+    (empty / "train/00000.arrow").rename(tmp_path / "train/00001.arrow")
+    tokens = TokenRows(tmp_path, "train")
+    assert [tokens.source_row(row) for row in range(len(tokens))] == [0, 1, 4, 2, 3]
+
+
+def test_rows_are_views_of_the_files_so_memory_does_not_grow_with_the_data(tmp_path):
+    tokens = TokenRows(write_tokens(tmp_path, ROWS), "train")
+    mapped_before = pa.total_allocated_bytes()
+    for row in range(len(tokens)):
+        for view in (tokens.ids(row), tokens.spans(row)):
+            assert not view.flags.owndata and not view.flags.writeable
+    assert pa.total_allocated_bytes() == mapped_before
+
+
+@pytest.mark.parametrize("row", [-1, len(ROWS)])
+def test_a_row_that_does_not_exist_is_refused_and_never_wraps_around(tmp_path, row):
+    tokens = TokenRows(write_tokens(tmp_path, ROWS), "train")
+    with pytest.raises(IndexError, match="no row"):
+        tokens.ids(row)
+
+
+def test_dropped_duplicates_are_not_among_the_rows_in_use(tmp_path):
+    assert TokenRows(write_tokens(tmp_path, ROWS, dropped=[1, 4]), "train").kept.tolist() == [0, 2, 3]
+
+
+SPAN_FAULTS = [[2, 9], [3, 2], [-1, 2], [2], [2, 4, 3, 5], []]
+
+
+@pytest.mark.parametrize("spans", SPAN_FAULTS, ids=str)
+def test_spans_that_do_not_fit_their_row_are_refused_instead_of_clipped(tmp_path, spans):
+    """Found whatever rows stand around: spans of all rows of a block are checked at once."""
+    whole = ([5, 6, 7, 8, 9], [2, 5], None)
+    tokens = TokenRows(write_tokens(tmp_path, [whole, ([5, 6, 7, 8, 9], spans, None), whole], block=3), "train")
+    with pytest.raises(UserError, match=r"train: rows? .*loss spans") as caught:
+        tokens.spans(0)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_row_with_the_wrong_spans_is_named(tmp_path):
+    rows = [([5, 6, 7], [1, 3], None), ([5, 6, 7], [2, 3, 1, 2], None), ([5, 6, 7], [0, 1], None)]
+    tokens = TokenRows(write_tokens(tmp_path, rows, block=9), "train")
+    with pytest.raises(UserError, match=r"row 1: loss spans \[2, 3, 1, 2\]"):
+        tokens.ids(2)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.1, 0.5, 0.99])
+@pytest.mark.parametrize("name", ["train/00001.arrow", "train-index.arrow"])
+def test_a_file_cut_short_is_told_in_one_line(tmp_path, name, keep):
+    path = write_tokens(tmp_path, ROWS) / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * keep)])
+    with pytest.raises(UserError, match="not a whole Arrow file") as caught:
+        TokenRows(tmp_path, "train")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 5_000_000], [0, 4, 5], [-4, 3, 5], [0, 5, 3]])
+def test_offsets_that_do_not_fit_the_tokens_are_refused(tmp_path, offsets):
+    """Unchecked they would read foreign memory through the mapping."""
+    path = write_tokens(tmp_path, [([5, 6, 7], [1, 3], None), ([8, 9], [1, 2], None)]) / "train/00000.arrow"
+    whole = path.read_bytes()
+    stored = np.array([0, 3, 5], np.int32).tobytes()
+    assert whole.count(stored) == 1
+    path.write_bytes(whole.replace(stored, np.array(offsets, np.int32).tobytes()))
+    tokens = TokenRows(tmp_path, "train")
+    with pytest.raises(UserError, match="rows 0 to 1: their lengths are not those of the index"):
+        tokens.ids(0)
+
+
+def test_shards_and_index_of_different_runs_are_told_apart(tmp_path):
+    """Lengths of one run over tokens of another would train cut rows in silence."""
+    write_tokens(tmp_path, ROWS)
+    write_index(tmp_path / "train-index.arrow", ROWS[:-1])
+    with pytest.raises(UserError, match="shards hold 5 rows and its index 4"):
+        TokenRows(tmp_path, "train")
+    write_index(tmp_path / "train-index.arrow", ROWS[::-1])
+    with pytest.raises(UserError, match="not those of the index"):
+        TokenRows(tmp_path, "train").ids(0)
+
+
+def test_missing_empty_and_foreign_files_are_told_in_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"train-index\.arrow: file is missing"):
+        TokenRows(tmp_path, "train")
+    with pytest.raises(UserError, match="holds no row"):
+        TokenRows(write_tokens(tmp_path / "empty", []), "train")
+    with pytest.raises(UserError, match="holds no row"):
+        TokenRows(write_tokens(tmp_path / "dropped", ROWS, dropped=range(5)), "train")
+    with pytest.raises(UserError, match=r"column input_ids must be list<item: uint16> or list<item: int32>"):
+        TokenRows(write_tokens(tmp_path / "int64", ROWS, token_type=pa.int64()), "train")

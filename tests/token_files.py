@@ -1,0 +1,72 @@
+"""Token files as tokenize leaves them, for the stages that read them."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from stages.step.tokens import Split, TokenRows
+
+Row = tuple[list[int], list[int], str | None]
+"""Token ids, flat spans, family."""
+
+
+def write_tokens(
+    directory: Path,
+    rows: Sequence[Row],
+    split: Split = "train",
+    *,
+    token_type: pa.DataType | None = None,
+    block: int = 2,
+    blocks_per_shard: int = 2,
+    dropped: Sequence[int] = (),
+) -> Path:
+    """Write shards and index of a split: `block` rows per record batch, `dropped` rows marked as duplicates."""
+    schema = pa.schema(
+        [
+            ("input_ids", pa.list_(token_type or pa.uint16())),
+            ("loss_spans", pa.list_(pa.int32())),
+            ("family", pa.string()),
+            ("source_file", pa.int32()),
+            ("source_row", pa.int64()),
+        ]
+    )
+    shutil.rmtree(directory / split, ignore_errors=True)
+    (directory / split).mkdir(parents=True)
+    numbered = [(*row, 0, number) for number, row in enumerate(rows)]
+    per_shard = block * blocks_per_shard
+    for shard, start in enumerate(range(0, max(len(rows), 1), per_shard)):
+        path = directory / split / f"{shard:05}.arrow"
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+            part = numbered[start : start + per_shard]
+            for first in range(0, len(part), block):
+                columns = zip(*part[first : first + block], strict=True)
+                arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
+                writer.write_batch(pa.record_batch(arrays, schema=schema))
+    write_index(directory / f"{split}-index.arrow", rows, dropped)
+    return directory
+
+
+def write_index(path: Path, rows: Sequence[Row], dropped: Sequence[int] = ()) -> Path:
+    """Write the index of these rows, all of source 0."""
+    supervised = [
+        sum(max(e - max(s, 1), 0) for s, e in zip(flat[::2], flat[1::2], strict=False)) for _, flat, _ in rows
+    ]
+    index = pa.table(
+        {
+            "length": pa.array([len(ids) for ids, _, _ in rows], pa.int32()),
+            "supervised": pa.array(supervised, pa.int32()),
+            "source": pa.array(np.zeros(len(rows), np.uint16)),
+            "dropped": pa.array(np.isin(np.arange(len(rows)), list(dropped))),
+        }
+    )
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, index.schema) as writer:
+        writer.write_table(index)
+    return path
+
+
+def heldout(directory: Path, rows: Sequence[Row], dropped: Sequence[int] = ()) -> TokenRows:
+    """Held-out rows, written and opened."""
+    return TokenRows(write_tokens(directory, rows, "heldout", dropped=dropped), "heldout")
