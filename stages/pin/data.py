@@ -1,134 +1,78 @@
 """Pin the data: which files, of which content, every later stage reads."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
-from stages.files import find_source, repo_root, sha256_file, write_json
-from stages.params import HUB_PREFIX
+from stages.files import write_json
+from stages.params import HUB_PREFIX, Source, named_sources
 from stages.pin.hub import HUB_ID, list_files
-from stages.pin.watch import NOTHING_LOCAL, watch
-
-DATA_SUFFIXES = (".jsonl", ".json")
-# What the stages write, as dvc.yaml has it.
-OUTPUTS = (
-    *("data/tokens", "data/batches", "data/estimate", "data/train", "data/tuned", "data/evaluate", "data/report"),
-    *("locks", "metrics"),
-)
-KNOWN_SUFFIXES = " or ".join(DATA_SUFFIXES)
+from stages.pin.kinds import KNOWN_NAMES, file_kind
+from stages.pin.local import pin_local, refuse_split
+from stages.pin.locate import DATA_SCHEMA
+from stages.pin.splits import split_files
+from stages.pin.watch import split_roots, watch_sources
 
 
-def pin_data(source: str, revision: str | None, locks: Path) -> None:
-    """Write `locks/data.json` for `source` and point `locks/watched-data` at it.
+def pin_data(
+    source: str | list[Source], revision: str | None, config: str | None, split: str | None, locks: Path
+) -> None:
+    """Write `locks/data.json` for data.source and point the links beside it at what is local.
+
+    `revision`, `config` and `split` are those of the section: they hold for the entries of a list that can take them
+    and have none of their own. A source's weight is not pinned: it changes how often rows are taken, never the rows.
 
     Raises:
-        UserError: the source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
+        UserError: a source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
     """
-    if source.startswith(HUB_PREFIX):
-        lock, watched = _pin_hub(source, revision), NOTHING_LOCAL
-    else:
-        watched = find_source(source)
-        lock = _pin_local(source, watched)
-    lock["bytes"] = sum(file["bytes"] for file in lock["files"])
-    write_json(locks / "data.json", lock)
-    watch(locks / "watched-data", watched)
+    pinned, watched = [], []
+    for parameter, one in named_sources(source):
+        if one.source.startswith(HUB_PREFIX):
+            shared = {"revision": revision, "config": config, "split": split}
+            inherited = {key: value for key, value in shared.items() if getattr(one, key) is None}
+            pinned.append(_pin_hub(parameter, one.model_copy(update=inherited)))
+        else:
+            local = pin_local(parameter, one.source, one.split, split)
+            watched.append(local.root)
+            pinned.append(_entry(one, local.kind, local.files, split=local.split))
+    if split is not None and all(entry["split"] is None for entry in pinned):
+        refuse_split("data.split", split, ", ".join(repr(entry["source"]) for entry in pinned[:3]))
+    split_roots(watched)  # refuses before anything is written: a refused source leaves the last pin whole
+    size_bytes = sum(file["bytes"] for entry in pinned for file in entry["files"])
+    write_json(locks / "data.json", {"schema": DATA_SCHEMA, "bytes": size_bytes, "sources": pinned})
+    watch_sources(locks, watched)
 
 
-def _pin_local(source: str, path: Path) -> dict[str, Any]:
-    """The lock of a file, or of a directory's data files in order of path."""
-    _refuse_outputs(source, path)
-    if path.is_file():
-        if path.suffix not in DATA_SUFFIXES:
-            raise UserError(
-                f"data.source: a file must be {KNOWN_SUFFIXES}; got {source!r}; convert it to one JSON row a line"
-            )
-        return _lock("file", source, [_pin_file(path, path.name)])
-    if not path.exists():
-        if source.startswith("~"):
-            raise UserError(f"data.source: ~ is not expanded; got {source!r}; write the whole path")
-        raise UserError(
-            f"data.source: no such file or directory; got {source!r}; name a {KNOWN_SUFFIXES} file, a directory of "
-            f"them, or a hub data set as {HUB_PREFIX}org/name"
-        )
-    names = {file.relative_to(path) for file in path.rglob("*")}
-    for name in sorted(names):
-        _refuse_odd_link(path / name, name)
-    files = [
-        _pin_file(path / name, name.as_posix())
-        for name in sorted(names, key=Path.as_posix)
-        if _is_data(name) and (path / name).is_file()
-    ]
-    if not files:
-        raise UserError(f"data.source: the directory holds no {KNOWN_SUFFIXES} file; got {source!r}")
-    return _lock("directory", source, files)
-
-
-def _refuse_outputs(source: str, path: Path) -> None:
-    """Refuse a source that a stage writes into: each run would change what the next one reads."""
-    for root in (Path(), repo_root()):
-        for output in OUTPUTS:
-            written, read = (root / output).resolve(), path.resolve()
-            if written == read or written in read.parents or read in written.parents:
-                raise UserError(
-                    f"data.source: must not hold, or lie in, {output}, which the pipeline writes; got {source!r}; name "
-                    "another path, or copy the rows there first"
-                )
-
-
-def _refuse_odd_link(path: Path, name: Path) -> None:
-    """Refuse a link below a directory that would be skipped in silence: to nothing, or to another directory."""
-    if not path.is_symlink() or _is_hidden(name) or path.is_file():
-        return
-    if path.exists():
-        found = "a link to a directory, which is not followed; put the directory itself there, or name it"
-    else:
-        found = f"a link to {os.readlink(path)}, which does not exist; mend or remove it"
-    raise UserError(f"data.source: {path} is {found}")
-
-
-def _pin_hub(source: str, revision: str | None) -> dict[str, Any]:
-    """The lock of a hub data set's data files at the commit that `revision` names now."""
-    repo_id = source.removeprefix(HUB_PREFIX)
+def _pin_hub(parameter: str, source: Source) -> dict[str, Any]:
+    """The entry of a hub data set: the files of one split at the commit that its revision names now."""
+    repo_id = source.source.removeprefix(HUB_PREFIX)
     if not HUB_ID.fullmatch(repo_id):
-        raise UserError(f"data.source: a hub data set is {HUB_PREFIX}org/name; got {source!r}")
-    commit, everything = list_files("data.source", repo_id, "dataset", revision)
-    files = [
-        {"path": file.path, "bytes": file.size_bytes, "blob_id": file.blob_id}
-        for file in everything
-        if _is_data(Path(file.path))
-    ]
-    if not files:
-        endings = ", ".join(sorted({Path(file.path).suffix or file.path for file in everything}))
-        raise UserError(
-            f"data.source: {source} at {commit[:12]} holds no {KNOWN_SUFFIXES} file (only {endings}); download and "
-            "convert it to one JSON row a line, then name that file"
-        )
-    return _lock("hub", source, files, commit)
+        raise UserError(f"{parameter}: a hub data set is {HUB_PREFIX}org/name; got {source.source!r}")
+    commit, everything = list_files(parameter, repo_id, "dataset", source.revision)
+    split, paths = split_files(parameter, repo_id, commit, source.config, source.split)
+    by_path = {file.path: file for file in everything}
+    for path in paths:
+        if path not in by_path or file_kind(path) is None:
+            raise UserError(
+                f"{parameter}: {source.source} at {commit[:12]} keeps split {split!r} in {path}, which is none of its "
+                f"files of a known kind ({KNOWN_NAMES}); download and convert it, then name that file"
+            )
+    files = [{"path": path, "bytes": by_path[path].size_bytes, "blob_id": by_path[path].blob_id} for path in paths]
+    return _entry(source, "hub", files, split=split, revision=commit)
 
 
-def _is_data(path: Path) -> bool:
-    """Whether a relative path names a data file that is not hidden."""
-    return path.suffix in DATA_SUFFIXES and not _is_hidden(path)
-
-
-def _is_hidden(path: Path) -> bool:
-    """Whether a part of a relative path is hidden."""
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _pin_file(path: Path, name: str) -> dict[str, Any]:
-    """One local file's entry in the lock."""
-    try:
-        size_bytes = path.stat().st_size
-        digest = sha256_file(path)
-    except OSError as error:
-        raise UserError(f"data.source: {path} cannot be read ({error.strerror}); change its permissions") from error
-    if size_bytes == 0:
-        raise UserError(f"data.source: {path} is empty; put rows into it or name another file")
-    return {"path": name, "bytes": size_bytes, "sha256": digest}
-
-
-def _lock(kind: str, source: str, files: list[dict[str, Any]], revision: str | None = None) -> dict[str, Any]:
-    """The lock without its byte total."""
-    return {"kind": kind, "source": source, "revision": revision, "files": files}
+def _entry(
+    source: Source, kind: str, files: list[dict[str, Any]], *, split: str | None, revision: str | None = None
+) -> dict[str, Any]:
+    """One source of the lock."""
+    return {
+        "source": source.source,
+        "kind": kind,
+        "revision": revision,
+        "config": source.config if kind == "hub" else None,
+        "split": split,
+        "format": source.format,
+        "columns": source.columns,
+        "rows": source.rows,
+        "files": files,
+    }

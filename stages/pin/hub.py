@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal, cast
 
 from stages.errors import UserError
 
@@ -26,8 +26,12 @@ class HubFile:
 
 
 @contextmanager
-def _told_in_one_line(parameter: str, repo_id: str) -> Iterator[None]:
-    """Turn what the hub client raises for an unreachable, unknown or closed repository into a `UserError`."""
+def told_in_one_line(parameter: str, repo_id: str) -> Iterator[None]:
+    """Turn what the hub client raises for an unreachable, unknown or closed repository into a `UserError`.
+
+    Raises:
+        UserError: the network, the repository, the revision or the disk is at fault.
+    """
     from huggingface_hub import errors
 
     try:
@@ -46,6 +50,8 @@ def _told_in_one_line(parameter: str, repo_id: str) -> Iterator[None]:
             f"{parameter}: the hub has no {repo_id} that you may read, and no such local directory exists; "
             "check the name, or run `hf auth login` if it is private"
         ) from None
+    except UserError:
+        raise
     except Exception as error:
         if _is_transport_fault(error):
             raise UserError(
@@ -77,7 +83,7 @@ def list_files(parameter: str, repo_id: str, repo_type: RepoType, revision: str 
     """
     from huggingface_hub import HfApi
 
-    with _told_in_one_line(parameter, repo_id):
+    with told_in_one_line(parameter, repo_id):
         ask = HfApi().model_info if repo_type == "model" else HfApi().dataset_info
         info = ask(repo_id, revision=revision, files_metadata=True)
     files = [
@@ -112,7 +118,30 @@ def download(parameter: str, repo_id: str, repo_type: RepoType, commit: str, pat
             return here
     except LocalEntryNotFoundError:
         logging.getLogger(__name__).info("%s at %s is not on this machine yet", repo_id, commit)
-    with _told_in_one_line(parameter, repo_id):
+    with told_in_one_line(parameter, repo_id):
         # Asked first because an unreachable hub answers this at once, while a download retries for 20 seconds.
         HfApi().repo_info(repo_id, repo_type=repo_type, revision=commit)
         return Path(snapshot_download(repo_id, repo_type=repo_type, revision=commit, allow_patterns=patterns))
+
+
+def cached_file(repo_id: str, commit: str, path: str) -> Path | None:
+    """A data file of one commit where the local cache has it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo_id, path, revision=commit, repo_type="dataset")
+    return Path(found) if isinstance(found, str) else None
+
+
+def open_stream(parameter: str, repo_id: str, commit: str, path: str) -> BinaryIO:
+    """A data file of one commit, read front to back from the hub; nothing is stored.
+
+    Its `read` raises what `told_in_one_line` tells.
+
+    Raises:
+        UserError: the hub cannot be reached.
+    """
+    from huggingface_hub import HfFileSystem
+
+    with told_in_one_line(parameter, repo_id):
+        file = HfFileSystem().open(f"datasets/{repo_id}@{commit}/{path}", "rb", block_size=0)
+    return cast(BinaryIO, file)

@@ -2,13 +2,15 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
 from stages.files import find_source
 from stages.params import HUB_PREFIX
-from stages.pin.hub import download
+from stages.pin.hub import cached_file, download
+from stages.pin.kinds import FileKind, file_kind, glob_base
 
 TINY = "tiny"
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
@@ -25,6 +27,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 READ_BLOCK_BYTES = 1 << 20
+DATA_SCHEMA = 2
 
 
 def model_directory(lock: Mapping[str, Any]) -> Path:
@@ -68,22 +71,54 @@ def _directory(lock: Mapping[str, Any], paths: list[str]) -> Path:
     return directory
 
 
-def data_files(lock: Mapping[str, Any]) -> list[tuple[str, Path, dict[str, Any]]]:
-    """The files of `locks/data.json` in reading order: (name to show, local path, the file's entry in the lock).
+@dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """One file of the data lock."""
+
+    source: int
+    """Place of its source in the lock."""
+    name: str
+    """To show, as the user would write its path."""
+    kind: FileKind
+    size_bytes: int
+    digest: str
+    """Hex sha256 of its content, or git's blob sha1."""
+    path: Path | None
+    """Where it is on this machine; None: on the hub only."""
+    repo_id: str = ""
+    revision: str = ""
+    path_in_repo: str = ""
+
+
+def data_files(lock: Mapping[str, Any]) -> list[DataFile]:
+    """The files of `locks/data.json` in reading order.
 
     Raises:
-        UserError: a hub file is not here and the hub cannot be reached.
+        UserError: the lock is of another schema.
     """
-    source = lock["source"]
-    if lock["kind"] == "file":
-        return [(source, find_source(source), lock["files"][0])]
-    if lock["kind"] == "hub":
-        repo_id = source.removeprefix(HUB_PREFIX)
-        paths = [file["path"] for file in lock["files"]]
-        root = download("data.source", repo_id, "dataset", lock["revision"], paths)
+    if lock.get("schema") != DATA_SCHEMA:
+        raise UserError("locks/data.json: was written by another version of pin_data; run `dvc repro pin_data`")
+    return [_locate(k, source, file) for k, source in enumerate(lock["sources"]) for file in source["files"]]
+
+
+def _locate(number: int, source: Mapping[str, Any], file: Mapping[str, Any]) -> DataFile:
+    """Where one file of a source is."""
+    given = source["source"]
+    hub: dict[str, str] = {}
+    path: Path | None
+    if source["kind"] == "file":
+        name, path = given, find_source(given)
+    elif source["kind"] == "hub":
+        repo_id = given.removeprefix(HUB_PREFIX)
+        name, path = f"{given}/{file['path']}", cached_file(repo_id, source["revision"], file["path"])
+        hub = {"repo_id": repo_id, "revision": source["revision"], "path_in_repo": file["path"]}
     else:
-        root = find_source(source)
-    return [(f"{source}/{file['path']}", root / file["path"], file) for file in lock["files"]]
+        base = glob_base(given) if source["kind"] == "glob" else given
+        name, path = str(Path(base) / file["path"]), find_source(base) / file["path"]
+    kind = file_kind(file["path"])
+    assert kind is not None, "pin_data pins no other"
+    digest = file["sha256"] if "sha256" in file else file["blob_id"]
+    return DataFile(source=number, name=name, kind=kind, size_bytes=file["bytes"], digest=digest, path=path, **hub)
 
 
 def new_digest(pinned: str, size_bytes: int) -> "hashlib._Hash":

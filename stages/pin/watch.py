@@ -2,12 +2,53 @@
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
+from stages.errors import UserError
 from stages.files import told_in_one_line
 
 # What a link points to when nothing local is watched (a hub id): a file that always exists and rarely changes.
 NOTHING_LOCAL = Path("stages/pin/hub.py")
+# DVC follows a link to a directory only where the link is itself a dependency: dvc.yaml lists these four.
+DIRECTORY_LINKS = ("watched-data", "watched-data-1", "watched-data-2", "watched-data-3")
+# It follows links to files in a directory that is a dependency, any number of them.
+FILE_LINKS = "watched-files"
+
+
+def watch_sources(locks: Path, roots: Sequence[Path]) -> None:
+    """Point the links of pin_data at the local sources: `watched-data` at the only one, else each where it fits.
+
+    Raises:
+        UserError: more directories than links, or the disk refused.
+    """
+    directories, files = split_roots(roots)
+    for link, target in zip(DIRECTORY_LINKS, directories + [NOTHING_LOCAL] * len(DIRECTORY_LINKS), strict=False):
+        watch(locks / link, target)
+    kept = {f"{k}": path for k, path in enumerate(files or [NOTHING_LOCAL])}
+    for name, path in kept.items():
+        watch(locks / FILE_LINKS / name, path)
+    for old in (locks / FILE_LINKS).iterdir():
+        if old.name not in kept:
+            old.unlink()
+
+
+def split_roots(roots: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """(what gets a link that is a dependency itself, what gets a link in the directory of file links).
+
+    Raises:
+        UserError: there are more directories than such links.
+    """
+    distinct = list(dict.fromkeys(roots))
+    if len(distinct) == 1:
+        return distinct, []
+    directories = [root for root in distinct if not root.is_file()]
+    if len(directories) > len(DIRECTORY_LINKS):
+        raise UserError(
+            f"data.source: DVC can watch {len(DIRECTORY_LINKS)} directories besides any number of files; got "
+            f"{len(directories)}; put some below one directory and name its parts by globs, or name files"
+        )
+    return directories, [root for root in distinct if root.is_file()]
 
 
 def watch(link: Path, target: Path) -> None:
