@@ -57,15 +57,18 @@ class Pool:
 
 
 @contextmanager
-def open_pool(make: Callable[[], Tokenize], workers: int, kind: str) -> Iterator[Pool]:
-    """A pool of `workers` `processes` or `threads`, each with its own `make()`; one worker is this process itself.
+def open_pool(own: Tokenize, make: Callable[[], Tokenize], workers: int, kind: str) -> Iterator[Pool]:
+    """A pool of `workers` `processes` or `threads`; one worker is this process itself, with its `own`.
 
-    Enter it before the process has threads: then its workers are forks, which start at no cost and share memory.
+    Others `make()` one each, which has to be picklable, but for forks, which share memory with `own` and start at
+    once: enter the pool before this process has threads that forbid to fork it.
     """
     if workers == 1:
-        yield Pool(_Serial(make()).submit, 1)
+        yield Pool(_Serial(own).submit, 1)
         return
-    executor = _processes(make, workers) if kind == "processes" else ThreadPoolExecutor(workers, "", _start, (make,))
+    executor = (
+        _processes(own, make, workers) if kind == "processes" else ThreadPoolExecutor(workers, "", _start, (make,))
+    )
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of any thread, also of those that a fork is safe with.
@@ -89,12 +92,11 @@ class _Serial:
         return done
 
 
-def _processes(make: Callable[[], Tokenize], workers: int) -> Executor:
+def _processes(own: Tokenize, make: Callable[[], Tokenize], workers: int) -> Executor:
     """Worker processes: forks of this one where that is safe, else new interpreters."""
     if is_safe_to_fork():
-        made = make()
         context = multiprocessing.get_context("fork")
-        return ProcessPoolExecutor(workers, context, _start_process, (lambda: made,))
+        return ProcessPoolExecutor(workers, context, _start_process, (lambda: own,))
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (make,))
 
 

@@ -13,7 +13,7 @@ from stages.read.blocks import file_names, read_blocks
 from stages.read.decode import decode
 from stages.tokenize.engine import choose_engine
 from stages.tokenize.identity import key_of, made_of
-from stages.tokenize.rows import RowFault, detect_format
+from stages.tokenize.rows import Conversation, RowFault, check_columns, detect_format, parse_row
 from stages.tokenize.settings import Settings, SourceShape
 
 AUTO = "auto"
@@ -33,6 +33,8 @@ class Job:
     max_rows: int | None
     format_reasons: tuple[str, ...]
     """By source."""
+    has_conversations: bool
+    """Whether a source has rows for the chat template."""
     engine_reason: str
     file_names: Sequence[str]
     """By Block.file."""
@@ -64,16 +66,11 @@ def plan_job(
             change ids.
     """
     names = file_names(data_lock)
-    shapes, reasons, texts = [], [], []
-    for place in range(len(data_lock["sources"])):
-        shape, reason, sample = _resolve(data, data_lock, place)
-        shapes.append(shape)
-        reasons.append(reason)
-        texts += sample
-    chosen, engine_reason = choose_engine(engine, directory, texts)
+    resolved = [_resolve(data, data_lock, place) for place in range(len(data_lock["sources"]))]
+    chosen, engine_reason = choose_engine(engine, directory, [text for one in resolved for text in one.texts])
     settings = Settings(
         tokenizer_directory=directory,
-        sources=tuple(shapes),
+        sources=tuple(one.shape for one in resolved),
         chat_template=_template_text(data.chat_template),
         train_on=data.train_on,
         max_length=data.max_length,
@@ -89,7 +86,8 @@ def plan_job(
         tokenizer_lock=tokenizer_lock,
         settings=settings,
         max_rows=data.max_rows,
-        format_reasons=tuple(reasons),
+        format_reasons=tuple(one.reason for one in resolved),
+        has_conversations=any(one.has_conversations for one in resolved),
         engine_reason=engine_reason,
         file_names=names,
         made_of=made_of(data_lock, tokenizer_lock, settings, data.max_rows),
@@ -110,29 +108,62 @@ def _template_text(chat_template: str) -> str:
         ) from None
 
 
-def _resolve(data: Data, lock: Mapping[str, Any], place: int) -> tuple[SourceShape, str, list[str]]:
-    """A source's shape, why that shape, and some of its text."""
+@dataclass(frozen=True, kw_only=True)
+class _Resolved:
+    """What the first rows of a source say."""
+
+    shape: SourceShape
+    reason: str
+    has_conversations: bool
+    texts: list[str]
+    """Some of its text."""
+
+
+def _resolve(data: Data, lock: Mapping[str, Any], place: int) -> _Resolved:
+    """Look at a source's first rows."""
     source = lock["sources"][place]
     columns = source["columns"] if source["columns"] is not None else (data.columns or {})
     wanted = source["format"] if source["format"] is not None else data.format
     skips = data.on_bad_row == "skip"
     alone = {**lock, "sources": [source]}
-    name = file_names(alone)
-    rows = _first_rows(alone, name, skips)
+    rows = _first_rows(alone, file_names(alone), skips)
     if not rows:
         raise UserError(f"data.source: {source['source']} holds no rows; put rows into it or name another source")
-    sample = _texts([row for _, row in rows])
-    if wanted != AUTO:
-        return SourceShape(format=wanted, columns=columns), "params.yaml says so", sample
-    for number, (at, row) in enumerate(rows):
+    if wanted == AUTO:
+        wanted, reason = _detect(rows, columns, skips)
+    else:
+        check_columns(wanted, columns)
+        reason = "params.yaml says so"
+    shape = SourceShape(format=wanted, columns=columns)
+    return _Resolved(
+        shape=shape,
+        reason=reason,
+        has_conversations=_are_conversations(rows, shape),
+        texts=_texts([row for _, row in rows]),
+    )
+
+
+def _detect(rows: list[tuple[str, RawRow]], columns: Mapping[str, str], skips: bool) -> tuple[str, str]:
+    """(shape, why) of the first row, or, when bad rows are skipped, of the first that has one."""
+    for number, (at, row) in enumerate(rows, start=1):
+        assert row.value is not None, "a row without a fault has a value"
         try:
-            shape, reason = detect_format(row.value, columns)
+            return detect_format(row.value, columns)
         except RowFault as fault:
-            if not skips or number == len(rows) - 1:
+            if not skips or number == len(rows):
                 raise UserError(f"{at}: {fault}") from None
-            continue
-        return SourceShape(format=shape, columns=columns), reason, sample
     raise AssertionError("the last row either had a shape or was told")
+
+
+def _are_conversations(rows: list[tuple[str, RawRow]], shape: SourceShape) -> bool:
+    """Whether the first row that can be used is for the chat template; all rows of a source are of one kind."""
+    for _, row in rows:
+        assert row.value is not None, "a row without a fault has a value"
+        try:
+            return isinstance(parse_row(row.value, shape), Conversation)
+        except (RowFault, RecursionError):  # told with its place when the row is tokenized
+            continue
+    return False
 
 
 def _first_rows(lock: Mapping[str, Any], names: Sequence[str], skips: bool) -> list[tuple[str, RawRow]]:

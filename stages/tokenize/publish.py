@@ -10,6 +10,7 @@ from stages.files import atomic_directory, sha256_json, write_json
 from stages.tokenize.merge import Placed, Totals, merge
 from stages.tokenize.prepare import Job
 from stages.tokenize.stats import metrics, notes, source_figures, write_histogram, write_rejects
+from stages.tokenize.work import BlockTokenizer
 
 SCHEMA = 2
 
@@ -20,11 +21,36 @@ class About:
 
     vocab_size: int
     pad_id: int
+    pad_reason: str
     eos_id: int | None
     chat_template_sha256: str | None
     """None where no source has conversations."""
     chat_template_method: str | None
     chat_template_reason: str | None
+
+    @classmethod
+    def of(cls, tokenize: BlockTokenizer, has_conversations: bool) -> "About":
+        """What a worker's tokenizer says of itself.
+
+        Raises:
+            UserError: there are conversations and no chat template for them.
+        """
+        tokenizer, template = tokenize.tokenizer, tokenize.template if has_conversations else None
+        return cls(
+            vocab_size=tokenizer.vocab_size,
+            pad_id=tokenizer.pad_id,
+            pad_reason=tokenizer.pad_reason,
+            eos_id=tokenizer.eos_id,
+            chat_template_sha256=None if template is None else sha256_json(template.source),
+            chat_template_method=None if template is None else template.method,
+            chat_template_reason=None if template is None else template.reason,
+        )
+
+    def notes(self) -> list[str]:
+        """How the trained text is told from the rest."""
+        if self.chat_template_method is None:
+            return []
+        return [f"trained text is found by {self.chat_template_method}: {self.chat_template_reason}"]
 
 
 def publish(job: Job, about: About, placed: Sequence[Placed], out: Path) -> tuple[dict[str, Any], list[str]]:
@@ -56,7 +82,7 @@ def publish(job: Job, about: About, placed: Sequence[Placed], out: Path) -> tupl
         }
         write_json(aside / "meta.json", meta)
     figures = metrics(totals, [shape.format for shape in settings.sources], longest)
-    return figures, notes(totals, settings, job.file_names)
+    return figures, [*job.notes(), *about.notes(), *notes(totals, settings, job.file_names)]
 
 
 def _about_source(job: Job, totals: Totals, place: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from stages.tokenize.merge import Placed
 from stages.tokenize.parts import MANIFEST, Part, collect, write_manifest
 from stages.tokenize.pool import available_workers, open_pool
 from stages.tokenize.prepare import Job
-from stages.tokenize.publish import publish
+from stages.tokenize.publish import About, publish
 from stages.tokenize.settings import BlockTokens
 from stages.tokenize.shards import Shard
 from stages.tokenize.work import BlockTokenizer
@@ -47,11 +47,8 @@ def make_all(work: Work, out: Path, told: Told) -> tuple[dict[str, Any], list[st
     """
     job = work.job
     with workplace(scratch_root(), job.key, told) as root:
-        task = Task(root=root, key=job.key, part=0, parts=1)
-        shards, _ = _make(work, task)
-        placed = [Placed(root=root, shard=shard) for shard in shards]
-        figures, notes = publish(job, _about(job), placed, out)
-    return figures, [*job.notes(), *notes]
+        shards, _, about = _make(work, Task(root=root, key=job.key, part=0, parts=1))
+        return publish(job, about, [Placed(root=root, shard=shard) for shard in shards], out)
 
 
 def make_part(work: Work, part: Part, out: Path, told: Told) -> list[str]:
@@ -64,9 +61,9 @@ def make_part(work: Work, part: Part, out: Path, told: Told) -> list[str]:
     with held_alone(root, told):
         # While the part is being made, no manifest may vouch for it.
         (root / MANIFEST).unlink(missing_ok=True)
-        shards, all_shards = _make(work, Task(root=root, key=job.key, part=part.number, parts=part.of))
+        shards, all_shards, about = _make(work, Task(root=root, key=job.key, part=part.number, parts=part.of))
         write_manifest(root, part, job.made_of, job.key, shards, all_shards)
-    return [*job.notes(), f"{len(shards)} of {all_shards} shards are in {root}"]
+    return [*job.notes(), *about.notes(), f"{len(shards)} of {all_shards} shards are in {root}"]
 
 
 def merge_parts(work: Work, directories: Sequence[Path], out: Path) -> tuple[dict[str, Any], list[str]]:
@@ -77,19 +74,23 @@ def merge_parts(work: Work, directories: Sequence[Path], out: Path) -> tuple[dic
     """
     job = work.job
     placed = collect(directories, job.made_of, job.key)
-    return publish(job, _about(job), placed, out)
+    return publish(job, About.of(BlockTokenizer(job.settings), job.has_conversations), placed, out)
 
 
-def _make(work: Work, task: Task) -> tuple[list[Shard], int]:
-    """The task's shards, and the number of shards of the whole source."""
+def _make(work: Work, task: Task) -> tuple[list[Shard], int, About]:
+    """The task's shards, the number of shards of the whole source, and what is told of the tokenizer."""
     job = work.job
+    own = BlockTokenizer(job.settings)
+    about = About.of(own, job.has_conversations)
     # The workers come before the bar, whose thread would make forking them unsafe.
     with (
-        open_pool(partial(BlockTokenizer, job.settings), work.worker_count(), work.pool) as pool,
+        open_pool(own, partial(BlockTokenizer, job.settings), work.worker_count(), work.pool) as pool,
         _Progress(job.data_lock["bytes"], work.progress) as progress,
     ):
         blocks = read_blocks(job.data_lock, max_rows=job.max_rows, progress=progress.read)
-        return make_shards(task, blocks, pool, job.file_names, job.settings.on_bad_row == "fail", progress.tokenized)
+        fails = job.settings.on_bad_row == "fail"
+        shards, all_shards = make_shards(task, blocks, pool, job.file_names, fails, progress.tokenized)
+    return shards, all_shards, about
 
 
 class _Progress:

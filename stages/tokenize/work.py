@@ -64,15 +64,15 @@ class BlockTokenizer:
             UserError: the tokenizer cannot be used.
         """
         self._settings = settings
-        self._tokenizer = RowTokenizer(settings.tokenizer_directory, settings.engine)
-        self._schema = token_schema(self._tokenizer.vocab_size)
+        self.tokenizer = RowTokenizer(settings.tokenizer_directory, settings.engine)
+        self._schema = token_schema(self.tokenizer.vocab_size)
 
     @cached_property
-    def _template(self) -> Template:
+    def template(self) -> Template:
         """The chat template; rows of plain text need none."""
         settings = self._settings
         return open_template(
-            settings.chat_template, settings.tokenizer_directory, self._tokenizer.special_tokens, settings.train_on
+            settings.chat_template, settings.tokenizer_directory, self.tokenizer.special_tokens, settings.train_on
         )
 
     def __call__(self, block: Block) -> BlockTokens:
@@ -83,7 +83,7 @@ class BlockTokenizer:
         """
         losses = _Losses()
         rows = self._read(block, losses)
-        encoded = self._tokenizer.encode_rows(rows.segments)
+        encoded = self.tokenizer.encode_rows(rows.segments)
         self._check_ids(encoded)
         self._sample(rows, encoded, losses)
         cut = cut_rows(encoded, self._settings.max_length, self._settings.over_length)
@@ -136,7 +136,7 @@ class BlockTokenizer:
             losses.reject("empty_answer_rows", place, "an answer in it is empty")
             return
         family = row_family(raw.value, shape)
-        guard = self._tokenizer.guard
+        guard = self.tokenizer.guard
         found, replaced = guard.control_tokens, guard.surrogates
         segments = self._segments(example)
         if family is not None:
@@ -151,14 +151,14 @@ class BlockTokenizer:
 
     def _segments(self, example: Conversation | Plain) -> list[Segment]:
         """The row as guarded text, trained and not."""
-        guard = self._tokenizer.guard
+        guard = self.tokenizer.guard
         if isinstance(example, Conversation):
             if not guard.is_clean((example.messages, example.tools)):
                 example = replace(example, messages=guard.protect(example.messages), tools=guard.protect(example.tools))
-            return self._template.render(example)
+            return self.template.render(example)
         if not guard.is_clean((example.prompt, example.completion)):
             example = Plain(prompt=guard.protect(example.prompt), completion=guard.protect(example.completion))
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         return plain_segments(example, bos=tokenizer.bos_text, eos=tokenizer.eos_text, train_on=self._settings.train_on)
 
     def _check_ids(self, encoded: EncodedRows) -> None:
@@ -167,7 +167,7 @@ class BlockTokenizer:
         Raises:
             UserError: naming the token.
         """
-        tokenizer, ids = self._tokenizer, encoded.ids
+        tokenizer, ids = self.tokenizer, encoded.ids
         starts = encoded.offsets[:-1][encoded.lengths > 1]
         if (
             tokenizer.bos_id is not None
@@ -194,7 +194,7 @@ class BlockTokenizer:
         """Encode some rows as one text too: segments apart give other ids where a token would cross."""
         for number in range(0, len(rows.segments), ROWS_PER_SAMPLED_ROW):
             ids = encoded.ids[encoded.offsets[number] : encoded.offsets[number + 1]]
-            differs = self._tokenizer.encodes_otherwise(rows.segments[number], ids)
+            differs = self.tokenizer.encodes_otherwise(rows.segments[number], ids)
             if differs is not None:
                 losses.counts["sampled_rows"] += 1
                 losses.note("sampled_rows_differing", rows.places[number], int(differs))

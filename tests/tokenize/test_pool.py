@@ -22,7 +22,7 @@ POOLS = [(1, "processes"), (2, "processes"), (3, "threads")]
 @pytest.mark.parametrize("workers, kind", POOLS)
 def test_results_come_in_order_and_equal_those_of_one_worker(workers, kind):
     expected = [tokenize_bytes(block).train for block in text_blocks(20)]
-    with open_pool(make_byte_tokenizer, workers, kind) as pool:
+    with open_pool(tokenize_bytes, make_byte_tokenizer, workers, kind) as pool:
         results = list(pool.map(text_blocks(20)))
     assert [block.number for block, _ in results] == list(range(20))
     assert all(tokens.train.equals(train) for (_, tokens), train in zip(results, expected, strict=True))
@@ -37,7 +37,7 @@ def test_few_blocks_are_in_memory_at_a_time():
             read.append(block.number)
             yield block
 
-    with open_pool(make_byte_tokenizer, 2, "threads") as pool:
+    with open_pool(tokenize_bytes, make_byte_tokenizer, 2, "threads") as pool:
         for done, _ in enumerate(pool.map(blocks())):
             assert len(read) <= done + 4
 
@@ -49,7 +49,7 @@ def test_a_killed_worker_is_told_in_one_line():
     deadly = type(blocks[0])(number=3, source=0, file=0, kind="text", payload=b"die", first_row=0)
     with (
         pytest.raises(UserError, match=r"^run\.data_workers: a worker of tokenize was killed"),
-        open_pool(make_byte_tokenizer, 2, "processes") as pool,
+        open_pool(tokenize_bytes, make_byte_tokenizer, 2, "processes") as pool,
     ):
         list(pool.map([*blocks[:3], deadly, *blocks[4:]]))
 
@@ -83,13 +83,13 @@ def test_a_fresh_process_with_the_workers_libraries_can_be_forked():
 PARENT = """
 import sys
 from stages.tokenize.pool import open_pool
-from tests.tokenize.standin import make_byte_tokenizer, text_blocks
+from tests.tokenize.standin import make_byte_tokenizer, text_blocks, tokenize_bytes
 from dataclasses import replace
 if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         import threading, time
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-    with open_pool(make_byte_tokenizer, 2, "processes") as pool:
+    with open_pool(tokenize_bytes, make_byte_tokenizer, 2, "processes") as pool:
         for block, _ in pool.map(replace(block, payload=b"slow") for block in text_blocks(10_000)):
             import multiprocessing
             if block.number == 4:

@@ -12,6 +12,7 @@ from stages.tokenize.make import Task, make_shards
 from stages.tokenize.pool import open_pool
 from stages.tokenize.shards import BLOCKS_PER_SHARD, read_marker
 from stages.tokenize.workplace import LOCK_FILE, held_alone, workplace
+from tests.tokenize import standin
 from tests.tokenize.standin import make_byte_tokenizer, text_blocks
 
 BLOCKS = 2 * BLOCKS_PER_SHARD + 5
@@ -20,7 +21,7 @@ BLOCKS = 2 * BLOCKS_PER_SHARD + 5
 def make(root, blocks=None, key="k", part=0, parts=1, fails=True):
     """Make shards; the numbers of the blocks that were tokenized, and the result."""
     tokenized = []
-    with open_pool(make_byte_tokenizer, 1, "threads") as pool:
+    with open_pool(standin.tokenize_bytes, make_byte_tokenizer, 1, "threads") as pool:
         result = make_shards(
             Task(root=root, key=key, part=part, parts=parts),
             text_blocks(BLOCKS) if blocks is None else blocks,
