@@ -74,7 +74,8 @@ def test_anonymous_memory_counts_what_is_allocated_in_all_processes_but_no_mappe
     (tmp_path / "file").write_bytes(bytes(80 << 20))
     child = "import time; own = b'1' * (50 << 20); time.sleep(1)"
     parent = (
-        "import mmap, subprocess, sys; mapped = mmap.mmap(open('file').fileno(), 0, access=mmap.ACCESS_READ); "
+        "import mmap, subprocess, sys; file = open('file', 'rb'); "
+        "mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ); "
         f"sum(mapped[::4096]); subprocess.run([sys.executable, '-c', {child!r}])"
     )
     usages, _ = watch([sys.executable, "-c", parent], tmp_path, dict(os.environ), anonymous=True)
