@@ -1,36 +1,54 @@
 """Stage bucket: cut the training rows into optimizer steps and micro-batches."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
 from tqdm import tqdm
 
-from stages.bucket.cut import cut_steps, summarise
-from stages.bucket.plan import read_plan, write_plan
-from stages.bucket.steps import read_index, step_rows
+from stages.bucket.cut import Cutting, cut_steps
+from stages.bucket.index import read_index, source_weights
+from stages.bucket.plan import Plan, read_plan, write_plan
+from stages.bucket.steps import run_steps
+from stages.bucket.summary import summarise
 from stages.declared import read_params
 from stages.errors import StageCommand
 from stages.files import atomic_directory, write_json
 
 
 @click.command(cls=StageCommand)
-@click.option("--index", "index_path", type=Path, default="data/tokens/index.arrow", show_default=True)
+@click.option("--index", "index_path", type=Path, default="data/tokens/train-index.arrow", show_default=True)
 @click.option("--out", type=Path, default="data/batches", show_default=True, help="Directory for plan.arrow.")
 @click.option("--metrics", type=Path, default="metrics/bucket.json", show_default=True)
 def main(index_path: Path, out: Path, metrics: Path) -> None:
-    """Plan the run: rows of every optimizer step, and its micro-batches within bucket.max_tokens padded tokens.
+    """Plan the run: rows of every optimizer step, and its micro-batches, shared evenly by hardware.num_gpus.
 
-    The rows of a step depend on seed, train.tokens_per_step and train.epochs alone; bucket.* decides only how a step
-    is cut, so it changes memory and speed and never what is learnt.
+    The rows of a step depend on seed, train.tokens_per_step, train.epochs and the sources' weights alone; bucket.*
+    decides only how a step is cut, so it changes memory and speed and never what is learnt.
     """
     p = read_params()
-    index = read_index(index_path)
-    steps = step_rows(index.lengths, seed=p.seed, epochs=p.train.epochs, tokens_per_step=p.train.tokens_per_step)
-    micro_batches = cut_steps(steps, index, max_tokens=p.bucket.max_tokens, pad_multiple=p.bucket.pad_multiple)
+    index = read_index(index_path, source_weights(p.data.source))
+    cutting = Cutting(
+        mode=p.bucket.mode,
+        max_tokens=p.bucket.max_tokens,
+        pad_multiple=p.bucket.pad_multiple,
+        constant_shape=p.bucket.constant_shape,
+        fixed_rows=p.bucket.fixed_rows,
+        ranks=p.hardware.num_gpus,
+    )
+    steps = run_steps(index, seed=p.seed, epochs=p.train.epochs, tokens_per_step=p.train.tokens_per_step)
     with atomic_directory(out) as aside:
-        write_plan(aside / "plan.arrow", tqdm(micro_batches, "bucket", unit=" batches", disable=not p.run.progress))
-        summary = summarise(read_plan(aside / "plan.arrow"), index.lengths)
+        write_plan(aside / "plan.arrow", _shown(cut_steps(steps, index, cutting), p.run.progress))
+        summary = summarise(read_plan(aside / "plan.arrow"), index.lengths, mode=cutting.mode)
     write_json(metrics, summary)
+
+
+def _shown(parts: Iterable[Plan], progress: bool) -> Iterator[Plan]:
+    """The parts of a plan, with a progress bar."""
+    with tqdm(desc="bucket", unit=" rows", unit_scale=True, disable=not progress) as bar:
+        for part in parts:
+            yield part
+            bar.update(len(part.rows))
 
 
 if __name__ == "__main__":

@@ -1,131 +1,245 @@
 """How each optimizer step is cut into micro-batches: changes memory, padding and speed, never what is learnt."""
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
-from stages.bucket.plan import MicroBatch, Plan
-from stages.bucket.steps import Index
+from stages.bucket.bucketed import cheapest_cuts, even_cuts
+from stages.bucket.index import Index
+from stages.bucket.packed import fill_first, pack_steps
+from stages.bucket.plan import Plan
+from stages.bucket.steps import Steps
 from stages.errors import UserError
 from stages.params import round_up
 
-OVERHEAD_TOKENS = 128
-"""Cost of one more micro-batch, in padded tokens.
-
-Seconds = a + b * tokens, fitted to forward and backward of a 6-layer Llama over 10 shapes of 64 to 1,024 tokens on a
-2-core CPU, gave a / b = 38 (1 thread) to 91 (2 threads). Rounded up, because accelerators waste more on small batches
-(not measured) and too high costs less than too low: on log-normal chat lengths 128 where 64 is true adds 0.3% to the
-cost of a run, 64 where 256 is true 2%.
-"""
+ROWS_PER_BLOCK = 1 << 19
+"""Rows cut together: enough that numpy's calls cost little, few enough that their arrays stay in the cache."""
+KEY_BITS = 64
 
 
-def cut_steps(
-    steps: Iterable[tuple[int, np.ndarray]], index: Index, *, max_tokens: int, pad_multiple: int
-) -> Iterator[MicroBatch]:
-    """Cut steps (epoch and rows; the first holds the longest row) into micro-batches, in execution order.
+@dataclass(frozen=True, kw_only=True)
+class Cutting:
+    """The parameters that decide how steps are cut."""
+
+    mode: Literal["bucketed", "packed", "fixed"]
+    max_tokens: int
+    """Most tokens of a micro-batch, padding counted (not in mode fixed)."""
+    pad_multiple: int
+    """Padded lengths are multiples of this."""
+    constant_shape: bool
+    """Mode packed: every micro-batch is padded to max_tokens."""
+    fixed_rows: int
+    """Mode fixed: rows of a micro-batch."""
+    ranks: int
+    """GPUs that share a step: each gets the same number of micro-batches."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether micro-batches are single sequences of joined rows."""
+        return self.mode == "packed"
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a micro-batch that leave its padded size within `max_tokens`."""
+        multiple = 1 if self.constant_shape else self.pad_multiple
+        return self.max_tokens // multiple * multiple
+
+
+def cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterator[Plan]:
+    """Cut steps (the first holds the longest row) into micro-batches: consecutive parts of the plan, in order.
 
     The run's first micro-batch starts with the longest row and takes as many rows as `max_tokens` allows; its padded
-    tokens cap all others. So none after it is larger in padded tokens or in length: memory is flat, and running out
-    of it happens at once or never. All other cuts waste the fewest padded tokens (`cheapest_cuts`); inside a step the
-    largest micro-batch runs first.
+    tokens cap all others (modes bucketed and packed). So none after it is larger in padded tokens or in length: memory
+    is flat, and running out of it happens at once or never. Inside a step the largest micro-batches run first, each
+    next to the others of its size on the other GPUs.
 
     Raises:
-        UserError: the longest row does not fit in `max_tokens`.
+        UserError: the longest row does not fit in `max_tokens`, or a step has too few rows for the GPUs.
     """
-    _check_fits(index.lengths, max_tokens, pad_multiple)
-    return _cut_steps(steps, index, max_tokens, pad_multiple)
+    _check_fits(index.lengths, cutting)
+    return _cut_steps(steps, index, cutting)
 
 
-def _check_fits(lengths: np.ndarray, max_tokens: int, pad_multiple: int) -> None:
+def _check_fits(lengths: np.ndarray, cutting: Cutting) -> None:
     """The longest row must fit in a micro-batch of its own."""
     row = int(lengths.argmax())
     length = int(lengths[row])
-    padded = round_up(length, pad_multiple)
-    if padded > max_tokens:
+    if cutting.mode != "fixed" and length > cutting.capacity:
         raise UserError(
-            f"bucket.max_tokens: the longest row (train row {row}: {length} tokens, padded {padded}) must fit in a "
-            f"micro-batch; got {max_tokens}; raise bucket.max_tokens or lower data.max_length"
+            f"bucket.max_tokens: the longest row (train row {row}: {length} tokens, padded "
+            f"{round_up(length, cutting.pad_multiple)}) must fit in a micro-batch; got {cutting.max_tokens}; "
+            "raise bucket.max_tokens or lower data.max_length"
         )
 
 
-def _cut_steps(
-    steps: Iterable[tuple[int, np.ndarray]], index: Index, max_tokens: int, pad_multiple: int
-) -> Iterator[MicroBatch]:
+def _cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterator[Plan]:
     """`cut_steps` once the longest row is known to fit."""
-    cap_tokens = 0
-    for number, (epoch, rows) in enumerate(steps):
-        rows = rows[np.lexsort((rows, -index.lengths[rows]))]
-        padded = -(-index.lengths[rows].astype(np.int64) // pad_multiple) * pad_multiple
-        if number == 0:
-            first = min(len(rows), max_tokens // int(padded[0]))
-            cap_tokens = first * int(padded[0])
-            starts = [0, *(first + start for start in cheapest_cuts(padded[first:], cap_tokens))]
-        else:
-            starts = cheapest_cuts(padded, cap_tokens)
-        micro_batches = [
-            MicroBatch(
-                epoch=epoch,
-                step=number,
-                rows=rows[start:end],
-                length=int(padded[start]),
-                supervised=int(index.supervised[rows[start:end]].sum()),
-            )
-            for start, end in pairwise([*starts, len(rows)])
-        ]
-        yield from sorted(micro_batches, key=lambda micro_batch: (-micro_batch.padded_tokens, -micro_batch.length))
+    number = 0
+    for part in steps:
+        for block in _blocks(part, index):
+            rows, lengths = _sorted_rows(block, index) if cutting.mode != "fixed" else _plain_rows(block, index)
+            if number == 0:
+                groups = _first_groups(lengths, cutting)
+            else:
+                groups = _groups(lengths, block.bounds, cutting, first_step=number)
+            plan = _deal(rows, lengths, groups, block, index, cutting, first_step=number)
+            if number == 0 and cutting.mode != "fixed":
+                cutting = replace(cutting, max_tokens=int(plan.padded_tokens[0]))
+            yield plan
+            number += len(block)
 
 
-def cheapest_cuts(lengths: np.ndarray, cap_tokens: int) -> list[int]:
-    """Where to cut rows, sorted by padded length descending, so that padding plus overhead is least.
+def _blocks(steps: Steps, index: Index) -> Iterator[Steps]:
+    """Steps in blocks of bounded size, the first step of the run (which comes alone) among them."""
+    most_steps = 1 << (KEY_BITS - sum(_key_bits(index)))
+    start = 0
+    while start < len(steps):
+        within = int(np.searchsorted(steps.bounds, steps.bounds[start] + ROWS_PER_BLOCK, side="right")) - 1
+        end = min(max(within, start + 1), start + most_steps, len(steps))
+        yield steps.part(start, end)
+        start = end
 
-    A micro-batch of rows i to j - 1 costs lengths[i] * (j - i) + OVERHEAD_TOKENS; dynamic programming over j finds the
-    cheapest cut of every prefix. As lengths descend, a start that loses to a later one at j loses at every j after it,
-    so the candidates only shrink from the left and the search is close to linear.
 
-    Args:
-        lengths: padded lengths, int64, descending, none above `cap_tokens`.
-        cap_tokens: most padded tokens of a micro-batch.
+def _key_bits(index: Index) -> tuple[int, int]:
+    """Binary digits of a length and of a row number."""
+    return int(index.lengths.max()).bit_length(), len(index.lengths).bit_length()
 
-    Returns:
-        The first row of each micro-batch.
+
+def _plain_rows(block: Steps, index: Index) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the block's steps in shuffled order, and their lengths."""
+    return block.rows, index.lengths[block.rows].astype(np.int64)
+
+
+def _sorted_rows(block: Steps, index: Index) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the block's steps, each step sorted by length, longest first, then by row number; and their lengths.
+
+    One number holds step, length and row, so that one plain sort of integers does it.
     """
-    rows = len(lengths)
-    last_end = (np.arange(rows) + cap_tokens // lengths).tolist()
-    cost_before = [0] * (rows + 1)
-    start_of = [0] * (rows + 1)
-    intercepts = np.empty(rows, np.int64)
-    oldest = 0
-    for end in range(1, rows + 1):
-        newest = end - 1
-        intercepts[newest] = cost_before[newest] - int(lengths[newest]) * newest
-        while last_end[oldest] < end:
-            oldest += 1
-        costs = intercepts[oldest:end] + lengths[oldest:end] * end
-        cheapest = int(costs.argmin())
-        oldest += cheapest
-        start_of[end] = oldest
-        cost_before[end] = int(costs[cheapest]) + OVERHEAD_TOKENS
-    starts = []
-    end = rows
-    while end:
-        end = start_of[end]
-        starts.append(end)
-    return starts[::-1]
+    length_bits, row_bits = (np.uint64(bits) for bits in _key_bits(index))
+    longest = np.uint64((1 << int(length_bits)) - 1)
+    keys = np.repeat(np.arange(len(block), dtype=np.uint64), np.diff(block.bounds))
+    keys <<= length_bits
+    keys |= longest - index.lengths[block.rows].astype(np.uint64)
+    keys <<= row_bits
+    keys |= block.rows.astype(np.uint64)
+    keys.sort()
+    rows = (keys & np.uint64((1 << int(row_bits)) - 1)).astype(np.int32)
+    lengths = longest - (keys >> row_bits & longest)
+    return rows, lengths.astype(np.int64)
 
 
-def summarise(plan: Plan, lengths: np.ndarray) -> dict[str, int | float]:
-    """The metrics of a plan; rounded, so that they are the same bytes on any machine."""
-    micro_batches = [micro_batch for step in plan.steps for micro_batch in step]
-    tokens_per_step = np.array([sum(int(lengths[batch.rows].sum()) for batch in step) for step in plan.steps])
-    padded_tokens = sum(micro_batch.padded_tokens for micro_batch in micro_batches)
-    return {
-        "optimizer_steps": len(plan.steps),
-        "micro_batches": len(micro_batches),
-        "padding_percent": round(100 * (1 - int(tokens_per_step.sum()) / padded_tokens), 3),
-        "max_batch_tokens": max(micro_batch.padded_tokens for micro_batch in micro_batches),
-        "max_batch_rows": max(len(micro_batch.rows) for micro_batch in micro_batches),
-        "max_batch_length": max(micro_batch.length for micro_batch in micro_batches),
-        "tokens_per_step_mean": round(float(tokens_per_step.mean()), 2),
-        "tokens_per_step_cv": round(float(tokens_per_step.std() / tokens_per_step.mean()), 4),
-    }
+def _first_groups(lengths: np.ndarray, cutting: Cutting) -> np.ndarray:
+    """Micro-batch of each row of the run's first step; the first one is as full as can be."""
+    bounds = np.array([0, len(lengths)])
+    if cutting.mode == "fixed":
+        return _groups(lengths, bounds, cutting, first_step=0)
+    if len(lengths) < cutting.ranks:
+        raise _too_few_rows(0, len(lengths), cutting)
+    most_rows = len(lengths) - (cutting.ranks - 1)
+    if cutting.mode == "packed":
+        taken = fill_first(lengths, cutting.capacity, most_rows)
+        largest = round_up(int(lengths[taken].sum()), cutting.pad_multiple)
+    else:
+        longest = round_up(int(lengths[0]), cutting.pad_multiple)
+        taken = np.arange(len(lengths)) < min(cutting.max_tokens // longest, most_rows)
+        largest = longest * int(taken.sum())
+    groups = np.zeros(len(lengths), np.int64)
+    left = lengths[~taken]
+    if len(left):
+        capped = replace(cutting, max_tokens=cutting.max_tokens if cutting.constant_shape else largest)
+        groups[~taken] = 1 + _groups(left, np.array([0, len(left)]), capped, first_step=0, done=1)
+    return groups
+
+
+def _groups(lengths: np.ndarray, bounds: np.ndarray, cutting: Cutting, *, first_step: int, done: int = 0) -> np.ndarray:
+    """Number of each row's micro-batch within its step.
+
+    Raises:
+        UserError: a step has too few rows to give each GPU the same number of micro-batches.
+    """
+    if cutting.mode == "packed":
+        groups, failed = pack_steps(lengths, bounds, cutting.capacity, ranks=cutting.ranks, done=done)
+    elif cutting.mode == "fixed":
+        groups, failed = _fixed_groups(bounds, cutting)
+    else:
+        padded = -(-lengths // cutting.pad_multiple) * cutting.pad_multiple
+        if cutting.ranks == 1:
+            begins, failed = cheapest_cuts(padded, bounds, cutting.max_tokens), np.zeros(len(bounds) - 1, bool)
+        else:
+            begins, failed = even_cuts(padded, bounds, cutting.max_tokens, ranks=cutting.ranks, done=done)
+        number = np.cumsum(begins)
+        groups = number - np.repeat(number[bounds[:-1]], np.diff(bounds))
+    if failed.any():
+        step = int(failed.argmax())
+        raise _too_few_rows(first_step + step, int(bounds[step + 1] - bounds[step]) + done, cutting)
+    return groups
+
+
+def _fixed_groups(bounds: np.ndarray, cutting: Cutting) -> tuple[np.ndarray, np.ndarray]:
+    """`fixed_rows` rows after the other; at the end of a step fewer, so that a row is left for every micro-batch."""
+    rows = np.diff(bounds)
+    numbers = -(-rows // (cutting.fixed_rows * cutting.ranks)) * cutting.ranks
+    step = np.repeat(np.arange(len(rows)), rows)
+    place = np.arange(bounds[-1]) - bounds[step]
+    from_end = numbers[step] - (rows[step] - place)
+    return np.maximum(place // cutting.fixed_rows, from_end), numbers > rows
+
+
+def _too_few_rows(step: int, rows: int, cutting: Cutting) -> UserError:
+    """The one line for a step that cannot be shared."""
+    size = f"bucket.fixed_rows={cutting.fixed_rows}" if cutting.mode == "fixed" else "bucket.max_tokens"
+    return UserError(
+        f"train.tokens_per_step: a step must give each of hardware.num_gpus={cutting.ranks} GPUs the same number of "
+        f"micro-batches, each of a row or more; step {step} has {rows} row{'s' * (rows != 1)}, too few for {size}; "
+        f"change train.tokens_per_step or raise {size.partition('=')[0]}"
+    )
+
+
+def _deal(
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    groups: np.ndarray,
+    block: Steps,
+    index: Index,
+    cutting: Cutting,
+    *,
+    first_step: int,
+) -> Plan:
+    """The block's part of the plan: micro-batches of every step, largest first, dealt to the ranks to and fro.
+
+    To and fro (rank 0 gets the largest of one turn and the smallest of the next), so that over a step no rank has more
+    to do than another.
+    """
+    step_of_row = np.repeat(np.arange(len(block)), np.diff(block.bounds))
+    key = step_of_row * (int(groups.max()) + 1) + groups
+    order = np.argsort(key, kind="stable")
+    rows, key = rows[order], key[order]
+    starts = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
+    sizes = np.diff(np.append(starts, len(rows)))
+    step = step_of_row[order[starts]]
+    if cutting.flat:
+        tokens = np.add.reduceat(lengths[order], starts)
+        multiple = cutting.max_tokens if cutting.constant_shape else cutting.pad_multiple
+    else:
+        tokens = np.maximum.reduceat(lengths[order], starts)
+        multiple = cutting.pad_multiple
+    length = -(-tokens // multiple) * multiple
+    by_size = np.lexsort((-length, -length * (1 if cutting.flat else sizes), step))
+    place = np.arange(len(step)) - np.searchsorted(step, step)
+    turn, rank = np.divmod(place, cutting.ranks)
+    dealt = by_size[np.arange(len(step)) + np.where(turn % 2, cutting.ranks - 1 - 2 * rank, 0)]
+    bounds = np.concatenate([[0], np.cumsum(sizes[dealt])])
+    rows = rows[np.repeat(starts[dealt] - bounds[:-1], sizes[dealt]) + np.arange(len(rows))]
+    return Plan(
+        epoch=np.full(len(step), block.epoch, np.int32),
+        step=(step + first_step).astype(np.int32),
+        rank=rank.astype(np.int32),
+        rows=rows,
+        bounds=bounds,
+        length=length[dealt].astype(np.int32),
+        supervised=np.add.reduceat(index.supervised[rows], bounds[:-1], dtype=np.int64).astype(np.int32),
+        ranks=cutting.ranks,
+        flat=cutting.flat,
+    )

@@ -1,9 +1,10 @@
 """The batch plan: which rows form each micro-batch of each optimizer step, as an Arrow file."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 import pyarrow as pa
@@ -15,13 +16,14 @@ SCHEMA = pa.schema(
     [
         ("epoch", pa.int32()),
         ("step", pa.int32()),
+        ("rank", pa.int32()),
         ("rows", pa.list_(pa.int32())),
         ("length", pa.int32()),
         ("supervised", pa.int32()),
     ]
 )
-RECORDS_PER_BLOCK = 4096
-"""Micro-batches per Arrow record batch: bounds the writer's memory, whatever the run's length."""
+SCALARS = tuple(field.name for field in SCHEMA if field.name != "rows")
+PADDED, FLAT = "padded", "flat"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,80 +35,182 @@ class MicroBatch:
     step: int
     """Optimizer step of the whole run, from 0."""
     rows: np.ndarray
-    """Row numbers in train.arrow, int32, longest row first."""
+    """Row numbers of the training shards, int32; bucketed and packed: longest row first."""
     length: int
-    """Tokens to which every row is padded."""
+    """Tokens to which every row is padded; flat: tokens of the one sequence that holds all rows and then padding."""
     supervised: int
     """Tokens of these rows that are predicted and count in the loss."""
+    rank: int = 0
+    """Which of the GPUs runs it, from 0."""
+    flat: bool = False
+    """Whether the rows stand one after the other in one sequence, each attending to itself alone."""
 
     @property
     def padded_tokens(self) -> int:
-        """Rows times padded length: what activations grow with."""
-        return len(self.rows) * self.length
+        """Tokens that pass through the model, padding counted: what activations grow with."""
+        return self.length if self.flat else len(self.rows) * self.length
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """All micro-batches of a run, by optimizer step, in execution order."""
+    """Micro-batches in execution order, as columns: a run of millions takes arrays, never millions of objects.
 
-    steps: list[list[MicroBatch]]
+    The first `ranks` micro-batches of a step run at the same time, then the next, and so on.
+    """
+
+    epoch: np.ndarray
+    """Pass over the training rows of each micro-batch, int32."""
+    step: np.ndarray
+    """Optimizer step of each micro-batch, int32, ascending."""
+    rank: np.ndarray
+    """GPU of each micro-batch, int32: its place modulo `ranks`."""
+    rows: np.ndarray
+    """Row numbers, int32, one micro-batch after the other."""
+    bounds: np.ndarray
+    """Where each micro-batch begins in `rows`, and where the last one ends, int64."""
+    length: np.ndarray
+    """Padded tokens of each row, or of the whole sequence (flat), int32."""
+    supervised: np.ndarray
+    """Supervised tokens of each micro-batch, int32."""
+    ranks: int
+    """GPUs that share every step."""
+    flat: bool
+    """Whether micro-batches are single sequences of joined rows."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @staticmethod
+    def of(micro_batches: Sequence[MicroBatch], *, ranks: int = 1) -> "Plan":
+        """A plan of micro-batches given one by one, in execution order."""
+        scalars = {name: np.array([getattr(one, name) for one in micro_batches], np.int32) for name in SCALARS}
+        sizes = [len(one.rows) for one in micro_batches]
+        return Plan(
+            **scalars,
+            rows=np.concatenate([np.empty(0, np.int32), *(np.asarray(one.rows, np.int32) for one in micro_batches)]),
+            bounds=np.cumsum([0, *sizes], dtype=np.int64),
+            ranks=ranks,
+            flat=any(one.flat for one in micro_batches),
+        )
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Rows of each micro-batch, int64."""
+        return np.diff(self.bounds)
+
+    @cached_property
+    def padded_tokens(self) -> np.ndarray:
+        """Tokens of each micro-batch, padding counted, int64."""
+        return self.length.astype(np.int64) * (1 if self.flat else self.sizes)
+
+    @cached_property
+    def step_bounds(self) -> np.ndarray:
+        """First micro-batch of each step, and the end of the last one, int64."""
+        return np.searchsorted(self.step, np.arange(self.step[0], self.step[-1] + 2))
+
+    @property
+    def steps(self) -> "StepViews":
+        """The optimizer steps, each a list of micro-batches that is made when it is asked for."""
+        return StepViews(self)
 
     @property
     def supervised_per_step(self) -> list[int]:
         """Supervised tokens of each optimizer step: the divisor of its loss."""
-        return [sum(micro_batch.supervised for micro_batch in step) for step in self.steps]
+        return np.add.reduceat(self.supervised, self.step_bounds[:-1], dtype=np.int64).tolist()
+
+    def micro_batch(self, number: int) -> MicroBatch:
+        """Micro-batch `number` of the run; its rows are a view."""
+        return MicroBatch(
+            **{name: int(getattr(self, name)[number]) for name in SCALARS},
+            rows=self.rows[self.bounds[number] : self.bounds[number + 1]],
+            flat=self.flat,
+        )
 
 
-def write_plan(path: Path, micro_batches: Iterable[MicroBatch]) -> None:
-    """Write micro-batches, in execution order, as they come; the caller makes the writing atomic."""
-    stream = iter(micro_batches)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
-        while block := list(islice(stream, RECORDS_PER_BLOCK)):
-            offsets = np.cumsum([0, *(len(micro_batch.rows) for micro_batch in block)], dtype=np.int32)
-            rows = np.concatenate([micro_batch.rows for micro_batch in block])
-            columns = [
-                pa.array([micro_batch.epoch for micro_batch in block], pa.int32()),
-                pa.array([micro_batch.step for micro_batch in block], pa.int32()),
-                pa.ListArray.from_arrays(pa.array(offsets), pa.array(rows, pa.int32())),
-                pa.array([micro_batch.length for micro_batch in block], pa.int32()),
-                pa.array([micro_batch.supervised for micro_batch in block], pa.int32()),
-            ]
-            writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
+class StepViews(Sequence[list[MicroBatch]]):
+    """The steps of a plan as a sequence: looking at one step costs the same wherever it stands."""
+
+    def __init__(self, plan: Plan):
+        """View `plan`."""
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return len(self._plan.step_bounds) - 1
+
+    @overload
+    def __getitem__(self, number: int) -> list[MicroBatch]: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[list[MicroBatch]]: ...
+    def __getitem__(self, number: int | slice) -> list[MicroBatch] | list[list[MicroBatch]]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        place = range(len(self))[number]
+        start, end = self._plan.step_bounds[place : place + 2].tolist()
+        return [self._plan.micro_batch(one) for one in range(start, end)]
+
+
+def write_plan(path: Path, parts: Iterable[Plan]) -> None:
+    """Write consecutive parts of a plan as they come, a record batch each; the caller makes the writing atomic.
+
+    Raises:
+        ValueError: there is no part, or parts differ in layout or ranks.
+    """
+    stream = iter(parts)
+    first = next(stream, None)
+    if first is None:
+        raise ValueError("a plan needs a part")
+    schema = SCHEMA.with_metadata({"layout": FLAT if first.flat else PADDED, "ranks": str(first.ranks)})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        part: Plan | None = first
+        while part is not None:
+            if (part.flat, part.ranks) != (first.flat, first.ranks):
+                raise ValueError("parts of a plan must agree in layout and ranks")
+            columns = {name: pa.array(getattr(part, name), pa.int32()) for name in SCALARS}
+            columns["rows"] = pa.ListArray.from_arrays(pa.array(part.bounds, pa.int32()), pa.array(part.rows))
+            writer.write_batch(pa.record_batch([columns[name] for name in schema.names], schema=schema))
+            part = next(stream, None)
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan; the rows of its micro-batches are views of the memory-mapped file.
+    """Read a plan.
 
     Raises:
-        UserError: the file is missing or damaged, or its steps are not 0, 1, 2, ….
+        UserError: the file is missing or damaged, its steps are not 0, 1, 2, …, or a step is not dealt evenly.
     """
-    steps: list[list[MicroBatch]] = []
-    for number, micro_batch in enumerate(_read_micro_batches(path)):
-        if micro_batch.step == len(steps):
-            steps.append([])
-        if micro_batch.step != len(steps) - 1 or not micro_batch.padded_tokens or micro_batch.supervised < 1:
-            raise UserError(
-                f"{path}: record {number} cannot be right (step {micro_batch.step} after {len(steps) - 1}, "
-                f"{len(micro_batch.rows)} rows of {micro_batch.length} tokens, {micro_batch.supervised} supervised); "
-                "delete it and run `dvc repro`"
-            )
-        steps[-1].append(micro_batch)
-    if not steps:
+    batches = open_batches(path, {field.name: (field.type,) for field in SCHEMA})
+    if not sum(batch.num_rows for batch in batches):
         raise UserError(f"{path}: holds no micro-batch; delete it and run `dvc repro`")
-    return Plan(steps=steps)
+    metadata = batches[0].schema.metadata or {}
+    layout, ranks = (metadata.get(key, b"").decode(errors="replace") for key in (b"layout", b"ranks"))
+    if layout not in (PADDED, FLAT) or not (ranks.isascii() and ranks.isdigit() and 0 < int(ranks) < 2**31):
+        raise UserError(f"{path}: layout {layout!r} of {ranks!r} ranks is unknown; delete it and run `dvc repro`")
+    lists = [batch.column("rows") for batch in batches]
+    sizes = [np.diff(column.offsets.to_numpy()) for column in lists]
+    plan = Plan(
+        **{name: np.concatenate([batch.column(name).to_numpy() for batch in batches]) for name in SCALARS},
+        rows=np.concatenate([column.flatten().to_numpy() for column in lists]),
+        bounds=np.concatenate([[0], np.cumsum(np.concatenate(sizes), dtype=np.int64)]),
+        ranks=int(ranks),
+        flat=layout == FLAT,
+    )
+    _check(path, plan)
+    return plan
 
 
-def _read_micro_batches(path: Path) -> Iterator[MicroBatch]:
-    """The records of a plan file, in order."""
-    for batch in open_batches(path, {field.name: (field.type,) for field in SCHEMA}):
-        lists = batch.column("rows")
-        rows, ends = lists.values.to_numpy(), lists.offsets.to_numpy()
-        scalars = (batch.column(name).to_pylist() for name in ("epoch", "step", "length", "supervised"))
-        for number, (epoch, step, length, supervised) in enumerate(zip(*scalars, strict=True)):
-            yield MicroBatch(
-                epoch=epoch,
-                step=step,
-                rows=rows[ends[number] : ends[number + 1]],
-                length=length,
-                supervised=supervised,
-            )
+def _check(path: Path, plan: Plan) -> None:
+    """Every record is possible, steps count up, and each rank has its turn."""
+    before = np.concatenate([[-1], plan.step[:-1]])
+    new_step = plan.step != before
+    starts = np.flatnonzero(new_step)
+    place = np.arange(len(plan)) - starts[np.cumsum(new_step) - 1] if len(starts) else np.zeros(len(plan), np.int64)
+    uneven = np.append(new_step[1:], True) & ((place + 1) % plan.ranks != 0)
+    wrong = (plan.step - before > 1) | (plan.step < before) | (plan.rank != place % plan.ranks) | uneven
+    wrong |= (plan.sizes < 1) | (plan.length < 1) | (plan.supervised < 1)
+    wrong |= np.minimum.reduceat(plan.rows, plan.bounds[:-1]) < 0 if (plan.sizes > 0).all() else False
+    if wrong.any():
+        number = int(wrong.argmax())
+        raise UserError(
+            f"{path}: record {number} cannot be right (step {plan.step[number]} after {before[number]}, rank "
+            f"{plan.rank[number]} of {plan.ranks}, {plan.sizes[number]} rows of {plan.length[number]} tokens, "
+            f"{plan.supervised[number]} supervised); delete it and run `dvc repro`"
+        )

@@ -1,154 +1,215 @@
 """The batch plan: what is learnt never depends on how it is cut, memory is flat, padding is least."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.bucket.cut import OVERHEAD_TOKENS, cheapest_cuts, cut_steps, summarise
-from stages.bucket.plan import Plan
-from stages.bucket.steps import Index, step_rows
-from tests.bucket.common import all_batches, log_normal_lengths, rows_by_step
+from stages.bucket import cut
+from stages.bucket.bucketed import OVERHEAD_TOKENS, cheapest_cuts
+from stages.bucket.cut import cut_steps
+from stages.bucket.steps import run_steps
+from stages.bucket.summary import summarise
+from stages.errors import UserError
+from tests.bucket.common import (
+    all_batches,
+    cutting_of,
+    index_of,
+    joined,
+    log_normal_lengths,
+    plan_of,
+    rows_by_step,
+    runs,
+    steps_of,
+)
 
 SETTINGS = settings(max_examples=150, deadline=None)
-
-
-@st.composite
-def runs(draw):
-    """An index and the parameters of a run over it."""
-    lengths = np.array(draw(st.lists(st.integers(2, 90), min_size=1, max_size=60)), np.int32)
-    supervised = np.array([draw(st.integers(1, int(length) - 1)) for length in lengths], np.int32)
-    pad_multiple = draw(st.integers(1, 16))
-    longest = -(-int(lengths.max()) // pad_multiple) * pad_multiple
-    return {
-        "index": Index(lengths=lengths, supervised=supervised),
-        "seed": draw(st.integers(0, 2**32 - 1)),
-        "epochs": draw(st.integers(1, 3)),
-        "tokens_per_step": draw(st.integers(1, 600)),
-        "max_tokens": longest + draw(st.integers(0, 400)),
-        "pad_multiple": pad_multiple,
-    }
-
-
-def plan_of(index, seed, epochs, tokens_per_step, max_tokens, pad_multiple) -> Plan:
-    steps = step_rows(index.lengths, seed=seed, epochs=epochs, tokens_per_step=tokens_per_step)
-    batches = cut_steps(steps, index, max_tokens=max_tokens, pad_multiple=pad_multiple)
-    return Plan(steps=[list(group) for _, group in itertools.groupby(batches, key=lambda batch: batch.step)])
+RANKS = st.sampled_from([2, 3, 4])
 
 
 @SETTINGS
-@given(runs())
-def test_every_row_comes_once_in_every_epoch(run):
+@given(runs() | runs(RANKS))
+def test_a_step_is_cut_without_losing_or_repeating_a_row(run):
     plan = plan_of(**run)
-    for epoch in range(run["epochs"]):
-        rows = np.concatenate([batch.rows for batch in all_batches(plan) if batch.epoch == epoch])
-        assert sorted(rows.tolist()) == list(range(len(run["index"].lengths)))
-    epochs = [step[0].epoch for step in plan.steps]
-    assert epochs == sorted(epochs)
+    order = {key: run[key] for key in ("seed", "epochs", "tokens_per_step")}
+    steps = steps_of(run["index"], **order)
+    assert rows_by_step(plan) == [sorted(rows.tolist()) for _, rows in steps]
+    assert [step[0].epoch for step in plan.steps] == [epoch for epoch, _ in steps]
 
 
 @SETTINGS
-@given(runs())
+@given(runs() | runs(RANKS))
 def test_a_micro_batch_stays_within_the_budget_and_holds_its_rows_whole(run):
+    cutting = run["cutting"]
     for batch in all_batches(plan_of(**run)):
         lengths = run["index"].lengths[batch.rows]
-        assert batch.padded_tokens == len(batch.rows) * batch.length <= run["max_tokens"]
-        assert batch.length == -(-int(lengths.max()) // run["pad_multiple"]) * run["pad_multiple"]
+        needed = int(lengths.sum() if cutting.flat else lengths.max())
+        assert batch.flat == cutting.flat
         assert batch.supervised == run["index"].supervised[batch.rows].sum()
+        if cutting.constant_shape:
+            assert needed <= batch.length == batch.padded_tokens == cutting.max_tokens
+        else:
+            assert batch.length == -(-needed // cutting.pad_multiple) * cutting.pad_multiple
+        if cutting.mode == "fixed":
+            assert 1 <= len(batch.rows) <= cutting.fixed_rows
+        else:
+            assert batch.padded_tokens <= cutting.max_tokens
 
 
 @SETTINGS
-@given(runs())
+@given(runs() | runs(RANKS))
 def test_no_later_micro_batch_is_larger_than_the_first_so_memory_cannot_run_out_late(run):
     plan = plan_of(**run)
     first, *others = all_batches(plan)
-    assert run["index"].lengths[first.rows[0]] == run["index"].lengths.max()
-    assert all(batch.padded_tokens <= first.padded_tokens and batch.length <= first.length for batch in others)
     for step in plan.steps:
-        padded = [batch.padded_tokens for batch in step]
-        assert padded == sorted(padded, reverse=True)
+        places = range(0, len(step), plan.ranks)
+        turns = [max(one.padded_tokens for one in step[place : place + plan.ranks]) for place in places]
+        assert turns == sorted(turns, reverse=True)
+    if run["cutting"].mode != "fixed":
+        assert run["index"].lengths[first.rows[0]] == run["index"].lengths.max()
+        assert all(batch.padded_tokens <= first.padded_tokens and batch.length <= first.length for batch in others)
 
 
 @SETTINGS
-@given(runs(), st.integers(0, 3000), st.integers(1, 64))
-def test_the_budget_never_changes_which_rows_a_step_has(run, more_tokens, pad_multiple):
-    longest = -(-int(run["index"].lengths.max()) // pad_multiple) * pad_multiple
-    other = run | {"max_tokens": longest + more_tokens, "pad_multiple": pad_multiple}
-    assert rows_by_step(plan_of(**run)) == rows_by_step(plan_of(**other))
+@given(runs(RANKS))
+def test_every_rank_gets_the_same_number_of_micro_batches(run):
+    """One GPU with a micro-batch more would leave the others waiting in the gradient's sum for ever."""
+    ranks = run["cutting"].ranks
+    for step in plan_of(**run).steps:
+        assert [batch.rank for batch in step] == list(range(ranks)) * (len(step) // ranks)
 
 
 @SETTINGS
-@given(runs())
-def test_a_step_ends_with_the_row_that_reaches_tokens_per_step(run):
-    lengths = run["index"].lengths
-    steps = list(step_rows(lengths, seed=run["seed"], epochs=run["epochs"], tokens_per_step=run["tokens_per_step"]))
-    assert all(lengths[rows[:-1]].sum() < run["tokens_per_step"] for _, rows in steps)
-    short = [epoch for epoch, rows in steps if lengths[rows].sum() < run["tokens_per_step"]]
-    assert len(short) == len(set(short)), "only what is left at the end of an epoch may be a short step"
+@given(runs(), runs(), RANKS)
+def test_nothing_of_bucket_and_no_number_of_gpus_changes_which_rows_a_step_has(run, other, ranks):
+    longest = int(run["index"].lengths.max())
+    cutting = replace(other["cutting"], max_tokens=other["cutting"].max_tokens + longest)
+    rows = rows_by_step(plan_of(**run))
+    assert rows_by_step(plan_of(**run | {"cutting": cutting})) == rows
+    if min(map(len, rows)) >= ranks:
+        shared = cutting_of(mode="packed", max_tokens=10**6, ranks=ranks)
+        assert rows_by_step(plan_of(**run | {"cutting": shared})) == rows
 
 
 @SETTINGS
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=11), st.integers(60, 400))
-def test_no_other_cut_of_a_step_is_cheaper(lengths, cap_tokens):
-    """The search prunes candidates; a wrong prune would waste padding without a sign."""
-    ordered = np.array(sorted(lengths, reverse=True), np.int64) * 8
-    cap_tokens *= 8
-
-    def cost(starts: tuple[int, ...]) -> float:
-        sizes = [int(ordered[start]) * (end - start) for start, end in itertools.pairwise([*starts, len(ordered)])]
-        return sum(sizes) + OVERHEAD_TOKENS * len(sizes) if max(sizes) <= cap_tokens else float("inf")
-
-    inner = range(1, len(ordered))
-    every = ((0, *cuts) for count in range(len(ordered)) for cuts in itertools.combinations(inner, count))
-    assert cost(tuple(cheapest_cuts(ordered, cap_tokens))) == min(map(cost, every))
+@given(runs(), st.integers(1, 40))
+def test_blocks_of_any_size_give_the_same_plan(run, rows_per_block):
+    """Steps are cut in blocks for speed alone."""
+    whole = all_batches(plan_of(**run))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "ROWS_PER_BLOCK", rows_per_block)
+        parts = all_batches(plan_of(**run))
+    assert [(one.step, one.length, one.rows.tolist()) for one in whole] == [
+        (one.step, one.length, one.rows.tolist()) for one in parts
+    ]
 
 
-def test_steps_are_random_draws_and_not_sorted_by_length():
-    """Sorting the whole data by length makes step means ten times more spread than chance and correlated."""
-    lengths = log_normal_lengths(40_000)
-    logs = np.log(lengths)
-
-    def spread(steps: list[np.ndarray]) -> float:
-        scaled = [(logs[rows].mean() - logs.mean()) / logs.std() * len(rows) ** 0.5 for rows in steps]
-        return float(np.std(scaled))
-
-    steps = [rows for _, rows in step_rows(lengths, seed=3, epochs=1, tokens_per_step=4096)][:-1]
-    by_length = np.argsort(lengths)
-    positions = np.cumsum([len(rows) for rows in steps])
-    assert 0.85 < spread(steps) < 1.15
-    assert spread(np.split(by_length, positions)[:-1]) > 4
-    means = np.array([logs[rows].mean() for rows in steps])
-    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.1
+def test_a_plan_is_made_part_by_part_and_a_prefix_with_the_rest_is_the_whole(monkeypatch):
+    """A resumed run reads from a step on: what it reads must be what the first run would have gone on with."""
+    monkeypatch.setattr(cut, "ROWS_PER_BLOCK", 200)
+    index, cutting = index_of(log_normal_lengths(2000)), cutting_of(max_tokens=2048)
+    parts = list(cut_steps(run_steps(index, seed=1, epochs=2, tokens_per_step=5000), index, cutting))
+    assert len(parts) > 10
+    plan = joined(parts)
+    for step in (0, 1, len(plan.steps) // 2, len(plan.steps) - 1):
+        rest = [batch for one in plan.steps[step:] for batch in one]
+        assert [batch.step for batch in all_batches(plan)[-len(rest) :]] == [batch.step for batch in rest]
+        assert rest[0].step == step and len(all_batches(plan)) - len(rest) == plan.step_bounds[step]
 
 
-def test_the_order_of_rows_survives_an_upgrade_of_numpy():
-    """First rows of seed 17 as every numpy release draws them: a change here would reorder everyone's training."""
-    lengths = np.full(1000, 10, np.int32)
-    orders = [rows[:6].tolist() for _, rows in step_rows(lengths, seed=17, epochs=2, tokens_per_step=10_000)]
-    assert orders == [[334, 492, 381, 160, 141, 468], [897, 675, 475, 630, 122, 752]]
+def cost(lengths: np.ndarray, starts: tuple[int, ...], cap_tokens: int) -> float:
+    """Padded tokens and overhead of a cut."""
+    sizes = [int(lengths[start]) * (end - start) for start, end in itertools.pairwise([*starts, len(lengths)])]
+    return sum(sizes) + OVERHEAD_TOKENS * len(sizes) if max(sizes) <= cap_tokens else float("inf")
 
 
-def test_another_seed_gives_another_order_and_so_does_another_epoch():
-    lengths = log_normal_lengths(500)
+@SETTINGS
+@given(
+    st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=10), min_size=1, max_size=4),
+    st.integers(60, 400),
+    st.booleans(),
+)
+def test_no_other_cut_of_a_step_is_cheaper(steps, cap_tokens, repeated):
+    """The search prunes candidates; a wrong prune would waste padding without a sign.
 
-    def order(seed: int) -> list[list[int]]:
-        return [rows.tolist() for _, rows in step_rows(lengths, seed=seed, epochs=2, tokens_per_step=10**9)]
-
-    assert order(1) == order(1)
-    assert order(1)[0] != order(2)[0]
-    assert order(1)[0] != order(1)[1]
+    Rows of one length move in pieces, for speed: with them a cut may cost a little more.
+    """
+    padded = [np.array(sorted(lengths if repeated else set(lengths), reverse=True), np.int64) * 8 for lengths in steps]
+    bounds = np.cumsum([0, *map(len, padded)])
+    begins = cheapest_cuts(np.concatenate(padded), bounds, 8 * cap_tokens)
+    for step, lengths in enumerate(padded):
+        found = np.flatnonzero(begins[bounds[step] : bounds[step + 1]]).tolist()
+        every = ((0, *cuts) for k in range(len(lengths)) for cuts in itertools.combinations(range(1, len(lengths)), k))
+        best = min(cost(lengths, starts, 8 * cap_tokens) for starts in every)
+        assert found[0] == 0
+        assert cost(lengths, tuple(found), 8 * cap_tokens) <= best * (1.1 if repeated else 1)
 
 
 def test_padding_is_a_fraction_of_what_random_batches_of_the_same_rows_waste():
     lengths = log_normal_lengths(5000)
-    index = Index(lengths=lengths, supervised=lengths // 2)
-    plan = plan_of(index, seed=1, epochs=1, tokens_per_step=32_768, max_tokens=8192, pad_multiple=8)
-    summary = summarise(plan, lengths)
+    plan = plan_of(index_of(lengths), cutting_of(max_tokens=8192), tokens_per_step=32_768)
+    summary = summarise(plan, lengths, mode="bucketed")
     random_padded = sum(len(rows) * int(lengths[rows].max()) for rows in np.array_split(np.arange(5000), 625))
     assert summary["padding_percent"] < 0.2 * 100 * (1 - lengths.sum() / random_padded)
     assert summary["micro_batches"] == len(all_batches(plan))
     padded = sum(batch.padded_tokens for batch in all_batches(plan))
     assert summary["padding_percent"] == pytest.approx(100 * (padded - lengths.sum()) / padded, abs=1e-3)
     assert summary["tokens_per_step_mean"] == pytest.approx(lengths.sum() / len(plan.steps), abs=1e-2)
+
+
+@pytest.mark.parametrize(("mode", "straggler", "padding"), [("bucketed", 1.5, 7.0), ("packed", 0.5, 0.1)])
+def test_gpus_hardly_wait_for_each_other(mode, straggler, padding):
+    """Dealt without regard to size, the largest micro-batch of eight makes the other seven wait half of their time."""
+    lengths = np.clip(np.exp(np.random.default_rng(1).normal(5.25, 1, 200_000)).astype(np.int32), 8, 4096)
+    plan = plan_of(index_of(lengths), cutting_of(mode=mode, max_tokens=16_384, ranks=8), tokens_per_step=32 * 16_000)
+    summary = summarise(plan, lengths, mode=mode)
+    assert summary["straggler_percent"] < straggler
+    assert summary["padding_percent"] < padding
+    tokens = np.bincount(plan.rank, weights=plan.padded_tokens)
+    assert tokens.max() / tokens.mean() < 1.01
+
+
+def test_packing_fills_micro_batches_to_the_brim():
+    lengths = np.clip(log_normal_lengths(20_000), 4, 1024)
+    cutting = cutting_of(mode="packed", max_tokens=4096, constant_shape=True)
+    plan = plan_of(index_of(lengths), cutting, tokens_per_step=32 * 4096 - 800)
+    assert set(plan.length.tolist()) == {4096}
+    assert summarise(plan, lengths, mode="packed")["padding_percent"] < 1.5
+
+
+def test_rows_that_only_best_fit_gets_into_two_micro_batches_go_into_two():
+    """Spread evenly they need three: 600, 500 + 400, then 300 and 200 find no room."""
+    lengths = [600, 500, 400, 300, 200, 1000]
+    index = index_of(lengths, [1] * 6)
+    cutting = cutting_of(mode="packed", max_tokens=1000, pad_multiple=1)
+    plan = plan_of(index, cutting, tokens_per_step=10**6)
+    assert sorted(index.lengths[batch.rows].sum() for batch in all_batches(plan)) == [1000, 1000, 1000]
+
+
+@pytest.mark.parametrize("mode", ["bucketed", "packed", "fixed"])
+def test_a_step_with_too_few_rows_for_the_gpus_is_told(mode):
+    index = index_of([10, 11, 12])
+    with pytest.raises(
+        UserError, match=r"train\.tokens_per_step: .*num_gpus=4 GPUs .*step 0 has 3 rows, too few"
+    ) as told:
+        plan_of(index, cutting_of(mode=mode, ranks=4), tokens_per_step=1000)
+    assert "\n" not in str(told.value)
+
+
+def test_rows_too_long_to_share_evenly_are_told():
+    """Nine rows that fill a micro-batch each cannot make two for each of eight GPUs."""
+    with pytest.raises(
+        UserError, match=r"step 0 has 9 rows, too few for bucket\.max_tokens; .* raise bucket\.max_tokens"
+    ):
+        plan_of(index_of([1000] * 9), cutting_of(ranks=8), tokens_per_step=10**6)
+
+
+def test_fixed_takes_rows_as_they_come():
+    """The way of others, for comparison: sorted, it would not show what they waste."""
+    index = index_of(log_normal_lengths(40))
+    plan = plan_of(index, cutting_of(mode="fixed", fixed_rows=8), seed=9, tokens_per_step=10**6)
+    (_, order), *_ = steps_of(index, seed=9, epochs=1, tokens_per_step=10**6)
+    assert sorted(batch.rows.tolist() for batch in all_batches(plan)) == sorted(order.reshape(-1, 8).tolist())

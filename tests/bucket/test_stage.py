@@ -1,4 +1,4 @@
-"""The bucket stage as a user runs it, and the form of its plan file."""
+"""The bucket stage as a user runs it."""
 
 import json
 from pathlib import Path
@@ -9,19 +9,14 @@ import pytest
 from click.testing import CliRunner
 
 from stages.bucket.__main__ import main
-from stages.bucket.plan import RECORDS_PER_BLOCK, MicroBatch, read_plan, write_plan
-from stages.bucket.steps import read_index
+from stages.bucket.index import COLUMNS, read_index
+from stages.bucket.plan import read_plan
 from stages.errors import UserError
-from tests.bucket.common import all_batches, log_normal_lengths, rows_by_step
+from tests.bucket.common import all_batches, log_normal_lengths, rows_by_step, write_index
+from tests.conftest import ROOT
 
-REPO = Path(__file__).resolve().parents[2]
-
-
-def write_index(path: Path, lengths, supervised, names=("length", "supervised")) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    batch = pa.record_batch([pa.array(lengths, pa.int32()), pa.array(supervised, pa.int32())], names=list(names))
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-        writer.write_batch(batch)
+INDEX = Path("data/tokens/train-index.arrow")
+NAMES = tuple(COLUMNS)
 
 
 @pytest.fixture
@@ -29,15 +24,22 @@ def workspace(tmp_path, monkeypatch) -> Path:
     """A directory with params.yaml and an index of 300 rows, as `tokenize` leaves it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DVC_STAGE", raising=False)
-    text = (REPO / "params.yaml").read_text().replace("progress: true", "progress: false")
+    text = (ROOT / "params.yaml").read_text().replace("progress: true", "progress: false")
     (tmp_path / "params.yaml").write_text(text)
     lengths = np.minimum(log_normal_lengths(300), 512)
-    write_index(tmp_path / "data/tokens/index.arrow", lengths, lengths // 2)
+    write_index(tmp_path / INDEX, lengths, lengths // 2)
     return tmp_path
 
 
 def run_stage(*arguments: str):
     return CliRunner().invoke(main, list(arguments), catch_exceptions=False)
+
+
+def change(before: str, after: str) -> None:
+    """Edit params.yaml."""
+    text = Path("params.yaml").read_text()
+    assert before in text
+    Path("params.yaml").write_text(text.replace(before, after))
 
 
 def test_the_stage_writes_the_same_bytes_twice_and_other_rows_for_another_seed(workspace):
@@ -47,54 +49,95 @@ def test_the_stage_writes_the_same_bytes_twice_and_other_rows_for_another_seed(w
     assert run_stage().exit_code == 0
     assert (plan.read_bytes(), metrics.read_bytes()) == first
     before = rows_by_step(read_plan(plan))
-    text = Path("params.yaml").read_text()
-    Path("params.yaml").write_text(text.replace("seed: 17", "seed: 18"))
+    change("seed: 17", "seed: 18")
     assert run_stage().exit_code == 0
     assert rows_by_step(read_plan(plan)) != before
 
 
-def test_the_stage_reports_what_its_plan_holds(workspace):
+@pytest.mark.parametrize("mode", ["bucketed", "packed", "fixed"])
+def test_the_stage_reports_what_its_plan_holds(workspace, mode):
+    change("mode: bucketed", f"mode: {mode}")
+    change("num_gpus: 1", "num_gpus: 2")
+    change("tokens_per_step: 2048", "tokens_per_step: 8192")
     assert run_stage().exit_code == 0
-    plan = read_plan(Path("data/batches/plan.arrow"))
-    metrics = json.loads(Path("metrics/bucket.json").read_text())
+    metrics, plan = json.loads(Path("metrics/bucket.json").read_text()), read_plan(Path("data/batches/plan.arrow"))
     batches = all_batches(plan)
+    assert (metrics["mode"], plan.flat, plan.ranks) == (mode, mode == "packed", 2)
     assert metrics["optimizer_steps"] == len(plan.steps)
-    assert metrics["max_batch_tokens"] == batches[0].padded_tokens == max(batch.padded_tokens for batch in batches)
+    assert metrics["micro_batches"] == len(batches)
+    assert metrics["max_batch_tokens"] == max(batch.padded_tokens for batch in batches)
     assert metrics["max_batch_rows"] == max(len(batch.rows) for batch in batches)
-    assert metrics["max_batch_length"] == batches[0].length
+    assert metrics["max_batch_length"] == max(batch.length for batch in batches)
+    pairs = [(one.padded_tokens, other.padded_tokens) for one, other in zip(batches[::2], batches[1::2], strict=True)]
+    waiting = 1 - sum(map(sum, pairs)) / (2 * sum(map(max, pairs)))
+    assert metrics["straggler_percent"] == pytest.approx(100 * waiting, abs=1e-3)
+    assert 0.5 < metrics["randomness"] < 1.5
+
+
+def test_rows_of_steps_do_not_depend_on_how_they_are_cut_or_shared(workspace):
+    assert run_stage().exit_code == 0
+    before = rows_by_step(read_plan(Path("data/batches/plan.arrow")))
+    change("mode: bucketed", "mode: packed")
+    change("max_tokens: 1024", "max_tokens: 3000")
+    assert run_stage().exit_code == 0
+    assert rows_by_step(read_plan(Path("data/batches/plan.arrow"))) == before
+
+
+def test_duplicates_and_weights_reach_the_plan(workspace):
+    write_index(INDEX, [20] * 60, [5] * 60, sources=[0, 1] * 30, dropped=[True] + [False] * 59)
+    listed = "source:\n  - source: a.jsonl\n  - source: b.jsonl\n    weight: 2"
+    change("source: data/raw/sample.jsonl", listed)
+    change("epochs: 2", "epochs: 1")
+    assert run_stage().exit_code == 0
+    counts = np.bincount(read_plan(Path("data/batches/plan.arrow")).rows, minlength=60)
+    assert counts.tolist() == [0, 2] + [1, 2] * 29
+
+
+def test_a_row_of_a_source_that_params_do_not_name_is_told(workspace):
+    write_index(INDEX, [20] * 3, [5] * 3, sources=[0, 0, 1])
+    assert_refused("row 2: its source is number 1 but data.source has 1; run `dvc repro`")
 
 
 @pytest.mark.parametrize(
     ("lengths", "supervised", "names", "told"),
     [
-        ([], [], ("length", "supervised"), "holds no training row"),
-        ([40, 2000], [3, 3], ("length", "supervised"), "bucket.max_tokens: the longest row (train row 1: 2000 tokens"),
-        ([40, 50], [3, 0], ("length", "supervised"), "row 1: needs 1 or more supervised tokens"),
-        ([40, 50], [3, 50], ("length", "supervised"), "fewer than its tokens, got 50 of 50"),
-        ([40, 50], [3, None], ("length", "supervised"), "column supervised must not hold nulls"),
-        ([40, 50], [3, 3], ("tokens", "supervised"), "column length must be int32, got None"),
+        ([], [], NAMES, "holds no training row"),
+        ([40, 2000], [3, 3], NAMES, "bucket.max_tokens: the longest row (train row 1: 2000 tokens, padded 2000)"),
+        ([40, 50], [3, 0], NAMES, "row 1: needs 1 or more supervised tokens"),
+        ([40, 50], [3, 50], NAMES, "fewer than its tokens, got 50 of 50"),
+        ([40, 50], [3, None], NAMES, "column supervised must not hold nulls"),
+        ([40, 50], [3, 3], ("tokens", *NAMES[1:]), "column length must be int32, got None"),
     ],
 )
 def test_a_wrong_index_ends_in_one_line_and_writes_nothing(workspace, lengths, supervised, names, told):
-    write_index(Path("data/tokens/index.arrow"), lengths, supervised, names)
+    write_index(INDEX, lengths, supervised, names=names)
     assert_refused(told)
+
+
+def test_an_index_of_duplicates_alone_holds_no_training_row(workspace):
+    write_index(INDEX, [40], [3], dropped=[True])
+    assert_refused("holds no training row")
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 5, 100, -1])
 def test_an_index_cut_short_ends_in_one_line_and_writes_nothing(workspace, keep_bytes):
-    path = Path("data/tokens/index.arrow")
-    path.write_bytes(path.read_bytes()[:keep_bytes])
-    assert_refused("data/tokens/index.arrow: not a whole Arrow file")
+    INDEX.write_bytes(INDEX.read_bytes()[:keep_bytes])
+    assert_refused(f"{INDEX}: not a whole Arrow file")
 
 
 def test_a_missing_index_ends_in_one_line_and_keeps_the_last_plan(workspace):
     run_stage()
     before = Path("data/batches/plan.arrow").read_bytes()
-    Path("data/tokens/index.arrow").unlink()
+    INDEX.unlink()
     result = run_stage()
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert "data/tokens/index.arrow: file is missing" in result.stderr
+    assert f"{INDEX}: file is missing" in result.stderr
     assert Path("data/batches/plan.arrow").read_bytes() == before
+
+
+def test_a_step_that_cannot_be_shared_ends_in_one_line_and_writes_nothing(workspace):
+    change("num_gpus: 1", "num_gpus: 64")
+    assert_refused("train.tokens_per_step: a step must give each of hardware.num_gpus=64 GPUs")
 
 
 def assert_refused(told: str) -> None:
@@ -104,39 +147,14 @@ def assert_refused(told: str) -> None:
     assert not list(Path("data").glob("*batches*")) and not Path("metrics").exists()
 
 
-@pytest.mark.parametrize("steps", [[1], [0, 2], [0, 1, 0]])
-def test_a_plan_whose_steps_do_not_follow_is_refused(tmp_path, steps):
-    """A training loop that trusted them would divide a loss by the tokens of another step."""
-    rows = np.zeros(1, np.int32)
-    write_plan(tmp_path / "plan.arrow", [MicroBatch(epoch=0, step=s, rows=rows, length=8, supervised=1) for s in steps])
-    with pytest.raises(UserError, match="cannot be right"):
-        read_plan(tmp_path / "plan.arrow")
-
-
-def test_an_empty_plan_is_refused(tmp_path):
-    write_plan(tmp_path / "plan.arrow", [])
-    with pytest.raises(UserError, match="holds no micro-batch"):
-        read_plan(tmp_path / "plan.arrow")
-
-
 def test_an_index_in_several_blocks_is_read_whole(tmp_path):
-    schema = pa.schema([("length", pa.int32()), ("supervised", pa.int32())])
+    schema = pa.schema([(name, types[0]) for name, types in COLUMNS.items()])
     with pa.OSFile(str(tmp_path / "index.arrow"), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for block in ([5, 6], [7]):
-            writer.write_batch(
-                pa.record_batch([pa.array(block, pa.int32()), pa.array([1] * len(block), pa.int32())], schema=schema)
-            )
-    assert read_index(tmp_path / "index.arrow").lengths.tolist() == [5, 6, 7]
-
-
-def test_a_plan_reads_back_as_it_was_written_over_several_blocks(tmp_path):
-    written = [
-        MicroBatch(epoch=0, step=k // 2, rows=np.arange(k % 3 + 1, dtype=np.int32), length=8 + k % 5, supervised=k + 1)
-        for k in range(2 * RECORDS_PER_BLOCK + 10)
-    ]
-    write_plan(tmp_path / "plan.arrow", written)
-    plan = read_plan(tmp_path / "plan.arrow")
-    for before, after in zip(written, all_batches(plan), strict=True):
-        assert (before.step, before.length, before.supervised) == (after.step, after.length, after.supervised)
-        assert before.rows.tolist() == after.rows.tolist()
-    assert plan.supervised_per_step[:2] == [1 + 2, 3 + 4]
+            values = [block, [1] * len(block), [0] * len(block), [False] * len(block)]
+            arrays = [pa.array(value, field.type) for value, field in zip(values, schema, strict=True)]
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
+    index = read_index(tmp_path / "index.arrow", (1.0,))
+    assert index.lengths.tolist() == [5, 6, 7]
+    with pytest.raises(UserError, match="file is missing"):
+        read_index(tmp_path / "other.arrow", (1.0,))
