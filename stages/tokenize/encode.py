@@ -12,9 +12,10 @@ from stages.errors import UserError
 from stages.tokenize.encoded import EncodedRows, from_units
 from stages.tokenize.encoder import Engine, load_tokenizer
 from stages.tokenize.engine import open_engine
+from stages.tokenize.example import Plain
 from stages.tokenize.guard import LITERAL_START, Guard
 from stages.tokenize.padding import choose_pad
-from stages.tokenize.segments import Segment
+from stages.tokenize.segments import Segment, plain_segments
 from stages.tokenize.whole import WholeTextEncoder
 
 
@@ -102,6 +103,14 @@ class RowTokenizer:
         """The BOS token when the tokenizer puts it in front of a text by itself, else nothing."""
         first = self._tokenizer.encode("Hello", add_special_tokens=True).ids[0]
         return self.special_tokens["bos_token"] if self.bos_id is not None and first == self.bos_id else ""
+
+    def plain_segments(self, example: Plain, train_on: str) -> list[Segment]:
+        """Guarded plain text as the tokenizer itself would start and end it.
+
+        Raises:
+            UserError: the tokenizer has no end-of-sequence token.
+        """
+        return plain_segments(example, bos=self.bos_text, eos=self.eos_text, train_on=train_on)
 
     def encode_rows(self, rows: Sequence[Sequence[Segment]]) -> EncodedRows:
         """Encode rows of guarded segments."""

@@ -1,8 +1,18 @@
 """Rows as tokens, held together as flat arrays: no object per row."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+
+class EncodedRow(NamedTuple):
+    """One row as tokens."""
+
+    ids: np.ndarray
+    """int32, shape (tokens,)."""
+    spans: np.ndarray
+    """int64, shape (spans, 2): half-open token positions that are trained, ascending and disjoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +35,10 @@ class EncodedRows:
         """Tokens of each row, int64."""
         return np.diff(self.offsets)
 
-    def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, spans) of one row."""
-        return self.ids[self.offsets[number] : self.offsets[number + 1]], self.spans[self.span_rows == number]
+    def __getitem__(self, number: int) -> EncodedRow:
+        """One row, counted from 0."""
+        ids = self.ids[self.offsets[number] : self.offsets[number + 1]]
+        return EncodedRow(ids=ids, spans=self.spans[self.span_rows == number])
 
 
 def from_units(

@@ -16,7 +16,7 @@ from stages.tokenize.cut import CutRows, cut_rows
 from stages.tokenize.encode import RowTokenizer
 from stages.tokenize.encoded import EncodedRows
 from stages.tokenize.rows import Conversation, Plain, RowFault, is_heldout, parse_row, row_family
-from stages.tokenize.segments import Segment, plain_segments
+from stages.tokenize.segments import Segment
 from stages.tokenize.settings import COUNTS, BlockTokens, Settings, SourceShape
 
 ROWS_PER_SAMPLED_ROW = 32
