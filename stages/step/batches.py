@@ -18,6 +18,9 @@ from stages.step.tokens import TokenRows
 IGNORED = -100
 """Target of a position that is not predicted; the value torch's cross-entropy skips."""
 
+PADDING_ROW_TOKENS = 1024
+"""Longest row of padding in a joined sequence: nothing reads it, and attention to it grows with its square."""
+
 Row = tuple[np.ndarray, np.ndarray]
 """Token ids of shape (tokens,) and trained spans of shape (spans, 2), both integers."""
 
@@ -76,15 +79,11 @@ class BatchShape:
 
 
 def joined_lengths(lengths: Sequence[int] | np.ndarray, total: int) -> tuple[int, ...]:
-    """Lengths of the rows of a joined sequence of `total` tokens, its padding cut into rows of its own.
-
-    No such row is longer than the longest real one: padding then reaches no position that the model does not know,
-    and costs attention no more than text does.
-    """
+    """Lengths of the rows of a joined sequence of `total` tokens, its padding cut into rows of its own."""
     rows = [int(length) for length in lengths]
-    longest, left = max(rows), total - sum(rows)
-    padding = [longest] * (left // longest) + ([left % longest] if left % longest else [])
-    return (*rows, *padding)
+    left = total - sum(rows)
+    whole, rest = divmod(left, PADDING_ROW_TOKENS)
+    return (*rows, *[PADDING_ROW_TOKENS] * whole, *([rest] if rest else []))
 
 
 def collate(rows: Sequence[Row], length: int, pad_id: int, *, flat: bool = False, pin_memory: bool = False) -> Batch:
@@ -115,7 +114,7 @@ def collate(rows: Sequence[Row], length: int, pad_id: int, *, flat: bool = False
         input_ids_BT=input_ids_BT,
         targets_BT=targets_BT,
         supervised_index_N=supervised_index_N,
-        joined_rows=join_rows(joined_lengths(sizes, length), pin_memory=pin_memory) if flat else None,
+        joined_rows=join_rows(sizes, length, pin_memory=pin_memory) if flat else None,
     )
 
 
@@ -142,14 +141,20 @@ def _supervised_index(spans: Sequence[np.ndarray], starts: np.ndarray) -> np.nda
     return np.arange(counts.sum()) + np.repeat(offsets, counts)
 
 
-def join_rows(lengths: tuple[int, ...], *, pin_memory: bool = False) -> JoinedRows:
-    """Where rows of these lengths lie when they are joined."""
-    offsets = _empty((len(lengths) + 1,), pin_memory, np.int32)
-    offsets.numpy()[:] = [0, *accumulate(lengths)]
-    starts = offsets.numpy()[:-1].astype(np.int64)
-    positions_BT = _empty((1, sum(lengths)), pin_memory)
-    positions_BT.numpy()[0] = np.arange(sum(lengths)) - np.repeat(starts, lengths)
-    return JoinedRows(lengths=lengths, offsets=offsets, positions_BT=positions_BT)
+def join_rows(lengths: Sequence[int] | np.ndarray, total: int, *, pin_memory: bool = False) -> JoinedRows:
+    """Where rows of these lengths lie in a joined sequence of `total` tokens.
+
+    All of the padding is at position 0, which every model knows.
+    """
+    bounds = joined_lengths(lengths, total)
+    offsets = _empty((len(bounds) + 1,), pin_memory, np.int32)
+    offsets.numpy()[:] = [0, *accumulate(bounds)]
+    text_tokens = int(sum(lengths))
+    positions_BT = _empty((1, total), pin_memory)
+    positions = positions_BT.numpy()[0]
+    positions[:text_tokens] = np.arange(text_tokens) - np.repeat(offsets.numpy()[: len(lengths)], lengths)
+    positions[text_tokens:] = 0
+    return JoinedRows(lengths=bounds, offsets=offsets, positions_BT=positions_BT)
 
 
 def read_batch(tokens: TokenRows, micro_batch: MicroBatch, pad_id: int, *, pin_memory: bool = False) -> Batch:

@@ -138,7 +138,7 @@ def check_joined_rows(model: nn.Module, device: torch.device) -> None:
     lm.eval()
     vocabulary = lm.config.get_text_config().vocab_size
     row = torch.arange(PROBE_TOKENS, device=device)[None] % vocabulary
-    joined = join_rows((PROBE_TOKENS, PROBE_TOKENS)).to(device)
+    joined = join_rows((PROBE_TOKENS, PROBE_TOKENS), 2 * PROBE_TOKENS).to(device)
     behind, behind_another = (
         head_logits(lm, decoder_hidden(lm, torch.cat([first, row], dim=1), joined)[:, PROBE_TOKENS:])
         for first in (row, row.flip(1))

@@ -47,7 +47,7 @@ def real_batch(wanted: BatchShape, vocabulary: int) -> Batch:
     index = torch.arange(wanted.supervised)
     targets_BT = torch.full_like(input_ids_BT, IGNORED)
     targets_BT.view(-1)[index] = input_ids_BT.view(-1)[index]
-    rows = None if wanted.joined_lengths is None else join_rows(wanted.joined_lengths)
+    rows = None if wanted.joined_lengths is None else join_rows(wanted.joined_lengths, wanted.length)
     if rows is not None:  # numpy's memory, which the profiler does not count; a GPU's batch is copied.
         rows = JoinedRows(lengths=rows.lengths, offsets=rows.offsets.clone(), positions_BT=rows.positions_BT.clone())
     return Batch(input_ids_BT=input_ids_BT, targets_BT=targets_BT, supervised_index_N=index, joined_rows=rows)

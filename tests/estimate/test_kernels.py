@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface
 
 from stages.estimate import kernels
 from stages.estimate.kernels import CUBLAS_WORKSPACE_BYTES, CUBLAS_WORKSPACE_BYTES_HOPPER, cuda_attention
-from stages.model.attention import takes_flash
+from stages.model.attention import ATTENTION, JoinedRows, takes_flash
 from tests.estimate.common import CPU_TARGET, gpu_target
 
 
@@ -20,6 +22,16 @@ def test_flash_backward_rounds_to_tiles_and_spreads_grouped_heads():
     accumulators = 3 * 8 * 128 * (64 + 1) * 4
     assert kernels.flash_backward_bytes(query, query, query, query) == accumulators
     assert kernels.flash_backward_bytes(query, query, key, key) == accumulators + 2 * 3 * 8 * 100 * 64 * 2
+
+
+def test_flash_backward_of_joined_rows_spares_a_tile_for_each():
+    """Many short rows in one sequence need more than one long one."""
+    query, key, offsets = meta(500, 8, 64), meta(500, 2, 64), meta(11, dtype=torch.int32)
+    accumulators = 8 * (500 + 10 * 128) * (64 + 1) * 4
+    sums = meta(8, 500, dtype=torch.float32)
+    assert kernels.varlen_backward_bytes(query, query, query, query, query, sums, offsets) == accumulators
+    grouped = kernels.varlen_backward_bytes(query, query, key, key, query, sums, offsets)
+    assert grouped == accumulators + 2 * 500 * 8 * 64 * 2
 
 
 def test_efficient_backward_accumulates_apart_only_below_fp32():
@@ -90,3 +102,44 @@ def test_a_mask_takes_the_efficient_kernel_with_an_additive_bias():
         mask = torch.empty(1, 1, 40, 40, dtype=torch.bool)
         out, _ = cuda_attention((9, 0))(torch.nn.Module(), query, key, key, mask)
         assert out.shape == (2, 40, 8, 64)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "expected"),
+    [
+        ("A100-80GB", torch.bfloat16, ["torch_attn::_varlen_attn"]),
+        ("A100-80GB", torch.float32, ["aten::_scaled_dot_product_efficient_attention"] * 3),
+        ("T4", torch.float16, ["aten::_scaled_dot_product_efficient_attention"] * 3),
+    ],
+)
+@pytest.mark.parametrize("head_size", [64, 20])
+def test_joined_rows_take_one_flash_kernel_or_one_kernel_a_row(gpu, dtype, expected, head_size):
+    """A trace of what the device cannot run, or of attention that sees all rows."""
+    attention = AttentionInterface()[ATTENTION]
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    with FakeTensorMode(), gpu_target(gpu).attention(), Operations() as operations:
+        query = torch.empty(1, 4, 96, head_size, dtype=dtype, requires_grad=True)
+        key, value = (torch.empty(1, 2, 96, head_size, dtype=dtype) for _ in range(2))
+        joined = JoinedRows(
+            lengths=(50, 30, 16),
+            offsets=torch.empty(4, dtype=torch.int32),
+            positions_BT=torch.empty(1, 96, dtype=torch.int64),
+        )
+        out, _ = attention(module, query, key, value, None, scaling=None, dropout=0.0, joined_rows=joined)
+        assert out.shape == (1, 96, 4, head_size)
+        out.sum().backward()
+        assert query.grad is not None and query.grad.shape == query.shape
+    assert [name for name in operations.names if "attn" in name or "attention" in name][: len(expected)] == expected

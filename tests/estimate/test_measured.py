@@ -8,15 +8,16 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from stages.estimate.predict import Setting, predict
+from stages.estimate.shapes import TracedSteps
 from stages.model.load import load_model, read_config
 from stages.step.optim import OptimSpec, build_optimizer
 from stages.step.step import StepSpec, training_step
 from stages.train.measure import Measured, make_meter
-from tests.estimate.common import CPU_TARGET, real_batch, setting_of, shape
+from tests.estimate.common import CPU_TARGET, joined, real_batch, setting_of, shape
 from tests.small_model import CPU, VOCABULARY
 
 # The second micro-batch meets the gradients of the first; the second step begins with another shape.
-STEPS = ((shape(4, 96, 200), shape(2, 128, 100)), (shape(6, 64, 300),))
+STEPS: TracedSteps = ((shape(4, 96, 200), shape(2, 128, 100)), (shape(6, 64, 300),))
 
 # What remains: the code book bitsandbytes makes once per process (1,276 bytes), and three scalars.
 TOLERATED_SHARE, TOLERATED_BYTES = 1e-3, 1536
@@ -37,7 +38,14 @@ SLOW = [
 ]
 
 
-def measure(directory: Path, setting: Setting) -> Measured:
+# The same tokens joined, with rows of every size; the last of each is padding.
+JOINED: TracedSteps = (
+    (joined((128, 100, 60, 50, 30, 16), 200), joined((128, 96, 20, 8, 4), 100)),
+    (joined((64, 64, 64, 50, 50, 40, 30, 20, 2), 300),),
+)
+
+
+def measure(directory: Path, setting: Setting, steps: TracedSteps = STEPS) -> Measured:
     """Load and train for real under the CPU meter, as train does."""
     optim = OptimSpec(name=setting.optimizer, lr=1e-3, weight_decay=0.01, schedule="constant", warmup_fraction=0.0)
     spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=False)
@@ -47,7 +55,7 @@ def measure(directory: Path, setting: Setting) -> Measured:
         with meter.phase("load"):
             model = load_model(directory, setting.model, CPU)
             optimizer = build_optimizer(model, optim)
-        for shapes in STEPS:
+        for shapes in steps:
             training_step(
                 model,
                 optimizer,
@@ -61,9 +69,9 @@ def measure(directory: Path, setting: Setting) -> Measured:
     return meter.result()
 
 
-def check(directory: Path, setting: Setting) -> None:
-    predicted = predict(read_config(directory), setting, STEPS, CPU_TARGET)
-    measured = measure(directory, setting)
+def check(directory: Path, setting: Setting, steps: TracedSteps = STEPS) -> None:
+    predicted = predict(read_config(directory), setting, steps, CPU_TARGET)
+    measured = measure(directory, setting, steps)
     assert measured.peak_bytes is not None
     expected = {**measured.peak_bytes_by_phase, "whole run": measured.peak_bytes}
     found = {phase: peak.bytes for phase, peak in predicted.by_phase.items()} | {"whole run": predicted.peak.bytes}
@@ -82,6 +90,12 @@ def test_prediction_equals_what_the_allocator_counted(small_llama, method, grad_
 def test_prediction_equals_what_the_allocator_counted_in_all_other_cases(small_llama, method, grad_ckpt, optimizer):
     """The same for every other combination of switches."""
     check(small_llama, setting_of(method=method, grad_ckpt=grad_ckpt, optimizer=optimizer))
+
+
+@pytest.mark.parametrize(("method", "grad_ckpt", "optimizer"), FAST)
+def test_prediction_holds_for_joined_rows(small_llama, method, grad_ckpt, optimizer):
+    """Joined rows traced with a mask, or as one long row."""
+    check(small_llama, setting_of(method=method, grad_ckpt=grad_ckpt, optimizer=optimizer), JOINED)
 
 
 @pytest.mark.parametrize("loss_chunk", [None, 64])

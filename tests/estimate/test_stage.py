@@ -11,16 +11,19 @@ from stages.bucket.plan import write_plan
 from stages.estimate.__main__ import main
 from stages.files import sha256_file
 from tests.estimate.common import plan_of
+from tests.token_files import write_index
 from tests.workspace import invoke, lay_out, told
 
 PLAN = plan_of([[(2, 128, 60), (3, 80, 40)], [(4, 64, 90)]])
+LENGTHS = (128, 64, 40, 40)
 
 
 @pytest.fixture
 def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a plan and a pinned small model."""
     lay_out(tmp_path, hardware__gpu="24GiB", data__max_length=128, bucket__max_tokens=256)
-    write_plan(tmp_path / "plan.arrow", (micro_batch for step in PLAN.steps for micro_batch in step))
+    write_plan(tmp_path / "plan.arrow", [PLAN])
+    write_index(tmp_path / "train-index.arrow", [([3] * length, [1, length], None) for length in LENGTHS])
     lock: dict[str, Any] = {
         "kind": "directory",
         "name": str(small_llama),
@@ -34,7 +37,8 @@ def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def run(**options: str):
-    defaults = {"plan": "plan.arrow", "model-lock": "model.json", "out": "estimate", "metrics": "estimate.json"}
+    files = {"plan": "plan.arrow", "index": "train-index.arrow", "model-lock": "model.json"}
+    defaults = {**files, "out": "estimate", "metrics": "estimate.json"}
     arguments = [part for key, value in {**defaults, **options}.items() for part in (f"--{key}", value)]
     return invoke(main, *arguments)
 

@@ -12,7 +12,7 @@ from stages.estimate.predict import Prediction, predict
 from stages.estimate.trace import LOGITS, WORKSPACE, MemoryTrace, OpRules
 from stages.model.load import read_config
 from stages.step.loss import summed_loss
-from tests.estimate.common import CPU_TARGET, gpu_target, setting_of, shape
+from tests.estimate.common import CPU_TARGET, gpu_target, joined, setting_of, shape
 
 ONE_STEP = ((shape(2, 96, 100), shape(2, 96, 100)),)
 WIDE = LlamaConfig(
@@ -141,6 +141,16 @@ def test_cuda_blocks_are_rounded_and_attention_keeps_no_score_matrix():
     long = predict(WIDE, setting_of(), ((shape(1, 4096, 64),),), gpu_target("T4"))
     scores = WIDE.num_attention_heads * 4096 * 4096 * 4
     assert long.peak.bytes < scores
+
+
+def test_joined_rows_on_a_gpu_need_no_more_than_one_long_row_but_for_tiles():
+    """A mask of all tokens by all tokens, 64 MiB here, or keys and values spread over the heads of each row."""
+    joined_rows, one_row = (
+        predict(WIDE, setting_of(method="full", precision="bf16"), ((wanted,),), gpu_target("H100"))
+        for wanted in (joined((64,) * 64, 64), shape(1, 4096, 64))
+    )
+    tiles = WIDE.num_attention_heads * 64 * 128 * (64 + 1) * 4
+    assert abs(joined_rows.peak.bytes - one_row.peak.bytes) < tiles + 2**20
 
 
 def test_a_storage_lives_from_its_making_to_its_last_reference():

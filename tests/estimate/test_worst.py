@@ -1,12 +1,16 @@
 """Which micro-batches are traced and which steps are measured: the worst must be among them."""
 
+import numpy as np
 import pytest
 
+from stages.bucket.plan import MicroBatch, Plan
 from stages.bucket.worst import memory_figures, worst_micro_batches, worst_steps
+from stages.errors import UserError
 from stages.estimate.predict import predict
-from stages.estimate.shapes import halved, traced_steps
+from stages.estimate.shapes import halved, longest_row, traced_steps
 from stages.model.load import read_config
-from tests.estimate.common import CPU_TARGET, plan_of, setting_of, shape
+from stages.step.batches import BatchShape
+from tests.estimate.common import CPU_TARGET, joined, plan_of, setting_of, shape
 
 PLAN = plan_of(
     [
@@ -17,12 +21,19 @@ PLAN = plan_of(
     ]
 )
 
+LENGTHS = np.full(30, 8, np.int32)
+"""Tokens of the training rows, of which plans of padded rows need none."""
+
+
+def shape_of(micro_batch: MicroBatch) -> BatchShape:
+    return BatchShape.of(micro_batch, LENGTHS)
+
 
 def test_the_plans_first_micro_batch_always_stands_first():
     """The longest row, with which memory is planned to peak, left out."""
     first, later = worst_micro_batches(PLAN, tiled=False)
-    assert first[0] is PLAN.steps[0][0]
-    assert later[0] is PLAN.steps[0][1]
+    assert shape_of(first[0]) == shape_of(PLAN.steps[0][0])
+    assert shape_of(later[0]) == shape_of(PLAN.steps[0][1])
 
 
 def test_whatever_no_other_surpasses_is_found_by_position():
@@ -30,20 +41,20 @@ def test_whatever_no_other_surpasses_is_found_by_position():
     first, later = worst_micro_batches(PLAN, tiled=True)
     assert [(len(m.rows), m.length) for m in first] == [(2, 128), (4, 64), (5, 48), (30, 8)]
     assert [(len(m.rows), m.length) for m in later] == [(3, 80), (8, 24), (16, 8)]
-    assert memory_figures(PLAN.steps[2][0]) == (240, 20, 30 * 128)
+    assert memory_figures(PLAN)[4].tolist() == [240, 20, 30 * 128]
     assert worst_steps(PLAN) == [0, 1, 2, 3]
 
 
 def test_positions_of_the_plan_are_kept_in_the_trace():
     """A first micro-batch traced with gradients it never meets, or a later one without."""
-    steps = traced_steps(PLAN, tiled=False)
+    steps = traced_steps(PLAN, LENGTHS, tiled=False)
     assert steps == ((shape(2, 128, 60), shape(3, 80, 40), shape(8, 24, 120)), (shape(4, 64, 90),))
 
 
 def test_a_plan_of_one_micro_batch_is_enough():
     """The smallest run refused."""
     plan = plan_of([[(1, 8, 4)]])
-    assert traced_steps(plan, tiled=True) == ((shape(1, 8, 4),),)
+    assert traced_steps(plan, LENGTHS, tiled=True) == ((shape(1, 8, 4),),)
     assert worst_steps(plan) == [0]
 
 
@@ -51,6 +62,8 @@ def test_halving_keeps_the_longest_row_and_never_predicts_too_little():
     """A remedy promised for shapes smaller than the plan could give."""
     assert halved(((shape(1, 128, 60),),)) is None
     assert halved(((shape(5, 128, 600),),)) == ((shape(3, 128, 384),),)
+    assert halved(((joined((128,), 60),),)) is None
+    assert halved(((joined((10, 40, 30, 20, 9), 100),),)) == ((joined((40, 20, 9), 69),),)
 
 
 def test_second_in_every_figure_can_be_the_worst():
@@ -65,5 +78,41 @@ def test_no_other_micro_batch_needs_more_than_the_traced_ones(small_llama, setti
     config = read_config(small_llama)
     everything = tuple(tuple(shape(len(m.rows), m.length, m.supervised) for m in step) for step in PLAN.steps)
     worst = predict(config, setting_of(**setting), everything, CPU_TARGET).peak.bytes
-    traced = predict(config, setting_of(**setting), traced_steps(PLAN, tiled=False), CPU_TARGET).peak.bytes
+    traced = predict(config, setting_of(**setting), traced_steps(PLAN, LENGTHS, tiled=False), CPU_TARGET).peak.bytes
     assert traced == pytest.approx(worst, rel=1e-3)
+
+
+def flat_plan(*steps: list[tuple[list[int], int, int]]) -> Plan:
+    """A plan of joined rows from (row numbers, length, supervised) of each step's micro-batches."""
+    return Plan.of(
+        [
+            MicroBatch(
+                epoch=0,
+                step=number,
+                rows=np.array(rows, np.int32),
+                length=length,
+                supervised=supervised,
+                rank=0,
+                flat=True,
+            )
+            for number, step in enumerate(steps)
+            for rows, length, supervised in step
+        ]
+    )
+
+
+def test_joined_rows_are_traced_with_the_rows_of_the_plan():
+    """Attention over one long row in place of many short ones."""
+    lengths = np.array([90, 30, 20, 8, 8], np.int32)
+    plan = flat_plan([([0, 2], 112, 40), ([3, 1, 4], 48, 20)])
+    steps = traced_steps(plan, lengths, tiled=False)
+    assert steps == ((joined((90, 20, 2), 40), joined((8, 30, 8, 2), 20)),)
+    assert longest_row(plan, lengths) == 90
+    assert longest_row(PLAN, LENGTHS) == 128
+
+
+@pytest.mark.parametrize("lengths", [[90, 30], [90, 30, 23, 8, 8]], ids=["fewer rows", "a longer row"])
+def test_a_plan_of_joined_rows_made_for_other_tokens_is_refused(lengths):
+    plan = flat_plan([([0, 2], 112, 40), ([3, 1, 4], 48, 20)])
+    with pytest.raises(UserError, match="run `dvc repro bucket`"):
+        traced_steps(plan, np.array(lengths, np.int32), tiled=False)

@@ -80,16 +80,17 @@ def test_joined_rows_train_the_same_tokens_and_count_positions_from_their_own_st
     assert torch.equal(batch.supervised_index_N, (targets.flatten() != IGNORED).nonzero().flatten())
     joined = batch.joined_rows
     assert joined is not None and joined.offsets.dtype == torch.int32
-    assert joined.positions_BT[0].tolist() == [place for length in joined.lengths for place in range(length)]
+    places = [place for ids, _, _ in rows for place in range(len(ids))]
+    assert joined.positions_BT[0].tolist() == places + [0] * padding
     assert torch.diff(joined.offsets).tolist() == list(joined.lengths)
 
 
 @pytest.mark.parametrize(
     ("lengths", "total", "expected"),
-    [([5, 3], 8, (5, 3)), ([5, 3], 9, (5, 3, 1)), ([3, 5], 20, (3, 5, 5, 5, 2)), ([4], 12, (4, 4, 4))],
+    [([5, 3], 8, (5, 3)), ([5, 3], 9, (5, 3, 1)), ([4], 2052, (4, 1024, 1024)), ([4], 1030, (4, 1024, 2))],
 )
-def test_padding_of_joined_rows_is_cut_no_longer_than_the_longest_row(lengths, total, expected):
-    """One stretch of padding could reach past the positions a model knows."""
+def test_padding_of_joined_rows_is_cut_into_short_rows(lengths, total, expected):
+    """Attention over one long stretch of padding would grow with its square."""
     assert joined_lengths(lengths, total) == expected
 
 
