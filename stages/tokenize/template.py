@@ -33,13 +33,16 @@ class _Generation(Extension):
         return [sentinel(TRAINED_START), *body, sentinel(TRAINED_END)]
 
 
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, quicker for `message.role`: its own way first raises and catches an AttributeError."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """An attribute, or a key of the same name; the same result as the sandbox's own."""
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            return obj[attribute]
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
 
@@ -69,6 +72,8 @@ class CompiledTemplate:
                 f"{name} is broken (line {error.lineno}: {error.message}); mend it, or name another in "
                 "data.chat_template"
             ) from error
+        # Each rendering copies the globals; from the chain of mappings that they come as, that takes longest of all.
+        self._template.globals = dict(self._template.globals)
         self.source, self.name = source, name
         self.has_marks = any(data.data == TRAINED_START for data in tree.find_all(nodes.TemplateData))
         self._special_tokens = dict(special_tokens)
