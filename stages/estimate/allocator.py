@@ -11,6 +11,7 @@ Sizes inside are counted in units of 512 bytes, the allocator's grain.
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 from stages.estimate.block_pool import ADDRESS_BITS, ADDRESS_MASK, BlockPool
 from stages.units import MIB, readable_size
@@ -47,6 +48,16 @@ class OutOfMemory(Exception):
         )
         self.requested_bytes, self.allocated_bytes = requested_bytes, allocated_bytes
         self.reserved_bytes, self.capacity_bytes = reserved_bytes, capacity_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshot:
+    """An allocator as it once was, with its peaks."""
+
+    small: BlockPool
+    large: BlockPool
+    live: dict[int, int]
+    counts: tuple[int, int, int, int, int]
 
 
 class CachingAllocator:
@@ -102,6 +113,18 @@ class CachingAllocator:
     def state(self) -> Hashable:
         """Equal for allocators that serve the same later requests alike, but for capacity and counts."""
         return self._small.state(), self._large.state(), frozenset(self._live.items())
+
+    def snapshot(self) -> Snapshot:
+        """What `restore` needs to come back to this moment."""
+        peaks = self._peak_allocated, self._peak_reserved
+        counts = (self._allocated, self._reserved, *peaks, self._next_segment)
+        return Snapshot(small=self._small.copy(), large=self._large.copy(), live=dict(self._live), counts=counts)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Be as at a snapshot of this allocator; retries are counted on."""
+        self._small, self._large, self._live = snapshot.small.copy(), snapshot.large.copy(), dict(snapshot.live)
+        self._allocated, self._reserved, self._peak_allocated, self._peak_reserved, next_segment = snapshot.counts
+        self._next_segment = max(next_segment, self._next_segment)
 
     def allocate(self, count_bytes: int) -> int:
         """Serve a request of at least one byte; returns its handle, by which `free` knows it.

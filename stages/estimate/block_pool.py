@@ -80,6 +80,14 @@ class BlockPool:
             end += size
         return end - start
 
+    def copy(self) -> "BlockPool":
+        """The same pool, to be changed on its own."""
+        other = BlockPool(page=self.page, least_rest=self.least_rest)
+        other.fits, other.free, other.free_ends = self.fits.copy(), self.free.copy(), self.free_ends.copy()
+        other.unmapped, other.unmapped_ends = self.unmapped.copy(), self.unmapped_ends.copy()
+        other.segments = self.segments.copy()
+        return other
+
     def state(self) -> Hashable:
         """All that decides what this pool will do."""
         return tuple(self.fits), frozenset(self.unmapped.items()), frozenset(self.segments.items())

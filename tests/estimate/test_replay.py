@@ -1,0 +1,183 @@
+"""The replay of a plan: equal to a direct trace of it, event by event; refused where the traces do not tell."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from stages.estimate.allocator import CachingAllocator
+from stages.estimate.replay import replay, stitched_events
+from stages.estimate.step_units import step_units
+from stages.estimate.templates import NotAffine, RunModel, Timeline, Unit, fit
+from stages.units import MIB
+from tests.estimate.common import gpu_target, setting_of
+from tests.estimate.recorder import record
+
+WIDE = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=1024,
+    tie_word_embeddings=True,
+)
+KIB = 1024
+CHUNK = 64
+# Rows, length, supervised tokens: two chunks each; 2, 3, 2 and 4 micro-batches in a step.
+TRACED = (
+    (((2, 96, 100), (3, 200, 90)), ((4, 64, 70), (1, 333, 128), (2, 256, 101))),
+    (((1, 130, 66), (5, 77, 99)), ((3, 300, 110), (2, 48, 67), (3, 140, 71), (7, 19, 93))),
+)
+PLAN = (
+    ((3, 111, 80),),
+    ((1, 500, 128), (2, 40, 65), (2, 99, 77), (6, 100, 127), (2, 31, 90)),
+    ((2, 96, 100), (1, 64, 65)),
+    ((3, 111, 80),),
+    ((3, 111, 80),),
+)
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "H100 qlora": ("H100", {"method": "qlora", "precision": "bf16", "grad_ckpt": True, "optimizer": "adamw_8bit"}),
+    "T4 full": ("T4", {"method": "full", "precision": "fp32", "loss_chunk": None}),
+}
+
+
+def canonical(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Storages numbered by birth; what is freed with no birth in between in order, since that order is no rule."""
+    numbers: dict[int, int] = {}
+    renamed = [(numbers.setdefault(storage, len(numbers)), change) for storage, change in events]
+    runs = groupby(renamed, key=lambda event: event[1] > 0)
+    return [event for born, run in runs for event in (run if born else sorted(run))]
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def case(request):
+    """A fitted model of runs, the plan's units, and the plan's direct trace."""
+    gpu, values = SETTINGS[request.param]
+    setting = setting_of(**({"loss_chunk": CHUNK} | values))
+    target = gpu_target(gpu)
+    model = fit([record(WIDE, setting, target, steps) for steps in TRACED])
+    direct = record(WIDE, setting, target, PLAN)
+    return model, [step_units(shapes, setting.loss_chunk) for shapes in PLAN], direct
+
+
+def test_the_stitched_events_are_those_of_a_direct_trace(case):
+    """A tensor stretched by the wrong figure, freed at the wrong moment, or left out."""
+    model, steps, direct = case
+    assert canonical(stitched_events(model, steps)) == canonical(direct.events)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_replay_is_that_of_a_direct_trace_step_by_step(case, expandable):
+    """Remembered outcomes that differ from playing the unit again; peaks of another step."""
+    model, steps, direct = case
+    found = replay(model, steps, expandable=expandable, capacity_bytes=None)
+    allocator = CachingAllocator(expandable=expandable, capacity_bytes=None)
+    starts = [start for start, unit in direct.units if unit.role == "first"]
+    handles: dict[int, int] = {}
+    for number, (start, end) in enumerate(zip([0, *starts[1:]], [*starts[1:], len(direct.events)], strict=True)):
+        for place in range(start, end):
+            if place == starts[number]:
+                allocator.reset_peaks()
+            storage, change = direct.events[place]
+            if change > 0:
+                handles[storage] = allocator.allocate(change)
+            else:
+                allocator.free(handles.pop(storage))
+        step = found.steps[number]
+        assert step.allocated_peak_bytes == allocator.peak_allocated_bytes
+        assert (step.reserved_peak_bytes, step.reserved_bytes) == (allocator.peak_reserved_bytes,) * 2
+    assert found.out_of_memory is None
+    assert len(found.steps) == len(PLAN)
+
+
+def test_the_step_that_runs_out_of_memory_is_told(case):
+    """A plan that dies in its second step reported as fitting, or as dying at once."""
+    model, steps, _ = case
+    peaks = [step.reserved_peak_bytes for step in replay(model, steps, expandable=True, capacity_bytes=None).steps]
+    assert peaks[0] < peaks[1]
+    found = replay(model, steps, expandable=True, capacity_bytes=peaks[0])
+    assert len(found.steps) == 1
+    assert found.out_of_memory is not None
+    assert found.out_of_memory.capacity_bytes == peaks[0]
+
+
+def test_a_kind_of_unit_that_was_not_traced_is_refused(case):
+    """Three chunks of loss replayed as two."""
+    model, _, _ = case
+    with pytest.raises(NotAffine, match=r"no first unit of kind \(5, False\) was traced"):
+        replay(model, [step_units([(3, 111, 300)], CHUNK)], expandable=False, capacity_bytes=None)
+
+
+def unit(role: str = "first", **figures: int) -> Unit:
+    return Unit(role=role, kind=None, figures=figures)  # type: ignore[arg-type]
+
+
+def line(*units: tuple[Unit, Sequence[tuple[int, int]]]) -> Timeline:
+    """A timeline of 1 KiB that exists before the first step, and these units."""
+    events: list[tuple[int, int]] = [(-1, KIB)]
+    marks = []
+    for number, (made, changes) in enumerate(units):
+        marks.append((len(events), made))
+        events += [(100 * number + storage, change) for storage, change in changes]
+    return Timeline(events=tuple(events), units=tuple(marks))
+
+
+def held(size_of) -> RunModel:
+    """Fitted to one tensor of `size_of(tokens, rows)` bytes in five shapes."""
+    shapes = [(10, 1), (20, 5), (35, 2), (70, 4), (64, 8)]
+    return fit([line((unit(tokens=t, rows=r), [(0, size_of(t, r)), (0, -size_of(t, r))])) for t, r in shapes])
+
+
+def test_sizes_of_two_figures_are_found_exactly():
+    """A slope rounded, or a second figure ignored."""
+    model = held(lambda tokens, rows: 12 + 7 * tokens + 100 * rows)
+    assert stitched_events(model, [[unit(tokens=1000, rows=3)]]) == [(0, KIB), (1, 7312), (1, -7312)]
+
+
+def test_sizes_that_are_no_such_sum_are_refused():
+    """A square fitted by a line."""
+    with pytest.raises(NotAffine, match="birth 0 of first units of kind None: .* bytes are no sum of figures"):
+        held(lambda tokens, rows: tokens * tokens)
+
+
+def test_too_few_shapes_to_check_a_sum_are_refused():
+    """Two points taken for the proof of a line."""
+    with pytest.raises(NotAffine, match="no sum of figures of its 2 shapes"):
+        fit([line((unit(tokens=t), [(0, 4 * t)])) for t in (10, 20)])
+
+
+def test_figures_that_went_together_must_go_on_so():
+    """Rows never varied, or tokens always three times the rows: which of them a tensor grows with is not known."""
+    constant = fit([line((unit(tokens=t, rows=2), [(0, 4 * t)])) for t in (10, 20, 40)])
+    with pytest.raises(NotAffine, match="rows was constant in all traces of first units"):
+        stitched_events(constant, [[unit(tokens=10, rows=3)]])
+    tied = fit([line((unit(tokens=3 * r, rows=r), [(0, 12 * r)])) for r in (1, 2, 4)])
+    assert stitched_events(tied, [[unit(tokens=30, rows=10)]])[1] == (1, 120)
+    with pytest.raises(NotAffine, match="tokens was tied to rows"):
+        stitched_events(tied, [[unit(tokens=31, rows=10)]])
+
+
+def test_another_order_of_events_is_refused():
+    """A kernel that only long batches take, averaged with the other."""
+    short = line((unit(tokens=10), [(0, 40), (1, 40), (0, -40)]))
+    long = line((unit(tokens=20), [(0, 80), (0, -80), (1, 80)]))
+    with pytest.raises(NotAffine, match="make or free tensors in different orders"):
+        fit([short, long])
+
+
+def test_a_step_that_frees_the_state_is_refused():
+    """A weight given back in a step, and then allocated for ever."""
+    with pytest.raises(NotAffine, match="frees what existed before the first step"):
+        fit([Timeline(events=((0, 8), (0, -8)), units=((1, unit(tokens=1)),))])
+
+
+def test_it_is_told_from_which_step_on_nothing_more_is_reserved():
+    """A plan watched to its end although the staircase ended early."""
+    model = held(lambda tokens, rows: MIB * tokens)
+    steps = [[unit(tokens=tokens, rows=1)] for tokens in (30, 50, 50, 40, 20)]
+    found = replay(model, steps, expandable=True, capacity_bytes=None)
+    assert [step.reserved_bytes // MIB for step in found.steps] == [42, 62, 62, 62, 62]
+    assert found.settled_step == 1
