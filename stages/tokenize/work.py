@@ -158,8 +158,7 @@ class BlockTokenizer:
             return self.template.render(example)
         if not guard.is_clean((example.prompt, example.completion)):
             example = Plain(prompt=guard.protect(example.prompt), completion=guard.protect(example.completion))
-        tokenizer = self.tokenizer
-        return plain_segments(example, bos=tokenizer.bos_text, eos=tokenizer.eos_text, train_on=self._settings.train_on)
+        return self.tokenizer.plain_segments(example, self._settings.train_on)
 
     def _check_ids(self, encoded: EncodedRows) -> None:
         """Refuse what no row can be blamed for: a doubled BOS token, and padding that is trained.
