@@ -138,7 +138,9 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> Conversation | Plain:
     if isinstance(prompt, str) and isinstance(completion, str):
         return Plain(prompt=prompt, completion=completion)
     if not (isinstance(prompt, list) and isinstance(completion, list)):
-        text_of(row, "prompt" if not isinstance(prompt, str | list) else "completion")
+        for key in ("prompt", "completion"):
+            if not isinstance(row[key], list):
+                text_of(row, key)
         raise RowFault("'prompt' and 'completion' must both be text or both be lists of messages; change one of them")
     asked, _ = parse_turns(prompt, "prompt")
     answered, untrained = parse_turns(completion, "completion")

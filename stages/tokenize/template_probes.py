@@ -98,7 +98,7 @@ def check_probe(
     if bos and text.startswith(bos + bos):
         raise UserError(f"{name} writes the BOS token {bos} twice; remove one of them")
     last = next(segment.text for segment in reversed(segments) if segment.trained)
-    if not any(token in last for token in control):
+    if not last.rstrip().endswith(tuple(control)):
         raise UserError(
             f"{name} trains no end-of-turn token after the answer, so the model would not learn to stop; let it write "
             "one, inside its generation marks where it has them"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 
 from stages.tokenize.example import Conversation, RowFault
+from stages.tokenize.guard import any_of
 from stages.tokenize.segments import without_marks
 from stages.tokenize.template import CompiledTemplate
 
@@ -24,8 +25,7 @@ class TurnFinder:
 
     def __init__(self, template: CompiledTemplate, control_tokens: Iterable[str]):
         self._template = template
-        longest_first = sorted(control_tokens, key=lambda token: (-len(token), token))
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._control = re.compile(any_of(control_tokens) or r"(?!)")
         self._header = self._answer_header()
 
     def spans(self, conversation: Conversation, whole: str, places: list[int]) -> list[tuple[int, int]]:
@@ -68,7 +68,7 @@ class TurnFinder:
         """Behind the token that ends the turn."""
         last = place + 1 == len(conversation.messages)
         upto = whole if last else self._text(conversation, conversation.messages[: place + 1], ask=False)
-        stop = None if upto is None else self._last_control(upto, start)
+        stop = None if upto is None else self._closing(upto, start)
         if upto is not None and whole.startswith(upto[: stop[1] if stop else len(upto)]):
             return stop[1] if stop else len(upto)
         differing = self._differing(conversation, whole, place)
@@ -97,11 +97,12 @@ class TurnFinder:
         behind = min(_common_prefix(other[::-1], whole[::-1]), len(whole) - before)
         return before, len(whole) - behind
 
-    def _last_control(self, text: str, start: int) -> tuple[int, int] | None:
-        """The last control token at or behind `start`."""
+    def _closing(self, text: str, start: int) -> tuple[int, int] | None:
+        """The control token at or behind `start` that closes the text; None when more than blanks follow the last."""
         for begin in (max(start, len(text) - TAIL_CHARACTERS), start):
             if found := list(self._control.finditer(text, begin)):
-                return found[-1].span()
+                end = found[-1].end()
+                return None if text[end:].strip() else found[-1].span()
         return None
 
     def _text(self, conversation: Conversation, messages: list, *, ask: bool) -> str | None:

@@ -10,6 +10,7 @@ from stages.files import read_json
 from stages.tokenize.chat import Segment
 from stages.tokenize.encode import RowTokenizer
 from stages.tokenize.rows import Conversation, parse_row
+from stages.tokenize.settings import SourceShape
 
 CALL: dict[str, Any] = {"name": "add", "arguments": {"a": 1, "b": [2, "三"]}}
 MESSAGES: list[dict[str, Any]] = [
@@ -25,8 +26,12 @@ def chat_row(prompt: str = "Hi", answer: str = "Hello") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
 
 
+def shape_of(name: str, **columns: str) -> SourceShape:
+    return SourceShape(format=name, columns=columns)
+
+
 def conversation(row: dict[str, Any], shape: str) -> Conversation:
-    example = parse_row(row, shape)
+    example = parse_row(row, shape_of(shape))
     assert isinstance(example, Conversation)
     return example
 

@@ -5,8 +5,18 @@ from typing import Any
 
 import pytest
 
-from stages.tokenize.rows import Conversation, Plain, RowFault, detect_format, parse_row, row_family
-from tests.tokenize.common import CALL, MESSAGES, conversation
+from stages.errors import UserError
+from stages.tokenize.rows import (
+    Conversation,
+    Plain,
+    RowFault,
+    check_columns,
+    detect_format,
+    is_heldout,
+    parse_row,
+    row_family,
+)
+from tests.tokenize.common import CALL, MESSAGES, conversation, shape_of
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {}}
 WRAPPED = [{"type": "function", "function": TOOL}]
@@ -28,9 +38,9 @@ def test_a_sharegpt_row_with_tools_means_the_same_as_its_messages_row():
     openai["messages"][2]["content"] = None
     openai["messages"][2]["tool_calls"][0]["function"]["arguments"] = json.dumps(CALL["arguments"])
     expected = Conversation(messages=MESSAGES, tools=WRAPPED)
-    assert parse_row(sharegpt, "sharegpt") == expected
-    assert parse_row(sharegpt | {"tools": [TOOL]}, "sharegpt") == expected
-    assert parse_row(openai, "messages") == expected
+    assert parse_row(sharegpt, shape_of("sharegpt")) == expected
+    assert parse_row(sharegpt | {"tools": [TOOL]}, shape_of("sharegpt")) == expected
+    assert parse_row(openai, shape_of("messages")) == expected
 
 
 def test_calls_made_at_once_are_one_turn():
@@ -73,8 +83,10 @@ def test_typed_text_parts_are_joined_and_other_keys_reach_the_template():
 
 
 def test_plain_shapes():
-    assert parse_row({"prompt": "Q", "completion": "A"}, "prompt_completion") == Plain(prompt="Q", completion="A")
-    assert parse_row({"text": "T"}, "text") == Plain(prompt="", completion="T")
+    assert parse_row({"prompt": "Q", "completion": "A"}, shape_of("prompt_completion")) == Plain(
+        prompt="Q", completion="A"
+    )
+    assert parse_row({"text": "T"}, shape_of("text")) == Plain(prompt="", completion="T")
 
 
 @pytest.mark.parametrize(
@@ -88,12 +100,12 @@ def test_plain_shapes():
     ],
 )
 def test_auto_reads_the_shape_off_the_keys_and_says_why(row, shape, reason):
-    assert detect_format(row) == (shape, reason)
+    assert detect_format(row, {}) == (shape, reason)
 
 
 def test_auto_names_the_keys_it_found_and_the_shapes_it_knows():
     with pytest.raises(RowFault, match=r'no shape with the keys \["question", "answer"\].*alpaca: instruction, output'):
-        detect_format({"question": "", "answer": ""})
+        detect_format({"question": "", "answer": ""}, {})
 
 
 def turns(*pairs):
@@ -112,10 +124,37 @@ FAULTS = {
     "missing key": ({"instruction": "Q"}, "alpaca", "a row of data.format alpaca needs 'output'"),
     "other shape": ({"text": "T"}, "messages", "a row of data.format messages needs 'messages'; this one has"),
     "no assistant": (messages(USER), "messages", "no assistant turn, so nothing to train on"),
-    "no messages": (messages(), "messages", "no assistant turn"),
-    "null messages": ({"messages": None}, "messages", "no assistant turn"),
+    "no messages": (messages(), "messages", "'messages' is empty, so nothing to train on"),
+    "null messages": ({"messages": None}, "messages", "'messages' is empty"),
+    "no turns": (turns(), "sharegpt", "'conversations' is empty"),
+    "null message": (messages(None, ANSWER), "messages", "messages 1 must be an object"),
+    "null role": (messages({"role": None, "content": "Q"}), "messages", "messages 1 has role=null"),
+    "JSON of an object": ({"messages": '{"role": "user"}'}, "messages", "'messages' must be a list"),
+    "broken JSON": ({"messages": "[{"}, "messages", "'messages' must be a list, or JSON text of one, got \"[{\""),
+    "null part": (messages({"role": "user", "content": [None]}), "messages", "a content part that is not text: null"),
+    "two weights": (
+        messages(USER, {**ANSWER, "weight": 0, "loss_weight": 1}),
+        "messages",
+        "messages 2: weight and loss_weight differ",
+    ),
+    "loss_weight": (messages(USER, {**ANSWER, "loss_weight": "1"}), "messages", "messages 2: loss_weight must be 0 or"),
+    "weight true": (messages(USER, {**ANSWER, "weight": True}), "messages", "messages 2: weight must be 0 or 1"),
+    "weight of a turn": (
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A", "weight": 0.5}]},
+        "sharegpt",
+        "conversations 2: weight must be 0 or 1",
+    ),
+    "number as text": ({"text": 7}, "text", "'text' must be text, got 7"),
+    "text and messages": ({"prompt": "Q", "completion": [ANSWER]}, "prompt_completion", "must both be text or both be"),
+    "completion without answer": (
+        {"prompt": [USER], "completion": [USER]},
+        "prompt_completion",
+        "'completion' has no assistant turn",
+    ),
+    "null prompt": ({"prompt": None, "completion": "A"}, "prompt_completion", "'prompt' must be text, got null"),
+    "null completion": ({"prompt": [USER], "completion": None}, "prompt_completion", "'completion' must be text, got"),
     "no gpt": (turns(("human", "Q")), "sharegpt", "no assistant turn"),
-    "messages as text": ({"messages": "Q"}, "messages", "'messages' must be a list, got \"Q\""),
+    "messages as text": ({"messages": "Q"}, "messages", "'messages' must be a list, or JSON text of one, got \"Q\""),
     "message as text": (messages("Q"), "messages", "messages 1 must be an object with 'role' and 'content'"),
     "unknown role": (
         messages({"role": "asistant", "content": ""}),
@@ -179,7 +218,7 @@ FAULTS = {
     "weight of a question": (messages({**USER, "weight": 1}, ANSWER), "messages", "messages 1: weight must be 0 in a"),
     "no weight": (messages(USER, {**ANSWER, "weight": 0}), "messages", "every assistant turn has weight 0, so nothing"),
     "long number": (messages(call(name="f", arguments="9" * 5000)), "messages", "messages 1 (arguments of f) must be"),
-    "prompt list": ({"prompt": [USER], "completion": "A"}, "prompt_completion", "'prompt' must be text"),
+    "prompt list": ({"prompt": [USER], "completion": "A"}, "prompt_completion", "must both be text or both be lists"),
     "null text": ({"text": None}, "text", "'text' must be text, got null"),
 }
 
@@ -187,24 +226,29 @@ FAULTS = {
 @pytest.mark.parametrize("row, shape, rule", FAULTS.values(), ids=FAULTS)
 def test_a_row_that_means_nothing_is_refused(row, shape, rule):
     with pytest.raises(RowFault) as fault:
-        parse_row(row, shape)
+        parse_row(row, shape_of(shape))
     assert rule in str(fault.value)
 
 
-def test_a_family_is_text_or_absent():
-    assert row_family({}) is row_family({"family": None}) is None
-    assert row_family({"family": "dates"}) == "dates"
+def test_a_family_is_text_or_absent_and_may_stand_in_another_column():
+    shape = shape_of("text")
+    assert row_family({}, shape) is row_family({"family": None}, shape) is None
+    assert row_family({"family": "dates"}, shape) == "dates"
+    assert row_family({"family": "dates", "task": "sums"}, shape_of("text", family="task")) == "sums"
     with pytest.raises(RowFault, match="'family' must be text, got 3"):
-        row_family({"family": 3})
+        row_family({"family": 3}, shape)
 
 
 def test_rows_with_one_prompt_share_a_key_whatever_their_answer_and_shape():
     """Else a prompt could be trained on and held out at once."""
-    alpaca = parse_row({"instruction": "Q", "output": "A"}, "alpaca")
-    other = parse_row(messages(USER, {"role": "assistant", "content": "B"}), "messages")
+    alpaca = parse_row({"instruction": "Q", "output": "A"}, shape_of("alpaca"))
+    other = parse_row(messages(USER, {"role": "assistant", "content": "B"}), shape_of("messages"))
     assert alpaca.prompt_key() == other.prompt_key()
-    assert alpaca.prompt_key() != parse_row(messages({"role": "user", "content": "P"}, ANSWER), "messages").prompt_key()
-    texts = [parse_row({"text": text}, "text").prompt_key() for text in ("a", "b")]
+    assert (
+        alpaca.prompt_key()
+        != parse_row(messages({"role": "user", "content": "P"}, ANSWER), shape_of("messages")).prompt_key()
+    )
+    texts = [parse_row({"text": text}, shape_of("text")).prompt_key() for text in ("a", "b")]
     assert texts[0] != texts[1]
 
 
@@ -213,14 +257,17 @@ def test_rows_with_one_prompt_share_a_key_whatever_their_answer_and_shape():
 def test_a_conversation_shares_the_key_of_its_beginnings(before, weight):
     """Every answer is trained: held out, the beginning would be asked about what its continuation has taught."""
     start = [*before, USER, {**ANSWER, **weight}]
-    key = parse_row(messages(*start, USER, ANSWER), "messages").prompt_key()
-    assert key == parse_row(messages(*before, USER, ANSWER), "messages").prompt_key()
-    assert key == parse_row(messages(*start, {"role": "user", "content": "More"}, ANSWER), "messages").prompt_key()
+    key = parse_row(messages(*start, USER, ANSWER), shape_of("messages")).prompt_key()
+    assert key == parse_row(messages(*before, USER, ANSWER), shape_of("messages")).prompt_key()
+    assert (
+        key
+        == parse_row(messages(*start, {"role": "user", "content": "More"}, ANSWER), shape_of("messages")).prompt_key()
+    )
 
 
 def test_rows_in_which_nobody_asks_are_told_apart():
     """One key for all would put a whole data set on one side."""
-    keys = {parse_row(messages({**ANSWER, "content": text}), "messages").prompt_key() for text in ("a", "b")}
+    keys = {parse_row(messages({**ANSWER, "content": text}), shape_of("messages")).prompt_key() for text in ("a", "b")}
     assert len(keys) == 2
 
 
@@ -251,4 +298,112 @@ def test_a_weight_of_one_or_none_is_trained_and_never_reaches_the_template(weigh
     ],
 )
 def test_an_answer_of_nothing_is_known(row, shape, empty):
-    assert parse_row(row, shape).has_empty_answer() is empty
+    assert parse_row(row, shape_of(shape)).has_empty_answer() is empty
+
+
+def test_columns_give_the_keys_of_a_shape_other_names():
+    qa = shape_of("prompt_completion", prompt="question", completion="answer")
+    assert parse_row({"question": "Q", "answer": "A", "prompt": "other"}, qa) == Plain(prompt="Q", completion="A")
+    dialog = shape_of("messages", messages="dialog", tools="functions")
+    row = {"dialog": [USER, ANSWER], "functions": [TOOL]}
+    assert parse_row(row, dialog) == Conversation(messages=[USER, ANSWER], tools=WRAPPED)
+    with pytest.raises(
+        RowFault, match='no column "answer", which data.columns names for \'completion\'.*\\["question"\\]'
+    ):
+        parse_row({"question": "Q"}, qa)
+
+
+def test_auto_follows_the_column_map():
+    columns = {"prompt": "question", "completion": "answer"}
+    found = detect_format({"question": "", "answer": "", "id": 1}, columns)
+    assert found == ("prompt_completion", "the first row has question and answer")
+
+
+@pytest.mark.parametrize("columns, known", [({"promt": "question"}, "completion"), ({"messages": "text"}, "prompt")])
+def test_a_column_for_a_key_that_the_shape_has_not_is_refused(columns, known):
+    """It could take no effect."""
+    with pytest.raises(UserError, match=f"^data.columns: rows of data.format prompt_completion have no key .*{known}"):
+        check_columns("prompt_completion", columns)
+    with pytest.raises(UserError, match="^data.columns: "):
+        detect_format({"prompt": "", "completion": ""}, columns | {"family": "prompt", "text": "none", "x": "y"})
+
+
+def test_auto_takes_a_key_with_a_value_before_one_that_is_null():
+    """Rows of Parquet files have all columns, most of them null where sources were joined."""
+    assert detect_format({"messages": None, "text": "T"}, {})[0] == "text"
+    assert detect_format({"text": None}, {})[0] == "text"
+
+
+def test_null_means_absent_so_that_parquet_rows_mean_the_same():
+    """Arrow gives every row all fields of the structure, null where the row has none."""
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": None}}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Q", "tool_calls": None, "name": None, "weight": None},
+            {"role": "assistant", "content": None, "tool_calls": [call], "name": None, "weight": 1.0},
+            {"role": "tool", "content": [{"type": "text", "text": "3", "image": None}], "tool_calls": None},
+            {"role": "assistant", "content": "A", "tool_calls": [], "name": None, "weight": None},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int", "enum": None}}}}],
+        "system": None,
+    }
+    plain = {
+        "messages": [
+            USER,
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+            {"role": "tool", "content": "3"},
+            ANSWER,
+        ],
+        "tools": [{"function": {"name": "f", "parameters": {"x": {"type": "int"}}}, "type": "function"}],
+    }
+    assert conversation(row, "messages") == conversation(plain, "messages")
+    texts = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"b": null}'}]}
+    kept = conversation(messages(USER, texts), "messages").messages[1]["tool_calls"][0]["function"]["arguments"]
+    assert kept == {"b": None}, "JSON text says what it says"
+
+
+def test_lists_may_be_json_text_as_in_a_csv_file():
+    row = {"messages": json.dumps([USER, ANSWER]), "tools": json.dumps([TOOL])}
+    assert conversation(row, "messages") == Conversation(messages=[USER, ANSWER], tools=WRAPPED)
+
+
+def test_conversations_may_hold_role_and_content():
+    assert conversation({"conversations": [USER, ANSWER]}, "sharegpt").messages == [USER, ANSWER]
+
+
+def test_of_a_prompt_and_a_completion_in_messages_only_the_completion_is_trained():
+    row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER, USER, {**ANSWER, "weight": 0}], "tools": [TOOL]}
+    example = conversation(row, "prompt_completion")
+    assert (len(example.messages), example.tools, example.trained_turns()) == (6, WRAPPED, [3])
+
+
+def test_a_sharegpt_turn_of_weight_0_is_context_also_behind_a_system_text():
+    given = [("human", "Q"), ("gpt", "A"), ("human", "Q"), ("gpt", "A")]
+    row = turns(*given)
+    row["conversations"][1]["loss_weight"] = 0
+    example = conversation({"system": "S", **row}, "sharegpt")
+    assert (example.context, example.trained_turns()) == ({2}, [4])
+    assert example.messages[2] == ANSWER
+
+
+def test_consecutive_turns_of_one_role_are_left_to_the_template():
+    assert conversation(messages(USER, USER, ANSWER, ANSWER), "messages").trained_turns() == [2, 3]
+
+
+def test_other_columns_are_ignored():
+    row = {"text": "T", "id": 7, "meta": {"a": [None]}}
+    assert parse_row(row, shape_of("text")) == Plain(prompt="", completion="T")
+
+
+def test_the_seed_chooses_other_rows_and_a_row_never_moves():
+    rows = [Plain(prompt=f"{n}", completion="A") for n in range(400)]
+    first, again, other = ([is_heldout(row, 0.25, seed) for row in rows] for seed in (0, 0, 1))
+    assert first == again != other
+    assert 60 < sum(first) < 140 and 60 < sum(other) < 140
+    assert not any(held and not more for held, more in zip(first, [is_heldout(r, 0.5, 0) for r in rows], strict=True))
+
+
+def test_a_prompt_that_the_fast_encoder_refuses_has_a_key():
+    """A lone surrogate or a number of many digits in a tool call must not end the run."""
+    keys = {Plain(prompt=text, completion="A").prompt_key() for text in ("a\ud83d", "a\ud83e", "a")}
+    assert len(keys) == 3
