@@ -124,7 +124,7 @@ class Rival:
         if not self.requirements or self._environment_path.joinpath(".installed").exists():
             return None
         shutil.rmtree(self._environment_path, ignore_errors=True)
-        python = str(self._python)
+        python = str(self.python)
         steps = [[sys.executable, "-m", "venv", str(self._environment_path)]]
         steps.append([python, "-m", "pip", "install", "--quiet", *self.requirements])
         for step in steps:
@@ -148,7 +148,7 @@ class Rival:
         environment = _environment() | {"HF_HOME": str(out.resolve()), "HF_HUB_OFFLINE": "1"}
         arguments = [str(path.resolve()) for path in (source.path, source.model, out)]
         try:
-            run = _run([self._python, RIVALS / self.script, *arguments, str(WORKERS)], Path(), environment, watched)
+            run = _run([self.python, RIVALS / self.script, *arguments, str(WORKERS)], Path(), environment, watched)
             return replace(run, written_bytes=_size(out))
         finally:
             shutil.rmtree(out)
@@ -158,7 +158,8 @@ class Rival:
         return SCRATCH / "venvs" / f"{Path(self.script).stem}-{sha256_json(self.requirements)[:8]}"
 
     @property
-    def _python(self) -> Path:
+    def python(self) -> Path:
+        """The interpreter that has its requirements, once prepared."""
         return (self._environment_path / "bin/python").absolute() if self.requirements else Path(sys.executable)
 
 

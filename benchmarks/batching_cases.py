@@ -1,0 +1,200 @@
+"""The contestants of benchmarks.batching: each turns row lengths into micro-batches on 8 GPUs, by its own real code."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from ruamel.yaml import YAML
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
+
+from benchmarks.data_cases import ROOT, Rival
+from benchmarks.watch import WHOLE, Usage, watch
+from stages.bucket.cut import Cutting, cut_steps
+from stages.bucket.index import COLUMNS, Index
+from stages.bucket.steps import run_steps
+from stages.bucket.summary import randomness, straggler_percent
+from stages.errors import UserError
+
+RANKS = 8
+CAPACITY = 16_384
+PAD_MULTIPLE = 8
+ROWS_PER_BATCH = 8
+"""Of contestants whose micro-batches have a fixed number of rows."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batches:
+    """Micro-batches in execution order, `ranks` of them at a time."""
+
+    rows: np.ndarray
+    bounds: np.ndarray
+    padded_tokens: np.ndarray
+    step_bounds: np.ndarray
+    """Where each optimizer step begins, counted in micro-batches, and the end."""
+    ranks: int = RANKS
+
+    def figures(self, lengths: np.ndarray) -> dict[str, float | int | None]:
+        """What the table shows of them."""
+        padding = 1 - int(lengths[self.rows].sum(dtype=np.int64)) / int(self.padded_tokens.sum())
+        return {
+            "padding_percent": round(100 * padding, 2),
+            "straggler_percent": round(straggler_percent(self.padded_tokens, self.ranks), 2),
+            "largest_tokens": int(self.padded_tokens.max()),
+            "steps": len(self.step_bounds) - 1,
+            "batches_per_step": round(float(np.diff(self.step_bounds).mean()), 1),
+            "randomness": randomness(lengths[self.rows], self.bounds[self.step_bounds]),
+        }
+
+
+def ours(
+    lengths: np.ndarray, *, mode: str, constant_shape: bool, ranks: int, tokens_per_step: int, epochs: int
+) -> Batches:
+    """Our own plan, made as stage bucket makes it."""
+    index = Index(
+        lengths=lengths,
+        supervised=np.ones_like(lengths),
+        sources=np.zeros(len(lengths), np.uint16),
+        dropped=np.zeros(len(lengths), bool),
+        weights=(1.0,),
+    )
+    cutting = Cutting(
+        mode=mode,  # type: ignore[arg-type]
+        max_tokens=CAPACITY,
+        pad_multiple=PAD_MULTIPLE,
+        constant_shape=constant_shape,
+        fixed_rows=ROWS_PER_BATCH,
+        ranks=ranks,
+    )
+    steps = run_steps(index, seed=1, epochs=epochs, tokens_per_step=tokens_per_step)
+    parts = list(cut_steps(steps, index, cutting))
+    step = np.concatenate([part.step for part in parts])
+    return Batches(
+        rows=np.concatenate([part.rows for part in parts]),
+        bounds=np.concatenate([[0], np.cumsum(np.concatenate([part.sizes for part in parts]))]),
+        padded_tokens=np.concatenate([part.padded_tokens for part in parts]),
+        step_bounds=np.searchsorted(step, np.arange(step[-1] + 2)),
+        ranks=ranks,
+    )
+
+
+def grouped(orders: Sequence[Sequence[int]], lengths: np.ndarray, batches_per_step: int) -> Batches:
+    """Whole steps of micro-batches of ROWS_PER_BATCH rows in the order given, dealt to the GPUs in turn."""
+    rows_per_step = batches_per_step * ROWS_PER_BATCH
+    rows = np.concatenate([np.array(order)[: len(order) // rows_per_step * rows_per_step] for order in orders])
+    return _padded(rows, np.arange(0, len(rows) + 1, ROWS_PER_BATCH), lengths, batches_per_step)
+
+
+def _padded(rows: np.ndarray, bounds: np.ndarray, lengths: np.ndarray, batches_per_step: int) -> Batches:
+    """Micro-batches whose rows are padded to the longest of them."""
+    longest = np.maximum.reduceat(lengths[rows], bounds[:-1]).astype(np.int64)
+    return Batches(
+        rows=rows,
+        bounds=bounds,
+        padded_tokens=-(-longest // PAD_MULTIPLE) * PAD_MULTIPLE * np.diff(bounds),
+        step_bounds=np.arange(0, len(bounds), batches_per_step),
+    )
+
+
+def random_order(lengths: np.ndarray, batches_per_step: int, epochs: int) -> Batches:
+    """Rows as they come out of a shuffle."""
+    orders = [torch.randperm(len(lengths), generator=_generator(epoch)).tolist() for epoch in range(epochs)]
+    return grouped(orders, lengths, batches_per_step)
+
+
+def group_by_length(lengths: np.ndarray, batches_per_step: int, epochs: int) -> Batches:
+    """Transformers' sampler of train_sampling_strategy=group_by_length, made as its Trainer makes it."""
+    size = ROWS_PER_BATCH * batches_per_step // RANKS
+    known = lengths.tolist()
+    samplers = (LengthGroupedSampler(size, lengths=known, generator=_generator(epoch)) for epoch in range(epochs))
+    return grouped([list(sampler) for sampler in samplers], lengths, batches_per_step)
+
+
+def batch_rebalance(lengths: np.ndarray, batches_per_step: int, epochs: int) -> Batches:
+    """Transformers' sampler of train_sampling_strategy=batch_rebalance with as many tokens per step as ours."""
+    rows_per_step = round(batches_per_step * CAPACITY / float(lengths.mean()))
+    batches: list[list[int]] = []
+    for epoch in range(epochs):
+        by_rank = []
+        for rank in range(RANKS):
+            sampler = BatchRebalanceSampler(
+                lengths.tolist(), rows_per_step, RANKS, batches_per_step // RANKS, seed=epoch, rank=rank
+            )
+            by_rank.append(list(sampler))
+        batches += [batch for turn in zip(*by_rank, strict=True) for batch in turn]
+    bounds = np.concatenate([[0], np.cumsum([len(batch) for batch in batches])])
+    return _padded(np.concatenate([np.array(batch) for batch in batches]), bounds, lengths, batches_per_step)
+
+
+def packed_by(rival: Rival, script: str, lengths: np.ndarray, batches_per_step: int, epochs: int) -> Batches:
+    """Bins that a rival's own code fills, each padded to its capacity, in shuffled order.
+
+    Raises:
+        UserError: its script failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="lean-finetune-") as directory:
+        source, out = Path(directory) / "lengths.npy", Path(directory) / "bins.npz"
+        np.save(source, lengths)
+        command = [rival.python, Path(__file__).parent / "rivals" / script, source, str(CAPACITY), out]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"benchmarks.batching: {script} failed: {done.stderr.strip().splitlines()[-1]}")
+        with np.load(out) as bins:
+            rows, bounds = bins["rows"], bins["bounds"]
+    members = np.split(rows, bounds[1:-1])
+    order: list[int] = []
+    for epoch in range(epochs):
+        shuffled = torch.randperm(len(members), generator=_generator(epoch)).tolist()
+        order += shuffled[: len(shuffled) // batches_per_step * batches_per_step]
+    chosen = [members[number] for number in order]
+    return Batches(
+        rows=np.concatenate(chosen),
+        bounds=np.concatenate([[0], np.cumsum([len(one) for one in chosen])]),
+        padded_tokens=np.full(len(chosen), CAPACITY),
+        step_bounds=np.arange(0, len(chosen) + 1, batches_per_step),
+    )
+
+
+def _generator(seed: int) -> torch.Generator:
+    """A generator of its own, so that no case depends on another."""
+    return torch.Generator().manual_seed(seed)
+
+
+def prepare_stage(directory: Path, lengths: np.ndarray, *, mode: str, ranks: int, tokens_per_step: int) -> None:
+    """A directory as stage bucket finds it: params.yaml and an index of these rows."""
+    (directory / "data/tokens").mkdir(parents=True, exist_ok=True)
+    yaml = YAML()
+    values = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    values["data"]["max_length"] = int(lengths.max())
+    values["bucket"] |= {"mode": mode, "max_tokens": CAPACITY, "pad_multiple": PAD_MULTIPLE}
+    values["hardware"]["num_gpus"] = ranks
+    values["train"] |= {"epochs": 1, "tokens_per_step": tokens_per_step}
+    values["run"]["progress"] = False
+    with open(directory / "params.yaml", "w", encoding="utf-8") as file:
+        yaml.dump(values, file)
+    plain = [lengths, np.ones_like(lengths), np.zeros(len(lengths), np.uint16), np.zeros(len(lengths), bool)]
+    arrays = [pa.array(values, types[0]) for values, types in zip(plain, COLUMNS.values(), strict=True)]
+    batch = pa.record_batch(arrays, names=list(COLUMNS))
+    with pa.OSFile(str(directory / "data/tokens/train-index.arrow"), "wb") as file:
+        with pa.ipc.new_file(file, batch.schema) as writer:
+            writer.write_batch(batch)
+
+
+def run_stage(directory: Path) -> Usage:
+    """Plan, as users do.
+
+    Raises:
+        UserError: the stage failed; its last line is told.
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("DVC_")}
+    try:
+        usages, _ = watch([sys.executable, "-m", "stages.bucket"], directory, environment | {"PYTHONPATH": str(ROOT)})
+    except subprocess.CalledProcessError as error:
+        raise UserError(f"benchmarks.batching: stage bucket failed: {error.output.strip().splitlines()[-1]}") from error
+    return usages[WHOLE]
