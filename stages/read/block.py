@@ -15,14 +15,16 @@ class Block:
     file: int
     """Place of its file among all files of the data lock."""
     kind: Literal["lines", "values", "text", "arrow"]
-    """lines: JSON Lines | values: JSON values of an array | text: plain lines | arrow: an IPC stream of record batches."""
+    """lines: JSON Lines | values: JSON values of an array | text: plain lines | arrow: a record batch."""
     payload: bytes
     first_row: int
-    """Number of its first row in the file, from 0; line formats number their lines, empty ones too."""
+    """Number of its first row in the file, from 0; lines and text number their lines, empty ones too."""
     ends: tuple[int, ...] = ()
     """values: end of each value in the payload."""
     lines: tuple[int, ...] = ()
     """values, arrow of a CSV: line of each row's first character, from 1."""
+    faults: tuple[tuple[int, int, str], ...] = ()
+    """(number, line, fault) of rows that are not in the payload: too long, or with too many cells. Ascending."""
 
 
 class RawRow(NamedTuple):

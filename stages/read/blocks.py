@@ -1,0 +1,108 @@
+"""The pinned source as blocks of whole rows: the one place that reads it, front to back, in bounded memory."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from stages.pin.locate import DataFile, data_files
+from stages.read.block import Block
+from stages.read.cells import cut_cells
+from stages.read.columns import cut_columns
+from stages.read.lines import cut_lines
+from stages.read.pinned import Content, PinnedBytes, open_seekable
+from stages.read.stretch import BLOCK_BYTES, Stretch, count_rows, first_rows
+from stages.read.values import cut_values
+
+__all__ = ["BLOCK_BYTES", "file_names", "read_blocks"]
+
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+def file_names(lock: Mapping[str, Any]) -> list[str]:
+    """The name to show of each file, by `Block.file`.
+
+    Raises:
+        UserError: the lock is of another schema.
+    """
+    return [file.name for file in data_files(lock)]
+
+
+def read_blocks(
+    lock: Mapping[str, Any],
+    *,
+    max_rows: int | None,
+    progress: Callable[[int], Any],
+    block_bytes: int = BLOCK_BYTES,
+) -> Iterator[Block]:
+    """Every row of the data lock once, in order; the blocks are a function of the source's bytes.
+
+    Ends after `max_rows` rows (None: all), and each source after its own `rows`; files behind that are not opened.
+    `progress` is told the bytes of the files, as they lie on disk, read since its last call.
+
+    Raises:
+        UserError: a file is gone, is not what was pinned, or cannot be cut into rows.
+    """
+    number = 0
+    left = max_rows
+    left_of_source = [source["rows"] for source in lock["sources"]]
+    for place, file in enumerate(data_files(lock)):
+        limit = _smaller(left, left_of_source[file.source])
+        if limit == 0:
+            continue
+        for stretch, rows in _file_stretches(file, progress, block_bytes, limit):
+            yield Block(number=number, source=file.source, file=place, **stretch._asdict())
+            number += 1
+            left = None if left is None else left - rows
+            if left_of_source[file.source] is not None:
+                left_of_source[file.source] -= rows
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    """The smaller of two limits, None being none."""
+    limits = [limit for limit in (one, other) if limit is not None]
+    return min(limits) if limits else None
+
+
+def _file_stretches(
+    file: DataFile, progress: Callable[[int], Any], block_bytes: int, limit: int | None
+) -> Iterator[tuple[Stretch, int]]:
+    """(stretch, its rows) of one file up to `limit` rows, compared with the lock as a whole.
+
+    Of a file on the hub that is not needed to its end, the end is not fetched, and so not compared.
+    """
+    if file.kind.is_seekable:
+        with open_seekable(file, progress) as seekable:
+            yield from _limited(cut_columns(seekable, file.name, file.kind.format == "parquet", block_bytes), limit)
+        return
+    with PinnedBytes(file, progress) as source:
+        yield from _limited(_cut(file, Content(source, file), block_bytes), limit)
+        if file.path is not None or source.is_at_end:
+            source.finish()
+
+
+def _cut(file: DataFile, content: Content, block_bytes: int) -> Iterator[Stretch]:
+    """The rows of a file that is read front to back."""
+    start = content.peek(block_bytes)
+    if file.kind.format in DELIMITERS:
+        return cut_cells(content.read, file.name, DELIMITERS[file.kind.format], block_bytes)
+    if file.kind.format == "txt":
+        return cut_lines(content.read, "text", block_bytes)
+    # Only the first block is looked at, so white space longer than it hides a bracket; its rows then say so.
+    if start.lstrip()[:1] == b"[":
+        return cut_values(content.read, file.name, block_bytes)
+    return cut_lines(content.read, "lines", block_bytes)
+
+
+def _limited(stretches: Iterator[Stretch], limit: int | None) -> Iterator[tuple[Stretch, int]]:
+    """(stretch, its rows) up to `limit` rows; without a limit nobody asks for the rows, and they are not counted."""
+    for stretch in stretches:
+        if limit is None:
+            yield stretch, 0
+            continue
+        rows = count_rows(stretch)
+        if rows > limit:
+            stretch, rows = first_rows(stretch, limit), limit
+        if rows:
+            yield stretch, rows
+        limit -= rows
+        if limit == 0:
+            return
