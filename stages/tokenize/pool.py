@@ -1,5 +1,7 @@
 """Blocks turned into tokens by several workers, handed back in order, with a bounded number of them in memory."""
 
+import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -95,6 +97,7 @@ class _Serial:
 def _processes(own: Tokenize, make: Callable[[], Tokenize], workers: int) -> Executor:
     """Worker processes: forks of this one where that is safe, else new interpreters."""
     if is_safe_to_fork():
+        _give_back_free_memory()
         context = multiprocessing.get_context("fork")
         return ProcessPoolExecutor(workers, context, _start_process, (lambda: own,))
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (make,))
@@ -107,6 +110,17 @@ def is_safe_to_fork() -> bool:
         return False
     others = [task for task in tasks.iterdir() if task.name != str(os.getpid())]
     return all((task / "comm").read_text().strip() in FORK_SAFE_THREADS for task in others)
+
+
+def _give_back_free_memory() -> None:
+    """Return to the system what the allocator keeps for later, before each fork counts it as its own.
+
+    Building a tokenizer leaves 24 MB of it for a vocabulary of 32,000, in each process. Only glibc has a call for it.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def available_workers() -> int:

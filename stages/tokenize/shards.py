@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from stages.files import sha256_file, sha256_json, write_json
 from stages.read.block import Block
@@ -160,7 +159,7 @@ class ShardWriter:
         for side, (rows, supervised, digests) in zip(SIDES, sides, strict=True):
             self._file(side, rows.schema).write(rows)
             index = [
-                pc.list_value_length(rows.column("input_ids")),
+                pa.array(np.diff(rows.column("input_ids").offsets.to_numpy())),
                 pa.array(supervised, pa.int32()),
                 pa.array(np.full(rows.num_rows, block.source, np.uint16)),
                 pa.array(digests, pa.uint64()) if len(digests) else pa.nulls(rows.num_rows, pa.uint64()),
