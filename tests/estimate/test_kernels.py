@@ -129,7 +129,7 @@ def test_joined_rows_take_one_flash_kernel_or_one_kernel_a_row(gpu, dtype, expec
     """A trace of what the device cannot run, or of attention that sees all rows."""
     attention = AttentionInterface()[ATTENTION]
     module = torch.nn.Module()
-    module.num_key_value_groups = 2
+    object.__setattr__(module, "num_key_value_groups", 2)
     with FakeTensorMode(), gpu_target(gpu).attention(), Operations() as operations:
         query = torch.empty(1, 4, 96, head_size, dtype=dtype, requires_grad=True)
         key, value = (torch.empty(1, 2, 96, head_size, dtype=dtype) for _ in range(2))
