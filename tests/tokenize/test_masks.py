@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 from stages.errors import UserError
-from stages.tokenize.chat import ChatTemplate, Segment, read_template, split_segments
-from stages.tokenize.encode import EncodedRow, RowTokenizer
+from stages.tokenize.chat import Segment, Template, open_template, read_template, split_segments
+from stages.tokenize.encode import RowTokenizer
+from stages.tokenize.encoded import EncodedRow
 from stages.tokenize.guard import REPLACEMENT, TRAINED_END, TRAINED_START, Guard
 from stages.tokenize.rows import Conversation, Plain, RowFault
 from tests.tokenize.common import MESSAGES, chat_row, decoder, encode_one
@@ -36,9 +37,13 @@ def control_ids(tiny_dir) -> set[int]:
     return {tokenizer.get_vocab()[token] for token in CONTROL}
 
 
+def template_of(tokenizer: RowTokenizer) -> Template:
+    return open_template("tokenizer", tokenizer.directory, tokenizer.special_tokens, "assistant")
+
+
 def encode_chat(tokenizer: RowTokenizer, messages, tools=None) -> EncodedRow:
     protect = tokenizer.guard.protect
-    segments = tokenizer.template().render(Conversation(messages=protect(messages), tools=protect(tools)))
+    segments = template_of(tokenizer).render(Conversation(messages=protect(messages), tools=protect(tools)))
     return encode_one(tokenizer, segments)
 
 
@@ -56,7 +61,7 @@ def reference(tiny_dir):
 
 def test_ids_and_masks_equal_those_of_transformers_on_the_sample(repo_root, tokenizer, reference, decode):
     """An independent reading of the template: whole-text encoding and character offsets."""
-    template = tokenizer.template()
+    template = template_of(tokenizer)
     with open(repo_root / "data/raw/sample.jsonl", encoding="utf-8") as file:
         samples = [json.loads(line)["messages"] for line in islice(file, 0, None, 12)]
     samples.append(MESSAGES)
@@ -143,11 +148,12 @@ def test_the_longest_control_token_wins():
 
 
 def test_plain_rows_end_in_eos_and_train_the_completion_alone(tokenizer, decode):
-    row = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="Q: ", completion="A")))
+    row = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="Q: ", completion="A"), "assistant"))
     assert decode(row.ids) == "Q: A<|im_end|>" and trained_texts(row, decode) == ["A<|im_end|>"]
-    text = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="", completion="A text.")))
+    text = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="", completion="A text."), "assistant"))
     assert decode(text.ids) == "A text.<|im_end|>" and text.spans.tolist() == [[0, len(text.ids)]]
-    assert text.supervised == len(text.ids) - 1, "the first token has none before it to be predicted from"
+    both = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="Q: ", completion="A"), "all"))
+    assert trained_texts(both, decode) == ["Q: A<|im_end|>"]
 
 
 @pytest.fixture
@@ -176,7 +182,7 @@ def test_bos_stands_once_in_chat_and_plain_rows(own):
     template.write_text("{{- bos_token }}" + template.read_text())
     tokenizer = RowTokenizer(own)
     chat = encode_chat(tokenizer, chat_row("<s>Hi")["messages"])
-    plain = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="", completion="A")))
+    plain = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="", completion="A"), "assistant"))
     for row in (chat, plain):
         assert row.ids[0] == bos_id and (row.ids == bos_id).sum() == 1
     assert plain.spans.tolist() == [[1, len(plain.ids)]]
@@ -192,47 +198,42 @@ def test_a_saved_cut_and_padding_are_not_applied(own, tokenizer):
     assert encode_chat(RowTokenizer(own), messages).ids.tolist() == encode_chat(tokenizer, messages).ids.tolist()
 
 
-def test_a_tokenizer_that_adds_spaces_is_refused(tmp_path):
-    """Its answers encoded apart from their prompts would all start with a space."""
-    tokenizer = Tokenizer(models.BPE(vocab={"▁": 0, "H": 1, "e": 2, "l": 3, "o": 4, "w": 5, "r": 6, "d": 7}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"joins \['Hello', 'world'\] to 'Hello world'"):
-        RowTokenizer(tmp_path)
-
-
-def test_an_eos_that_is_no_token_is_refused(own):
-    (own / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    with pytest.raises(UserError, match="eos_token '</s>' of .* is not in tokenizer.json"):
-        RowTokenizer(own)
+def test_a_tokenizer_without_eos_cannot_end_plain_text(own):
     (own / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="has no eos_token, so the model could not learn to stop"):
-        RowTokenizer(own).plain_segments(Plain(prompt="", completion="A"))
+        RowTokenizer(own).plain_segments(Plain(prompt="", completion="A"), "assistant")
 
 
-def render(source: str) -> list[Segment]:
-    template = ChatTemplate(source, {"eos_token": "</s>"}, "a file")
-    return template.render(Conversation(messages=chat_row()["messages"], tools=None))
+@pytest.fixture(scope="module")
+def render(tiny_dir):
+    """Render one question and answer with the template of data.chat_template."""
+
+    def segments(source: str, messages=None) -> list[Segment]:
+        template = open_template(source, tiny_dir, {"eos_token": "<|im_end|>"}, "assistant")
+        return template.render(Conversation(messages=messages or chat_row()["messages"], tools=None))
+
+    return segments
 
 
-def test_a_template_without_generation_marks_is_refused():
-    """Its masks would be all zero, and training would learn nothing without a word."""
-    with pytest.raises(UserError, match=r"chat template in a file has no {% generation %} marks"):
-        render("{% for m in messages %}{{ m.content }}{% endfor %}")
+ANSWER = "{% generation %}{{ messages[-1].content + eos_token }}{% endgeneration %}"
 
 
-def test_weight_0_is_refused_where_the_template_trains_the_last_turn_alone():
+def test_weight_0_is_refused_where_the_template_shows_the_last_turn_alone(tiny_dir):
     """Nothing then says which turn its mark is, so the wrong one could be trained."""
-    source = "{% generation %}{{ messages[-1].content }}{% endgeneration %}"
     messages = [*chat_row()["messages"], *chat_row()["messages"]]
-    with pytest.raises(RowFault, match="weight 0 cannot be followed: .* not each of the 2 assistant turns once"):
-        ChatTemplate(source, {}, "a file").render(Conversation(messages=messages, tools=None, context=frozenset({1})))
+    template = open_template(ANSWER.replace("[-1]", "[1]"), tiny_dir, {"eos_token": "<|im_end|>"}, "assistant")
+    with pytest.raises(RowFault, match="shows turn 4 in a way that its tokens cannot be told from the rest"):
+        template.render(Conversation(messages=messages, tools=None, context=frozenset({1})))
 
 
-def test_a_broken_template_is_told_with_its_line():
-    with pytest.raises(UserError, match="chat template in a file is broken \\(line 2: "):
+def test_a_broken_template_is_told_with_its_line(render, own):
+    with pytest.raises(UserError, match="^data.chat_template: the template is broken \\(line 2: .*; mend it, or name"):
         render("{% generation %}x{% endgeneration %}\n{% for %}")
+    (own / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(
+        UserError, match="^model.name: the chat template in .*.jinja is broken \\(line 1: "
+    ):
+        template_of(RowTokenizer(own))
 
 
 TEMPLATE_FAULTS = {
@@ -251,27 +252,35 @@ TEMPLATE_FAULTS = {
 
 
 @pytest.mark.parametrize("template, rule", TEMPLATE_FAULTS.values(), ids=TEMPLATE_FAULTS)
-def test_a_template_that_cannot_show_a_row_says_so(template, rule):
+def test_a_template_that_cannot_show_a_row_says_so(render, template, rule):
     with pytest.raises(RowFault, match=rule):
         render(template + "{% if false %}{% generation %}{% endgeneration %}{% endif %}")
 
 
-def test_marks_survive_captures_and_loops_and_touching_blocks_are_one():
+def test_marks_survive_captures_and_loops_and_touching_blocks_are_one(render):
     """Positions noted while rendering would be wrong inside a captured block."""
     captured = "{% set x %}q{% generation %}a{{ eos_token }}{% endgeneration %}{% endset %}<{{ x }}>"
     assert render(captured) == [
         Segment(text="<q", trained=False),
-        Segment(text="a</s>", trained=True),
+        Segment(text="a<|im_end|>", trained=True),
         Segment(text=">", trained=False),
     ]
     touching = f"p{TRAINED_START}a{TRAINED_END}{TRAINED_START}b{TRAINED_END}"
     assert split_segments(touching) == [Segment(text="p", trained=False), Segment(text="ab", trained=True)]
+    empty = f"p{TRAINED_START}{TRAINED_END}q"
+    assert split_segments(empty) == [Segment(text="pq", trained=False)], "one text, as it is encoded at inference"
 
 
-def test_the_date_of_today_is_not_offered_to_templates():
+def test_the_date_of_today_is_not_offered_to_templates(render):
     """The same data must give the same tokens tomorrow."""
-    template = "{{ strftime_now is defined }}{% generation %}a{% endgeneration %}"
-    assert render(template)[0].text == "False"
+    assert render("{{ strftime_now is defined }}" + ANSWER)[0].text == "False"
+
+
+def test_keys_are_read_before_methods_of_the_same_name_only_where_the_sandbox_does(render):
+    """The quick way to a message's key must give what the sandbox gives."""
+    messages = [{"role": "user", "content": "Q", "items": "x"}, {"role": "assistant", "content": "A"}]
+    source = "{{ messages[0].items is callable }} {{ messages[0].none is defined }} {{ messages[0].role }}" + ANSWER
+    assert render(source, messages)[0].text == "True False user"
 
 
 def test_a_template_is_read_from_its_file_or_from_the_configuration(own):
@@ -281,26 +290,5 @@ def test_a_template_is_read_from_its_file_or_from_the_configuration(own):
     assert read_template(own, {"chat_template": "T"})[0] == "T"
     named = [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "D"}]
     assert read_template(own, {"chat_template": named})[0] == "D"
-    with pytest.raises(UserError, match="has no chat template; use data.format prompt_completion or text"):
+    with pytest.raises(UserError, match="has no chat template; set data.chat_template to chatml or to the path"):
         read_template(own, {})
-
-
-def row(length: int, *spans: tuple[int, int]) -> EncodedRow:
-    return EncodedRow(ids=np.arange(length, dtype=np.int32), spans=np.array(spans, np.int32).reshape(-1, 2))
-
-
-@pytest.mark.parametrize(
-    "spans, max_length, length, kept, supervised",
-    [
-        ([(2, 4), (6, 9)], 20, 9, [(2, 4), (6, 9)], 5),
-        ([(2, 4), (6, 9)], 8, 8, [(2, 4), (6, 8)], 4),
-        ([(2, 4), (6, 9)], 6, 4, [(2, 4)], 2),
-        ([(2, 4), (6, 9)], 2, 0, [], 0),
-        ([(0, 3)], 1, 1, [(0, 1)], 0),
-    ],
-)
-def test_a_row_is_cut_at_the_end_and_behind_its_last_trained_token(spans, max_length, length, kept, supervised):
-    cut = row(10, *spans).cut(max_length)
-    assert cut.ids.tolist() == list(range(length))
-    assert [tuple(span) for span in cut.spans.tolist()] == kept
-    assert cut.supervised == supervised

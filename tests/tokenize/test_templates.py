@@ -119,7 +119,7 @@ def test_ids_and_masks_of_the_marked_templates_equal_those_of_transformers(name,
     """An independent reading of our marks: whole-text encoding and character offsets; and of the unmarked original."""
     from transformers import AutoTokenizer
 
-    reference = AutoTokenizer.from_pretrained(directories[name])
+    reference: Any = AutoTokenizer.from_pretrained(directories[name])
     conversations = [
         chat("Q", "A"),
         chat("Q 1", "A 1", "Q 2\n", "Ä 2\n"),
