@@ -162,8 +162,8 @@ def open_seekable(file: DataFile, progress: Progress) -> Iterator[BinaryIO]:
             shutil.copyfileobj(cast(Any, content), copy, READ_BLOCK_BYTES)
         except OSError as error:
             raise UserError(
-                f"{file.name}: no room for its temporary copy in {tempfile.gettempdir()} ({error.strerror}); free some, "
-                "or set TMPDIR to another disk"
+                f"{file.name}: no room for a copy in {tempfile.gettempdir()} ({error.strerror}); free some, or "
+                "set TMPDIR to a directory on another disk"
             ) from error
         source.finish()
         copy.seek(0, os.SEEK_SET)
