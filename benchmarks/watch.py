@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from stages.errors import UserError
+
 POLL_SECONDS = 0.05
 """Between two looks at the processes: 20 a second cost under 5% of one core here; a shorter peak may be missed."""
 WHOLE = "(whole run)"
@@ -52,7 +54,10 @@ def watch(
 
     Raises:
         subprocess.CalledProcessError: the command failed; its output is attached.
+        UserError: anonymous memory is asked for where the system does not tell it.
     """
+    if anonymous and not Path("/proc/self/smaps_rollup").exists():
+        raise UserError("benchmarks.watch: anonymous memory is told by Linux alone; run on Linux")
     stages: dict[str, Usage] = {}
     stage_of: dict[psutil.Process, str] = {}
     whole = Usage(first_seen_s=0.0, last_seen_s=0.0, peak_rss_bytes=0)
@@ -115,7 +120,7 @@ def _anonymous_bytes(root: psutil.Process) -> int:
     for process, _ in _resident(root):
         try:
             lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-        except ProcessLookupError:
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
         total += next((int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:")), 0)
     return total
