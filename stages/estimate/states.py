@@ -1,0 +1,204 @@
+"""What training holds from step to step, by arithmetic alone: the closed form beside the trace.
+
+Weights, quantisation state, adapters, gradients and optimizer state follow from the shapes of a model's parameters and
+a few rules, each with its source. The trace counts the same bytes tensor by tensor; that both agree is tested, and the
+lines made here say why a category is as large as it is.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import initialization as init
+
+from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
+from stages.model.quantize import BLOCK_WEIGHTS, BYTE_LEVELS, NESTED_BLOCK_VALUES, NF4_LEVELS
+from stages.model.spec import ModelSpec
+from stages.params import ALL_LINEAR
+
+FP32_BYTES = 4
+NF4_BITS = 4
+STATE_BLOCK_VALUES = 256
+"""8-bit moments have one fp32 scale per so many values (bitsandbytes' Optimizer2State)."""
+SMALLEST_8BIT_VALUES = 4096
+"""Tensors with fewer values keep fp32 moments (bitsandbytes' min_8bit_size)."""
+MOMENTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterShape:
+    """A parameter, tied ones once."""
+
+    name: str
+    shape: tuple[int, ...]
+    linear: bool
+    """The weight of a linear layer other than the head: what is quantised, and what "all-linear" adapts."""
+
+    @property
+    def values(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShapes:
+    """All that a model's states depend on."""
+
+    parameters: tuple[ParameterShape, ...]
+    buffer_bytes: tuple[int, ...]
+    """Sizes of the tensors that are no parameters: tables of rotary frequencies."""
+
+    @property
+    def values(self) -> int:
+        """Numbers in all parameters: what a model's size is quoted in."""
+        return sum(parameter.values for parameter in self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Tensors of one kind and category."""
+
+    category: str
+    what: str
+    """For people: what the tensors are and how large each value is."""
+    tensor_bytes: tuple[int, ...]
+    """Size of each tensor."""
+
+    def total_bytes(self, granularity_bytes: int) -> int:
+        """Their sum, each rounded up to a multiple of `granularity_bytes`, as the allocator does."""
+        return sum(-(-size // granularity_bytes) * granularity_bytes for size in self.tensor_bytes)
+
+
+def model_shapes(config: PretrainedConfig) -> ModelShapes:
+    """Shapes of a model's parameters, without memory for them."""
+    with torch.device("meta"), init.no_init_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    head = model.get_output_embeddings()
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
+    parameters = tuple(
+        ParameterShape(name=name, shape=tuple(parameter.shape), linear=id(parameter) in linear)
+        for name, parameter in model.named_parameters()
+    )
+    buffers = tuple(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return ModelShapes(parameters=parameters, buffer_bytes=buffers)
+
+
+def state_lines(shapes: ModelShapes, spec: ModelSpec, optimizer: Literal["adamw", "adamw_8bit"]) -> tuple[Line, ...]:
+    """Everything held at the end of backward, by kind of tensor; lines without tensors are left out."""
+    lines = [*_weight_lines(shapes, spec), *_quantisation_lines(shapes, spec)]
+    element_bytes = spec.dtype.itemsize
+    trained = [parameter.values for parameter in shapes.parameters]
+    if spec.method != "full":
+        trained, element_bytes = list(_adapter_values(shapes, spec)), FP32_BYTES
+        lines.append(_line(ADAPTERS, f"LoRA of rank {spec.lora_rank}, fp32", (n * FP32_BYTES for n in trained)))
+    gradients = f"one per trained value, {element_bytes} bytes"
+    lines.append(_line(GRADIENTS, gradients, (n * element_bytes for n in trained)))
+    make = _adamw_lines if optimizer == "adamw" else _adamw_8bit_lines
+    lines += make(trained, element_bytes)
+    return tuple(line for line in lines if line.tensor_bytes)
+
+
+def state_bytes(lines: Iterable[Line], *, granularity_bytes: int) -> Mapping[str, int]:
+    """Bytes of each category."""
+    totals: dict[str, int] = {}
+    for line in lines:
+        totals[line.category] = totals.get(line.category, 0) + line.total_bytes(granularity_bytes)
+    return totals
+
+
+def _line(category: str, what: str, sizes: Iterable[int]) -> Line:
+    """A line from the sizes of its tensors."""
+    return Line(category=category, what=what, tensor_bytes=tuple(sizes))
+
+
+def _weight_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
+    """Parameters in the type of `train.precision`, packed ones at half a byte."""
+    quantised = [p for p in shapes.parameters if p.linear and spec.method == "qlora"]
+    plain = [p for p in shapes.parameters if not (p.linear and spec.method == "qlora")]
+    element_bytes = spec.dtype.itemsize
+    yield _line(WEIGHTS, f"{spec.precision}, {element_bytes} bytes a value", (p.values * element_bytes for p in plain))
+    yield _line(WEIGHTS, "NF4, half a byte a value", (-(-p.values * NF4_BITS // 8) for p in quantised))
+    yield _line(WEIGHTS, "buffers", shapes.buffer_bytes)
+
+
+def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
+    """Scales of NF4 with double quantisation (Dettmers et al. 2023, arXiv 2305.14314, section 3)."""
+    if spec.method != "qlora":
+        return
+    blocks = [-(-p.values // BLOCK_WEIGHTS) for p in shapes.parameters if p.linear]
+    nested = [-(-count // NESTED_BLOCK_VALUES) for count in blocks]
+    yield _line(QUANTISATION_STATE, f"scales, a byte per {BLOCK_WEIGHTS} values", blocks)
+    scales = f"scales of scales, fp32 per {NESTED_BLOCK_VALUES} scales"
+    yield _line(QUANTISATION_STATE, scales, (count * FP32_BYTES for count in nested))
+    books = (levels * FP32_BYTES for levels in (NF4_LEVELS, BYTE_LEVELS, 1) for _ in blocks)
+    yield _line(QUANTISATION_STATE, "code books and an offset per layer, fp32", books)
+
+
+def _adapter_values(shapes: ModelShapes, spec: ModelSpec) -> Iterator[int]:
+    """Values of A (rank × inputs), B (outputs × rank) of each adapted layer (Hu et al. 2021, arXiv 2106.09685)."""
+    for parameter in shapes.parameters:
+        layer = parameter.name.removesuffix(".weight")
+        named = any(layer == target or layer.endswith(f".{target}") for target in spec.lora_targets)
+        if parameter.linear and (named or spec.lora_targets == (ALL_LINEAR,)):
+            outputs, inputs = parameter.shape
+            yield spec.lora_rank * inputs
+            yield spec.lora_rank * outputs
+
+
+def _adamw_lines(trained: Sequence[int], element_bytes: int) -> Iterator[Line]:
+    """Both moments in the parameter's own type, and PyTorch's fp32 count of steps per tensor."""
+    moments = f"two moments, {element_bytes} bytes each per trained value"
+    yield _line(OPTIMIZER, moments, (n * element_bytes for n in trained for _ in range(MOMENTS)))
+    yield _line(OPTIMIZER, "a step count per tensor, fp32", (FP32_BYTES for _ in trained))
+
+
+def _adamw_8bit_lines(trained: Sequence[int], element_bytes: int) -> Iterator[Line]:
+    """Moments of one byte with block scales (Dettmers et al. 2021, arXiv 2110.02861); small tensors keep fp32."""
+    large = [n for n in trained if n >= SMALLEST_8BIT_VALUES for _ in range(MOMENTS)]
+    small = [n for n in trained if n < SMALLEST_8BIT_VALUES for _ in range(MOMENTS)]
+    yield _line(OPTIMIZER, "two moments, a byte each per trained value", large)
+    scales = (-(-n // STATE_BLOCK_VALUES) * FP32_BYTES for n in large)
+    yield _line(OPTIMIZER, f"their scales, fp32 per {STATE_BLOCK_VALUES} values", scales)
+    tensors = f"two fp32 moments of tensors below {SMALLEST_8BIT_VALUES} values"
+    yield _line(OPTIMIZER, tensors, (n * FP32_BYTES for n in small))
+    yield _line(OPTIMIZER, "code books, fp32", [BYTE_LEVELS * FP32_BYTES] * MOMENTS)  # Made with the optimizer.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BytesPerValue:
+    """Bytes that full training holds per parameter under a scheme of mixed precision."""
+
+    weights: int
+    master: int
+    """A copy of the weights that the update is made on; 0 where there is none."""
+    gradients: int
+    moments: int
+    """Both together."""
+
+    @property
+    def prepared(self) -> int:
+        """Before the first step, where the optimizer makes its moments in it."""
+        return self.weights + self.master
+
+    @property
+    def after_backward(self) -> int:
+        """With gradients."""
+        return self.prepared + self.gradients
+
+    @property
+    def in_update(self) -> int:
+        """With gradients and moments: what every later step holds."""
+        return self.after_backward + self.moments
+
+
+PURE_BF16 = BytesPerValue(weights=2, master=0, gradients=2, moments=4)
+"""Weights, gradients and moments all bf16."""
+BF16_WITH_FP32_MOMENTS = BytesPerValue(weights=2, master=0, gradients=2, moments=8)
+BF16_WITH_FP32_MASTER = BytesPerValue(weights=2, master=4, gradients=2, moments=8)
+"""bf16 weights and gradients, fp32 master weights and moments: 16 bytes (Rajbhandari et al. 2020, arXiv 1910.02054)."""
+PURE_FP32 = BytesPerValue(weights=4, master=0, gradients=4, moments=8)
