@@ -12,6 +12,7 @@ from stages.read.block import RawRow
 from stages.read.blocks import file_names, read_blocks
 from stages.read.decode import decode
 from stages.tokenize.engine import choose_engine
+from stages.tokenize.guard import Guard
 from stages.tokenize.identity import key_of, made_of
 from stages.tokenize.rows import Conversation, RowFault, check_columns, detect_format, parse_row
 from stages.tokenize.settings import Settings, SourceShape
@@ -182,12 +183,13 @@ def _first_rows(lock: Mapping[str, Any], names: Sequence[str], skips: bool) -> l
 
 
 def _texts(rows: Sequence[RawRow]) -> list[str]:
-    """Strings of the first rows, up to a bound."""
+    """Strings of the first rows, up to a bound, as an encoder takes them."""
     texts: list[str] = []
+    guard = Guard([])
     room = SAMPLED_CHARACTERS_PER_SOURCE
     for row in rows[:SAMPLED_ROWS_PER_SOURCE]:
         for text in _strings(row.value):
-            texts.append(text[:room])
+            texts.append(guard.clean(text[:room]))
             room -= len(text)
             if room <= 0:
                 return texts

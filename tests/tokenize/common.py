@@ -37,7 +37,9 @@ def conversation(row: dict[str, Any], shape: str) -> Conversation:
 
 
 def read_tokens(path: Path) -> list[dict[str, Any]]:
-    """Rows of train.arrow or heldout.arrow."""
+    """Records of an Arrow file, or of all shards of a directory."""
+    if path.is_dir():
+        return [row for shard in sorted(path.iterdir()) for row in read_tokens(shard)]
     with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
         return reader.read_all().to_pylist()
 
@@ -55,6 +57,12 @@ def decoder(directory: Path):
     """Ids back to text, control tokens included."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def contents(*places: Path) -> dict[str, bytes]:
+    """Every file below directories, and single files, by path."""
+    files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*"))]
+    return {str(file): file.read_bytes() for file in sorted(files) if file.is_file()}
 
 
 def meta(directory: Path) -> dict[str, Any]:
