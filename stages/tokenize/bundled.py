@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from stages.tokenize.example import Conversation
-from stages.tokenize.segments import without_marks
 from stages.tokenize.template import CompiledTemplate
 from stages.tokenize.template_probes import PROBES, parts_of, rendering
 
@@ -40,11 +38,6 @@ def find_twin(own: CompiledTemplate, special_tokens: Mapping[str, str], hidden: 
     for family, needed in FAMILIES.items():
         if needed in own.source:
             twin = CompiledTemplate(read_bundled(family), special_tokens, f"the bundled {family} template")
-            if all(text is None or text == _unmarked(twin, probe) for probe, text in probes):
+            if all(text is None or text == rendering(twin, probe) for probe, text in probes):
                 return twin
     return None
-
-
-def _unmarked(twin: CompiledTemplate, conversation: Conversation) -> str | None:
-    text = rendering(twin, conversation)
-    return None if text is None else without_marks(text)

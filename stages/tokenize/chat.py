@@ -9,7 +9,7 @@ import orjson
 from stages.errors import UserError
 from stages.tokenize.bundled import find_twin, read_bundled
 from stages.tokenize.example import Conversation, RowFault
-from stages.tokenize.segments import Segment, segments_of_spans, split_segments, without_marks
+from stages.tokenize.segments import Segment, segments_of_spans, split_segments
 from stages.tokenize.template import CompiledTemplate
 from stages.tokenize.template_probes import check_probe, hidden_parts, parts_of
 from stages.tokenize.turns import TurnFinder
@@ -53,20 +53,19 @@ class Template:
         """
         if self._hidden:
             self._check_shown(conversation)
-        raw = self._own.text(conversation.messages, conversation.tools)
+        messages, tools = conversation.messages, conversation.tools
         if self.method == "marks":
-            return self._by_marks(conversation, raw)
-        whole = without_marks(raw)
+            return self._by_marks(conversation, split_segments(self._own.pieces(messages, tools)))
+        whole = self._own.text(messages, tools)
         if self.method == "all":
             return [Segment(whole, True)]
         if self._twin is not None:
-            marked = self._twin_text(conversation)
-            if without_marks(marked) == whole:
-                return self._by_marks(conversation, marked)
+            segments = self._twin_segments(conversation)
+            if "".join(segment.text for segment in segments) == whole:
+                return self._by_marks(conversation, segments)
         return self._by_turns(conversation, whole)
 
-    def _by_marks(self, conversation: Conversation, marked: str) -> list[Segment]:
-        segments = split_segments(marked)
+    def _by_marks(self, conversation: Conversation, segments: list[Segment]) -> list[Segment]:
         marks = sum(segment.trained for segment in segments)
         if not marks:
             raise RowFault("the chat template marks nothing of the row as the assistant's; mend its generation marks")
@@ -74,7 +73,7 @@ class Template:
             return segments
         turns = conversation.turns()
         if marks != len(turns):  # so a mark does not say which turn it is
-            return self._by_turns(conversation, without_marks(marked))
+            return self._by_turns(conversation, "".join(segment.text for segment in segments))
         places, wanted = iter(turns), set(self._wanted(conversation))
         return [Segment(text, trained and next(places) in wanted) for text, trained in segments]
 
@@ -86,13 +85,13 @@ class Template:
         trained = conversation.trained_turns()
         return trained[-1:] if self._train_on == "last_assistant" else trained
 
-    def _twin_text(self, conversation: Conversation) -> str:
+    def _twin_segments(self, conversation: Conversation) -> list[Segment]:
         """The bundled template's rendering; nothing where it refuses what the tokenizer's own shows."""
         assert self._twin is not None
         try:
-            return self._twin.text(conversation.messages, conversation.tools)
+            return split_segments(self._twin.pieces(conversation.messages, conversation.tools))
         except RowFault:
-            return ""
+            return []
 
     def _check_shown(self, conversation: Conversation) -> None:
         """Refuse a row of which the template would leave a part out without a word.

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +40,13 @@ class Conversation:
 
         A greeting that nobody asked for is part of that; a row where nobody asks is told by the whole of it.
         """
-        asked = next((n for n, message in enumerate(self.messages) if message["role"] in ASKING_ROLES), math.inf)
-        first = next((n for n in self.turns() if n > asked), None)
+        first, asked = None, False
+        for place, message in enumerate(self.messages):
+            if message["role"] in ASKING_ROLES:
+                asked = True
+            elif asked and message["role"] == "assistant":
+                first = place
+                break
         return canonical({"messages": self.messages[:first], "tools": self.tools})
 
     def has_empty_answer(self) -> bool:

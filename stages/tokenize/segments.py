@@ -1,9 +1,14 @@
 """A row's text, cut into what is trained and what is not."""
 
+import re
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from stages.tokenize.example import Plain, RowFault
 from stages.tokenize.guard import TRAINED_END, TRAINED_START
+
+_SENTINELS = (TRAINED_START, TRAINED_END)
+_SENTINEL = re.compile(f"([{TRAINED_START}{TRAINED_END}])")
 
 
 class Segment(NamedTuple):
@@ -25,27 +30,49 @@ def plain_segments(example: Plain, *, bos: str, eos: str, train_on: str) -> list
     return [segment for segment in segments if segment.text]
 
 
-def split_segments(text: str) -> list[Segment]:
-    """Cut rendered text at the sentinels; trained stretches that touch become one.
+def split_segments(pieces: Iterable[str]) -> list[Segment]:
+    """Join the pieces of a rendering, cut at the sentinels; trained stretches that touch become one.
+
+    Sentinels are mostly pieces of their own. Looking for them in the joined text would cost more than rendering it:
+    they widen every character of it.
 
     Raises:
         RowFault: generation blocks lie inside each other.
     """
     segments: list[Segment] = []
-    parts = text.replace(TRAINED_END + TRAINED_START, "").replace(TRAINED_START + TRAINED_END, "").split(TRAINED_START)
-    if parts[0]:
-        segments.append(Segment(parts[0], False))
-    if TRAINED_END in parts[0]:
-        raise _nested()
-    for part in parts[1:]:
-        inside, end, outside = part.partition(TRAINED_END)
-        if TRAINED_END in outside or not end:
-            raise _nested()
-        if inside:
-            segments.append(Segment(inside, True))
-        if outside:
-            segments.append(Segment(outside, False))
+    stretch: list[str] = []
+    trained = False
+    for piece in _apart(pieces):
+        if piece in _SENTINELS:
+            if trained == (piece == TRAINED_START):
+                raise RowFault("the chat template puts a generation block inside another; mend its generation marks")
+            _add(segments, "".join(stretch), trained)
+            stretch = []
+            trained = not trained
+        else:
+            stretch.append(piece)
+    if trained:
+        raise RowFault("the chat template opens a generation block and does not close it; mend its generation marks")
+    _add(segments, "".join(stretch), trained)
     return segments
+
+
+def _apart(pieces: Iterable[str]) -> Iterator[str]:
+    """The pieces, with sentinels inside one (of a macro or a capture) as pieces of their own."""
+    for piece in pieces:
+        if len(piece) > 1 and (TRAINED_START in piece or TRAINED_END in piece):
+            yield from _SENTINEL.split(piece)
+        else:
+            yield piece
+
+
+def _add(segments: list[Segment], text: str, trained: bool) -> None:
+    """Add text to the last segment, or as a new one where that is of the other kind."""
+    if not text:
+        return
+    if segments and segments[-1].trained == trained:
+        text = segments.pop().text + text
+    segments.append(Segment(text, trained))
 
 
 def segments_of_spans(text: str, spans: list[tuple[int, int]]) -> list[Segment]:
@@ -57,12 +84,3 @@ def segments_of_spans(text: str, spans: list[tuple[int, int]]) -> list[Segment]:
         done = end
     segments.append(Segment(text[done:], False))
     return [segment for segment in segments if segment.text]
-
-
-def without_marks(text: str) -> str:
-    """Rendered text without the sentinels."""
-    return text.replace(TRAINED_START, "").replace(TRAINED_END, "")
-
-
-def _nested() -> RowFault:
-    return RowFault("the chat template puts a generation block inside another; mend its generation marks")

@@ -36,6 +36,9 @@ class _Generation(Extension):
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, quicker for `message.role`: its own way first raises and catches an AttributeError."""
 
@@ -78,8 +81,8 @@ class CompiledTemplate:
         self.has_marks = any(data.data == TRAINED_START for data in tree.find_all(nodes.TemplateData))
         self._special_tokens = dict(special_tokens)
 
-    def text(self, messages: list[Message], tools: list[Any] | None, *, ask: bool = False) -> str:
-        """The rendering, with sentinels where the template has generation marks.
+    def pieces(self, messages: list[Message], tools: list[Any] | None, *, ask: bool = False) -> list[str]:
+        """The rendering in pieces, with sentinels where the template has generation marks.
 
         With `ask`, followed by the header of the answer that is wanted next.
 
@@ -87,18 +90,29 @@ class CompiledTemplate:
             RowFault: the template refuses the conversation.
         """
         try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=ask,
-                **self._special_tokens,
+            return list(
+                self._template.generate(
+                    messages=messages,
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=ask,
+                    **self._special_tokens,
+                )
             )
         except (TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
             # A template is a program from elsewhere: any of these is its way to say that it cannot show this row.
             raise RowFault(
                 f"the chat template refuses the row ({type(error).__name__}: {error}); change the row to what it knows"
             ) from error
+
+    def text(self, messages: list[Message], tools: list[Any] | None, *, ask: bool = False) -> str:
+        """The rendering as one text, without sentinels.
+
+        Raises:
+            RowFault: the template refuses the conversation.
+        """
+        text = "".join(self.pieces(messages, tools, ask=ask))
+        return text.replace(TRAINED_START, "").replace(TRAINED_END, "") if self.has_marks else text
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -55,7 +55,7 @@ PROBES = (
 
 
 def rendering(template: CompiledTemplate, conversation: Conversation) -> str | None:
-    """The raw rendering; None where the template refuses the conversation, which is no silent loss."""
+    """The rendering; None where the template refuses the conversation, which is no silent loss."""
     try:
         return template.text(conversation.messages, conversation.tools)
     except RowFault:

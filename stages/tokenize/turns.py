@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 from stages.tokenize.example import Conversation, RowFault
 from stages.tokenize.guard import any_of
-from stages.tokenize.segments import without_marks
 from stages.tokenize.template import CompiledTemplate
 
 # Noncharacters, which no template treats in a special way and hardly any row holds.
@@ -108,7 +107,7 @@ class TurnFinder:
     def _text(self, conversation: Conversation, messages: list, *, ask: bool) -> str | None:
         """A rendering; None where the template refuses it."""
         try:
-            return without_marks(self._template.text(messages, conversation.tools, ask=ask))
+            return self._template.text(messages, conversation.tools, ask=ask)
         except RowFault:
             return None
 

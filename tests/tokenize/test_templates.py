@@ -11,7 +11,7 @@ from stages.tokenize.bundled import read_bundled
 from stages.tokenize.chat import Template, open_template
 from stages.tokenize.encode import RowTokenizer
 from stages.tokenize.example import Conversation, RowFault
-from stages.tokenize.segments import Segment, without_marks
+from stages.tokenize.segments import Segment
 from stages.tokenize.template import CompiledTemplate
 from tests.tokenize.common import decoder, encode_one
 from tests.tokenize.families import FAMILIES, open_family, save_tokenizer, template_source
@@ -329,7 +329,7 @@ def test_the_marked_template_of_each_family_shows_what_the_unmarked_one_shows():
         for ask in (False, True):
             messages = chat("Q", "A", "R").messages
             expected = own.text(messages, None, ask=ask)
-            assert without_marks(twin.text(messages, None, ask=ask)) == expected, name
+            assert twin.text(messages, None, ask=ask) == expected, name
 
 
 def test_a_directory_without_a_tokenizer_is_told(tmp_path):
