@@ -6,7 +6,6 @@ What decides the ids is compared piece by piece, and a tokenizer with anything t
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,10 @@ from stages.tokenize.guard import TRAINED_START, any_of
 # The cut of ByteLevel with use_regex, the one of GPT-2.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Headers of turns and the like come again and again; longer text hardly does.
-CACHED_CHARACTERS = 24
-CACHED_PIECES = 4096
+KNOWN_CHARACTERS = 24
+KNOWN_PIECES = 1 << 13
 BYTES_PER_ID = 4
+NONE_ALLOWED: frozenset[str] = frozenset()
 
 
 class NotExact(Exception):
@@ -40,7 +40,8 @@ class TiktokenEngine:
 
         self._fallback = fallback
         self._normalize = _normalizer(spec["normalizer"])
-        self._added = _added_tokens(spec)
+        self._known = _added_tokens(spec)
+        """Ids, as int32 bytes, of added tokens, and of short pieces that were met."""
         ranks = ranks_of(spec)
         encoding = tiktoken.Encoding(
             "tokenizer.json",
@@ -51,9 +52,8 @@ class TiktokenEngine:
         )
         self._encode = encoding._core_bpe.encode_to_tiktoken_buffer
         self._split: Callable[[str], list[str]] | None = None
-        if self._added:
-            self._split = re.compile(f"({any_of(self._added)})").split
-        self._short = lru_cache(CACHED_PIECES)(self._long)
+        if self._known:
+            self._split = re.compile(f"({any_of(self._known)})").split
 
     @staticmethod
     def _numbers(spec: dict[str, Any]) -> list[int]:
@@ -74,21 +74,19 @@ class TiktokenEngine:
 
     def _bytes(self, text: str) -> bytes:
         """The ids of a text as int32."""
-        if self._split is None:
-            return self._ordinary(text)
-        parts = self._split(text)
-        if len(parts) == 1:
-            return self._ordinary(text)
-        return b"".join([self._added.get(part) or self._ordinary(part) for part in parts])
+        known = self._known
+        if len(text) <= KNOWN_CHARACTERS and text in known:
+            return known[text]
+        parts = [text] if self._split is None else self._split(text)
+        return b"".join([known[part] if part in known else self._ordinary(part) for part in parts])
 
     def _ordinary(self, text: str) -> bytes:
         """The ids of text without added tokens."""
-        return self._short(text) if len(text) <= CACHED_CHARACTERS else self._long(text)
-
-    def _long(self, text: str) -> bytes:
-        if self._normalize is not None and not text.isascii():
-            text = self._normalize(text)
-        return bytes(self._encode(text, frozenset()))
+        normal = text if self._normalize is None or text.isascii() else self._normalize(text)
+        ids = bytes(self._encode(normal, NONE_ALLOWED))
+        if len(text) <= KNOWN_CHARACTERS and len(self._known) < KNOWN_PIECES:
+            self._known[text] = ids
+        return ids
 
 
 def ranks_of(spec: dict[str, Any]) -> dict[bytes, int]:

@@ -123,8 +123,11 @@ class RowTokenizer:
         for row in rows:
             before = len(units)
             for text, is_trained in row:
-                pieces = self.guard.pieces(text) if LITERAL_START in text else [(text, False)]
-                for piece, is_literal in pieces:
+                if LITERAL_START not in text:
+                    units.append(text)
+                    trained.append(is_trained)
+                    continue
+                for piece, is_literal in self.guard.pieces(text):
                     if is_literal:
                         literals[len(units)] = self._plain_ids(piece)
                     units.append("" if is_literal else piece)

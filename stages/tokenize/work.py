@@ -19,8 +19,8 @@ from stages.tokenize.rows import Conversation, Plain, RowFault, is_heldout, pars
 from stages.tokenize.segments import Segment
 from stages.tokenize.settings import COUNTS, BlockTokens, Settings, SourceShape
 
-ROWS_PER_SAMPLED_ROW = 32
-"""Of a block's rows the first, the 33rd, … are encoded a second time."""
+ROWS_PER_SAMPLED_ROW = 128
+"""Of a block's rows the first, the 129th, … are encoded a second time: it costs 1 % of the time."""
 
 
 @dataclass(kw_only=True)
