@@ -169,8 +169,7 @@ def read_batch(tokens: TokenRows, micro_batch: MicroBatch, pad_id: int, *, pin_m
             f"{tokens.path}: rows of step {micro_batch.step} differ from the batch plan, which was made for other "
             "tokens; run `dvc repro bucket`"
         )
-    rows = [(tokens.ids(row), tokens.spans(row)) for row in numbers.tolist()]
-    return collate(rows, micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_memory)
+    return collate(tokens.gather(numbers), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_memory)
 
 
 def _fits(tokens: TokenRows, micro_batch: MicroBatch) -> bool:
