@@ -56,8 +56,8 @@ LLAMA_3_1_8B = LlamaConfig(
         ("full", "fp32", "T4", "adamw_8bit", False),
         ("lora", "bf16", "H100", "adamw", False),
         ("lora", "fp32", None, "adamw_8bit", True),
-        ("qlora", "bf16", "H100", "adamw_8bit", False),
-        ("qlora", "fp32", None, "adamw", True),
+        ("qlora", "bf16", "H100", "adamw_8bit", True),
+        ("qlora", "fp32", None, "adamw", False),
     ],
 )
 def test_the_closed_form_is_what_the_trace_counts(method, precision, gpu, optimizer, tied):
