@@ -1,6 +1,7 @@
 """TRL's own packing: its pack_dataset with strategy bfd and the batches of rows it takes by default.
 
-Run as `python trl_bfd.py LENGTHS CAPACITY OUT` in a virtual environment with TRL: OUT holds rows and bounds of its bins.
+Run as `python trl_bfd.py LENGTHS CAPACITY OUT` in a virtual environment with TRL: OUT gets rows and
+bounds of its bins.
 """
 
 import sys

@@ -14,7 +14,7 @@ from stages.bucket.steps import Steps
 from stages.errors import UserError
 from stages.params import round_up
 
-ROWS_PER_BLOCK = 1 << 19
+ROWS_PER_BLOCK = 1 << 20
 """Rows cut together: enough that numpy's calls cost little, few enough that their arrays stay in the cache."""
 KEY_BITS = 64
 

@@ -76,8 +76,6 @@ def _entries(index: Index, seed: int, epoch: int) -> np.ndarray:
     epochs where u + epoch · w passes a whole number. So weight 0.5 takes half of the rows, the other half in the next
     epoch, and every row comes w · epochs times in all, give or take one. Integers throughout.
     """
-    if index.takes_every_row:
-        return np.arange(len(index.lengths), dtype=np.int32)
     # The third number keeps the draws apart from those that shuffle epochs: [seed, epoch].
     draws = np.random.PCG64([seed, 0, 1]).random_raw(len(index.lengths)) >> np.uint64(64 - WEIGHT_BITS)
     scaled = np.array([round(weight * 2**WEIGHT_BITS) for weight in index.weights], np.uint64)[index.sources]
@@ -93,7 +91,11 @@ def _cut_epoch(index: Index, seed: int, epoch: int, tokens_per_step: int) -> Ste
 
     The last step of an epoch holds what is left.
     """
-    rows = _shuffled(_entries(index, seed, epoch), seed, epoch)
+    if index.takes_every_row:
+        rows = _permutation(len(index.lengths), seed, epoch)
+    else:
+        entries = _entries(index, seed, epoch)
+        rows = entries[_permutation(len(entries), seed, epoch)]
     tokens = np.cumsum(index.lengths[rows], dtype=np.int64)
     # Bisecting a memoryview takes a microsecond per step, a call of numpy several.
     walked, bounds = tokens.data, [0]
@@ -104,17 +106,18 @@ def _cut_epoch(index: Index, seed: int, epoch: int, tokens_per_step: int) -> Ste
     return Steps(epoch=epoch, rows=rows, bounds=np.array(bounds, np.int64))
 
 
-def _shuffled(entries: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """Rows in uniformly random order.
+def _permutation(entries: int, seed: int, epoch: int) -> np.ndarray:
+    """Places 0 to entries - 1 in uniformly random order, int32.
 
     Sorting raw 64-bit draws rather than Generator.permutation: numpy keeps a bit generator's stream the same in every
-    release, a Generator method's it may change (NEP 19), and a numpy upgrade must not reorder the training. The place
-    of an entry stands in the low bits of its draw, so that keys are distinct and plain sorting is enough.
+    release, a Generator method's it may change (NEP 19), and a numpy upgrade must not reorder the training. Each place
+    stands in the low bits of its draw, so that keys are distinct and plain sorting is enough.
     """
-    keys = np.random.PCG64([seed, epoch]).random_raw(len(entries))
-    places = np.uint64((1 << max(len(entries) - 1, 0).bit_length()) - 1)
-    keys &= ~places
-    keys |= np.arange(len(entries), dtype=np.uint64)
+    keys = np.random.PCG64([seed, epoch]).random_raw(entries)
+    place_bits = np.uint64(max(entries - 1, 0).bit_length())
+    keys >>= place_bits
+    keys <<= place_bits
+    keys |= np.arange(entries, dtype=np.uint64)
     keys.sort()
-    keys &= places
-    return entries[keys.astype(np.intp)]
+    keys &= (np.uint64(1) << place_bits) - np.uint64(1)
+    return keys.astype(np.int32)

@@ -9,7 +9,8 @@ from stages.bucket.plan import Plan
 
 def summarise(plan: Plan, lengths: np.ndarray, *, mode: str) -> dict[str, Any]:
     """The metrics of a plan; rounded, so that they are the same bytes on any machine."""
-    tokens = np.add.reduceat(lengths[plan.rows], plan.bounds[:-1], dtype=np.int64)
+    planned = lengths[plan.rows]
+    tokens = np.add.reduceat(planned, plan.bounds[:-1], dtype=np.int64)
     tokens_per_step = np.add.reduceat(tokens, plan.step_bounds[:-1])
     return {
         "mode": mode,
@@ -22,7 +23,7 @@ def summarise(plan: Plan, lengths: np.ndarray, *, mode: str) -> dict[str, Any]:
         "max_batch_length": int(plan.length.max()),
         "tokens_per_step_mean": round(float(tokens_per_step.mean()), 2),
         "tokens_per_step_cv": round(float(tokens_per_step.std() / tokens_per_step.mean()), 4),
-        "randomness": randomness(lengths[plan.rows], plan.bounds[plan.step_bounds]),
+        "randomness": randomness(planned, plan.bounds[plan.step_bounds]),
     }
 
 
@@ -47,10 +48,14 @@ def randomness(lengths: np.ndarray, bounds: np.ndarray) -> float | None:
         lengths: tokens of the rows, step after step.
         bounds: where each step begins, and where the last one ends.
     """
-    logs = np.log(lengths)
-    spread = float(logs.std())
-    if len(bounds) < 3 or spread < 1e-9:
+    counts = np.bincount(lengths)
+    known = np.flatnonzero(counts)
+    logs = np.zeros(len(counts))
+    logs[known] = np.log(known)
+    mean = float(np.average(logs, weights=counts))
+    spread = float(np.average((logs - mean) ** 2, weights=counts)) ** 0.5
+    if len(bounds) < 3 or len(known) == 1:
         return None
     rows = np.diff(bounds)
-    means = np.add.reduceat(logs, bounds[:-1]) / rows
-    return round(float(((means - logs.mean()) / spread * np.sqrt(rows)).std()), 3)
+    means = np.add.reduceat(logs[lengths], bounds[:-1]) / rows
+    return round(float(((means - mean) / spread * np.sqrt(rows)).std()), 3)
