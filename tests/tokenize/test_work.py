@@ -20,7 +20,7 @@ ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in
 
 
 def settings_of(directory: Path, **values: Any) -> Settings:
-    shared = {
+    shared: dict[str, Any] = {
         "tokenizer_directory": directory,
         "sources": (SourceShape(format="messages", columns={}), SourceShape(format="prompt_completion", columns={})),
         "chat_template": "tokenizer",
