@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from textwrap import indent
 from typing import Any
 
+from stages.pin.shown import shown_data, shown_model
 from stages.report.inputs import Inputs
 from stages.units import readable_size
 
@@ -59,8 +60,8 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
     tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
     rows = [
-        ("model", _pinned(inputs.model, "name")),
-        ("data", f"{_pinned(inputs.data, 'source')}, format {tokenize['format']}"),
+        ("model", shown_model(inputs.model)),
+        ("data", f"{shown_data(inputs.data)}, format {tokenize['format']}"),
         ("rows", f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out"),
         ("cut rows", f"{_share(tokenize['truncated_rows'], rows_read)} lost trained tokens to data.max_length"),
         ("dropped rows", f"{_share(tokenize['dropped_rows'], rows_read)} had no answer within data.max_length"),
@@ -177,11 +178,6 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def _cell(value: Any) -> str:
     """A value as it may stand in a table."""
     return " ".join(str(value).split()).replace("|", "\\|")
-
-
-def _pinned(lock: Mapping[str, Any], key: str) -> str:
-    """A pinned source and, where it has one, its commit."""
-    return f"{lock[key]} at {lock['revision']}" if lock["revision"] else lock[key]
 
 
 def _share(part: int, whole: int) -> str:

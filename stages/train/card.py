@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from stages.pin.shown import shown_data, shown_model
+
 
 def model_card(
     *,
@@ -14,8 +16,6 @@ def model_card(
 ) -> str:
     """Markdown in the form model hubs read, with a metadata block at the top."""
     adapter = params["train"]["method"] != "full"
-    base = f"{model_lock['name']}@{model_lock['revision']}" if model_lock["revision"] else model_lock["name"]
-    data = f"{data_lock['source']}@{data_lock['revision']}" if data_lock["revision"] else data_lock["source"]
     shown = {key: value for key, value in metrics.items() if value is not None}
     return "\n".join(
         [
@@ -28,14 +28,14 @@ def model_card(
             f"- {params['train']['method']}",
             "---",
             "",
-            f"# {'Adapter' if adapter else 'Model'} fine-tuned from {base}",
+            f"# {'Adapter' if adapter else 'Model'} fine-tuned from {shown_model(model_lock)}",
             "",
             f"Weights: `data/tuned/` ({'a peft adapter' if adapter else 'a full model'}, safetensors).",
             "",
             "## Base model",
             _json_block(model_lock),
             "## Data",
-            f"{data}; trained on the supervised tokens only.",
+            f"{shown_data(data_lock)}; trained on the supervised tokens only.",
             "",
             _json_block(data_lock),
             "## Parameters",

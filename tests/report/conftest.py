@@ -103,7 +103,7 @@ def write_inputs(directory: Path, found: dict[str, dict[str, Any]], generations:
     for name, values in found.items():
         write_json(directory / "metrics" / f"{name}.json", values)
     write_json(directory / "locks/model.json", {"name": "org/base", "revision": "c0ffee"})
-    write_json(directory / "locks/data.json", {"source": "rows.jsonl", "revision": None})
+    write_json(directory / "locks/data.json", {"sources": [{"source": "rows.jsonl", "revision": None}]})
     write_json(directory / "data/estimate/breakdown.json", {**BREAKDOWN, "peak": BREAKDOWN["backward"]})
     write_json(directory / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
     write_csv(
