@@ -14,8 +14,6 @@ from stages.tokenize.template import CompiledTemplate
 from stages.tokenize.template_probes import check_probe, hidden_parts, parts_of
 from stages.tokenize.turns import TurnFinder
 
-__all__ = ["Segment", "Template", "control_tokens", "open_template", "read_template", "split_segments"]
-
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 

@@ -63,18 +63,22 @@ def row_family(row: Mapping[str, Any], shape: SourceShape) -> str | None:
 
 def _parse_messages(row: Mapping[str, Any]) -> Conversation:
     """System, tools, messages of {role, content, tool_calls, weight}; other keys reach the template as they are."""
-    given = list_of(row, "messages")
-    return _conversation(row, *parse_turns(given, "messages"), "messages")
+    return _conversation(row, *_turns(list_of(row, "messages"), "messages", default="role"), "messages")
 
 
 def _parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
-    """Conversations of {from, value}, with function_call and observation turns; or of {role, content}."""
-    given = list_of(row, "conversations")
-    if given and isinstance(given[0], dict) and given[0].get("role") is not None and given[0].get("from") is None:
-        return _conversation(row, *parse_turns(given, "conversations"), "conversations")
-    turns = [_sharegpt_turn(turn, f"conversations {n}") for n, turn in enumerate(given, start=1)]
-    context = frozenset(n for n, (_, is_context) in enumerate(turns) if is_context)
-    return _conversation(row, [message for message, _ in turns], context, "conversations")
+    """System, tools, conversations of {from, value, weight}, with function_call and observation turns."""
+    return _conversation(row, *_turns(list_of(row, "conversations"), "conversations", default="from"), "conversations")
+
+
+def _turns(given: list[Any], key: str, *, default: str) -> tuple[list[Message], frozenset[int]]:
+    """Messages and the places of untrained ones; the first turn tells whether they are {role, …} or {from, …}."""
+    first = given[0] if given and isinstance(given[0], dict) else {}
+    known = [style for style in ("role", "from") if first.get(style) is not None]
+    if (known[0] if len(known) == 1 else default) == "role":
+        return parse_turns(given, key)
+    turns = [_sharegpt_turn(turn, f"{key} {n}") for n, turn in enumerate(given, start=1)]
+    return [message for message, _ in turns], frozenset(n for n, (_, is_context) in enumerate(turns) if is_context)
 
 
 def _sharegpt_turn(turn: Any, where: str) -> tuple[Message, bool]:

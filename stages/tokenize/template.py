@@ -33,9 +33,11 @@ class _Generation(Extension):
         return [sentinel(TRAINED_START), *body, sentinel(TRAINED_END)]
 
 
+REFUSAL_CHARACTERS = 200
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
+REFUSAL_CHARACTERS = 200
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
@@ -101,9 +103,8 @@ class CompiledTemplate:
             )
         except (TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
             # A template is a program from elsewhere: any of these is its way to say that it cannot show this row.
-            raise RowFault(
-                f"the chat template refuses the row ({type(error).__name__}: {error}); change the row to what it knows"
-            ) from error
+            told = f"{type(error).__name__}: {error}"[:REFUSAL_CHARACTERS]
+            raise RowFault(f"the chat template refuses the row ({told}); change the row to what it knows") from error
 
     def text(self, messages: list[Message], tools: list[Any] | None, *, ask: bool = False) -> str:
         """The rendering as one text, without sentinels.

@@ -7,9 +7,9 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from stages.files import read_json
-from stages.tokenize.chat import Segment
 from stages.tokenize.encode import RowTokenizer
 from stages.tokenize.rows import Conversation, parse_row
+from stages.tokenize.segments import Segment
 from stages.tokenize.settings import SourceShape
 
 CALL: dict[str, Any] = {"name": "add", "arguments": {"a": 1, "b": [2, "三"]}}

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, processors
 
 from stages.errors import UserError
-from stages.tokenize.chat import Segment, Template, open_template, read_template, split_segments
+from stages.tokenize.chat import Template, open_template, read_template
 from stages.tokenize.encode import RowTokenizer
 from stages.tokenize.encoded import EncodedRow
 from stages.tokenize.guard import REPLACEMENT, TRAINED_END, TRAINED_START, Guard
 from stages.tokenize.rows import Conversation, Plain, RowFault
+from stages.tokenize.segments import Segment, split_segments
 from tests.tokenize.common import MESSAGES, chat_row, decoder, encode_one
 
 CONTROL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -230,9 +231,7 @@ def test_a_broken_template_is_told_with_its_line(render, own):
     with pytest.raises(UserError, match="^data.chat_template: the template is broken \\(line 2: .*; mend it, or name"):
         render("{% generation %}x{% endgeneration %}\n{% for %}")
     (own / "chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(
-        UserError, match="^model.name: the chat template in .*.jinja is broken \\(line 1: "
-    ):
+    with pytest.raises(UserError, match="^model.name: the chat template in .*.jinja is broken \\(line 1: "):
         template_of(RowTokenizer(own))
 
 

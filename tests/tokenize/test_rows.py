@@ -129,6 +129,8 @@ FAULTS = {
     "no turns": (turns(), "sharegpt", "'conversations' is empty"),
     "null message": (messages(None, ANSWER), "messages", "messages 1 must be an object"),
     "null role": (messages({"role": None, "content": "Q"}), "messages", "messages 1 has role=null"),
+    "null from": (turns((None, "Q")), "sharegpt", "conversations 1 has from=null"),
+    "mixed turns": (messages(USER, {"from": "gpt", "value": "A"}), "messages", "messages 2 has role=null"),
     "JSON of an object": ({"messages": '{"role": "user"}'}, "messages", "'messages' must be a list"),
     "broken JSON": ({"messages": "[{"}, "messages", "'messages' must be a list, or JSON text of one, got \"[{\""),
     "null part": (messages({"role": "user", "content": [None]}), "messages", "a content part that is not text: null"),
@@ -367,8 +369,11 @@ def test_lists_may_be_json_text_as_in_a_csv_file():
     assert conversation(row, "messages") == Conversation(messages=[USER, ANSWER], tools=WRAPPED)
 
 
-def test_conversations_may_hold_role_and_content():
+def test_either_name_of_the_list_may_hold_either_kind_of_turn():
+    """Both are met in the wild; auto goes by the name of the list."""
     assert conversation({"conversations": [USER, ANSWER]}, "sharegpt").messages == [USER, ANSWER]
+    other = turns(("human", "Q"), ("gpt", "A"))["conversations"]
+    assert conversation({"messages": other}, "messages").messages == [USER, ANSWER]
 
 
 def test_of_a_prompt_and_a_completion_in_messages_only_the_completion_is_trained():
@@ -407,3 +412,14 @@ def test_a_prompt_that_the_fast_encoder_refuses_has_a_key():
     """A lone surrogate or a number of many digits in a tool call must not end the run."""
     keys = {Plain(prompt=text, completion="A").prompt_key() for text in ("a\ud83d", "a\ud83e", "a")}
     assert len(keys) == 3
+
+
+@pytest.mark.parametrize(
+    "file, shape", [("alpaca_en_demo.json", "alpaca"), ("glaive_toolcall_en_demo.json", "sharegpt")]
+)
+def test_every_row_of_public_data_is_read(public_data, file, shape):
+    rows = json.loads((public_data / file).read_text(encoding="utf-8"))
+    assert detect_format(rows[0], {})[0] == shape
+    examples = [conversation(row, shape) for row in rows]
+    assert len(examples) == len(rows) > 100
+    assert any(example.tools for example in examples) is (shape == "sharegpt")

@@ -1,5 +1,6 @@
 """Of every family's template just the assistant's text and its end of turn is trained, marked by its authors or not."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.errors import UserError
+from stages.tokenize import bundled as bundled_templates
 from stages.tokenize.bundled import read_bundled
 from stages.tokenize.chat import Template, open_template
 from stages.tokenize.encode import RowTokenizer
 from stages.tokenize.example import Conversation, RowFault
 from stages.tokenize.segments import Segment
 from stages.tokenize.template import CompiledTemplate
-from tests.tokenize.common import decoder, encode_one
+from tests.tokenize.common import conversation, decoder, encode_one
 from tests.tokenize.families import FAMILIES, open_family, save_tokenizer, template_source
 
 CALL = {"type": "function", "id": "a1B2c3D4e", "function": {"name": "add", "arguments": {"a": 1, "b": "二"}}}
@@ -128,11 +130,11 @@ def test_ids_and_masks_of_the_marked_templates_equal_those_of_transformers(name,
     conversations += [chat("Q", "A", system="Be brief.")] if FAMILIES[name].takes_system else []
     conversations += [CALLING] if name in WITH_TOOLS else []
     date = {"date_string": "26 Jul 2024"}  # transformers would offer today's
-    for conversation in conversations:
-        row = encode_one(tokenizers[name][0], bundled[name].render(conversation))
+    for each in conversations:
+        row = encode_one(tokenizers[name][0], bundled[name].render(each))
         marked = reference.apply_chat_template(
-            conversation.messages,
-            conversation.tools,
+            each.messages,
+            each.tools,
             chat_template=read_bundled(name),
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -142,7 +144,7 @@ def test_ids_and_masks_of_the_marked_templates_equal_those_of_transformers(name,
         for start, end in row.spans.tolist():
             mask[start:end] = [1] * (end - start)
         assert mask == marked["assistant_masks"]
-        own = reference.apply_chat_template(conversation.messages, conversation.tools, return_dict=True, **date)
+        own = reference.apply_chat_template(each.messages, each.tools, return_dict=True, **date)
         assert own["input_ids"] == marked["input_ids"]
 
 
@@ -274,6 +276,41 @@ def test_turns_are_found_where_a_prefix_is_rendered_otherwise(source, directorie
     template = custom(directories, source)
     found = trained(template.render(chat("q1", "<b>a1", "q2", "a2", "q3", "a3")))
     assert [text.removesuffix("\n<pad>") for text in found] == ["<b>a1<|im_end|>", "a2<|im_end|>", "a3<|im_end|>"]
+
+
+def test_a_template_with_a_bos_for_every_question_is_told_by_its_turns(directories):
+    """Llama 2's: no header in front of an answer, and BOS again at each question, which is no doubled BOS."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+    )
+    template = custom(directories, source, "mistral")
+    assert template.method == "segments"
+    assert trained(template.render(chat("Q", "A", "R", "B"))) == [" A </s>", " B </s>"]
+
+
+@pytest.mark.parametrize("name", [*WITH_TOOLS, "chatml"])
+def test_public_tool_calls_are_told_in_every_template_that_shows_them(name, public_data, directories):
+    """Every row is either trained on all its assistant's turns, or refused in one line."""
+    rows = json.loads((public_data / "glaive_toolcall_en_demo.json").read_text(encoding="utf-8"))[:100]
+    template = open_family(directories[name], name, template="chatml" if name == "chatml" else "tokenizer")
+    refused = 0
+    for row in rows:
+        example = conversation(row, "sharegpt")
+        try:
+            segments = template.render(example)
+        except RowFault as fault:
+            assert "refuses the row" in str(fault), "nothing is hidden and every turn is found"
+            refused += 1
+            continue
+        assert len(trained(segments)) == len(example.turns())
+    # Mistral's template wants ids of calls, which these rows have not.
+    assert refused == 0 or name == "mistral-tools"
+
+
+def test_every_bundled_template_is_of_a_known_family():
+    """One that is not listed would never be used; one that is listed and missing would end runs."""
+    assert {path.stem for path in bundled_templates.DIRECTORY.glob("*.jinja")} == set(bundled_templates.FAMILIES)
 
 
 def test_a_turn_ends_at_its_own_token_where_calls_end_otherwise(directories, monkeypatch):
