@@ -1,0 +1,178 @@
+"""About how long a step takes on a GPU: arithmetic and bytes against the device's peaks, to rank switches by slow-down.
+
+A step is the sum of its parts, each bound by arithmetic or by bytes. Peaks are those of the vendor's data sheets; the
+shares of them that training reaches are assumptions, stated below. Seconds are therefore rough, but the same shares
+apply to both sides of a comparison: use `relative_slowdown`, and nothing else, to decide.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stages.errors import UserError
+
+TERA, GIGA = 10**12, 10**9
+
+ARITHMETIC_SHARE = 0.5
+"""Assumed share of peak FLOP/s that matrix products of training reach."""
+BANDWIDTH_SHARE = 0.8
+"""Assumed share of peak bandwidth that element-wise kernels reach."""
+LINK_SHARE = 0.8
+"""Assumed share of the link's bandwidth that copies from and to pinned host memory reach."""
+HOST_BYTES_PER_SECOND = 20 * GIGA
+"""Assumed rate at which a CPU updates weights in host memory."""
+OPTIMIZER_8BIT_PASSES = 2
+"""Assumed cost of an 8-bit update in passes over its bytes: values are looked up in code books, twice."""
+
+FP32_BYTES = 4
+PASSES_FORWARD, PASSES_BACKWARD = 1, 2
+"""Products with each weight: one forward, and in backward one for the inputs and one for the weight: 6 FLOP per
+parameter and token (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
+FLOP_PER_PRODUCT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Peaks of a GPU by its data sheet: dense tensor-core rates with fp32 sums, without sparsity."""
+
+    name: str
+    """As in stages.estimate.devices."""
+    half_flops: float
+    """FLOP/s in bf16, or in fp16 where the GPU has no bf16."""
+    fp32_flops: float
+    """FLOP/s in fp32, as PyTorch computes it by default: without TF32."""
+    bytes_per_second: float
+    """Of device memory."""
+    link_bytes_per_second: float
+    """To the host, in one direction."""
+
+
+def _speed(name: str, half_tera: float, fp32_tera: float, memory_giga: float, link_giga: float) -> Speed:
+    """A row of the table below."""
+    return Speed(
+        name=name,
+        half_flops=half_tera * TERA,
+        fp32_flops=fp32_tera * TERA,
+        bytes_per_second=memory_giga * GIGA,
+        link_bytes_per_second=link_giga * GIGA,
+    )
+
+
+PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0
+"""GB/s of 16 lanes in one direction (PCI-SIG)."""
+
+# NVIDIA's data sheets and architecture white papers (Pascal, Volta, Turing, Ampere GA100 and GA102, Ada, Hopper,
+# Blackwell). GeForce halves the tensor-core rate where sums are fp32, which is what training uses. SXM where a name has
+# several forms. P4 and GTX-1080-Ti compute fp16 at a fraction of fp32: their half rate is that of fp32.
+SPEEDS = (
+    _speed("P4", 5.5, 5.5, 192, PCIE_3),
+    _speed("P100", 21.2, 10.6, 732, PCIE_3),
+    _speed("GTX-1080-Ti", 11.3, 11.3, 484, PCIE_3),
+    _speed("V100-16GB", 125, 15.7, 900, PCIE_3),
+    _speed("V100-32GB", 125, 15.7, 900, PCIE_3),
+    _speed("T4", 65, 8.1, 320, PCIE_3),
+    _speed("RTX-2080-Ti", 53.8, 13.4, 616, PCIE_3),
+    _speed("A100-40GB", 312, 19.5, 1555, PCIE_4),
+    _speed("A100-80GB", 312, 19.5, 2039, PCIE_4),
+    _speed("A10", 125, 31.2, 600, PCIE_4),
+    _speed("A10G", 70, 35.0, 600, PCIE_4),
+    _speed("A6000", 154.8, 38.7, 768, PCIE_4),
+    _speed("RTX-3060", 25.5, 12.7, 360, PCIE_4),
+    _speed("RTX-3080", 59.5, 29.8, 760, PCIE_4),
+    _speed("RTX-3090", 71, 35.6, 936, PCIE_4),
+    _speed("L4", 121, 30.3, 300, PCIE_4),
+    _speed("L40S", 362, 91.6, 864, PCIE_4),
+    _speed("RTX-4080", 97.5, 48.7, 717, PCIE_4),
+    _speed("RTX-4090", 165.2, 82.6, 1008, PCIE_4),
+    _speed("H100", 989, 67, 3350, PCIE_5),
+    _speed("H200", 989, 67, 4800, PCIE_5),
+    _speed("B200", 2250, 75, 8000, PCIE_5),
+    _speed("RTX-5090", 209.5, 104.8, 1792, PCIE_5),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What a step of one setting computes and moves."""
+
+    parameters: int
+    """Values of the weights that a token is multiplied with: all but the input embedding."""
+    trained_parameters: int
+    layers: int
+    width: int
+    """Query heads × head size."""
+    tokens: int
+    """Of the whole step, padding included."""
+    length: int
+    """Tokens a token may attend to, causally half of them on average."""
+    micro_batches: int
+    method: Literal["full", "lora", "qlora"]
+    precision: Literal["bf16", "fp32"]
+    optimizer: Literal["adamw", "adamw_8bit"]
+    grad_ckpt: bool
+    offloaded_optimizer: bool
+    """The update runs on the host: gradients go there and weights come back."""
+    offloaded_activations_bytes: int
+    """Bytes that a step's forward passes send to the host and its backward passes fetch again."""
+
+
+def speed_of(gpu: str) -> Speed:
+    """The peaks of a known GPU.
+
+    Raises:
+        UserError: its data sheet is not in the table.
+    """
+    for speed in SPEEDS:
+        if speed.name == gpu:
+            return speed
+    names = ", ".join(speed.name for speed in SPEEDS)
+    raise UserError(f"hardware.gpu: must be a GPU of known speed to rank changes by; got {gpu!r}; known: {names}")
+
+
+def step_seconds(work: StepWork, speed: Speed) -> dict[str, float]:
+    """Seconds of each part of a step: products, attention, weights (unpacking, reading), update, link."""
+    element_bytes = 2 if work.precision == "bf16" else FP32_BYTES
+    flops = (speed.half_flops if work.precision == "bf16" else speed.fp32_flops) * ARITHMETIC_SHARE
+    bandwidth = speed.bytes_per_second * BANDWIDTH_SHARE
+    recomputed = PASSES_FORWARD if work.grad_ckpt else 0
+    # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
+    backward = PASSES_BACKWARD if work.method == "full" else 1
+    passes = PASSES_FORWARD + backward + recomputed
+    products = FLOP_PER_PRODUCT * passes * work.parameters * work.tokens / flops
+    # Scores and their product with the values, of width × length each, over the causal half; twice that in backward.
+    scores = 2 * FLOP_PER_PRODUCT * work.layers * work.width * work.length * work.tokens / 2
+    attention = scores * (PASSES_FORWARD + PASSES_BACKWARD + recomputed) / flops
+    return {
+        "products": products,
+        "attention": attention,
+        "weights": _weight_bytes(work, passes, element_bytes) / bandwidth,
+        "update": _update_seconds(work, element_bytes, bandwidth),
+        "link": _link_bytes(work, element_bytes) / (speed.link_bytes_per_second * LINK_SHARE),
+    }
+
+
+def relative_slowdown(work: StepWork, than: StepWork, speed: Speed) -> float:
+    """How many times longer a step of `work` takes per token than one of `than` on the same GPU; below 1 if faster."""
+    seconds, other = (sum(step_seconds(each, speed).values()) / each.tokens for each in (work, than))
+    return seconds / other
+
+
+def _weight_bytes(work: StepWork, passes: int, element_bytes: int) -> float:
+    """Bytes moved for the weights of all passes; unpacking NF4 reads half a byte, writes a value, and reads it back."""
+    moved = element_bytes if work.method != "qlora" else 0.5 + 2 * element_bytes
+    return moved * work.parameters * passes * work.micro_batches
+
+
+def _update_seconds(work: StepWork, element_bytes: int, bandwidth: float) -> float:
+    """Read gradients; read and write weights and two moments."""
+    value_bytes = element_bytes if work.method == "full" else FP32_BYTES
+    moment_bytes = 1 if work.optimizer == "adamw_8bit" else value_bytes
+    passes = OPTIMIZER_8BIT_PASSES if work.optimizer == "adamw_8bit" else 1
+    moved = work.trained_parameters * (3 * value_bytes + 4 * moment_bytes) * passes
+    return moved / (HOST_BYTES_PER_SECOND if work.offloaded_optimizer else bandwidth)
+
+
+def _link_bytes(work: StepWork, element_bytes: int) -> float:
+    """Gradients out and weights back, activations out and back."""
+    value_bytes = element_bytes if work.method == "full" else FP32_BYTES
+    state = 2 * work.trained_parameters * value_bytes if work.offloaded_optimizer else 0
+    return state + 2 * work.offloaded_activations_bytes
