@@ -10,7 +10,7 @@ from stages.errors import UserError
 from stages.read.block import Block
 from stages.tokenize.pool import Pool
 from stages.tokenize.settings import BlockTokens
-from stages.tokenize.shards import Shard, ShardWriter, finished_shard, shard_of
+from stages.tokenize.shards import Shard, ShardWriter, discard_all, finished_shard, shard_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,10 @@ def _read_past(task: Task, group: Iterable[Block], finished: Shard | None) -> No
         if finished is not None:
             crc = zlib.crc32(block.payload, crc)
     if finished is not None and (count, crc) != (finished.blocks, finished.input_crc32):
-        finished.discard(task.root)
+        discard_all(task.root)
         raise UserError(
-            f"{task.root}: shard {finished.number} was made from other bytes than the source holds now, and has been "
-            "thrown away; run again"
+            f"{task.root}: shard {finished.number} was made from other bytes than the source holds now (it was edited "
+            "during an earlier run), so all finished shards have been thrown away; run again"
         )
 
 

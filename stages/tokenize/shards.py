@@ -61,10 +61,6 @@ class Shard:
     first: dict[str, tuple[int, int]]
     """Count → (file, line) of the first row it met."""
 
-    def discard(self, root: Path) -> None:
-        """Take the marker away, so that the shard is made anew."""
-        (root / marker_name(self.number)).unlink()
-
 
 def shard_name(number: int) -> str:
     """Name of a shard, in order of number when sorted as text for up to 100,000 shards (6 TB of source)."""
@@ -108,6 +104,12 @@ def finished_shard(root: Path, number: int, key: str) -> Shard | None:
     """The shard when it was finished with this key and is undamaged, else None."""
     shard = read_marker(root, number)
     return shard if shard is not None and shard.key == key and is_whole(root, shard.files) else None
+
+
+def discard_all(root: Path) -> None:
+    """Take every marker below `root` away, so that its shards are made anew."""
+    for marker in (root / "done").glob("*.json"):
+        marker.unlink()
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,18 @@
+"""`python -m tests.tokenize.small_blocks`: the tokenize stage with 32 KiB blocks and 4 of them a shard.
+
+So that a small source has several shards; nothing else differs from `python -m stages.tokenize`.
+"""
+
+from functools import partial
+
+from stages.tokenize import __main__ as entry
+from stages.tokenize import run, shards
+
+BLOCK_BYTES = 1 << 15
+BLOCKS_PER_SHARD = 4
+
+if __name__ == "__main__":
+    run.BLOCK_BYTES = BLOCK_BYTES
+    run.read_blocks = partial(run.read_blocks, block_bytes=BLOCK_BYTES)
+    shards.BLOCKS_PER_SHARD = BLOCKS_PER_SHARD
+    entry.main()
