@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from pathlib import PurePosixPath
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LFS_FROM_BYTES = 10_000
@@ -21,6 +22,8 @@ class Hub:
     """`models/org/name` or `datasets/org/name` → path → content."""
     url: str = ""
     asked: list[str] = field(default_factory=list)
+    sends: dict[str, bytes] = field(default_factory=dict)
+    """Route of a file → what is sent in its place, whatever its id says."""
 
 
 def blob(content: bytes) -> dict:
@@ -29,6 +32,18 @@ def blob(content: bytes) -> dict:
     digest = hashlib.sha256(content).hexdigest()
     lfs = {"size": len(content), "sha256": digest, "oid": digest, "pointerSize": 130}
     return {"size": len(content), "oid": git, **({"lfs": lfs} if len(content) >= LFS_FROM_BYTES else {})}
+
+
+def entries(files: dict[str, bytes], below: str, is_recursive: bool) -> list[dict]:
+    """What a listing of a directory holds: files, and the directories on the way to them."""
+    found: dict[str, dict] = {}
+    for path, content in files.items():
+        parts = PurePosixPath(path).parts
+        for k in range(1, len(parts)):
+            found["/".join(parts[:k])] = {"type": "directory", "path": "/".join(parts[:k]), "oid": COMMIT, "size": 0}
+        found[path] = {"type": "file", "path": path, **blob(content)}
+    inside = [entry for name, entry in found.items() if not below or name.startswith(f"{below}/")]
+    return [one for one in inside if is_recursive or "/" not in one["path"].removeprefix(f"{below}/" if below else "")]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -45,6 +60,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.answer()
 
+    def do_POST(self) -> None:
+        self.answer()
+
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
         self.hub.asked.append(path)
@@ -53,10 +71,13 @@ class Handler(BaseHTTPRequestHandler):
         else:
             where, _, rest = path.partition("/resolve/")
             repository = where if where.startswith("datasets/") else f"models/{where}"
-            content = self.hub.repositories[repository][rest.partition("/")[2]]
+            content = self.hub.repositories[repository].get(rest.partition("/")[2])
+            if content is None:
+                return self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
             ids = blob(content)
             etag = ids["lfs"]["sha256"] if "lfs" in ids else ids["oid"]
-            self.send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
+            sent = self.hub.sends.get(path, content)
+            self.send(200, sent, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
 
     def answer_api(self, path: str) -> None:
         if path.count("/") < 2:
@@ -70,8 +91,15 @@ class Handler(BaseHTTPRequestHandler):
         if rest and rest[1] not in (COMMIT, "main", "v1"):
             return self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         if rest and rest[0] == "tree":
-            tree = [{"type": "file", "path": file, **blob(content)} for file, content in files.items()]
-            return self.send(200, json.dumps(tree).encode())
+            below = "/".join(rest[2:])
+            return self.send(200, json.dumps(entries(files, below, "recursive=true" in self.path.lower())).encode())
+        if rest and rest[0] == "paths-info":
+            length = int(self.headers["Content-Length"])
+            body = self.rfile.read(length).decode()
+            is_json = body.startswith("{")
+            wanted = json.loads(body)["paths"] if is_json else parse_qs(body)["paths"]
+            found = [entry for entry in entries(files, "", True) if entry["path"] in wanted]
+            return self.send(200, json.dumps(found).encode())
         siblings = []
         for file, content in files.items():
             ids = blob(content)
@@ -84,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
         for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
             self.send_header(key, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(content)
 
 
