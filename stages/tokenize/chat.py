@@ -27,6 +27,7 @@ class Template:
 
     def __init__(
         self,
+        *,
         own: CompiledTemplate,
         twin: CompiledTemplate | None,
         control: Iterable[str],
@@ -113,13 +114,15 @@ def open_template(chat_template: str, directory: Path, special_tokens: Mapping[s
     Raises:
         UserError: there is no such template, it is broken, or the tokenizer lacks the tokens that it needs.
     """
-    control = control_tokens(directory)
+    added = _added_tokens(directory)
+    control = {token for token, special in added.items() if special or token in special_tokens.values()}
     if chat_template == "chatml":
-        if missing := [token for token in CHATML_TOKENS if token not in control]:
+        if missing := [token for token in CHATML_TOKENS if token not in added]:
             raise UserError(
                 f"data.chat_template: chatml needs the control token {missing[0]}, which the tokenizer in {directory} "
                 "lacks; use tokenizer, or the path of a template made for it"
             )
+        control |= set(CHATML_TOKENS)
         source, name, said = read_bundled("chatml"), "data.chat_template: chatml", "the built-in ChatML template"
     elif chat_template == "tokenizer":
         source, file = read_template(directory, _read_config(directory))
@@ -138,13 +141,15 @@ def open_template(chat_template: str, directory: Path, special_tokens: Mapping[s
         reason = f"{said} has no generation marks, but renders test conversations as {found.name} does, which has them"
     else:
         reason = f"{said} has no generation marks, so each answer is what its turn adds to the text before it"
-    template = Template(own, twin, control, hidden, train_on, method, reason)
+    template = Template(
+        own=own, twin=twin, control=control, hidden=hidden, train_on=train_on, method=method, reason=reason
+    )
     check_probe(template.render, name, special_tokens, control)
     return template
 
 
-def control_tokens(directory: Path) -> list[str]:
-    """The tokenizer's control tokens (added tokens that are special).
+def _added_tokens(directory: Path) -> dict[str, bool]:
+    """The tokens added to the tokenizer's vocabulary, and whether each is special.
 
     Raises:
         UserError: tokenizer.json is missing or broken.
@@ -152,9 +157,9 @@ def control_tokens(directory: Path) -> list[str]:
     path = directory / "tokenizer.json"
     try:
         added = orjson.loads(path.read_bytes()).get("added_tokens") or []
-        return sorted(token["content"] for token in added if token.get("special"))
     except (OSError, orjson.JSONDecodeError) as error:
         raise UserError(f"model.name: {path} cannot be read ({error}); save the tokenizer again") from error
+    return {token["content"]: bool(token.get("special")) for token in added}
 
 
 def read_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str, str]:

@@ -230,6 +230,17 @@ def test_chatml_shows_tools_and_calls_and_needs_its_tokens(directories):
         open_family(directories["zephyr"], "zephyr", template="chatml")
 
 
+def test_an_end_of_turn_token_counts_though_it_is_not_called_special(directories, tmp_path):
+    """Some tokenizers add <|im_end|> as an ordinary token and name it as their EOS."""
+    saved = json.loads((directories["chatml"] / "tokenizer.json").read_text(encoding="utf-8"))
+    for token in saved["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
+    for source in ("chatml", template_source("chatml")):
+        template = open_template(source, tmp_path, {"eos_token": "<|im_end|>"}, "assistant")
+        assert trained(template.render(chat("Q", "A"))) == ["A<|im_end|>"]
+
+
 HIDDEN = {
     "tools": Conversation(messages=chat("Q", "A").messages, tools=TOOLS),
     "tool_calls": Conversation(messages=CALLING.messages[:2], tools=None),
