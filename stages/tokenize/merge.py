@@ -114,7 +114,8 @@ def merge(placed: Sequence[Placed], out: Path, sources: int, drop_duplicates: bo
         for one in placed:
             name = f"{side}/{shard_name(one.shard.number)}.arrow"
             _link(one.root / name, out / name)
-        _write_index(placed, side, out / f"{side}-index.arrow", totals.sides[side], dropped and dropped[side])
+        mine = None if dropped is None else dropped[side]
+        _write_index(placed, side, out / f"{side}-index.arrow", totals.sides[side], mine)
     return totals
 
 

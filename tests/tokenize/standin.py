@@ -46,7 +46,9 @@ def tokenize_bytes(block: Block) -> BlockTokens:
     The line `die` kills its process, `slow` takes a while.
     """
     kept: dict[bool, list[tuple[int, bytes]]] = {False: [], True: []}
-    counts, rejects, first = dict.fromkeys(COUNTS, 0), [], {}
+    counts = dict.fromkeys(COUNTS, 0)
+    rejects: list[tuple[int, int, str]] = []
+    first: dict[str, tuple[int, int]] = {}
     for k, line in enumerate(block.payload.split(b"\n")):
         row = block.first_row + k
         counts["rows"] += 1

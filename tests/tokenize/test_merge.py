@@ -55,7 +55,7 @@ def test_of_equal_rows_the_first_stays_over_all_shards(tmp_path):
         for block in text_blocks(BLOCKS)
     ]
     totals, out = merged(tmp_path, again, drop_duplicates=True)
-    found = Counter()
+    found: Counter[bytes] = Counter()
     for side in ("train", "heldout"):
         for row, index in zip(rows_of(out, side), read_records(out / f"{side}-index.arrow"), strict=True):
             text = bytes(row["input_ids"])
@@ -140,6 +140,11 @@ def test_more_parts_than_shards_leave_some_empty(tmp_path):
     assert [one.shard.number for one in collect([tmp_path], MADE_OF, "k")] == [0, 1, 2]
 
 
+def remove_all(root):
+    for path in root.iterdir():
+        shutil.rmtree(path)
+
+
 def damage(root):
     path = root / "part-0-of-2/train/00002.arrow"
     path.write_bytes(path.read_bytes()[:-1])
@@ -151,7 +156,7 @@ FAULTS = {
         "k",
         "--merge: 1 of 3 shards are missing (first 1)",
     ),
-    "nothing": (lambda root: [shutil.rmtree(path) for path in root.iterdir()], "k", "holds no finished part"),
+    "nothing": (remove_all, "k", "holds no finished part"),
     "unfinished": (lambda root: (root / "part-1-of-2/manifest.json").unlink(), "k", "1 of 3 shards are missing"),
     "damaged": (damage, "k", "part-0-of-2: a file is missing or damaged; run this part again, which mends it"),
     "other key": (lambda root: None, "other", "manifest.json: made with other data than here"),

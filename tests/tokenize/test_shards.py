@@ -20,7 +20,7 @@ BLOCKS = 2 * BLOCKS_PER_SHARD + 5
 
 def make(root, blocks=None, key="k", part=0, parts=1, fails=True):
     """Make shards; the numbers of the blocks that were tokenized, and the result."""
-    tokenized = []
+    tokenized: list[object] = []
     with open_pool(standin.tokenize_bytes, make_byte_tokenizer, 1, "threads") as pool:
         result = make_shards(
             Task(root=root, key=key, part=part, parts=parts),
@@ -78,7 +78,8 @@ def test_a_damaged_shard_is_noticed_and_made_again(tmp_path, name, damage):
 def test_shards_of_another_key_are_made_again(tmp_path):
     make(tmp_path)
     assert make(tmp_path, key="other")[0] == BLOCKS
-    assert read_marker(tmp_path, 0).key == "other"
+    shard = read_marker(tmp_path, 0)
+    assert shard is not None and shard.key == "other"
 
 
 def test_a_finished_shard_of_other_bytes_is_thrown_away(tmp_path):
