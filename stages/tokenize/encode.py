@@ -42,7 +42,8 @@ class RowTokenizer:
         self.guard = Guard(list(control.values()))
         self.bos_id = self._id_of("bos_token")
         self.eos_id = self._id_of("eos_token")
-        self.pad_id, self.pad_reason = choose_pad(control, self.special_tokens, self._tokenizer.token_to_id)
+        pad = choose_pad(control, self.special_tokens, self._tokenizer.token_to_id)
+        self.pad_id, self.pad_reason, self.pad_is_spare = pad
         self._engine: Engine = open_engine(engine, directory, self._tokenizer)
         self._whole = None if self._joins() else WholeTextEncoder(self._tokenizer, self.guard, directory)
 

@@ -1,16 +1,27 @@
 """Which id fills the rest of a padded row: one that is never trained, so that nobody can take padding for an answer."""
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 # Words by which tokenizers name control tokens that stand for nothing.
 UNUSED_WORDS = ("pad", "reserved", "unused", "extra_id")
 TRAINED_ROLES = ("bos_token", "eos_token")
 
 
+class Pad(NamedTuple):
+    """What rows are padded with."""
+
+    number: int
+    """Its token id."""
+    reason: str
+    is_spare: bool
+    """Whether the token has no other use, so that training it is a fault."""
+
+
 def choose_pad(
     control: Mapping[int, str], special_tokens: Mapping[str, str], id_of: Callable[[str], int | None]
-) -> tuple[int, str]:
-    """(id, why that one).
+) -> Pad:
+    """The padding, and why that.
 
     Args:
         control: the tokenizer's control tokens by id.
@@ -18,18 +29,22 @@ def choose_pad(
         id_of: the id of a token, None when it is unknown.
     """
     taken = {special_tokens[role] for role in TRAINED_ROLES if role in special_tokens}
-    for role in ("pad_token", "unk_token"):
+
+    def spare(role: str) -> int | None:
         token = special_tokens.get(role)
-        number = None if token is None or token in taken else id_of(token)
-        if number is not None:
-            return number, f"it is the tokenizer's {role} {token!r}"
-        if role == "pad_token":
-            for word in UNUSED_WORDS:
-                for number, token in sorted(control.items()):
-                    if word in token.lower() and token not in taken:
-                        return number, f"the tokenizer has no pad_token of its own, but a control token {token!r}"
-    number = id_of(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
-    return number or 0, (
+        return None if token is None or token in taken else id_of(token)
+
+    if (number := spare("pad_token")) is not None:
+        return Pad(number, f"it is the tokenizer's pad_token {special_tokens['pad_token']!r}", True)
+    for word in UNUSED_WORDS:
+        for number, token in sorted(control.items()):
+            if word in token.lower() and token not in taken:
+                return Pad(number, f"the tokenizer has no pad_token of its own, but a control token {token!r}", True)
+    if (number := spare("unk_token")) is not None:
+        return Pad(number, f"it is the tokenizer's unk_token {special_tokens['unk_token']!r}", True)
+    reason = (
         "the tokenizer has no token to spare for padding; this one is trained too, which changes nothing here, since "
         "what is trained is told by spans, never by id"
     )
+    eos = special_tokens.get("eos_token")
+    return Pad((None if eos is None else id_of(eos)) or 0, reason, False)

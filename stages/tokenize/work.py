@@ -176,7 +176,7 @@ class BlockTokenizer:
                 f"data.chat_template: a row begins with two {tokenizer.special_tokens['bos_token']}, so the model "
                 "would learn a text that it is never given; take one out of the template or of the rows"
             )
-        if tokenizer.pad_id == tokenizer.eos_id or not (found := np.flatnonzero(ids == tokenizer.pad_id)).size:
+        if not tokenizer.pad_is_spare or not (found := np.flatnonzero(ids == tokenizer.pad_id)).size:
             return
         row = np.searchsorted(encoded.offsets, found, side="right") - 1
         # Spans as places in all ids; a place is inside one where more spans have begun than ended.

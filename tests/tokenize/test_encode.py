@@ -138,8 +138,9 @@ PADS = [
 def test_padding_is_a_token_that_no_answer_ends_with(named, control, number, why):
     """With the end token as padding, whoever masks padding by id masks the ends of answers."""
     by_text = {token: number for number, token in control.items()}
-    found, reason = choose_pad(control, named, by_text.get)
-    assert found == number and why in reason
+    pad = choose_pad(control, named, by_text.get)
+    assert pad.number == number and why in pad.reason
+    assert pad.is_spare == (control[number] != "<e>")
 
 
 def test_a_special_token_that_the_tokenizer_does_not_know_is_told(tmp_path, tiny_dir):

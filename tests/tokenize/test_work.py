@@ -1,6 +1,8 @@
 """A block of rows through a worker: every row is either in the tokens or counted, and its place is kept."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from stages.read.block import Block
 from stages.tokenize.columns import token_schema
 from stages.tokenize.settings import COUNTS, BlockTokens, Settings, SourceShape
 from stages.tokenize.work import ROWS_PER_SAMPLED_ROW, BlockTokenizer
-from tests.tokenize.built import save, sentencepiece
+from tests.conftest import ROOT
+from tests.tokenize.built import byte_level, save, sentencepiece
 from tests.tokenize.common import chat_row, decoder, spans_of
 
 ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(70)]
@@ -207,6 +210,32 @@ def test_padding_that_an_answer_holds_is_refused(tiny_dir, tmp_path):
         UserError, match=r"^model.name: token 0 pads rows \(it is the tokenizer's pad_token '<\|pad\|>'\)"
     ):
         BlockTokenizer(settings_of(tmp_path))(block_of(ROWS))
+
+
+TWICE = (
+    "{{ bos_token * (2 if messages[0].content == 'twice' else 1) }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_row_that_begins_with_two_bos_tokens_is_refused(tmp_path):
+    """At inference one is given; the template's own check cannot see what it does with one row."""
+    directory = save(byte_level("llama3"), tmp_path, bos_token="<|endoftext|>", eos_token="<|im_end|>")
+    worker = BlockTokenizer(settings_of(directory, chat_template=TWICE))
+    assert worker(block_of([chat_row("once", "a")])).counts["bad_rows"] == 0
+    with pytest.raises(UserError, match=r"^data.chat_template: a row begins with two <\|endoftext\|>"):
+        worker(block_of([chat_row("once", "a"), chat_row("twice", "a")]))
+
+
+def test_a_worker_imports_nothing_heavy():
+    """Each worker process pays for what it imports; transformers alone takes seconds and hundreds of MB."""
+    code = (
+        "import sys, stages.tokenize.work; print(*{'torch', 'transformers', 'tiktoken', 'pandas'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
 
 
 def test_a_block_without_usable_rows_is_empty_batches(tiny_dir):
