@@ -42,6 +42,7 @@ class RowTokenizer:
         self.guard = Guard(list(control.values()))
         self.bos_id = self._id_of("bos_token")
         self.eos_id = self._id_of("eos_token")
+        self._id_of("pad_token")  # one that is named has to be known
         pad = choose_pad(control, self.special_tokens, self._tokenizer.token_to_id)
         self.pad_id, self.pad_reason, self.pad_is_spare = pad
         self._engine: Engine = open_engine(engine, directory, self._tokenizer)

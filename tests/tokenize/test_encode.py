@@ -143,10 +143,11 @@ def test_padding_is_a_token_that_no_answer_ends_with(named, control, number, why
     assert pad.is_spare == (control[number] != "<e>")
 
 
-def test_a_special_token_that_the_tokenizer_does_not_know_is_told(tmp_path, tiny_dir):
+@pytest.mark.parametrize("role", ["bos_token", "eos_token", "pad_token"])
+def test_a_special_token_that_the_tokenizer_does_not_know_is_told(tmp_path, tiny_dir, role):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((tiny_dir / file).read_bytes())
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"eos_token": "<|gone|>"}
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {role: "<|gone|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"^model.name: eos_token '<\|gone\|>' of .* is not in tokenizer.json"):
+    with pytest.raises(UserError, match=rf"^model.name: {role} '<\|gone\|>' of .* is not in tokenizer.json"):
         RowTokenizer(Path(tmp_path))
