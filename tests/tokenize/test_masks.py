@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 from itertools import islice
 
 import numpy as np
@@ -38,6 +39,7 @@ def control_ids(tiny_dir) -> set[int]:
     return {tokenizer.get_vocab()[token] for token in CONTROL}
 
 
+@cache
 def template_of(tokenizer: RowTokenizer) -> Template:
     return open_template("tokenizer", tokenizer.directory, tokenizer.special_tokens, "assistant")
 
