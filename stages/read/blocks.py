@@ -41,10 +41,11 @@ def read_blocks(
     Raises:
         UserError: a file is gone, is not what was pinned, or cannot be cut into rows.
     """
+    files = data_files(lock)
     number = 0
     left = max_rows
     left_of_source = [source["rows"] for source in lock["sources"]]
-    for place, file in enumerate(data_files(lock)):
+    for place, file in enumerate(files):
         limit = _smaller(left, left_of_source[file.source])
         if limit == 0:
             continue
@@ -74,7 +75,8 @@ def _file_stretches(
             yield from _limited(cut_columns(seekable, file.name, file.kind.format == "parquet", block_bytes), limit)
         return
     with PinnedBytes(file, progress) as source:
-        yield from _limited(_cut(file, Content(source, file), block_bytes), limit)
+        content = Content(source, file)  # Held here: when it goes, Arrow closes what it reads from.
+        yield from _limited(_cut(file, content, block_bytes), limit)
         if file.path is not None or source.is_at_end:
             source.finish()
 
