@@ -7,6 +7,7 @@ shape, which is the like of them. Then the stage itself plans ten million rows a
 --quick: fewer rows, and none of the contestants that need an environment of their own.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -103,7 +104,7 @@ def _samplers(known: np.ndarray, epochs: int) -> dict[str, Callable[[], Batches]
     return {
         "random order, 8 rows": partial(cases.random_order, known, batches, epochs),
         "transformers group_by_length, 8 rows": partial(cases.group_by_length, known, batches, epochs),
-        "transformers batch_rebalance": partial(cases.batch_rebalance, known, batches, 1),
+        "transformers batch_rebalance": partial(cases.batch_rebalance, known, batches, epochs),
     }
 
 
@@ -167,22 +168,26 @@ def _plot(table: list[Row]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [
-        row for row in table if "8 per step" not in row["what"] and "1 GPU," not in row["what"].replace("8 GPUs", "")
-    ]
+    points: dict[tuple[float, float], list[str]] = {}
+    for row in table:
+        if not any(other in row["what"] for other in (" 8 per step", "bucketed, 1 GPU")):
+            name = re.sub(r", (\d+ GPUs?|32 per step|8 rows)", "", row["what"])
+            points.setdefault((row["randomness"], row["padding_percent"]), []).append(name)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.axvspan(*RANDOMNESS, color="0.92", zorder=0)
-    for row in shown:
-        mine = row["what"].startswith("ours")
-        label = row["what"].split(" GPU")[0].removesuffix(", 8").removesuffix(", 1")
-        axes.scatter(row["randomness"], max(row["padding_percent"], 0.01), color="C0" if mine else "0.45", zorder=3)
+    for (randomness, padding), names in sorted(points.items()):
+        color = "C0" if names[0].startswith("ours") else "0.35"
+        axes.scatter(randomness, padding, color=color, zorder=3)
+        at_right = randomness > RANDOMNESS[1]
         axes.annotate(
-            label,
-            (row["randomness"], max(row["padding_percent"], 0.01)),
-            xytext=(6, 4),
+            "\n".join(names),
+            (randomness, padding),
+            xytext=(-8 if at_right else 8, 0),
             textcoords="offset points",
+            ha="right" if at_right else "left",
+            va="bottom" if names[0].startswith("random") else "top" if "fixed" in names[0] else "center",
             fontsize=8,
-            color="C0" if mine else "0.25",
+            color=color,
         )
     axes.set_xscale("log")
     axes.set_yscale("log")
