@@ -47,14 +47,18 @@ class Job:
         return key_of(self.made_of)
 
     def notes(self) -> list[str]:
-        """What was chosen, and why."""
+        """Which shape each source was found to have, and why."""
         chosen = []
         for source, shape, reason in zip(
             self.data_lock["sources"], self.settings.sources, self.format_reasons, strict=True
         ):
             of = "" if len(self.settings.sources) == 1 else f" for {source['source']}"
             chosen.append(f"data.format is {shape.format}{of}: {reason}")
-        return [*chosen, f"run.tokenizer_engine is {self.settings.engine}: {self.engine_reason}"]
+        return chosen
+
+    def engine_note(self) -> str:
+        """What encodes the text, and why."""
+        return f"run.tokenizer_engine is {self.settings.engine}: {self.engine_reason}"
 
 
 def plan_job(

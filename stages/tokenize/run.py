@@ -48,7 +48,8 @@ def make_all(work: Work, out: Path, told: Told) -> tuple[dict[str, Any], list[st
     job = work.job
     with workplace(scratch_root(), job.key, told) as root:
         shards, _, about = _make(work, Task(root=root, key=job.key, part=0, parts=1))
-        return publish(job, about, [Placed(root=root, shard=shard) for shard in shards], out)
+        figures, notes = publish(job, about, [Placed(root=root, shard=shard) for shard in shards], out)
+    return figures, [job.engine_note(), *notes]
 
 
 def make_part(work: Work, part: Part, out: Path, told: Told) -> list[str]:
@@ -63,7 +64,7 @@ def make_part(work: Work, part: Part, out: Path, told: Told) -> list[str]:
         (root / MANIFEST).unlink(missing_ok=True)
         shards, all_shards, about = _make(work, Task(root=root, key=job.key, part=part.number, parts=part.of))
         write_manifest(root, part, job.made_of, job.key, shards, all_shards)
-    return [*job.notes(), *about.notes(), f"{len(shards)} of {all_shards} shards are in {root}"]
+    return [job.engine_note(), *job.notes(), *about.notes(), f"{len(shards)} of {all_shards} shards are in {root}"]
 
 
 def merge_parts(work: Work, directories: Sequence[Path], out: Path) -> tuple[dict[str, Any], list[str]]:

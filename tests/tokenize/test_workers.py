@@ -151,6 +151,22 @@ def test_a_source_edited_in_mid_run_leaves_nothing_to_be_taken_for_finished(prep
     assert contents(OUT, METRICS) == expected
 
 
+def test_the_documented_slurm_job_makes_its_part(prepared):
+    """As SLURM starts task 1 of 3, but for the shared directory and the size of the blocks."""
+    directory, _ = prepared
+    lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
+    [command] = [line for line in (ROOT / "docs/DATA.md").read_text().splitlines() if "$SLURM_ARRAY_TASK_ID" in line]
+    command = command.replace("python -m stages.tokenize", f"{sys.executable} -m {SMALL}")
+    command = command.replace("/shared/parts", "slurm")
+    environment = {
+        **os.environ,
+        **{"PYTHONPATH": str(ROOT), "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "3"},
+    }
+    subprocess.run(["sh", "-c", command], check=True, env=environment, capture_output=True)
+    manifest = read_json(directory / "slurm/part-1-of-3/manifest.json")
+    assert manifest["shards"] == list(range(1, manifest["all_shards"], 3)) != []
+
+
 def test_the_tokens_open_with_datasets(prepared):
     """In the line that the documentation gives."""
     from datasets import load_dataset
