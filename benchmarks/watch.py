@@ -27,7 +27,10 @@ class Usage:
     peak_rss_bytes: int
     """Resident memory summed over the processes, at its highest look. Pages that processes share count in each."""
     peak_anonymous_bytes: int = 0
-    """The part of it that no file backs, of the whole command alone, where `watch` was asked for it; else 0."""
+    """Memory that no file backs, of the whole command alone, where `watch` was asked for it; else 0.
+
+    Here a page that processes share counts once: it is what the machine has to have.
+    """
 
     @property
     def wall_s(self) -> float:
@@ -115,14 +118,14 @@ def _resident(root: psutil.Process) -> list[tuple[psutil.Process, int]]:
 
 
 def _anonymous_bytes(root: psutil.Process) -> int:
-    """Anonymous memory summed over the processes of the tree, as /proc/<pid>/smaps_rollup tells it."""
+    """Anonymous memory of the tree's processes, of which each has its share of a page that several have."""
     total = 0
     for process, _ in _resident(root):
         try:
             lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
         except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
-        total += next((int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:")), 0)
+        total += next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:")), 0)
     return total
 
 
