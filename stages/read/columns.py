@@ -10,7 +10,8 @@ from stages.errors import UserError
 from stages.read.stretch import Stretch, to_payload
 
 ARROW_FILE_MAGIC = b"ARROW1"
-MAX_BATCH_ROWS = 1 << 16
+# Where values repeat, a Parquet file's sizes say little of the rows': this bounds a batch of such rows.
+MAX_BATCH_ROWS = 4096
 
 
 def cut_columns(file: BinaryIO, name: str, is_parquet: bool, block_bytes: int) -> Iterator[Stretch]:

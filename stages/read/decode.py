@@ -15,8 +15,8 @@ NOT_UTF8 = "not UTF-8 (byte {}); save the file as UTF-8"
 NOT_JSON = "not JSON ({}); a row must be one JSON object a line, or an element of one array"
 LONG_NUMBER = f"holds an integer of more than {sys.get_int_max_str_digits()} digits; write it as text"
 TOO_DEEP = "JSON nested too deep; make the row flatter"
-# orjson reads a larger integer as the nearest float, without a word.
-EXACT_DIGITS = 19
+# Any integer of 18 digits fits 64 bits; orjson reads one that does not as the nearest float, without a word.
+EXACT_DIGITS = 18
 _MAYBE_LARGE = b"0" * (EXACT_DIGITS + 1)
 _SPACED_COLON = b" :"
 # One pass makes every digit a 0 and every white space a blank, so that two searches find either.
