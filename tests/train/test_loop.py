@@ -1,0 +1,106 @@
+"""The loop over a real plan: what reads batches, and how rows are laid out, changes no loss."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stages.bucket.plan import MicroBatch, Plan
+from stages.errors import UserError
+from stages.step.batches import refuse_several_ranks
+from stages.step.optim import OptimSpec
+from stages.step.step import StepSpec
+from stages.step.tokens import TokenRows
+from stages.train.loop import TrainJob, train
+from stages.train.measure import make_meter
+from tests.small_model import CPU, VOCABULARY, spec_of
+from tests.token_files import Row, heldout, write_tokens
+
+STEPS, ROWS_A_BATCH = 3, 4
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> tuple[TokenRows, TokenRows]:
+    """Training and held-out rows."""
+    draw = np.random.default_rng(1)
+    rows: list[Row] = []
+    for length in draw.integers(6, 40, STEPS * 2 * ROWS_A_BATCH).tolist():
+        rows.append((draw.integers(3, VOCABULARY, length).tolist(), [length // 2, length], None))
+    directory = tmp_path_factory.mktemp("tokens")
+    return TokenRows(write_tokens(directory, rows), "train"), heldout(directory, rows[:5])
+
+
+def plan_of(tokens: TokenRows, *, flat: bool, broken_step: int | None = None) -> Plan:
+    """Every row once, two micro-batches a step; those of `broken_step` are said to train too many tokens."""
+    planned = []
+    for number, rows in enumerate(np.arange(len(tokens), dtype=np.int32).reshape(-1, ROWS_A_BATCH)):
+        lengths = tokens.lengths[rows]
+        planned.append(
+            MicroBatch(
+                epoch=0,
+                step=number // 2,
+                rank=0,
+                rows=rows,
+                length=int(lengths.sum() if flat else lengths.max()) + 2,
+                supervised=int(tokens.supervised[rows].sum()) + (number // 2 == broken_step),
+                flat=flat,
+            )
+        )
+    return Plan.of(planned)
+
+
+def losses(directory: Path, tokens: tuple[TokenRows, TokenRows], plan: Plan, threads: int) -> list[Any]:
+    """Losses, held-out losses and gradient norms of a whole run."""
+    rows, held = tokens
+    job = TrainJob(
+        model_directory=directory,
+        plan=plan,
+        rows=rows,
+        heldout=held,
+        pad_id=0,
+        model_spec=spec_of(method="lora"),
+        optim_spec=OptimSpec(name="adamw", lr=1e-2, weight_decay=0.0, schedule="constant", warmup_fraction=0.0),
+        step_spec=StepSpec(loss_chunk=16, max_grad_norm=1.0, foreach=False),
+        heldout_every_steps=2,
+        heldout_rows=5,
+        measured_steps=frozenset(),
+        loader_threads=threads,
+        device=CPU,
+        progress=False,
+    )
+    curves = train(job, make_meter(CPU)).curves
+    return [value for row in curves for value in (row["loss"], row.get("heldout_loss"), row["grad_norm"])]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_reading_ahead_changes_no_bit_of_a_run(small_llama: Path, tokens, flat: bool):
+    plan = plan_of(tokens[0], flat=flat)
+    alone = losses(small_llama, tokens, plan, 0)
+    assert len(alone) == 3 * STEPS and alone[0] > 1
+    assert losses(small_llama, tokens, plan, 2) == alone
+
+
+def test_a_packed_run_has_the_losses_of_the_padded_run(small_llama: Path, tokens):
+    """Packing changes speed and memory, never what is learnt."""
+    padded, packed = (losses(small_llama, tokens, plan_of(tokens[0], flat=flat), 0) for flat in (False, True))
+    compared = [(a, b) for a, b in zip(padded, packed, strict=True) if a is not None]
+    assert len(compared) == 2 * STEPS + 2
+    for a, b in compared:
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_plan_that_goes_wrong_midway_ends_the_run_in_one_line(small_llama: Path, tokens, threads: int):
+    """A reader that fails in a thread must not leave the loop waiting for it."""
+    with pytest.raises(UserError, match=r"rows of step 1 differ from the batch plan"):
+        losses(small_llama, tokens, plan_of(tokens[0], flat=False, broken_step=1), threads)
+
+
+def test_a_plan_for_several_gpus_is_refused(tokens):
+    """One process would train a share of every step and call it the whole."""
+    one = plan_of(tokens[0], flat=False)
+    refuse_several_ranks(one)
+    two = Plan.of([one.micro_batch(number) for number in range(len(one))], ranks=2)
+    with pytest.raises(UserError, match=r"hardware\.num_gpus: .*not built yet; got a plan for 2"):
+        refuse_several_ranks(two)
