@@ -1,7 +1,5 @@
 """Blocks turned into tokens by several workers, handed back in order, with a bounded number of them in memory."""
 
-import ctypes
-import gc
 import multiprocessing
 import os
 import signal
@@ -17,6 +15,7 @@ from pathlib import Path
 
 from stages.errors import UserError
 from stages.read.block import Block
+from stages.tokenize.memory import give_back_free_memory, keep_memory_small
 from stages.tokenize.settings import BlockTokens
 
 Tokenize = Callable[[Block], BlockTokens]
@@ -97,7 +96,7 @@ class _Serial:
 def _processes(own: Tokenize, make: Callable[[], Tokenize], workers: int) -> Executor:
     """Worker processes: forks of this one where that is safe, else new interpreters."""
     if is_safe_to_fork():
-        _give_back_free_memory()
+        give_back_free_memory()
         context = multiprocessing.get_context("fork")
         return ProcessPoolExecutor(workers, context, _start_process, (lambda: own,))
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (make,))
@@ -110,17 +109,6 @@ def is_safe_to_fork() -> bool:
         return False
     others = [task for task in tasks.iterdir() if task.name != str(os.getpid())]
     return all((task / "comm").read_text().strip() in FORK_SAFE_THREADS for task in others)
-
-
-def _give_back_free_memory() -> None:
-    """Return to the system what the allocator keeps for later, before each fork counts it as its own.
-
-    Building a tokenizer leaves 24 MB of it for a vocabulary of 32,000, in each process. Only glibc has a call for it.
-    """
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def available_workers() -> int:
@@ -137,6 +125,7 @@ def available_workers() -> int:
 def _start_process(make: Callable[[], Tokenize]) -> None:
     """Make a worker process ready: Ctrl-C is its parent's business, and it never outlives the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_memory_small()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _start(make)
 

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from stages.read.blocks import BLOCK_BYTES, read_blocks
 from stages.tokenize.make import Task, make_shards
+from stages.tokenize.memory import keep_memory_small
 from stages.tokenize.merge import Placed
 from stages.tokenize.parts import MANIFEST, Part, collect, write_manifest
 from stages.tokenize.pool import available_workers, open_pool
@@ -81,6 +82,7 @@ def merge_parts(work: Work, directories: Sequence[Path], out: Path) -> tuple[dic
 def _make(work: Work, task: Task) -> tuple[list[Shard], int, About]:
     """The task's shards, the number of shards of the whole source, and what is told of the tokenizer."""
     job = work.job
+    keep_memory_small()
     own = BlockTokenizer(job.settings)
     about = About.of(own, job.has_conversations)
     # The workers come before the bar, whose thread would make forking them unsafe.
