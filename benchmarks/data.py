@@ -3,7 +3,8 @@
 Cases run interleaved, each in fresh processes with an empty cache, after a warm-up round in which memory is watched and
 time is not. `work_s` leaves out interpreter start and imports, on every side: the raw limit is timed inside a running
 process, so a ratio to it must not hold our start against us, nor theirs against the rivals. `wall_s` holds everything.
-TRL and LLaMA-Factory get virtual environments of their own under scratch/bench. --quick: few rows and no rivals.
+All make the same tokens but for this: ours leaves out the line end behind the last answer, one token a row, since nothing
+is learnt from it; LLaMA-Factory's reader leaves out tool calls. TRL and LLaMA-Factory get virtual environments of their own under scratch/bench. --quick: few rows and no rivals.
 """
 
 from collections.abc import Mapping, Sequence
