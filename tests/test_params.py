@@ -53,13 +53,47 @@ def test_the_shipped_file_is_valid_and_frozen():
         ("bucket.max_tokens", 100, r"bucket\.max_tokens: a row of data\.max_length=512 .*got 100; raise"),
         ("bucket.constant_shape", True, r"bucket\.constant_shape: .* bucket\.mode=packed; got true .*bucketed; set"),
         ("evaluate.max_tokens", 100, r"evaluate\.max_tokens: .*got 100; raise"),
-        ("data.revision", "main", r"data\.revision: only a hub source"),
+        (
+            "data.revision",
+            "main",
+            r"data\.revision: only a hub source \(hf://org/name\) has one; got 'main' ",
+        ),
+        ("data.config", "small", r"data\.config: only a hub source \(hf://org/name\) has one; got 'small' "),
+        ("data.source", [], r"data\.source: list should have at least 1 item"),
+        ("data.source", "", r"data\.source: string should have at least 1 character"),
+        ("data.source", 3, r"data\.source: input should be a valid string; got 3"),
+        ("data.source", ["a.jsonl"], r"data\.source\.0: must be a section with its own keys; got \"a\.jsonl\""),
+        (
+            "data.source",
+            [{"source": "a"}, {"source": "b", "wieght": 1}],
+            r"data\.source\.1\.wieght: unknown par.* did",
+        ),
+        (
+            "data.source",
+            [{"source": "a", "xyz": 1}],
+            r"data\.source\.0\.xyz: unknown .* known: source, ",
+        ),
+        ("data.source", [{"weight": 1.0}], r"data\.source\.0\.source: parameter is missing"),
+        ("data.source", [{"source": "a", "weight": 0.0}], r"data\.source\.0\.weight: .*greater than 0; got 0"),
+        ("data.source", [{"source": 3}], r"data\.source\.0\.source: input should be a valid string; got 3"),
+        ("data.source", [{"source": "a", "format": "chat"}], r"data\.source\.0\.format: input should be 'auto', "),
+        ("data.source", [{"source": "a", "revision": "v1"}], r"data\.source\.0\.revision: only a hub source"),
     ],
 )
 def test_a_wrong_value_is_told_in_one_line(values: dict[str, Any], dotted: str, value: Any, message: str):
     with pytest.raises(UserError, match=message) as told:
         parse_params(put(values, dotted, value))
     assert "\n" not in str(told.value)
+
+
+def test_a_revision_of_the_section_needs_one_hub_source(values: dict[str, Any]):
+    """Entries without a revision take the section's; those that have none to take are left alone."""
+    put(values, "data.revision", "v1")
+    put(values, "data.source", [{"source": "a.jsonl"}, {"source": "hf://org/name"}])
+    assert [one.revision for one in parse_params(values).data.sources()] == ["v1", "v1"]
+    put(values, "data.source", [{"source": "a.jsonl"}])
+    with pytest.raises(UserError, match=r"data\.revision: only a hub source"):
+        parse_params(values)
 
 
 def test_a_misspelt_key_is_told_before_the_one_it_leaves_missing(values: dict[str, Any]):
