@@ -1,10 +1,12 @@
 """Stage tokenize against the tokenizer's raw limit, datasets.map, TRL and LLaMA-Factory, on one generated chat file.
 
-Cases run interleaved, each in fresh processes with an empty cache, after a warm-up round in which memory is watched and
+Cases run interleaved, each in fresh processes with an empty cache, after one run of each in which memory is watched and
 time is not. `work_s` leaves out interpreter start and imports, on every side: the raw limit is timed inside a running
 process, so a ratio to it must not hold our start against us, nor theirs against the rivals. `wall_s` holds everything.
-All make the same tokens but for this: ours leaves out the line end behind the last answer, one token a row, since nothing
-is learnt from it; LLaMA-Factory's reader leaves out tool calls. TRL and LLaMA-Factory get virtual environments of their own under scratch/bench. --quick: few rows and no rivals.
+
+All make the same tokens, but that ours leaves out the line end behind the last answer, one token a row, since nothing is
+learnt from it, and that LLaMA-Factory's reader leaves out tool calls. TRL and LLaMA-Factory get virtual environments of
+their own under scratch/bench. --quick: few rows and no rivals.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,7 +68,7 @@ def measure(quick: bool) -> Measured:
     }
     watched = {name: case(watched=True) for name, case in cases.items()}
     watched_double = {name: stage.run(watched=True) for name, stage in ours_double.items()}
-    runs = interleaved({**cases, START: start_of_stage}, rounds)
+    runs = interleaved({**cases, START: start_of_stage}, rounds, warm_up=False)
     for name in ours:
         runs[name] = without_start(runs[name], runs[START])
     table = [_row(name, runs[name], watched[name], runs[RAW]) for name in cases]

@@ -99,15 +99,15 @@ def report(name: str, measured: Measured) -> dict[str, Any]:
     }
 
 
-def interleaved(cases: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """What each case returns in each of `rounds` rounds, after one warm-up round that does not count.
+def interleaved(cases: Mapping[str, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[str, list[Any]]:
+    """What each case returns in each of `rounds` rounds, after one round that does not count if `warm_up`.
 
     Every round runs all cases, starting one further each time, so that a slow spell of the machine or the order of
     the cases favours none.
     """
     results: dict[str, list[Any]] = {name: [] for name in cases}
     names = list(cases)
-    for turn in range(-1, rounds):
+    for turn in range(-1 if warm_up else 0, rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             result = cases[name]()
