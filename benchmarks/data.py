@@ -4,7 +4,7 @@ Cases run interleaved, each in fresh processes with an empty cache, after one ru
 time is not. `work_s` leaves out interpreter start and imports, on every side: the raw limit is timed inside a running
 process, so a ratio to it must not hold our start against us, nor theirs against the rivals. `wall_s` holds everything.
 
-All make the same tokens, but that ours leaves out the line end behind the last answer, one token a row, since nothing is
+All make the same tokens, but that ours leaves out the line end behind the last answer, one token a row, as nothing is
 learnt from it, and that LLaMA-Factory's reader leaves out tool calls. TRL and LLaMA-Factory get virtual environments of
 their own under scratch/bench. --quick: few rows and no rivals.
 """
