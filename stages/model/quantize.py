@@ -77,6 +77,8 @@ def _hold_packed_weight(layer: bnb.nn.Linear4bit, dtype: torch.dtype) -> None:
         module=layer,
     )
     layer.quant_state = state
+    if layer.bias is not None:  # Made in fp32 with the layer; loading gives it the type of all other weights.
+        layer.bias = nn.Parameter(layer.bias.to(dtype), requires_grad=False)
 
 
 def _meta(values: int, dtype: torch.dtype) -> torch.Tensor:

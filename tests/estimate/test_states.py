@@ -58,6 +58,7 @@ LLAMA_3_1_8B = LlamaConfig(
         ("lora", "fp32", None, "adamw_8bit", True),
         ("qlora", "bf16", "H100", "adamw_8bit", True),
         ("qlora", "fp32", None, "adamw", False),
+        ("qlora", "bf16", "H100", "adamw_8bit", False),  # Biases beside packed weights.
     ],
 )
 def test_the_closed_form_is_what_the_trace_counts(method, precision, gpu, optimizer, tied):
