@@ -92,7 +92,7 @@ def predict(config: PretrainedConfig, setting: Setting, steps: TracedSteps, targ
     )
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), target.attention():
-            position = _trace_steps(trace, config, setting, steps, target)
+            position = trace_steps(trace, config, setting, steps, target)
     except UNTRACEABLE as error:
         raise UserError(
             f"model.name: the step of {config.model_type} cannot be traced ({type(error).__name__}: {error}), so its "
@@ -101,7 +101,7 @@ def predict(config: PretrainedConfig, setting: Setting, steps: TracedSteps, targ
     return Prediction(by_phase=trace.peaks(), steps_of_peak=only(steps, *position))
 
 
-def _trace_steps(
+def trace_steps(
     trace: MemoryTrace, config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
 ) -> tuple[int, int]:
     """Build the model and the optimizer, count what they hold, and run the steps.
@@ -120,6 +120,7 @@ def _trace_steps(
     def batches(step: int) -> Iterator[Batch]:
         nonlocal highest_bytes, position
         for number, shape in enumerate(steps[step]):
+            trace.begin_micro_batch(shape)
             yield empty_batch(shape, CPU)
             if trace.highest_bytes > highest_bytes:  # Its backward is over: the step asks for the next one.
                 highest_bytes, position = trace.highest_bytes, (step, number)

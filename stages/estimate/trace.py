@@ -6,7 +6,7 @@ when its storage would be made and freed, so the trace is of the step itself and
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from stages.step.batches import BatchShape
 
 # What a byte can be for.
 WEIGHTS = "weights"
@@ -95,6 +97,9 @@ class MemoryTrace(TorchDispatchMode):
         if count:
             self._add(count, category)
 
+    def begin_micro_batch(self, shape: BatchShape) -> None:
+        """The next micro-batch is about to be made: where a trace that is cut into units is cut."""
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name what happens inside: the step's Phase hook."""
@@ -123,6 +128,15 @@ class MemoryTrace(TorchDispatchMode):
     def highest_bytes(self) -> int:
         """The highest peak so far."""
         return max((size for size, _ in self._peaks.values()), default=0)
+
+    @property
+    def events(self) -> Sequence[tuple[int, int]]:
+        """(storage, bytes) so far: positive when it is made, negative when it is freed; storages count from 0."""
+        return self._events
+
+    def category(self, storage_id: int) -> str:
+        """What a storage is for, as it is known by now."""
+        return self._categories[storage_id]
 
     def peaks(self) -> dict[str, Peak]:
         """The peak of each phase, with the bytes of each category at that instant."""
