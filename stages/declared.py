@@ -9,7 +9,8 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from stages.errors import UserError
-from stages.params import Params, load_params
+from stages.params import Params
+from stages.params_file import load_params
 
 
 class Declared:

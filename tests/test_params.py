@@ -9,7 +9,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.errors import UserError
-from stages.params import load_params, parse_params, round_up
+from stages.params import round_up
+from stages.params_file import load_params, parse_params
 from tests.conftest import ROOT
 
 

@@ -21,7 +21,7 @@ def main(what: str, locks: Path) -> None:
     """
     p = read_params()
     if what == "data":
-        pin_data(p.data.source, p.data.revision, p.data.config, p.data.split, locks)
+        pin_data(p.data.source, p.data.revision, p.data.config, p.data.split, p.data.chat_template, locks)
     else:
         pin_model(p.model.name, p.model.revision, locks)
 

@@ -4,18 +4,23 @@ from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
-from stages.files import write_json
+from stages.files import sha256_file, write_json
 from stages.params import HUB_PREFIX, Source, named_sources
 from stages.pin.hub import HUB_ID, list_files
 from stages.pin.kinds import KNOWN_NAMES, file_kind
 from stages.pin.local import pin_local, refuse_split
-from stages.pin.locate import DATA_SCHEMA
+from stages.pin.locate import DATA_SCHEMA, template_file
 from stages.pin.splits import split_files
 from stages.pin.watch import split_roots, watch_sources
 
 
 def pin_data(
-    source: str | list[Source], revision: str | None, config: str | None, split: str | None, locks: Path
+    source: str | list[Source],
+    revision: str | None,
+    config: str | None,
+    split: str | None,
+    chat_template: str,
+    locks: Path,
 ) -> None:
     """Write `locks/data.json` for data.source and point the links beside it at what is local.
 
@@ -38,9 +43,16 @@ def pin_data(
     if split is not None and all(entry["split"] is None for entry in pinned):
         refuse_split("data.split", split, ", ".join(repr(entry["source"]) for entry in pinned[:3]))
     split_roots(watched)  # refuses before anything is written: a refused source leaves the last pin whole
+    template = template_file(chat_template)
     size_bytes = sum(file["bytes"] for entry in pinned for file in entry["files"])
-    write_json(locks / "data.json", {"schema": DATA_SCHEMA, "bytes": size_bytes, "sources": pinned})
-    watch_sources(locks, watched)
+    lock = {
+        "schema": DATA_SCHEMA,
+        "bytes": size_bytes,
+        "sources": pinned,
+        "chat_template_sha256": None if template is None else sha256_file(template),
+    }
+    write_json(locks / "data.json", lock)
+    watch_sources(locks, watched, template)
 
 
 def _pin_hub(parameter: str, source: Source) -> dict[str, Any]:

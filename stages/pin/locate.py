@@ -28,6 +28,25 @@ TOKENIZER_FILES = (
 )
 READ_BLOCK_BYTES = 1 << 20
 DATA_SCHEMA = 2
+NAMED_TEMPLATES = ("tokenizer", "chatml")
+"""What data.chat_template can be besides the path of a file."""
+
+
+def template_file(chat_template: str) -> Path | None:
+    """The user's template file that data.chat_template names; None for a named template.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if chat_template in NAMED_TEMPLATES:
+        return None
+    path = find_source(chat_template)
+    if not path.is_file():
+        raise UserError(
+            f"data.chat_template: must be {' or '.join(NAMED_TEMPLATES)}, or the path of a template; no such file: "
+            f"{chat_template!r}"
+        )
+    return path
 
 
 def model_directory(lock: Mapping[str, Any]) -> Path:

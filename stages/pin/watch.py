@@ -16,8 +16,10 @@ DIRECTORY_LINKS = ("watched-data", "watched-data-1", "watched-data-2", "watched-
 FILE_LINKS = "watched-files"
 
 
-def watch_sources(locks: Path, roots: Sequence[Path]) -> None:
+def watch_sources(locks: Path, roots: Sequence[Path], template: Path | None) -> None:
     """Point the links of pin_data at the local sources: `watched-data` at the only one, else each where it fits.
+
+    A chat template of the user's is watched as one more file.
 
     Raises:
         UserError: more directories than links, or the disk refused.
@@ -26,6 +28,8 @@ def watch_sources(locks: Path, roots: Sequence[Path]) -> None:
     for link, target in zip(DIRECTORY_LINKS, directories + [NOTHING_LOCAL] * len(DIRECTORY_LINKS), strict=False):
         watch(locks / link, target)
     kept = {f"{k}": path for k, path in enumerate(files or [NOTHING_LOCAL])}
+    if template is not None:
+        kept["template"] = template
     for name, path in kept.items():
         watch(locks / FILE_LINKS / name, path)
     for old in (locks / FILE_LINKS).iterdir():

@@ -1,13 +1,14 @@
 """What has to be known before the first block is tokenized: each source's shape, the template, the engine, the key."""
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
-from stages.files import find_source
 from stages.params import Data
+from stages.pin.locate import template_file
 from stages.read.block import RawRow
 from stages.read.blocks import file_names, read_blocks
 from stages.read.decode import decode
@@ -18,7 +19,6 @@ from stages.tokenize.rows import Conversation, RowFault, check_columns, detect_f
 from stages.tokenize.settings import Settings, SourceShape
 
 AUTO = "auto"
-NAMED_TEMPLATES = ("tokenizer", "chatml")
 # Of each source, to compare the engines on; their probe corpus holds the hard cases.
 SAMPLED_ROWS_PER_SOURCE = 256
 SAMPLED_CHARACTERS_PER_SOURCE = 1 << 20
@@ -76,7 +76,7 @@ def plan_job(
     settings = Settings(
         tokenizer_directory=directory,
         sources=tuple(one.shape for one in resolved),
-        chat_template=_template_text(data.chat_template),
+        chat_template=_template_text(data.chat_template, data_lock),
         train_on=data.train_on,
         max_length=data.max_length,
         over_length=data.over_length,
@@ -99,18 +99,22 @@ def plan_job(
     )
 
 
-def _template_text(chat_template: str) -> str:
-    """The name of a known template, or the text of the user's file."""
-    if chat_template in NAMED_TEMPLATES:
+def _template_text(chat_template: str, data_lock: Mapping[str, Any]) -> str:
+    """The name of a known template, or the text of the user's file as it was pinned."""
+    path = template_file(chat_template)
+    if path is None:
         return chat_template
-    path = find_source(chat_template)
     try:
-        return path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"data.chat_template: must be {' or '.join(NAMED_TEMPLATES)}, or the path of a template that can be read "
-            f"({getattr(error, 'strerror', None) or error}); got {chat_template!r}"
+            f"data.chat_template: {path} cannot be read ({getattr(error, 'strerror', None) or error}); save it as "
+            "UTF-8 where you may read it"
         ) from None
+    if hashlib.sha256(content).hexdigest() != data_lock["chat_template_sha256"]:
+        raise UserError(f"data.chat_template: {path} changed since it was pinned; run `dvc repro` again")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,7 @@ def test_a_file_is_pinned_by_content_and_watched_by_a_relative_link(pin):
         "schema": 2,
         "bytes": len(content),
         "sources": [{"source": "data/mine.jsonl", "kind": "file", "files": files, **unset}],
+        "chat_template_sha256": None,
     }
     assert os.readlink(LINK) == "../data/mine.jsonl"
 

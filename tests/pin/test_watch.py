@@ -54,7 +54,7 @@ def test_dvc_notices_every_change_of_several_sources_and_nothing_else(status, tm
     file, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for path in (one / "deep/rows.jsonl", two / "rows.jsonl", file, other):
         path.write_text("1\n")
-    watch_sources(Path("locks"), [one, file, two, other])
+    watch_sources(Path("locks"), [one, file, two, other], None)
     status()
     assert status()
     for edited in (one / "deep/rows.jsonl", two / "rows.jsonl", file, other):
@@ -64,5 +64,5 @@ def test_dvc_notices_every_change_of_several_sources_and_nothing_else(status, tm
     assert not status()
     (one / "deep/rows.jsonl").unlink()
     assert not status()
-    watch_sources(Path("locks"), [one, file, two, other])
+    watch_sources(Path("locks"), [one, file, two, other], None)
     assert status()

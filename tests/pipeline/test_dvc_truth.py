@@ -133,6 +133,18 @@ def test_an_edited_source_reruns_what_follows(clone: Clone):
     assert stages_run(clone.dvc("repro", "bucket")) == ["pin_data", "tokenize", "bucket"]
 
 
+def test_an_edited_template_reruns_tokenize(clone: Clone):
+    """DVC tracks the path that data.chat_template holds; only the pin knows what lies there."""
+    tiny = clone.root / "stages/pin/tiny/chat_template.jinja"
+    mine = clone.root / "mine.jinja"
+    mine.write_text(tiny.read_text())
+    clone.dvc("repro", "pin_data")
+    clone.set_params({"data.chat_template": "mine.jinja"})
+    assert "tokenize" in stages_run(clone.dvc("repro", "tokenize"))
+    mine.write_text(mine.read_text() + "{# edited #}")
+    assert stages_run(clone.dvc("repro", "tokenize")) == ["pin_data", "tokenize"]
+
+
 def test_a_relative_source_outside_works_in_a_temporary_run(clone: Clone):
     """In --temp runs the working directory is a copy elsewhere: ../ must still mean beside the user's checkout."""
     outside = clone.root.parent / "outside.jsonl"

@@ -273,6 +273,22 @@ def test_a_template_that_trains_no_end_of_turn_is_refused(run, tiny_dir, tmp_pat
     assert line.startswith("model.name: the chat template in own/chat_template.jinja trains no end-of-turn token")
 
 
+def test_a_template_file_is_pinned_with_the_rows(run, tmp_path):
+    """A template that changed after the pin would give tokens that no lock names."""
+    source = write_rows(Path("rows.jsonl"), ROWS)
+    template = Path("mine.jinja")
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{% endfor %}"
+    )
+    assert run(source, data__chat_template="mine.jinja").exit_code == 0
+    assert os.readlink("locks/watched-files/template") == str(template.resolve())
+    template.write_text("{# other #}" + template.read_text())
+    line = told(invoke(tokenize))
+    assert line == "data.chat_template: mine.jinja changed since it was pinned; run `dvc repro` again"
+    assert "no such file: 'none.jinja'" in told(run(source, data__chat_template="none.jinja"))
+
+
 def test_a_missing_lock_is_told(run, tmp_path):
     lay_out(tmp_path)
     assert told(invoke(tokenize)) == "locks/data.json: file is missing; run `dvc repro`"

@@ -1,0 +1,154 @@
+"""params.yaml as it is read: held to the schema and to the rules that span sections, its faults told in one line."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
+
+from stages.errors import UserError
+from stages.params import ALL_LINEAR, HUB_PREFIX, Data, Params, Source, named_sources, round_up
+
+PARAMS_FILE = Path("params.yaml")
+
+
+def parse_params(values: Any) -> Params:
+    """Check a mapping against the schema and the rules that span sections.
+
+    Raises:
+        UserError: naming the dotted key, the rule, the value and the remedy.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"params.yaml: must be a mapping of sections, got {type(values).__name__}")
+    try:
+        params = Params.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_first_fault(error)) from None
+    _check_across_sections(params)
+    return params
+
+
+def _first_fault(error: ValidationError) -> str:
+    """One line for the fault to mend first: a misspelt key before the one that is missing because of it."""
+    faults = error.errors()
+    fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+    keys = _schema_keys(fault["loc"])
+    dotted = ".".join(keys)
+    if fault["type"] == "extra_forbidden":
+        parent = _section_at(keys[:-1])
+        near = difflib.get_close_matches(keys[-1], parent.model_fields, n=1)
+        known = f"known: {', '.join(parent.model_fields)}"
+        remedy = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else known
+        return f"{dotted}: unknown parameter; {remedy}"
+    if fault["type"] == "missing":
+        return f"{dotted}: parameter is missing from params.yaml; add it (every value stands there, see README)"
+    if fault["type"] in ("model_type", "model_attributes_type"):
+        return f"{dotted}: must be a section with its own keys; got {_shown(fault['input'])}"
+    rule = fault["msg"][0].lower() + fault["msg"][1:]
+    return f"{dotted}: {rule}; got {_shown(fault['input'])}"
+
+
+def _shown(value: Any) -> str:
+    """A value as it would stand in YAML or JSON, cut short."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _schema_keys(location: tuple[int | str, ...]) -> list[str]:
+    """The dotted keys of a fault: pydantic adds the branch of a union (`int`, `list`) after the key that holds it."""
+    keys: list[str] = []
+    section: type[BaseModel] | None = Params
+    for place, part in enumerate(location):
+        if section is Source and location[place - 1] == "source" and not isinstance(part, int):
+            continue  # the form of data.source
+        if section is None and not isinstance(part, int):
+            break
+        keys.append(str(part))
+        if isinstance(part, str):
+            section = _section_below(section, part) if section is not None and part in section.model_fields else None
+    return keys
+
+
+def _section_below(section: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The section that a key holds, itself or in a list; None for a plain value."""
+    if section is Data and key == "source":
+        return Source
+    annotation = section.model_fields[key].annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _section_at(keys: list[str]) -> type[BaseModel]:
+    """The schema class found by walking dotted keys from the top."""
+    section: type[BaseModel] = Params
+    for key in keys:
+        if not key.isdigit():
+            section = cast(type[BaseModel], _section_below(section, key))
+    return section
+
+
+def _check_across_sections(params: Params) -> None:
+    """Rules that need two values; each names both and the remedy."""
+    longest = round_up(params.data.max_length, params.bucket.pad_multiple)
+    if params.bucket.max_tokens < longest:
+        raise UserError(
+            f"bucket.max_tokens: a row of data.max_length={params.data.max_length} (padded {longest}) must fit "
+            f"in a micro-batch; got {params.bucket.max_tokens}; raise bucket.max_tokens or lower data.max_length"
+        )
+    if params.bucket.constant_shape and params.bucket.mode != "packed":
+        raise UserError(
+            f"bucket.constant_shape: has an effect only with bucket.mode=packed; got true with "
+            f"bucket.mode={params.bucket.mode}; set it to false"
+        )
+    if params.evaluate.max_tokens < longest:
+        raise UserError(
+            f"evaluate.max_tokens: must hold one row of data.max_length={params.data.max_length} (padded {longest}); "
+            f"got {params.evaluate.max_tokens}; raise it or lower data.max_length"
+        )
+    _check_sources(params.data)
+    targets = params.train.lora.targets
+    if ALL_LINEAR in targets and len(targets) > 1:
+        raise UserError(f"train.lora.targets: {ALL_LINEAR} stands alone; got {targets}; drop it or the other names")
+
+
+def _check_sources(data: Data) -> None:
+    """What only a hub has is refused where no hub could take it; pin_data refuses a split of what has none."""
+    named = named_sources(data.source)
+    given = [
+        (f"{place.rpartition('.')[0]}.{key}", getattr(one, key), [one])
+        for place, one in named
+        for key in ("revision", "config")
+    ]
+    everywhere = [one for _, one in named]
+    given += [("data.revision", data.revision, everywhere), ("data.config", data.config, everywhere)]
+    for dotted, value, sources in given:
+        if value is not None and not any(one.source.startswith(HUB_PREFIX) for one in sources):
+            raise UserError(
+                f"{dotted}: only a hub source ({HUB_PREFIX}org/name) has one; got {value!r} with "
+                f"{', '.join(repr(one.source) for one in sources[:3])}; leave it blank"
+            )
+
+
+def load_params(path: Path = PARAMS_FILE) -> Params:
+    """Read and check the whole of params.yaml.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or breaks the schema.
+    """
+    # ruamel reads YAML 1.2 as DVC does: 1e-05 is a float, `no` is a string.
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        values = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: file is missing; run from the repository's root") from None
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise UserError(
+            f"{path}:{mark.line + 1 if mark else 1}: not YAML; {getattr(error, 'problem', error)}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not a readable YAML file ({type(error).__name__}: {error}); mend it") from None
+    return parse_params(values)
