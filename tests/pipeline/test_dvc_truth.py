@@ -139,10 +139,11 @@ def test_an_edited_template_reruns_tokenize(clone: Clone):
     mine = clone.root / "mine.jinja"
     mine.write_text(tiny.read_text())
     clone.dvc("repro", "pin_data")
-    clone.set_params({"data.chat_template": "mine.jinja"})
+    clone.set_params(data__chat_template="mine.jinja")
     assert "tokenize" in stages_run(clone.dvc("repro", "tokenize"))
     mine.write_text(mine.read_text() + "{# edited #}")
     assert stages_run(clone.dvc("repro", "tokenize")) == ["pin_data", "tokenize"]
+    clone.run("git", "clean", "-fdq", "mine.jinja", "locks")
 
 
 def test_a_relative_source_outside_works_in_a_temporary_run(clone: Clone):
