@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -182,10 +182,15 @@ def _refuse_experts(config: PretrainedConfig) -> None:
     Raises:
         UserError: the model has experts.
     """
-    text = config.get_text_config()
-    experts = next((getattr(text, key) for key in EXPERT_KEYS if isinstance(getattr(text, key, None), int)), 0)
+    experts = _experts(config.get_text_config().to_dict())
     if experts > 1:
         raise UserError(
             f"model.name: {config.model_type} routes tokens to {experts} experts, so its memory depends on the "
             "data and cannot be predicted yet; choose a dense model"
         )
+
+
+def _experts(values: Mapping[str, Any]) -> int:
+    """The most experts that a configuration, or a part of it, names."""
+    own = [values[key] for key in EXPERT_KEYS if isinstance(values.get(key), int)]
+    return max([*own, *(_experts(part) for part in values.values() if isinstance(part, dict))], default=0)

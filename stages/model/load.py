@@ -22,6 +22,9 @@ from stages.model.spec import ModelSpec, WeightsSpec
 # Each scales or bends the logits after the head; the step below the head would miss it.
 UNSUPPORTED_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap")
 
+# A config.json must say these: for what it leaves out transformers takes the sizes of the family's first model.
+NEEDED_FIELDS = ("hidden_size", "num_hidden_layers", "vocab_size")
+
 # Layers whose attention to a joined row, given its bounds, is that to the row alone.
 JOINABLE_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -47,12 +50,26 @@ def read_config(directory: Path) -> PretrainedConfig:
         raise UserError(f"model.name: must be a causal language model; got model_type {config.model_type!r}")
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"model.name: must be a decoder alone; got {config.model_type}, an encoder with a decoder")
+    if missing := _missing_fields(config, directory):
+        raise UserError(
+            f"model.name: {directory}/config.json must say {', '.join(NEEDED_FIELDS)}; missing {', '.join(missing)}; "
+            "give the config.json that belongs to the model"
+        )
     for key in UNSUPPORTED_HEADS:
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise UserError(f"model.name: {config.model_type} scales its logits ({key}), which is not supported yet")
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise UserError(f"model.name: {config.model_type} caps attention scores, which sdpa cannot; not supported yet")
     return config
+
+
+def _missing_fields(config: PretrainedConfig, directory: Path) -> list[str]:
+    """Needed fields that config.json says under none of their names; a part of a larger model may leave them out."""
+    if config.get_text_config() is not config:
+        return []
+    said, _ = PretrainedConfig.get_config_dict(str(directory), local_files_only=True)
+    aliases = config.attribute_map
+    return [name for name in NEEDED_FIELDS if name not in said and aliases.get(name) not in said]
 
 
 def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:

@@ -4,14 +4,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import torch
 
 from stages.bucket.plan import MicroBatch, Plan
 from stages.estimate.devices import Device, resolve_gpu
 from stages.estimate.kernels import Target, target_of
 from stages.estimate.predict import Setting
-from stages.model.attention import JoinedRows
-from stages.step.batches import IGNORED, Batch, BatchShape, join_rows
+from stages.step.batches import BatchShape
 from tests.small_model import spec_of
 
 RAM = Device(name="cpu", kind="cpu", memory_bytes=2**34, compute_capability=(0, 0))
@@ -39,18 +37,6 @@ def shape(rows: int, length: int, supervised: int) -> BatchShape:
 
 def joined(lengths: tuple[int, ...], supervised: int) -> BatchShape:
     return BatchShape(rows=1, length=sum(lengths), supervised=supervised, joined_lengths=lengths)
-
-
-def real_batch(wanted: BatchShape, vocabulary: int) -> Batch:
-    """A batch of this shape with random tokens, the first `supervised` positions trained."""
-    input_ids_BT = torch.randint(vocabulary, (wanted.rows, wanted.length))
-    index = torch.arange(wanted.supervised)
-    targets_BT = torch.full_like(input_ids_BT, IGNORED)
-    targets_BT.view(-1)[index] = input_ids_BT.view(-1)[index]
-    rows = None if wanted.joined_lengths is None else join_rows(wanted.joined_lengths, wanted.length)
-    if rows is not None:  # numpy's memory, which the profiler does not count; a GPU's batch is copied.
-        rows = JoinedRows(lengths=rows.lengths, offsets=rows.offsets.clone(), positions_BT=rows.positions_BT.clone())
-    return Batch(input_ids_BT=input_ids_BT, targets_BT=targets_BT, supervised_index_N=index, joined_rows=rows)
 
 
 def plan_of(steps: Iterable[Iterable[tuple[int, int, int]]]) -> Plan:

@@ -7,17 +7,13 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from benchmarks.estimate_cpu import LAYOUTS, count
 from stages.estimate.predict import Setting, predict
 from stages.estimate.shapes import TracedSteps
-from stages.model.load import load_model, read_config
-from stages.step.optim import OptimSpec, build_optimizer
-from stages.step.step import StepSpec, training_step
-from stages.train.measure import Measured, make_meter
-from tests.estimate.common import CPU_TARGET, joined, real_batch, setting_of, shape
+from stages.model.load import read_config
+from stages.train.measure import make_meter
+from tests.estimate.common import CPU_TARGET, setting_of
 from tests.small_model import CPU, VOCABULARY
-
-# The second micro-batch meets the gradients of the first; the second step begins with another shape.
-STEPS: TracedSteps = ((shape(4, 96, 200), shape(2, 128, 100)), (shape(6, 64, 300),))
 
 # What remains: the code book bitsandbytes makes once per process (1,276 bytes), and three scalars.
 TOLERATED_SHARE, TOLERATED_BYTES = 1e-3, 1536
@@ -38,40 +34,12 @@ SLOW = [
 ]
 
 
-# The same tokens joined, with rows of every size; the last of each is padding.
-JOINED: TracedSteps = (
-    (joined((128, 100, 60, 50, 30, 16), 200), joined((128, 96, 20, 8, 4), 100)),
-    (joined((64, 64, 64, 50, 50, 40, 30, 20, 2), 300),),
-)
-
-
-def measure(directory: Path, setting: Setting, steps: TracedSteps = STEPS) -> Measured:
-    """Load and train for real under the CPU meter, as train does."""
-    optim = OptimSpec(name=setting.optimizer, lr=1e-3, weight_decay=0.01, schedule="constant", warmup_fraction=0.0)
-    spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=False)
-    gc.collect()  # What earlier tests left must not be freed inside the window.
-    meter = make_meter(CPU)
-    with meter.window("run"):
-        with meter.phase("load"):
-            model = load_model(directory, setting.model, CPU)
-            optimizer = build_optimizer(model, optim)
-        for shapes in steps:
-            training_step(
-                model,
-                optimizer,
-                (real_batch(wanted, VOCABULARY) for wanted in shapes),
-                supervised_tokens=300,
-                model_spec=setting.model,
-                spec=spec,
-                phase=meter.phase,
-                guard=lambda losses, norm: None,
-            )
-    return meter.result()
+STEPS, JOINED = LAYOUTS["padded"], LAYOUTS["joined"]
 
 
 def check(directory: Path, setting: Setting, steps: TracedSteps = STEPS) -> None:
     predicted = predict(read_config(directory), setting, steps, CPU_TARGET)
-    measured = measure(directory, setting, steps)
+    measured = count(directory, setting, steps)
     assert measured.peak_bytes is not None
     expected = {**measured.peak_bytes_by_phase, "whole run": measured.peak_bytes}
     found = {phase: peak.bytes for phase, peak in predicted.by_phase.items()} | {"whole run": predicted.peak.bytes}
@@ -126,7 +94,7 @@ def test_prediction_holds_in_bf16(small_llama, method):
     """Autocast copies missed. oneDNN's scratch inside bf16 products (some 60 KB on CPUs that have them) is unseen."""
     setting = setting_of(method=method, precision="bf16")
     predicted = predict(read_config(small_llama), setting, STEPS, CPU_TARGET)
-    measured = measure(small_llama, setting)
+    measured = count(small_llama, setting, STEPS)
     assert measured.peak_bytes is not None
     assert predicted.peak.bytes <= measured.peak_bytes * 1.001
     assert measured.peak_bytes - predicted.peak.bytes < 128 * 1024

@@ -1,0 +1,112 @@
+"""Any causal language model of transformers: predicted as it is counted, or refused in one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    AutoConfig,
+    DbrxConfig,
+    DeepseekV3Config,
+    Gemma2Config,
+    GptOssConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from benchmarks.estimate_cpu import FAMILIES, SMALL, Case, cases, compare, save_small, worst_share
+from stages.errors import UserError
+from stages.estimate.predict import predict
+from stages.files import write_json
+from stages.model.load import read_config
+from tests.estimate.common import CPU_TARGET, setting_of, shape
+
+TOLERATED_SHARE = 1e-3
+STEPS = ((shape(2, 32, 40),),)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes the small models, each once."""
+    root = tmp_path_factory.mktemp("families")
+
+    def directory_of(family: str) -> Path:
+        directory = root / family
+        return directory if directory.exists() else save_small(family, directory)
+
+    return directory_of
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_predicted_as_it_is_counted(family, saved):
+    """A family whose attention, norms, biases or embeddings are traced unlike they run."""
+    pairs = compare(Case(family=family, method="qlora"), saved(family))
+    assert worst_share(pairs) < TOLERATED_SHARE, pairs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_every_configuration_is_predicted_as_it_is_counted(case, saved):
+    """Method × precision × optimizer × checkpointing × loss × layout, and all families, under another counter."""
+    pairs = compare(case, saved(case.family))
+    assert worst_share(pairs) < TOLERATED_SHARE, pairs
+
+
+def test_there_are_enough_configurations():
+    """A matrix that shrank in silence."""
+    assert len({str(case) for case in cases()}) >= 24
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MixtralConfig(),
+        Qwen2MoeConfig(),
+        Qwen3MoeConfig(),
+        DeepseekV3Config(),
+        GptOssConfig(),
+        DbrxConfig(),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_experts_are_refused(config):
+    """A figure for a model whose memory depends on where its router sends the tokens."""
+    with pytest.raises(UserError, match="model.name: .* routes tokens to [0-9]+ experts") as caught:
+        predict(config, setting_of(), STEPS, CPU_TARGET)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Gemma2Config(**SMALL, head_dim=16), "gemma2 caps attention scores"),
+        (AutoConfig.for_model("t5"), "must be a causal language model; got model_type 't5'"),
+    ],
+    ids=["scores capped", "no causal model"],
+)
+def test_what_the_step_does_not_support_is_refused(config: PretrainedConfig, said, tmp_path):
+    """A wrong figure for a model that would never be trained."""
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=said) as caught:
+        predict(read_config(tmp_path), setting_of(), STEPS, CPU_TARGET)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"model_type": "thing", "auto_map": {"AutoConfig": "configuration_thing.ThingConfig"}}, "cannot be read"),
+        ({}, "cannot be read"),
+        ({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}, "must say .*; missing vocab_size;"),
+        ({"model_type": "gpt2"}, "missing hidden_size, num_hidden_layers, vocab_size"),
+    ],
+    ids=["code of its own", "empty", "no vocabulary", "only its type"],
+)
+def test_a_config_that_says_too_little_is_refused(content, said, tmp_path):
+    """Code of a stranger run, or the sizes of a family's first model taken for what the file does not say."""
+    write_json(tmp_path / "config.json", content)
+    with pytest.raises(UserError, match=said) as caught:
+        read_config(tmp_path)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("model.name: ")
