@@ -90,10 +90,8 @@ def _cheapest_starts(
     return start_SP
 
 
-def even_cuts(
-    padded: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, ranks: int, done: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cut every step into micro-batches of nearly equal size, a multiple of `ranks` of them.
+def even_cuts(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, ranks: int, done: int) -> np.ndarray:
+    """Cut every step into micro-batches of nearly equal size, a multiple of `ranks` of them or one for every row.
 
     GPUs wait for each other, so what counts is the largest of the `ranks` micro-batches that run at the same time. For
     a number of micro-batches, the least size is searched at which filling one after the other to that size takes in
@@ -107,18 +105,18 @@ def even_cuts(
         done: micro-batches of each step that exist already and count towards the multiple.
 
     Returns:
-        Whether a micro-batch begins at each row; and by step, whether no number of micro-batches would do.
+        Whether a micro-batch begins at each row.
     """
     rows_S = np.diff(bounds)
     tokens_S = np.add.reduceat(padded, bounds[:-1])
-    most_S = (rows_S + done) // ranks
+    most_S = -(-(rows_S + done) // ranks)
     turns_S = np.maximum(-(-(tokens_S + done * cap_tokens) // (cap_tokens * ranks)), 1)
     best_cost_S = np.full(len(rows_S), NEVER)
-    best_number_S = np.ones(len(rows_S), np.int64)
+    best_number_S = np.zeros(len(rows_S), np.int64)
     best_size_S = np.full(len(rows_S), cap_tokens)
-    trying = np.flatnonzero(turns_S <= most_S)
+    trying = np.arange(len(rows_S))
     while len(trying):
-        numbers = turns_S[trying] * ranks - done
+        numbers = np.minimum(turns_S[trying] * ranks - done, rows_S[trying])
         sizes = _least_sizes(padded, bounds[trying], rows_S[trying], numbers, tokens_S[trying], cap_tokens)
         costs = _turn_costs(padded, bounds[trying], rows_S[trying], numbers, sizes, cap_tokens, ranks)
         better = costs < best_cost_S[trying]
@@ -131,7 +129,7 @@ def even_cuts(
     starts_SM = _fill(padded, bounds[:-1], rows_S, best_number_S, best_size_S)
     begins = np.zeros(len(padded) + 1, bool)  # An absent micro-batch begins behind its step.
     begins[bounds[:-1, None] + starts_SM[:, :-1]] = True
-    return begins[:-1], best_cost_S == NEVER
+    return begins[:-1]
 
 
 def _fill(

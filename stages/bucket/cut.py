@@ -9,7 +9,7 @@ import numpy as np
 from stages.bucket.bucketed import cheapest_cuts, even_cuts
 from stages.bucket.index import Index
 from stages.bucket.packed import fill_first, pack_steps
-from stages.bucket.plan import Plan
+from stages.bucket.plan import Plan, sums_between
 from stages.bucket.steps import Steps
 from stages.errors import UserError
 from stages.params import round_up
@@ -56,7 +56,7 @@ def cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterato
     next to the others of its size on the other GPUs.
 
     Raises:
-        UserError: the longest row does not fit in `max_tokens`, or a step has too few rows for the GPUs.
+        UserError: the longest row does not fit in `max_tokens`.
     """
     _check_fits(index.lengths, cutting)
     return _cut_steps(steps, index, cutting)
@@ -83,7 +83,7 @@ def _cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterat
             if number == 0:
                 groups = _first_groups(lengths, cutting)
             else:
-                groups = _groups(lengths, block.bounds, cutting, first_step=number)
+                groups = _groups(lengths, block.bounds, cutting)
             plan = _deal(rows, lengths, groups, block, index, cutting, first_step=number)
             if number == 0 and cutting.mode != "fixed":
                 cutting = replace(cutting, max_tokens=int(plan.padded_tokens[0]))
@@ -134,10 +134,8 @@ def _first_groups(lengths: np.ndarray, cutting: Cutting) -> np.ndarray:
     """Micro-batch of each row of the run's first step; the first one is as full as can be."""
     bounds = np.array([0, len(lengths)])
     if cutting.mode == "fixed":
-        return _groups(lengths, bounds, cutting, first_step=0)
-    if len(lengths) < cutting.ranks:
-        raise _too_few_rows(0, len(lengths), cutting)
-    most_rows = len(lengths) - (cutting.ranks - 1)
+        return _groups(lengths, bounds, cutting)
+    most_rows = max(1, len(lengths) - (cutting.ranks - 1))
     if cutting.mode == "packed":
         taken = fill_first(lengths, cutting.capacity, most_rows)
         largest = round_up(int(lengths[taken].sum()), cutting.pad_multiple)
@@ -149,52 +147,36 @@ def _first_groups(lengths: np.ndarray, cutting: Cutting) -> np.ndarray:
     left = lengths[~taken]
     if len(left):
         capped = replace(cutting, max_tokens=cutting.max_tokens if cutting.constant_shape else largest)
-        groups[~taken] = 1 + _groups(left, np.array([0, len(left)]), capped, first_step=0, done=1)
+        groups[~taken] = 1 + _groups(left, np.array([0, len(left)]), capped, done=1)
     return groups
 
 
-def _groups(lengths: np.ndarray, bounds: np.ndarray, cutting: Cutting, *, first_step: int, done: int = 0) -> np.ndarray:
+def _groups(lengths: np.ndarray, bounds: np.ndarray, cutting: Cutting, *, done: int = 0) -> np.ndarray:
     """Number of each row's micro-batch within its step.
 
-    Raises:
-        UserError: a step has too few rows to give each GPU the same number of micro-batches.
+    A multiple of `ranks` of them with the `done` that exist already, but never more than there are rows.
     """
     if cutting.mode == "packed":
-        groups, failed = pack_steps(lengths, bounds, cutting.capacity, ranks=cutting.ranks, done=done)
-    elif cutting.mode == "fixed":
-        groups, failed = _fixed_groups(bounds, cutting)
+        return pack_steps(lengths, bounds, cutting.capacity, ranks=cutting.ranks, done=done)
+    if cutting.mode == "fixed":
+        return _fixed_groups(bounds, cutting)
+    padded = -(-lengths // cutting.pad_multiple) * cutting.pad_multiple
+    if cutting.ranks == 1:
+        begins = cheapest_cuts(padded, bounds, cutting.max_tokens)
     else:
-        padded = -(-lengths // cutting.pad_multiple) * cutting.pad_multiple
-        if cutting.ranks == 1:
-            begins, failed = cheapest_cuts(padded, bounds, cutting.max_tokens), np.zeros(len(bounds) - 1, bool)
-        else:
-            begins, failed = even_cuts(padded, bounds, cutting.max_tokens, ranks=cutting.ranks, done=done)
-        number = np.cumsum(begins)
-        groups = number - np.repeat(number[bounds[:-1]], np.diff(bounds))
-    if failed.any():
-        step = int(failed.argmax())
-        raise _too_few_rows(first_step + step, int(bounds[step + 1] - bounds[step]) + done, cutting)
-    return groups
+        begins = even_cuts(padded, bounds, cutting.max_tokens, ranks=cutting.ranks, done=done)
+    number = np.cumsum(begins)
+    return number - np.repeat(number[bounds[:-1]], np.diff(bounds))
 
 
-def _fixed_groups(bounds: np.ndarray, cutting: Cutting) -> tuple[np.ndarray, np.ndarray]:
+def _fixed_groups(bounds: np.ndarray, cutting: Cutting) -> np.ndarray:
     """`fixed_rows` rows after the other; at the end of a step fewer, so that a row is left for every micro-batch."""
     rows = np.diff(bounds)
-    numbers = -(-rows // (cutting.fixed_rows * cutting.ranks)) * cutting.ranks
+    numbers = np.minimum(-(-rows // (cutting.fixed_rows * cutting.ranks)) * cutting.ranks, rows)
     step = np.repeat(np.arange(len(rows)), rows)
     place = np.arange(bounds[-1]) - bounds[step]
     from_end = numbers[step] - (rows[step] - place)
-    return np.maximum(place // cutting.fixed_rows, from_end), numbers > rows
-
-
-def _too_few_rows(step: int, rows: int, cutting: Cutting) -> UserError:
-    """The one line for a step that cannot be shared."""
-    size = f"bucket.fixed_rows={cutting.fixed_rows}" if cutting.mode == "fixed" else "bucket.max_tokens"
-    return UserError(
-        f"train.tokens_per_step: a step must give each of hardware.num_gpus={cutting.ranks} GPUs the same number of "
-        f"micro-batches, each of a row or more; step {step} has {rows} row{'s' * (rows != 1)}, too few for {size}; "
-        f"change train.tokens_per_step or raise {size.partition('=')[0]}"
-    )
+    return np.maximum(place // cutting.fixed_rows, from_end)
 
 
 def _deal(
@@ -210,7 +192,8 @@ def _deal(
     """The block's part of the plan: micro-batches of every step, largest first, dealt to the ranks to and fro.
 
     To and fro (rank 0 gets the largest of one turn and the smallest of the next), so that over a step no rank has more
-    to do than another.
+    to do than another. Where a step has too few rows to give every rank one, its last turn ends in micro-batches
+    without rows: another choice would drop rows, or let the number of GPUs decide which rows a step has.
     """
     step_of_row = np.repeat(np.arange(len(block)), np.diff(block.bounds))
     key = step_of_row * (int(groups.max()) + 1) + groups
@@ -226,7 +209,11 @@ def _deal(
         tokens = np.maximum.reduceat(lengths[order], starts)
         multiple = cutting.pad_multiple
     length = -(-tokens // multiple) * multiple
+    idle = np.repeat(np.arange(len(block)), -np.bincount(step) % cutting.ranks)
+    step = np.append(step, idle)
+    starts, sizes, length = (np.append(column, np.zeros_like(idle)) for column in (starts, sizes, length))
     by_size = np.lexsort((-length, -length * (1 if cutting.flat else sizes), step))
+    step = step[by_size]
     place = np.arange(len(step)) - np.searchsorted(step, step)
     turn, rank = np.divmod(place, cutting.ranks)
     dealt = by_size[np.arange(len(step)) + np.where(turn % 2, cutting.ranks - 1 - 2 * rank, 0)]
@@ -239,7 +226,7 @@ def _deal(
         rows=rows,
         bounds=bounds,
         length=length[dealt].astype(np.int32),
-        supervised=np.add.reduceat(index.supervised[rows], bounds[:-1], dtype=np.int64).astype(np.int32),
+        supervised=sums_between(index.supervised[rows], bounds).astype(np.int32),
         ranks=cutting.ranks,
         flat=cutting.flat,
     )

@@ -12,10 +12,8 @@ CLOSED = 1 << 40
 """Load of a bin that takes no row: above any other, with room for a bin's number in the bits below."""
 
 
-def pack_steps(
-    lengths: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, ranks: int, done: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Put the rows of every step into bins: the least multiple of `ranks` that holds them.
+def pack_steps(lengths: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, ranks: int, done: int) -> np.ndarray:
+    """Put the rows of every step into bins: the least multiple of `ranks` that holds them, or one for every row.
 
     Longest first, rows go to the emptiest bins, which leaves bins that differ by few tokens, so that GPUs do not wait
     for each other. Where that overflows a bin, best fit is tried (the fullest bin with room, Johnson 1973); then one
@@ -29,18 +27,18 @@ def pack_steps(
         done: micro-batches of each step that exist already and count towards the multiple.
 
     Returns:
-        Bin of each row within its step; and by step, whether its rows are too few for the bins they need.
+        Bin of each row within its step.
     """
     rows_S = np.diff(bounds)
     tokens_S = np.add.reduceat(lengths, bounds[:-1])
     least_S = -(-tokens_S // cap_tokens) + done
-    bins_S = -(-least_S // ranks) * ranks - done
+    bins_S = np.minimum(-(-least_S // ranks) * ranks - done, rows_S)
     step = np.repeat(np.arange(len(rows_S)), rows_S)
     place = np.arange(len(lengths)) - bounds[step]
     lengths_SN = np.zeros((len(rows_S), int(rows_S.max())), np.int64)
     lengths_SN[step, place] = lengths
     bin_SN = np.zeros(lengths_SN.shape, np.int32)
-    pending = np.flatnonzero(bins_S <= rows_S)
+    pending = np.arange(len(rows_S))
     while len(pending):
         for fill in (_emptiest, _best_fit):
             filled_SN, fits = fill(lengths_SN[pending], rows_S[pending], bins_S[pending], cap_tokens)
@@ -48,9 +46,8 @@ def pack_steps(
             pending = pending[~fits]
             if not len(pending):
                 break
-        bins_S[pending] += ranks
-        pending = pending[bins_S[pending] <= rows_S[pending]]
-    return bin_SN[step, place], bins_S > rows_S
+        bins_S[pending] = np.minimum(bins_S[pending] + ranks, rows_S[pending])
+    return bin_SN[step, place]
 
 
 def _open_bins(bins_S: np.ndarray) -> np.ndarray:
@@ -85,7 +82,7 @@ def _best_fit(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each row to the bin that it leaves with the least room; and whether there was one for every row.
 
-    A bin without a row counts as not fitting: a GPU would have nothing to do.
+    A bin without a row counts as not fitting: a GPU would have nothing to do, and there are rows enough.
     """
     room_SB = np.where(_open_bins(bins_S) == 0, cap_tokens, -1)
     bin_SN = np.empty(lengths_SN.shape, np.int32)

@@ -35,7 +35,10 @@ class MicroBatch:
     step: int
     """Optimizer step of the whole run, from 0."""
     rows: np.ndarray
-    """Row numbers of the training shards, int32; bucketed and packed: longest row first."""
+    """Row numbers of the training shards, int32; bucketed and packed: longest row first.
+
+    None for a GPU that has nothing to do in this turn, as a step has fewer rows than places; then the figures are 0.
+    """
     length: int
     """Tokens to which every row is padded; flat: tokens of the one sequence that holds all rows and then padding."""
     supervised: int
@@ -127,6 +130,11 @@ class Plan:
         )
 
 
+def sums_between(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Sums of `values[bounds[k] : bounds[k + 1]]`, int64; 0 where that is empty, which np.add.reduceat gets wrong."""
+    return np.diff(np.append(0, np.cumsum(values, dtype=np.int64))[bounds])
+
+
 class StepViews(Sequence[list[MicroBatch]]):
     """The steps of a plan as a sequence: looking at one step costs the same wherever it stands."""
 
@@ -205,8 +213,13 @@ def _check(path: Path, plan: Plan) -> None:
     place = np.arange(len(plan)) - starts[np.cumsum(new_step) - 1] if len(starts) else np.zeros(len(plan), np.int64)
     uneven = np.append(new_step[1:], True) & ((place + 1) % plan.ranks != 0)
     wrong = (plan.step - before > 1) | (plan.step < before) | (plan.rank != place % plan.ranks) | uneven
-    wrong |= (plan.sizes < 1) | (plan.length < 1) | (plan.supervised < 1)
-    wrong |= np.minimum.reduceat(plan.rows, plan.bounds[:-1]) < 0 if (plan.sizes > 0).all() else False
+    figures = plan.sizes, plan.length, plan.supervised
+    # A rank may have nothing to do in a turn, but then another has.
+    working = plan.padded_tokens > 0
+    turn_works = np.logical_or.reduceat(working, np.arange(0, len(plan), plan.ranks))
+    wrong |= np.where(working, np.minimum.reduce(figures) < 1, np.any(figures, axis=0))
+    wrong |= ~turn_works[np.arange(len(plan)) // plan.ranks]
+    wrong |= sums_between(plan.rows < 0, plan.bounds) > 0
     if wrong.any():
         number = int(wrong.argmax())
         raise UserError(

@@ -4,19 +4,18 @@ from typing import Any
 
 import numpy as np
 
-from stages.bucket.plan import Plan
+from stages.bucket.plan import Plan, sums_between
 
 
 def summarise(plan: Plan, lengths: np.ndarray, *, mode: str) -> dict[str, Any]:
     """The metrics of a plan; rounded, so that they are the same bytes on any machine."""
     planned = lengths[plan.rows]
-    tokens = np.add.reduceat(planned, plan.bounds[:-1], dtype=np.int64)
-    tokens_per_step = np.add.reduceat(tokens, plan.step_bounds[:-1])
+    tokens_per_step = sums_between(planned, plan.bounds[plan.step_bounds])
     return {
         "mode": mode,
         "optimizer_steps": len(plan.steps),
-        "micro_batches": len(plan),
-        "padding_percent": round(100 * (1 - int(tokens.sum()) / int(plan.padded_tokens.sum())), 3),
+        "micro_batches": int((plan.sizes > 0).sum()),
+        "padding_percent": round(100 * (1 - int(tokens_per_step.sum()) / int(plan.padded_tokens.sum())), 3),
         "straggler_percent": straggler_percent(plan.padded_tokens, plan.ranks),
         "max_batch_tokens": int(plan.padded_tokens.max()),
         "max_batch_rows": int(plan.sizes.max()),

@@ -24,9 +24,9 @@ def load(
 ) -> Generator[Batch]:
     """The batches of one rank from a step on, in the plan's order.
 
-    A position in the run is a step's number: nothing before it is read. Order and bytes do not depend on `threads`;
-    with 0 each batch is made when it is asked for. A batch that cannot be made raises where it would have come. Close
-    the iterator to end its threads early.
+    A position in the run is a step's number: nothing before it is read. A micro-batch without rows gives no batch.
+    Order and bytes do not depend on `threads`; with 0 each batch is made when it is asked for. A batch that cannot be
+    made raises where it would have come. Close the iterator to end its threads early.
 
     Args:
         tokens: the training rows.
@@ -47,9 +47,9 @@ def load(
 
 
 def _planned(plan: Plan, start_step: int, rank: int) -> Iterator[MicroBatch]:
-    """The micro-batches of a rank from a step on."""
+    """The micro-batches of a rank from a step on, without those that hold no row."""
     for step in range(start_step, len(plan.steps)):
-        yield from (micro_batch for micro_batch in plan.steps[step] if micro_batch.rank == rank)
+        yield from (one for one in plan.steps[step] if one.rank == rank and len(one.rows))
 
 
 def _read_ahead(

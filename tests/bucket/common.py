@@ -63,9 +63,9 @@ ONE_RANK = st.just(1)
 
 @st.composite
 def runs(draw, ranks=ONE_RANK):
-    """An index, and the parameters of a run over it whose steps have rows enough for every rank."""
+    """An index, and the parameters of a run over it."""
     number = draw(ranks)
-    lengths = draw(st.lists(st.integers(2, 90), min_size=1 if number == 1 else 40, max_size=60))
+    lengths = draw(st.lists(st.integers(2, 90), min_size=1, max_size=60))
     supervised = [draw(st.integers(1, length - 1)) for length in lengths]
     pad_multiple = draw(st.integers(1, 16))
     longest = -(-max(lengths) // pad_multiple) * pad_multiple
@@ -74,15 +74,15 @@ def runs(draw, ranks=ONE_RANK):
         "index": index_of(lengths, supervised),
         "cutting": cutting_of(
             mode=mode,
-            max_tokens=(1 if number == 1 else 3) * longest + draw(st.integers(0, 400)),
+            max_tokens=longest + draw(st.integers(0, 400)),
             pad_multiple=pad_multiple,
             constant_shape=mode == "packed" and draw(st.booleans()),
-            fixed_rows=draw(st.integers(1 if number == 1 else 2, 9)),
+            fixed_rows=draw(st.integers(1, 9)),
             ranks=number,
         ),
         "seed": draw(st.integers(0, 2**32 - 1)),
         "epochs": draw(st.integers(1, 3)),
-        "tokens_per_step": draw(st.integers(1, 600)) if number == 1 else 10**6,
+        "tokens_per_step": draw(st.integers(1, 600)),
     }
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from stages.bucket import cut
 from stages.bucket.bucketed import OVERHEAD_TOKENS, cheapest_cuts
 from stages.bucket.cut import cut_steps
+from stages.bucket.plan import read_plan, write_plan
 from stages.bucket.steps import run_steps
 from stages.bucket.summary import summarise
-from stages.errors import UserError
 from tests.bucket.common import (
     all_batches,
     cutting_of,
@@ -46,15 +46,17 @@ def test_a_micro_batch_stays_within_the_budget_and_holds_its_rows_whole(run):
     cutting = run["cutting"]
     for batch in all_batches(plan_of(**run)):
         lengths = run["index"].lengths[batch.rows]
-        needed = int(lengths.sum() if cutting.flat else lengths.max())
+        needed = int(lengths.sum() if cutting.flat else lengths.max(initial=0))
         assert batch.flat == cutting.flat
         assert batch.supervised == run["index"].supervised[batch.rows].sum()
-        if cutting.constant_shape:
+        if not len(batch.rows):
+            assert cutting.ranks > 1 and batch.padded_tokens == batch.length == 0
+        elif cutting.constant_shape:
             assert needed <= batch.length == batch.padded_tokens == cutting.max_tokens
         else:
             assert batch.length == -(-needed // cutting.pad_multiple) * cutting.pad_multiple
         if cutting.mode == "fixed":
-            assert 1 <= len(batch.rows) <= cutting.fixed_rows
+            assert len(batch.rows) <= cutting.fixed_rows
         else:
             assert batch.padded_tokens <= cutting.max_tokens
 
@@ -78,8 +80,11 @@ def test_no_later_micro_batch_is_larger_than_the_first_so_memory_cannot_run_out_
 def test_every_rank_gets_the_same_number_of_micro_batches(run):
     """One GPU with a micro-batch more would leave the others waiting in the gradient's sum for ever."""
     ranks = run["cutting"].ranks
-    for step in plan_of(**run).steps:
+    for number, step in enumerate(plan_of(**run).steps):
         assert [batch.rank for batch in step] == list(range(ranks)) * (len(step) // ranks)
+        sizes = [len(batch.rows) for batch in step][1 if number == 0 else 0 :]  # The run's first one must be full.
+        idle = sizes.count(0)
+        assert idle == 0 or (idle < ranks and max(sizes) <= 1), "idle GPUs though there are rows to give"
 
 
 @SETTINGS
@@ -89,9 +94,8 @@ def test_nothing_of_bucket_and_no_number_of_gpus_changes_which_rows_a_step_has(r
     cutting = replace(other["cutting"], max_tokens=other["cutting"].max_tokens + longest)
     rows = rows_by_step(plan_of(**run))
     assert rows_by_step(plan_of(**run | {"cutting": cutting})) == rows
-    if min(map(len, rows)) >= ranks:
-        shared = cutting_of(mode="packed", max_tokens=10**6, ranks=ranks)
-        assert rows_by_step(plan_of(**run | {"cutting": shared})) == rows
+    shared = cutting_of(mode="packed", max_tokens=10**6, ranks=ranks)
+    assert rows_by_step(plan_of(**run | {"cutting": shared})) == rows
 
 
 @SETTINGS
@@ -190,21 +194,26 @@ def test_rows_that_only_best_fit_gets_into_two_micro_batches_go_into_two():
 
 
 @pytest.mark.parametrize("mode", ["bucketed", "packed", "fixed"])
-def test_a_step_with_too_few_rows_for_the_gpus_is_told(mode):
-    index = index_of([10, 11, 12])
-    with pytest.raises(
-        UserError, match=r"train\.tokens_per_step: .*num_gpus=4 GPUs .*step 0 has 3 rows, too few"
-    ) as told:
-        plan_of(index, cutting_of(mode=mode, ranks=4), tokens_per_step=1000)
-    assert "\n" not in str(told.value)
-
-
-def test_rows_too_long_to_share_evenly_are_told():
-    """Nine rows that fill a micro-batch each cannot make two for each of eight GPUs."""
-    with pytest.raises(
-        UserError, match=r"step 0 has 9 rows, too few for bucket\.max_tokens; .* raise bucket\.max_tokens"
-    ):
-        plan_of(index_of([1000] * 9), cutting_of(ranks=8), tokens_per_step=10**6)
+@pytest.mark.parametrize(
+    ("lengths", "working"),
+    [([10, 11, 12], [1, 1, 1, 0, 0, 0, 0, 0]), ([1000] * 9, [1] * 8 + [0] * 7 + [1])],
+    ids=["three rows that are left over", "nine rows that fill a micro-batch each"],
+)
+def test_a_step_with_too_few_rows_leaves_gpus_idle_and_ends_no_run(mode, lengths, working, tmp_path):
+    """A run of days that dies for the last rows of its epoch, or rows that are never learnt."""
+    index, cutting = index_of(lengths), cutting_of(mode=mode, ranks=8, fixed_rows=1)
+    order = {"seed": 1, "epochs": 2, "tokens_per_step": 10**6}
+    write_plan(tmp_path / "plan.arrow", cut_steps(run_steps(index, **order), index, cutting))
+    plan = read_plan(tmp_path / "plan.arrow")
+    for step in plan.steps:
+        assert [int(len(batch.rows) > 0) for batch in step] == working
+        assert [batch.rank for batch in step] == list(range(8)) * (len(working) // 8)
+        assert all(batch.padded_tokens == batch.supervised == 0 for batch in step if not len(batch.rows))
+        assert sorted(np.concatenate([batch.rows for batch in step]).tolist()) == list(range(len(lengths)))
+    summary = summarise(plan, index.lengths, mode=mode)
+    assert summary["micro_batches"] == 2 * len(lengths)
+    assert summary["tokens_per_step_mean"] == sum(lengths)
+    assert summary["straggler_percent"] == pytest.approx(100 * (1 - len(lengths) / len(working)), abs=5)
 
 
 def test_fixed_takes_rows_as_they_come():

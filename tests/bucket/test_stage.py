@@ -135,9 +135,16 @@ def test_a_missing_index_ends_in_one_line_and_keeps_the_last_plan(workspace):
     assert Path("data/batches/plan.arrow").read_bytes() == before
 
 
-def test_a_step_that_cannot_be_shared_ends_in_one_line_and_writes_nothing(workspace):
+@pytest.mark.parametrize("mode", ["bucketed", "packed", "fixed"])
+def test_more_gpus_than_a_step_has_rows_change_no_step(workspace, mode):
+    assert run_stage().exit_code == 0
+    before = rows_by_step(read_plan(Path("data/batches/plan.arrow")))
+    change("mode: bucketed", f"mode: {mode}")
     change("num_gpus: 1", "num_gpus: 64")
-    assert_refused("train.tokens_per_step: a step must give each of hardware.num_gpus=64 GPUs")
+    assert run_stage().exit_code == 0
+    plan = read_plan(Path("data/batches/plan.arrow"))
+    assert rows_by_step(plan) == before
+    assert {len(step) for step in plan.steps} == {64}
 
 
 def assert_refused(told: str) -> None:

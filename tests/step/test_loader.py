@@ -121,3 +121,14 @@ def test_reading_ahead_is_bounded(tokens, monkeypatch):
     next(stream)
     stream.close()
     assert len(made) <= 2 * 2 + 1
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_gpu_without_rows_in_a_turn_gets_no_batch(tokens, threads):
+    """Reading no row would end a run of several GPUs at the short step of its epoch."""
+    numbers = np.array([3, 5], np.int32)
+    length, supervised = int(tokens.lengths[numbers].max()), int(tokens.supervised[numbers].sum())
+    work = MicroBatch(epoch=0, step=0, rows=numbers, length=length, supervised=supervised)
+    idle = MicroBatch(epoch=0, step=0, rank=1, rows=numbers[:0], length=0, supervised=0)
+    plan = Plan.of([work, idle], ranks=2)
+    assert [len(list(load(tokens, plan, rank=rank, pad_id=0, threads=threads))) for rank in (0, 1)] == [1, 0]
