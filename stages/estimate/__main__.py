@@ -10,6 +10,7 @@ from stages.bucket.plan import read_plan
 from stages.declared import read_params
 from stages.errors import StageCommand
 from stages.estimate.devices import GIB, GPUS, Device, check_precision, resolve_gpu
+from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, explain, trace_origins
 from stages.estimate.kernels import target_of
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.shapes import longest_row, traced_steps
@@ -78,9 +79,13 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
         headroom_percent=p.estimate.headroom_percent,
         enforce=p.estimate.enforce,
     )
+    explanation = explain(trace_origins(config, setting, prediction.steps_of_peak, target))
     with atomic_directory(out) as aside:
         write_json(aside / "verdict.json", verdict.as_json())
         write_json(aside / "breakdown.json", _breakdown(prediction))
+        states = list(closed_form(config, setting, target.granularity_bytes))
+        write_json(aside / "explanation.json", {**explanation.as_json(), "states": states})
+        write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
         rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in switches]
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)
     write_json(metrics, _metrics(prediction, device, reason, fits=verdict.fits))

@@ -114,6 +114,7 @@ def trace_steps(
     optimizer = build_optimizer(model, numbers)
     _hold_state(trace, model, optimizer, setting)
     trace.hold_bytes(target.constant_bytes, WORKSPACE)
+    trace.begin_run(model)
     spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=target.foreach)
     highest_bytes, position = 0, (0, 0)
 

@@ -32,6 +32,20 @@ LOGITS = "logits"
 INPUTS = "inputs"
 UPDATE = "update"
 WORKSPACE = "workspace"
+CATEGORIES = (
+    WEIGHTS,
+    QUANTISATION_STATE,
+    ADAPTERS,
+    OPTIMIZER,
+    GRADIENTS,
+    WORKSPACE,
+    INPUTS,
+    ACTIVATIONS,
+    LOGITS,
+    ACTIVATION_GRADIENTS,
+    UPDATE,
+)
+"""All of them, from what is always there to what comes and goes."""
 
 BORN_IN = {"forward": ACTIVATIONS, "backward": ACTIVATION_GRADIENTS, "clip": UPDATE, "optimizer": UPDATE}
 """Category of what an operation of a phase makes, unless something better is known."""
@@ -96,6 +110,9 @@ class MemoryTrace(TorchDispatchMode):
         """Count bytes that are held from now on and belong to no tensor."""
         if count:
             self._add(count, category)
+
+    def begin_run(self, model: nn.Module) -> None:
+        """What exists before the first step is held; for traces that name the modules of the model."""
 
     def begin_micro_batch(self, shape: BatchShape) -> None:
         """The next micro-batch is about to be made: where a trace that is cut into units is cut."""

@@ -29,6 +29,10 @@ class Inputs:
     evaluate: Mapping[str, Any]
     breakdown: Mapping[str, Mapping[str, int]]
     """Bytes by category at the peak of each phase and, under `peak`, of the whole run."""
+    explanation: Mapping[str, Any]
+    """The largest tensors at the peak instant, and the closed form of what stays."""
+    timeline: list[dict[str, str]]
+    """Bytes by category over the events of the worst step, in GiB."""
     verdict: Mapping[str, Any]
     switches: list[dict[str, str]]
     """Predicted peak of the run and of its neighbours one switch away."""
@@ -52,6 +56,8 @@ def read_inputs(*, locks: Path, metrics: Path, estimate: Path, train: Path, eval
         train=read_json(metrics / "train.json"),
         evaluate=read_json(metrics / "evaluate.json"),
         breakdown=read_json(estimate / "breakdown.json"),
+        explanation=read_json(estimate / "explanation.json"),
+        timeline=read_csv(estimate / "timeline.csv"),
         verdict=read_json(estimate / "verdict.json"),
         switches=read_csv(estimate / "switches.csv"),
         curves=read_csv(train / "curves.csv"),

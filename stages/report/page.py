@@ -1,15 +1,13 @@
 """The report itself: one page of Markdown for a person."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from textwrap import indent
 from typing import Any
 
 from stages.pin.shown import shown_data, shown_model
 from stages.report.inputs import Inputs
-from stages.units import readable_size
-
-NONE = "–"
-"""Stands where a value does not exist."""
+from stages.report.markdown import NONE, cell, size, table
+from stages.report.memory import memory_section
 
 SAMPLES = 6
 SAMPLE_CHARACTERS = 800
@@ -20,7 +18,7 @@ def page(inputs: Inputs, settings: Mapping[str, Any], metrics: Mapping[str, Any]
     sections = (
         _summary(inputs, metrics),
         _run(inputs, settings),
-        _memory(inputs, metrics),
+        memory_section(inputs, metrics),
         _loss(inputs),
         _answers(inputs),
     )
@@ -31,11 +29,11 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
     """The results in a few lines."""
     estimate, train, evaluate = inputs.estimate, inputs.train, inputs.evaluate
     fits = "fits" if estimate["fits"] else "does not fit"
-    peak = f"- **Memory**: predicted {_size(estimate['peak_bytes_predicted'])} at its peak ({estimate['worst_phase']})"
+    peak = f"- **Memory**: predicted {size(estimate['peak_bytes_predicted'])} at its peak ({estimate['worst_phase']})"
     if train["peak_bytes_measured"] is None:
         peak += f"; not measured on {train['device']}."
     else:
-        peak += f", measured {_size(train['peak_bytes_measured'])}"
+        peak += f", measured {size(train['peak_bytes_measured'])}"
         error = metrics["predicted_error_percent"]
         if error is None:
             peak += f" on {train['device']}: another kind of device, so the two cannot be compared."
@@ -79,42 +77,7 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
         ("speed", f"{train['tokens_per_second']:,.0f} tokens/s"),
         *((name, _shown(value)) for name, value in settings.items()),
     ]
-    return "## What was trained\n\n" + _table(("", ""), rows)
-
-
-def _memory(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
-    """Prediction against measurement, where the bytes are, and what a switch would change."""
-    predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
-    phases = [
-        (phase, _size(predicted.get(phase)), _size(measured.get(phase)), NONE if error is None else f"{error:+.3f} %")
-        for phase, error in metrics["error_percent_by_phase"].items()
-    ]
-    peak = inputs.breakdown["peak"]
-    total = sum(peak.values())
-    categories = [
-        (name.replace("_", " "), _size(size), f"{100 * size / total:.1f} %")
-        for name, size in sorted(peak.items(), key=lambda item: (-item[1], item[0]))
-        if size
-    ]
-    verdict = [] if inputs.verdict["refusal"] is None else [f"Verdict: {inputs.verdict['refusal']}.", ""]
-    return "\n".join(
-        [
-            "## Memory",
-            "",
-            *verdict,
-            f"Measured on {inputs.train['device']}: {inputs.train['peak_measured_how'] or 'nothing'}.",
-            "",
-            _table(("phase", "predicted peak", "measured peak", "error"), phases),
-            "",
-            "![Peak memory of each phase](memory.png)",
-            "",
-            f"Where the bytes are at the predicted peak ({inputs.estimate['worst_phase']}):",
-            "",
-            _table(("what", "bytes", "share"), categories),
-            "",
-            "![Predicted peaks by switch](switches.png)",
-        ]
-    )
+    return "## What was trained\n\n" + table(("", ""), rows)
 
 
 def _loss(inputs: Inputs) -> str:
@@ -128,7 +91,7 @@ def _loss(inputs: Inputs) -> str:
     ]
     rows.append(("**all**", evaluate["evaluated_rows"], *(_figure(evaluate[column]) for column in columns)))
     header = ("row length", "rows", "loss before", "loss after", "perplexity before", "perplexity after")
-    return "\n".join(["## Loss", "", "![Loss](loss.png)", "", "Held-out rows:", "", _table(header, rows)])
+    return "\n".join(["## Loss", "", "![Loss](loss.png)", "", "Held-out rows:", "", table(header, rows)])
 
 
 def _answers(inputs: Inputs) -> str:
@@ -150,8 +113,8 @@ def _answers(inputs: Inputs) -> str:
     pool = inputs.generations[: max(SAMPLES, len(families))]
     shown = [pool[index * len(pool) // SAMPLES] for index in range(min(SAMPLES, len(pool)))]
     samples = [_sample(line) for line in shown]
-    table = _table(("family", "prompts", "right before", "right after"), families)
-    return "\n\n".join(["## Answers", table, *notes, "### Samples", *samples])
+    right = table(("family", "prompts", "right before", "right after"), families)
+    return "\n\n".join(["## Answers", right, *notes, "### Samples", *samples])
 
 
 def _sample(line: Mapping[str, Any]) -> str:
@@ -160,24 +123,13 @@ def _sample(line: Mapping[str, Any]) -> str:
     for model, title in (("base", "Before"), ("tuned", "After")):
         parts.append((f"{title} ({'right' if line[f'{model}_correct'] else 'wrong'})", line[model]))
     blocks = (f"{title}:\n\n{indent(_cut(text), '    ', lambda _: True)}" for title, text in parts)
-    return "\n\n".join([f"#### {_cell(line['family'])}", *blocks])
+    return "\n\n".join([f"#### {cell(line['family'])}", *blocks])
 
 
 def _cut(text: str) -> str:
     """Text short enough for the page."""
     text = text.strip("\n")
     return text if len(text) <= SAMPLE_CHARACTERS else f"{text[:SAMPLE_CHARACTERS]} …"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; every column but the first is right-aligned."""
-    lines = [header, ("---", *("---:" for _ in header[1:])), *rows]
-    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    """A value as it may stand in a table."""
-    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 def _share(part: int, whole: int) -> str:
@@ -198,8 +150,3 @@ def _shown(value: Any) -> str:
 def _figure(value: float | None) -> str:
     """A number to four digits, where it exists."""
     return NONE if value is None else f"{value:.4g}"
-
-
-def _size(count: int | None) -> str:
-    """Bytes for reading, where they are known."""
-    return NONE if count is None else readable_size(count)

@@ -20,8 +20,9 @@ COLORS = [*PALETTE[::2], *PALETTE[1::2]]
 
 
 def draw(directory: Path, inputs: Inputs) -> None:
-    """Write memory.png, switches.png and loss.png."""
+    """Write memory.png, timeline.png, switches.png and loss.png."""
     _save(directory / "memory.png", 3.6, lambda axes: _memory(axes, inputs))
+    _save(directory / "timeline.png", 3.6, lambda axes: _timeline(axes, inputs))
     _save(directory / "switches.png", 1.2 + 0.3 * len(inputs.switches), lambda axes: _switches(axes, inputs))
     _save(directory / "loss.png", 3.6, lambda axes: _loss(axes, inputs))
 
@@ -64,6 +65,25 @@ def _stacks(
         stacks.append((category, list(left), width))
         left = [start + size for start, size in zip(left, width, strict=True)]
     return stacks
+
+
+def _timeline(axes: Axes, inputs: Inputs) -> None:
+    """Predicted bytes by category, stacked, over the events of the worst step; phases told apart by lines."""
+    records = inputs.timeline
+    events = [int(record["event"]) for record in records]
+    sizes = {
+        name: [float(record[name]) * GIB for record in records] for name in records[0] if name not in ("event", "phase")
+    }
+    held = {name: size for name, size in sizes.items() if max(size) > 0}
+    divisor, unit = reading_unit(round(max(map(sum, zip(*held.values(), strict=True)))))
+    layers = [[size / divisor for size in held[name]] for name in held]
+    axes.stackplot(events, layers, labels=[name.replace("_", " ") for name in held], colors=COLORS, lw=0)
+    for event, before, phase in zip(events[1:], records, records[1:], strict=False):
+        if before["phase"] != phase["phase"]:
+            axes.axvline(event, color="black", lw=0.5, ls=":")
+    axes.set(xlabel="allocations and frees", ylabel=unit, title="Predicted memory over the worst step, by category")
+    axes.margins(x=0)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small", reverse=True)
 
 
 def _switches(axes: Axes, inputs: Inputs) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from stages.estimate.explain import TIMELINE_COLUMNS
+from stages.estimate.trace import CATEGORIES
 from stages.files import write_csv, write_json, write_text
 from stages.train.loop import CURVE_COLUMNS
 from tests.workspace import lay_out
@@ -17,6 +19,24 @@ BREAKDOWN = {
     "backward": {"weights": 40 * MIB, "activations": 50 * MIB, "gradients": 30 * MIB},
     "optimizer": {"weights": 40 * MIB, "gradients": 30 * MIB, "update": 0},
 }
+
+HOLDING = {
+    "category": "activations",
+    "operation": "mm",
+    "module": "model.layers.*.mlp.up_proj",
+    "phase": "forward",
+    "shape": [4, 64, 128],
+    "dtype": "bfloat16",
+    "count": 32,
+    "bytes": 50 * MIB,
+}
+HELD = {**HOLDING, "category": "weights", "operation": "held", "module": "", "phase": "", "shape": None, "dtype": None}
+STATE = {"category": "weights", "why": "bf16, 2 bytes a value", "tensors": 9, "bytes": 40 * MIB}
+EXPLANATION = {"peak_bytes": 120 * MIB, "phase": "backward", "top": [HOLDING, HELD], "states": [STATE]}
+TIMELINE = [
+    {"event": event, "phase": phase, **dict.fromkeys(CATEGORIES, 0.0), "weights": 0.04, "activations": size}
+    for event, phase, size in ((0, "forward", 0.01), (9, "forward", 0.05), (20, "backward", 0.06))
+]
 
 GENERATION = {
     "family": "sums",
@@ -106,6 +126,8 @@ def write_inputs(directory: Path, found: dict[str, dict[str, Any]], generations:
     write_json(directory / "locks/data.json", {"sources": [{"source": "rows.jsonl", "revision": None}]})
     write_json(directory / "data/estimate/breakdown.json", {**BREAKDOWN, "peak": BREAKDOWN["backward"]})
     write_json(directory / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
+    write_json(directory / "data/estimate/explanation.json", EXPLANATION)
+    write_csv(directory / "data/estimate/timeline.csv", TIMELINE_COLUMNS, TIMELINE)
     write_csv(
         directory / "data/estimate/switches.csv",
         ["switch", "peak_gib"],

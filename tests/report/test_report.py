@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from stages.estimate.explain import TIMELINE_COLUMNS
+from stages.files import write_csv
 from stages.report.__main__ import main
-from tests.report.conftest import GENERATION, MIB, metrics, write_inputs
+from tests.report.conftest import GENERATION, MIB, TIMELINE, metrics, write_inputs
 from tests.workspace import invoke, run_module, told
 
 
@@ -150,6 +152,16 @@ def test_a_refused_prediction_is_shown(place):
     assert "Verdict: predicted peak 9 GiB exceeds 8." in report(place)[1]
 
 
+def test_the_peak_is_taken_apart(place):
+    """A peak nobody can do anything about: no tensor, module or reason named."""
+    _, text = report(place)
+    assert (
+        "| activations | mm in forward | `model.layers.*.mlp.up_proj` | 4 × 64 × 128 bfloat16 | 32 | 50 MiB |" in text
+    )
+    assert "| weights | held | – | – | 32 | 50 MiB |" in text
+    assert "| weights | bf16, 2 bytes a value | 9 | 40 MiB |" in text
+
+
 def test_two_processes_write_the_same_bytes(place):
     """A picture with a date or a set's order in it would mark the report as changed after every run."""
     outcomes = []
@@ -160,7 +172,10 @@ def test_two_processes_write_the_same_bytes(place):
             {p.name: p.read_bytes() for p in [*(place / "data/report").iterdir(), place / "metrics/report.json"]}
         )
     assert outcomes[0] == outcomes[1]
-    assert {"report.md", "memory.csv", "memory.png", "loss.png", "switches.png", "report.json"} == set(outcomes[0])
+    assert {
+        *("report.md", "report.json", "memory.csv"),
+        *("memory.png", "timeline.png", "loss.png", "switches.png"),
+    } == set(outcomes[0])
 
 
 def test_pictures_are_drawn_from_the_numbers(place):
@@ -175,6 +190,7 @@ def test_pictures_are_drawn_from_the_numbers(place):
     write_inputs(place, found, [GENERATION])
     curves = (place / "data/train/curves.csv").read_text()
     (place / "data/train/curves.csv").write_text(curves.replace("2.0", "2.9"))
+    write_csv(place / "data/estimate/timeline.csv", TIMELINE_COLUMNS, TIMELINE[1:])
     (place / "data/estimate/switches.csv").write_text("switch,peak_gib\ncurrent,0.117\ngrad_ckpt=true,0.05\n")
     report(place)
     assert all((place / "data/report" / name).read_bytes() != pixels for name, pixels in before.items())

@@ -1,0 +1,74 @@
+"""The report's section on memory: prediction against measurement, and why the peak is where it is."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stages.report.inputs import Inputs
+from stages.report.markdown import NONE, size, table
+
+
+def memory_section(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
+    """Prediction against measurement, where the bytes are and what made them, and what a switch would change."""
+    verdict = [] if inputs.verdict["refusal"] is None else [f"Verdict: {inputs.verdict['refusal']}.", ""]
+    return "\n".join(
+        [
+            "## Memory",
+            "",
+            *verdict,
+            f"Measured on {inputs.train['device']}: {inputs.train['peak_measured_how'] or 'nothing'}.",
+            "",
+            table(("phase", "predicted peak", "measured peak", "error"), _phases(inputs, metrics)),
+            "",
+            "![Peak memory of each phase](memory.png)",
+            "",
+            f"Where the bytes are at the predicted peak ({inputs.estimate['worst_phase']}):",
+            "",
+            table(("what", "bytes", "share"), _categories(inputs)),
+            "",
+            "The way up to it, in the worst micro-batches of the plan:",
+            "",
+            "![Predicted memory over a step](timeline.png)",
+            "",
+            "The largest tensors at the peak, and the module each was made for:",
+            "",
+            table(("what", "made by", "in", "shape", "number", "bytes"), _holdings(inputs)),
+            "",
+            "What stays from step to step, by arithmetic alone:",
+            "",
+            table(("what", "why", "tensors", "bytes"), _states(inputs)),
+            "",
+            "![Predicted peaks by switch](switches.png)",
+        ]
+    )
+
+
+def _phases(inputs: Inputs, metrics: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Predicted and measured peak of every phase."""
+    predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
+    for phase, error in metrics["error_percent_by_phase"].items():
+        shown = NONE if error is None else f"{error:+.3f} %"
+        yield phase, size(predicted.get(phase)), size(measured.get(phase)), shown
+
+
+def _categories(inputs: Inputs) -> Iterator[tuple[str, ...]]:
+    """Categories at the peak, largest first."""
+    peak = inputs.breakdown["peak"]
+    total = sum(peak.values())
+    for name, count in sorted(peak.items(), key=lambda item: (-item[1], item[0])):
+        if count:
+            yield name.replace("_", " "), size(count), f"{100 * count / total:.1f} %"
+
+
+def _holdings(inputs: Inputs) -> Iterator[tuple[Any, ...]]:
+    """The largest kinds of tensors at the peak instant."""
+    for held in inputs.explanation["top"]:
+        made = held["operation"] + (f" in {held['phase']}" if held["phase"] else "")
+        shape = NONE if held["shape"] is None else " × ".join(map(str, held["shape"])) + f" {held['dtype']}"
+        module = f"`{held['module']}`" if held["module"] else NONE
+        yield held["category"].replace("_", " "), made, module, shape, held["count"], size(held["bytes"])
+
+
+def _states(inputs: Inputs) -> Iterator[tuple[Any, ...]]:
+    """The closed form, line by line."""
+    for line in inputs.explanation["states"]:
+        yield line["category"].replace("_", " "), line["why"], line["tensors"], size(line["bytes"])
