@@ -22,8 +22,10 @@ from stages.files import sha256_json
 ROOT = Path(stages.__file__).parents[1]
 RIVALS = Path(__file__).parent / "rivals"
 WORKERS = 2
-NO_LIMIT = 1 << 20
+NO_LIMIT = (1 << 16) - 1
 """Longer than any row: nothing is cut, so all contestants have the same tokens to make."""
+MAX_TOKENS = 1 << 16
+"""Of a micro-batch, which has to hold the longest row that may be; nothing here makes one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class Stage:
         values = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
         values["model"]["name"] = str(self.source.model.resolve())
         values["data"] |= {"source": str(self.source.path.resolve()), "max_length": NO_LIMIT}
-        values["bucket"]["max_tokens"] = values["evaluate"]["max_tokens"] = NO_LIMIT
+        values["bucket"]["max_tokens"] = values["evaluate"]["max_tokens"] = MAX_TOKENS
         values["run"] |= {"progress": False, "data_workers": WORKERS, "tokenizer_engine": self.engine}
         with open(self.directory / "params.yaml", "w", encoding="utf-8") as file:
             yaml.dump(values, file)

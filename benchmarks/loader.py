@@ -29,6 +29,7 @@ from stages.bucket.steps import run_steps
 from stages.step.batches import Batch, collate
 from stages.step.loader import load
 from stages.step.tokens import TokenRows
+from stages.tokenize.merge import INDEX_OPTIONS
 
 ROWS, QUICK_ROWS = 300_000, 3_000
 BATCHES, QUICK_BATCHES = 200, 5
@@ -120,27 +121,28 @@ def write_tokens(directory: Path, rows: int) -> None:
         "source": pa.array(np.zeros(rows, np.uint16)),
         "dropped": pa.array(np.zeros(rows, bool)),
     }
-    _write(directory / "train-index.arrow", [pa.record_batch(index)])
+    _write(directory / "train-index.arrow", [pa.record_batch(index)], INDEX_OPTIONS)
 
 
 def _block(draw: np.random.Generator, lengths: np.ndarray, edges: np.ndarray) -> pa.RecordBatch:
     """One record batch of random tokens."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    span_offsets = np.arange(0, edges.size + 1, 4, dtype=np.int32)
     ids = draw.integers(3, VOCABULARY_SIZE, offsets[-1], dtype=np.uint16)
     return pa.record_batch(
         {
             "input_ids": pa.ListArray.from_arrays(offsets, ids),
-            "loss_spans": pa.ListArray.from_arrays(np.arange(0, edges.size + 1, 4, dtype=np.int32), edges.reshape(-1)),
+            "loss_spans": pa.ListArray.from_arrays(span_offsets, edges.reshape(-1).astype(np.uint16)),
             "family": pa.nulls(len(lengths), pa.string()),
-            "source_file": pa.array(np.zeros(len(lengths), np.int32)),
-            "source_row": pa.array(np.arange(len(lengths), dtype=np.int64)),
+            "source_file": pa.array(np.zeros(len(lengths), np.uint16)),
+            "source_row": pa.array(np.arange(len(lengths), dtype=np.uint32)),
         }
     )
 
 
-def _write(path: Path, batches: list[pa.RecordBatch]) -> None:
+def _write(path: Path, batches: list[pa.RecordBatch], options: pa.ipc.IpcWriteOptions | None = None) -> None:
     """An Arrow IPC file of these record batches."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batches[0].schema) as writer:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batches[0].schema, options=options) as writer:
         for batch in batches:
             writer.write_batch(batch)
 

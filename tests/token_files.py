@@ -19,6 +19,7 @@ def write_tokens(
     split: Split = "train",
     *,
     token_type: pa.DataType | None = None,
+    span_type: pa.DataType | None = None,
     block: int = 2,
     blocks_per_shard: int = 2,
     dropped: Sequence[int] = (),
@@ -27,10 +28,10 @@ def write_tokens(
     schema = pa.schema(
         [
             ("input_ids", pa.list_(token_type or pa.uint16())),
-            ("loss_spans", pa.list_(pa.int32())),
+            ("loss_spans", pa.list_(span_type or pa.uint16())),
             ("family", pa.string()),
-            ("source_file", pa.int32()),
-            ("source_row", pa.int64()),
+            ("source_file", pa.uint16()),
+            ("source_row", pa.uint32()),
         ]
     )
     shutil.rmtree(directory / split, ignore_errors=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from stages.errors import UserError
 from stages.pin.locate import DataFile, data_files
 from stages.read.block import Block
 from stages.read.cells import cut_cells
@@ -14,6 +15,8 @@ from stages.read.values import cut_values
 
 __all__ = ["BLOCK_BYTES", "file_names", "read_blocks"]
 
+# The token files hold a row's number in four bytes; no block has so many rows that it leads from here past them.
+MOST_ROWS_OF_A_FILE = 4_000_000_000
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
@@ -39,7 +42,7 @@ def read_blocks(
     `progress` is told the bytes of the files, as they lie on disk, read since its last call.
 
     Raises:
-        UserError: a file is gone, is not what was pinned, or cannot be cut into rows.
+        UserError: a file is gone, is not what was pinned, cannot be cut into rows, or has too many.
     """
     files = data_files(lock)
     number = 0
@@ -50,6 +53,10 @@ def read_blocks(
         if limit == 0:
             continue
         for stretch, rows in _file_stretches(file, progress, block_bytes, limit):
+            if stretch.first_row >= MOST_ROWS_OF_A_FILE:
+                raise UserError(
+                    f"{file.name}: must hold no more than {MOST_ROWS_OF_A_FILE:,} rows; cut it into several files"
+                )
             yield Block(number=number, source=file.source, file=place, **stretch._asdict())
             number += 1
             left = None if left is None else left - rows

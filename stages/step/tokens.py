@@ -15,10 +15,10 @@ Split = Literal["train", "heldout"]
 
 SHARD_TYPES = {
     "input_ids": (pa.list_(pa.uint16()), pa.list_(pa.int32())),
-    "loss_spans": (pa.list_(pa.int32()),),
+    "loss_spans": (pa.list_(pa.uint16()), pa.list_(pa.int32())),
     "family": (pa.string(),),
-    "source_file": (pa.int32(),),
-    "source_row": (pa.int64(),),
+    "source_file": (pa.uint16(), pa.int32()),
+    "source_row": (pa.uint32(),),
 }
 INDEX_TYPES = {"length": (pa.int32(),), "supervised": (pa.int32(),), "dropped": (pa.bool_(),)}
 
@@ -32,7 +32,7 @@ class Block:
     id_ends: np.ndarray
     """Row r holds ids[id_ends[r] : id_ends[r + 1]]."""
     spans: np.ndarray
-    """Starts and ends of trained spans of all its rows, in tokens of their row, int32."""
+    """Starts and ends of trained spans of all its rows, in tokens of their row, uint16 or int32."""
     span_ends: np.ndarray
     """Row r has spans[span_ends[r] : span_ends[r + 1]]."""
 
@@ -81,7 +81,7 @@ class TokenRows:
         return block.ids[block.id_ends[offset] : block.id_ends[offset + 1]]
 
     def spans(self, row: int) -> np.ndarray:
-        """Trained tokens of a row as half-open token positions, shape (spans, 2), int32, ascending and disjoint."""
+        """Trained tokens of a row as half-open token positions, (spans, 2), uint16 or int32, ascending and disjoint."""
         block, offset = self._place(row)
         return block.spans[block.span_ends[offset] : block.span_ends[offset + 1]].reshape(-1, 2)
 
@@ -215,6 +215,7 @@ def _first_wrong_row(flat: np.ndarray, counts: np.ndarray, lengths: np.ndarray, 
         lengths: tokens of each row.
         supervised: tokens that each row trains.
     """
+    flat = flat.astype(np.int32, copy=False)  # Differences of unsigned positions would wrap.
     firsts = np.concatenate([[0], np.cumsum(counts[:-1])])
     before = np.empty_like(flat)
     before[1:], before[firsts] = flat[:-1], 0

@@ -8,22 +8,27 @@ import pyarrow as pa
 
 from stages.tokenize.cut import CutRows
 
-LARGEST_UINT16_VOCABULARY = 1 << 16
+LARGEST_UINT16 = (1 << 16) - 1
 DIGEST_BYTES = 8
 
 
-def token_schema(vocab_size: int) -> pa.Schema:
-    """Columns of the shards; ids take two bytes where the vocabulary allows it."""
-    id_type = pa.uint16() if vocab_size <= LARGEST_UINT16_VOCABULARY else pa.int32()
+def token_schema(vocab_size: int, max_length: int, files: int) -> pa.Schema:
+    """Columns of the shards; ids, positions and files take two bytes each where the largest of them allows it."""
     return pa.schema(
         [
-            pa.field("input_ids", pa.list_(id_type), nullable=False),
-            pa.field("loss_spans", pa.list_(pa.int32()), nullable=False),
+            pa.field("input_ids", pa.list_(_narrowest(vocab_size - 1)), nullable=False),
+            pa.field("loss_spans", pa.list_(_narrowest(max_length)), nullable=False),
             pa.field("family", pa.string()),
-            pa.field("source_file", pa.int32(), nullable=False),
-            pa.field("source_row", pa.int64(), nullable=False),
+            pa.field("source_file", _narrowest(files - 1), nullable=False),
+            # read_blocks sees to it that no file has more rows.
+            pa.field("source_row", pa.uint32(), nullable=False),
         ]
     )
+
+
+def _narrowest(largest: int) -> pa.DataType:
+    """The type for numbers from 0 to `largest`."""
+    return pa.uint16() if largest <= LARGEST_UINT16 else pa.int32()
 
 
 def record_batch(
@@ -42,7 +47,7 @@ def record_batch(
         ids: int32, the ids that `cut.starts` points into.
         families: of each encoded row.
         source_file: `Block.file`.
-        source_rows: int64, the number of each encoded row in its file.
+        source_rows: uint32, the number of each encoded row in its file.
     """
     pieces = [
         ids[start:end] for start, end in zip(cut.starts.tolist(), (cut.starts + cut.lengths).tolist(), strict=True)
@@ -53,7 +58,7 @@ def record_batch(
         _lists(values, cut.lengths, schema.field("input_ids").type),
         _lists(cut.spans.ravel(), 2 * span_counts, schema.field("loss_spans").type),
         pa.array([families[row] for row in cut.rows.tolist()], pa.string()),
-        pa.array(np.full(len(cut.rows), source_file, np.int32)),
+        pa.array(np.full(len(cut.rows), source_file), schema.field("source_file").type),
         pa.array(source_rows[cut.rows]),
     ]
     return pa.record_batch(columns, schema=schema)

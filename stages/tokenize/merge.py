@@ -12,6 +12,8 @@ import pyarrow as pa
 
 from stages.tokenize.shards import REJECTS_LISTED, SIDES, Reject, Shard, shard_name
 
+# The zeros in it take no space then; it is read whole, 1 GB a second.
+INDEX_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
 INDEX = pa.schema(
     [
         pa.field("length", pa.int32(), nullable=False),
@@ -167,7 +169,7 @@ def _write_index(
 ) -> None:
     """One record per row of a side's shards, in order, one record batch per shard."""
     start = 0
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, INDEX) as writer:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, INDEX, options=INDEX_OPTIONS) as writer:
         for part in _index_parts(placed, side):
             end = start + part.num_rows
             out = np.zeros(part.num_rows, bool) if dropped is None else dropped[start:end]

@@ -76,6 +76,7 @@ def plan_job(
     settings = Settings(
         tokenizer_directory=directory,
         sources=tuple(one.shape for one in resolved),
+        files=len(names),
         chat_template=_template_text(data.chat_template, data_lock),
         train_on=data.train_on,
         max_length=data.max_length,

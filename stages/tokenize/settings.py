@@ -25,6 +25,8 @@ class Settings:
     tokenizer_directory: Path
     sources: tuple[SourceShape, ...]
     """In the order of the data lock."""
+    files: int
+    """Of all sources."""
     chat_template: str
     """`tokenizer`, `chatml`, or the text of the user's template."""
     train_on: str

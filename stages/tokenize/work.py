@@ -65,7 +65,7 @@ class BlockTokenizer:
         """
         self._settings = settings
         self.tokenizer = RowTokenizer(settings.tokenizer_directory, settings.engine)
-        self._schema = token_schema(self.tokenizer.vocab_size)
+        self._schema = token_schema(self.tokenizer.vocab_size, settings.max_length, settings.files)
 
     @cached_property
     def template(self) -> Template:
@@ -216,7 +216,7 @@ class BlockTokenizer:
         self, block: Block, cut: CutRows, encoded: EncodedRows, rows: _Rows
     ) -> tuple[pa.RecordBatch, np.ndarray, np.ndarray]:
         """(rows, supervised tokens of each, digest of each) of one side of the split."""
-        numbers = np.array([number for number, _ in rows.places], np.int64)
+        numbers = np.array([number for number, _ in rows.places], np.uint32)
         batch = record_batch(self._schema, cut, encoded.ids, rows.families, block.file, numbers)
         digest = digests(batch) if self._settings.drop_duplicates else np.zeros(0, np.uint64)
         return batch, cut.supervised.astype(np.int32), digest

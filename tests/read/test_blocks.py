@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stages.errors import UserError
+from stages.read import blocks
 from stages.read.block import Block
 from stages.read.blocks import file_names, read_blocks
 from stages.read.decode import decode
@@ -293,3 +294,11 @@ def test_a_block_travels_between_processes():
 
     block = Block(number=1, source=0, file=2, kind="lines", payload=b"{}\n", first_row=0, faults=((3, 4, "why"),))
     assert pickle.loads(pickle.dumps(block)) == block
+
+
+def test_a_file_with_more_rows_than_the_token_files_can_number_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "MOST_ROWS_OF_A_FILE", 3)
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}] * 4)
+    with pytest.raises(UserError, match="rows.jsonl: must hold no more than 3 rows; cut it into several files"):
+        rows_of(path, block_bytes=1)
+    assert len(rows_of(path, max_rows=3, block_bytes=1)) == 3

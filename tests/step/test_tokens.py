@@ -18,10 +18,14 @@ ROWS: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("token_type", [pa.uint16(), pa.int32()])
+@pytest.mark.parametrize(("token_type", "span_type"), [(pa.uint16(), pa.uint16()), (pa.int32(), pa.int32())])
 @pytest.mark.parametrize(("block", "blocks_per_shard"), [(1, 1), (2, 1), (2, 2), (9, 9)])
-def test_rows_read_back_as_written_across_record_batches_and_shards(tmp_path, token_type, block, blocks_per_shard):
-    written = write_tokens(tmp_path, ROWS, token_type=token_type, block=block, blocks_per_shard=blocks_per_shard)
+def test_rows_read_back_as_written_across_record_batches_and_shards(
+    tmp_path, token_type, span_type, block, blocks_per_shard
+):
+    written = write_tokens(
+        tmp_path, ROWS, token_type=token_type, span_type=span_type, block=block, blocks_per_shard=blocks_per_shard
+    )
     tokens = TokenRows(written, "train")
     assert len(tokens) == len(ROWS)
     for row, (ids, spans, family) in enumerate(ROWS):
@@ -65,11 +69,19 @@ def test_dropped_duplicates_are_not_among_the_rows_in_use(tmp_path):
 SPAN_FAULTS = [[2, 9], [3, 2], [-1, 2], [2], [2, 4, 3, 5], []]
 
 
-@pytest.mark.parametrize("spans", SPAN_FAULTS, ids=str)
-def test_spans_that_do_not_fit_their_row_are_refused_instead_of_clipped(tmp_path, spans):
+SIGNED, UNSIGNED = pa.int32(), pa.uint16()
+TYPED_FAULTS = [
+    *((SIGNED, spans) for spans in SPAN_FAULTS),
+    *((UNSIGNED, spans) for spans in SPAN_FAULTS if -1 not in spans),
+]
+
+
+@pytest.mark.parametrize(("span_type", "spans"), TYPED_FAULTS, ids=str)
+def test_spans_that_do_not_fit_their_row_are_refused_instead_of_clipped(tmp_path, span_type, spans):
     """Found whatever rows stand around: spans of all rows of a block are checked at once."""
     whole = ([5, 6, 7, 8, 9], [2, 5], None)
-    tokens = TokenRows(write_tokens(tmp_path, [whole, ([5, 6, 7, 8, 9], spans, None), whole], block=3), "train")
+    rows = [whole, ([5, 6, 7, 8, 9], spans, None), whole]
+    tokens = TokenRows(write_tokens(tmp_path, rows, span_type=span_type, block=3), "train")
     with pytest.raises(UserError, match=r"train: rows? .*loss spans") as caught:
         tokens.spans(0)
     assert "\n" not in str(caught.value)

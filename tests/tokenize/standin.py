@@ -17,10 +17,10 @@ from stages.tokenize.settings import COUNTS, BlockTokens
 SCHEMA = pa.schema(
     [
         pa.field("input_ids", pa.list_(pa.uint16()), nullable=False),
-        pa.field("loss_spans", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_spans", pa.list_(pa.uint16()), nullable=False),
         pa.field("family", pa.string()),
-        pa.field("source_file", pa.int32(), nullable=False),
-        pa.field("source_row", pa.int64(), nullable=False),
+        pa.field("source_file", pa.uint16(), nullable=False),
+        pa.field("source_row", pa.uint32(), nullable=False),
     ]
 )
 
@@ -79,10 +79,10 @@ def tokenize_bytes(block: Block) -> BlockTokens:
 def _batch(block: Block, rows: list[tuple[int, bytes]]) -> tuple[pa.RecordBatch, np.ndarray, np.ndarray]:
     columns = [
         pa.array([list(line) for _, line in rows], pa.list_(pa.uint16())),
-        pa.array([[0, len(line)] for _, line in rows], pa.list_(pa.int32())),
+        pa.array([[0, len(line)] for _, line in rows], pa.list_(pa.uint16())),
         pa.nulls(len(rows), pa.string()),
-        pa.array([block.file] * len(rows), pa.int32()),
-        pa.array([row for row, _ in rows], pa.int64()),
+        pa.array([block.file] * len(rows), pa.uint16()),
+        pa.array([row for row, _ in rows], pa.uint32()),
     ]
     supervised = np.array([len(line) - 1 for _, line in rows], np.int32)
     digests = np.array([zlib.crc32(line) for _, line in rows], np.uint64)

@@ -26,6 +26,7 @@ def settings_of(directory: Path, **values: Any) -> Settings:
     shared: dict[str, Any] = {
         "tokenizer_directory": directory,
         "sources": (SourceShape(format="messages", columns={}), SourceShape(format="prompt_completion", columns={})),
+        "files": 8,
         "chat_template": "tokenizer",
         "train_on": "assistant",
         "max_length": 512,
@@ -56,12 +57,21 @@ def counted(tokens: BlockTokens) -> dict[str, int]:
     return {name: n for name, n in tokens.counts.items() if n and name != "sampled_rows"}
 
 
+def test_numbers_take_two_bytes_where_the_largest_of_them_allows_it():
+    def types(*sizes: int) -> list[str]:
+        schema = token_schema(*sizes)
+        return [str(schema.field(name).type) for name in ("input_ids", "loss_spans", "source_file")]
+
+    assert types(65_536, 65_535, 65_536) == ["list<item: uint16>", "list<item: uint16>", "uint16"]
+    assert types(65_537, 65_536, 65_537) == ["list<item: int32>", "list<item: int32>", "int32"]
+
+
 def test_rows_keep_their_order_place_family_and_text(tiny_dir):
     rows = [row | ({"family": "sums"} if n % 2 else {}) for n, row in enumerate(ROWS)]
     tokens = BlockTokenizer(settings_of(tiny_dir))(block_of(rows, first_row=1000))
     assert counted(tokens) == {"rows": 70} and tokens.rejects == [] and tokens.first == {}
     for batch in (tokens.train, tokens.heldout):
-        assert batch.schema.equals(token_schema(1280)) and batch.num_rows
+        assert batch.schema.equals(token_schema(1280, 512, 8)) and batch.num_rows
         assert batch.column("source_row").to_pylist() == sorted(batch.column("source_row").to_pylist())
     found = both_sides(tokens)
     assert [row["source_row"] for row in found] == list(range(1000, 1070))
@@ -242,5 +252,5 @@ def test_a_block_without_usable_rows_is_empty_batches(tiny_dir):
     for worker in (BlockTokenizer(settings_of(tiny_dir, drop_duplicates=name)) for name in (False, True)):
         tokens = worker(block_of(["{", chat_row("a", "")]))
         assert (tokens.train.num_rows, tokens.heldout.num_rows) == (0, 0)
-        assert tokens.train.schema.equals(token_schema(1280))
+        assert tokens.train.schema.equals(token_schema(1280, 512, 8))
         assert worker(replace(block_of([]), payload=b"")).counts["rows"] == 0
