@@ -13,6 +13,7 @@ from stages.read.block import Block, RawRow
 
 NOT_UTF8 = "not UTF-8 (byte {}); save the file as UTF-8"
 NOT_JSON = "not JSON ({}); a row must be one JSON object a line, or an element of one array"
+NO_VALUE = "{!r} holds what is no value ({}); mend it, or leave that column out of the file"
 LONG_NUMBER = f"holds an integer of more than {sys.get_int_max_str_digits()} digits; write it as text"
 TOO_DEEP = "JSON nested too deep; make the row flatter"
 # Any integer of 18 digits fits 64 bits; orjson reads one that does not as the nearest float, without a word.
@@ -21,6 +22,10 @@ _MAYBE_LARGE = b"0" * (EXACT_DIGITS + 1)
 _SPACED_COLON = b" :"
 # One pass makes every digit a 0 and every white space a blank, so that two searches find either.
 _COARSE = bytes.maketrans(b"123456789\t\r\n", b"000000000   ")
+
+# What Arrow raises for text that is not UTF-8, a time beyond Python's years, an unknown time zone, a struct with two fields
+# of one name.
+_UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
 
 Decoded = tuple[dict[str, Any] | None, str | None, int]
 """(value, fault, lines below the row's first at which the fault is)."""
@@ -91,23 +96,28 @@ def _decode_arrow(block: Block) -> Iterator[RawRow]:
     try:
         values = batch.to_pylist()
         faults: list[str | None] = [None] * len(values)
-    except UnicodeDecodeError:
+    except _UNREADABLE:
         values, faults = _row_by_row(batch)
     for k, (value, fault) in enumerate(zip(values, faults, strict=True)):
         yield RawRow(block.first_row + k, lines[k], value, fault)
 
 
 def _row_by_row(batch: pa.RecordBatch) -> tuple[list[Any], list[str | None]]:
-    """The rows of a batch in which some text is not UTF-8, and what is wrong with each."""
+    """The rows of a batch in which something cannot be read, and what is wrong with each."""
     values: list[Any] = []
     faults: list[str | None] = []
     for k in range(batch.num_rows):
-        try:
-            values += batch.slice(k, 1).to_pylist()
-            faults.append(None)
-        except UnicodeDecodeError as error:
-            values.append(None)
-            faults.append(NOT_UTF8.format(error.start + 1))
+        row: dict[str, Any] = {}
+        fault = None
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                row[name] = column.slice(k, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                fault = fault or NOT_UTF8.format(error.start + 1)
+            except _UNREADABLE as error:
+                fault = fault or NO_VALUE.format(name, error)
+        values.append(None if fault else row)
+        faults.append(fault)
     return values, faults
 
 

@@ -83,8 +83,10 @@ def canonical(value: Any) -> bytes:
     """A JSON value as bytes that depend on no order of keys."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-    except orjson.JSONEncodeError:  # lone surrogates, integers past 64 bits: these take the slow way
-        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    except orjson.JSONEncodeError:
+        # Lone surrogates and integers past 64 bits take the slow way, and so do the values of column formats that JSON
+        # has no like for (bytes, decimals, durations): as text they are told apart as well.
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
 
 
 def _says_nothing(message: Message) -> bool:

@@ -13,6 +13,9 @@ from stages.errors import UserError
 from stages.tokenize.example import Message, RowFault
 from stages.tokenize.guard import TRAINED_END, TRAINED_START
 
+REFUSAL_CHARACTERS = 200
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
 
 class _Generation(Extension):
     """`{% generation %}…{% endgeneration %}`: surrounds what the model has to learn with sentinel characters.
@@ -31,14 +34,6 @@ class _Generation(Extension):
             return nodes.Output([nodes.TemplateData(text)]).set_lineno(line)
 
         return [sentinel(TRAINED_START), *body, sentinel(TRAINED_END)]
-
-
-REFUSAL_CHARACTERS = 200
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-
-
-REFUSAL_CHARACTERS = 200
-_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class _Environment(ImmutableSandboxedEnvironment):

@@ -2,12 +2,14 @@
 
 import json
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.read.block import Block
 from stages.read.decode import decode
+from stages.read.stretch import to_payload
 
 TEXT = st.text(st.sampled_from('a":, \t\\{}[]é\ud83d0123456789'), max_size=30)
 JSON = st.recursive(
@@ -79,6 +81,28 @@ def test_faults_stand_between_the_rows_in_order():
 def test_large_integers_are_not_rounded(digits):
     [row] = decode(lines(b'{"a": ' + digits.encode() + b"}"))
     assert row.value == {"a": int(digits)}
+
+
+DOUBLED = pa.StructArray.from_arrays([pa.array([1, 2]), pa.array([1, 2])], names=["a", "a"])
+UNREADABLE = {
+    "a time beyond the years": (pa.array([0, 2**62]).cast(pa.timestamp("us")), [None, "out of range"]),
+    "a day beyond the years": (pa.array([0, 2**30], pa.int32()).cast(pa.date32()), [None, "days=1073741824"]),
+    "an unknown time zone": (pa.array([None, 1]).cast(pa.timestamp("us", "Mars/Base")), [None, "("]),
+    "a name twice in a struct": (DOUBLED, ["duplicate field names", "duplicate field names"]),
+}
+
+
+@pytest.mark.parametrize("column, faults", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_value_that_arrow_cannot_give_is_the_fault_of_its_row(column, faults):
+    batch = pa.record_batch({"text": pa.array(["one", "two"]), "when": column})
+    block = Block(number=0, source=0, file=0, kind="arrow", payload=to_payload(batch), first_row=5)
+    for place, (row, expected) in enumerate(zip(decode(block), faults, strict=True)):
+        assert row.line == 6 + place
+        if expected is None:
+            assert row.fault is None and row.value is not None and row.value["text"] == "one"
+        else:
+            assert row.value is None and row.fault is not None
+            assert row.fault.startswith("'when' holds what is no value") and expected in row.fault
 
 
 def test_nothing_heavy_is_imported(repo_root):

@@ -1,6 +1,8 @@
 """Shapes of rows: each becomes the conversation it means, and what it does not mean is refused."""
 
 import json
+from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -423,3 +425,13 @@ def test_every_row_of_public_data_is_read(public_data, file, shape):
     examples = [conversation(row, shape) for row in rows]
     assert len(examples) == len(rows) > 100
     assert any(example.tools for example in examples) is (shape == "sharegpt")
+
+
+@pytest.mark.parametrize("value", [b"\xff\x00", Decimal("1.50"), timedelta(days=3)])
+def test_a_value_that_json_has_no_like_for_moves_no_row(value):
+    """Column formats hold such values beside a message's text."""
+    row = {"messages": [{**USER, "extra": value}, ANSWER]}
+    sides = {is_heldout(conversation(row, "messages"), 0.5, seed) for seed in range(20)}
+    assert sides == {True, False}
+    other = {"messages": [{**USER, "extra": value * 2 if isinstance(value, bytes) else value + value}, ANSWER]}
+    assert conversation(row, "messages").prompt_key() != conversation(other, "messages").prompt_key()
