@@ -7,11 +7,14 @@ import pyarrow as pa
 
 from stages.errors import UserError
 
+# Columns that are compressed are unpacked here: threads of Arrow's, once started, would forbid to fork this process.
+READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
+
 
 def open_batches(path: Path, columns: Mapping[str, Collection[pa.DataType]]) -> list[pa.RecordBatch]:
     """Memory-map an Arrow IPC file and check its schema, offsets and absence of nulls.
 
-    Nothing is copied: arrays read from the batches are views of the file's pages. The check reads list offsets and
+    Arrays read from the batches are views of the file's pages, unless the file is compressed. The check reads list offsets and
     strings, not the tokens.
 
     Args:
@@ -23,7 +26,7 @@ def open_batches(path: Path, columns: Mapping[str, Collection[pa.DataType]]) -> 
         UserError: the file is missing, cut short, damaged, or of another schema.
     """
     try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        reader = pa.ipc.open_file(pa.memory_map(str(path)), options=READ_OPTIONS)
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
     except FileNotFoundError:
         raise UserError(f"{path}: file is missing; run `dvc repro`") from None

@@ -24,6 +24,8 @@ SCHEMA = pa.schema(
 )
 SCALARS = tuple(field.name for field in SCHEMA if field.name != "rows")
 PADDED, FLAT = "padded", "flat"
+PADDING_ROW_TOKENS = 1024
+"""Longest row of padding in a joined sequence: nothing reads it, and attention to it grows with its square."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

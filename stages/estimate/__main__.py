@@ -1,5 +1,6 @@
 """Predict the peak memory of training before training: `python -m stages.estimate`."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from stages.estimate.shapes import longest_row, traced_steps
 from stages.estimate.switches import trace_switches
 from stages.estimate.verdict import judge
 from stages.files import atomic_directory, read_json, write_csv, write_json
-from stages.model.load import read_config, refuse_joined_rows, refuse_long_rows
+from stages.model.load import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from stages.model.spec import ModelSpec
 from stages.pin.locate import config_directory
-from stages.step.batches import refuse_several_ranks
+from stages.step.batches import refuse_other_tokens, refuse_several_ranks
 from stages.step.tokens import read_lengths
 
 PATH = click.Path(path_type=Path)
@@ -48,12 +49,14 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
     plan = read_plan(plan_path)
     refuse_several_ranks(plan)
     lengths = read_lengths(index)
-    steps = traced_steps(plan, lengths, tiled=device.kind == "cuda")
+    refuse_other_tokens(plan, lengths)
     config = read_config(config_directory(read_json(model_lock)))
     longest = longest_row(plan, lengths)
     refuse_long_rows(config, longest)
     if plan.flat:
         refuse_joined_rows(config, longest)
+    windowed = longest >= (attention_window(config) or math.inf)
+    steps = traced_steps(plan, lengths, tiled=device.kind == "cuda", windowed=windowed)
     setting = Setting(
         model=ModelSpec.from_params(p),
         optimizer=p.train.optimizer,

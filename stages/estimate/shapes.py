@@ -4,42 +4,24 @@ import numpy as np
 
 from stages.bucket.plan import Plan
 from stages.bucket.worst import worst_micro_batches
-from stages.errors import UserError
 from stages.step.batches import BatchShape
 
 TracedSteps = tuple[tuple[BatchShape, ...], ...]
 """Optimizer steps, each a sequence of micro-batch shapes."""
 
 
-def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool) -> TracedSteps:
+def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool) -> TracedSteps:
     """Steps that reach the peak of the whole plan.
 
     The first begins with the plan's first micro-batch and goes on with the worst of all later ones, which meet the
     gradients of the one before. Each further step is one more micro-batch that is the first of its step.
-    `lengths` are the tokens of every training row; `tiled`: the device's attention works in tiles of tokens.
-
-    Raises:
-        UserError: the plan was made for other tokens.
+    `lengths` are the tokens of every training row; `tiled`: the device's attention works in tiles of tokens;
+    `windowed`: the model makes masks.
     """
-    if plan.flat:
-        _refuse_other_tokens(plan, lengths)
-    first, later = worst_micro_batches(plan, tiled=tiled)
+    first, later = worst_micro_batches(plan, lengths, tiled=tiled, windowed=windowed)
     starts = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in first))
     following = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in later))
     return ((starts[0], *following), *((start,) for start in starts[1:]))
-
-
-def _refuse_other_tokens(plan: Plan, lengths: np.ndarray) -> None:
-    """Refuse joined rows that the index does not have, or that are longer than planned.
-
-    Raises:
-        UserError: the plan was made for other tokens.
-    """
-    if plan.rows.max() >= len(lengths) or (np.add.reduceat(lengths[plan.rows], plan.bounds[:-1]) > plan.length).any():
-        raise UserError(
-            "data/batches/plan.arrow: its rows differ from data/tokens/train-index.arrow, which was made later; "
-            "run `dvc repro bucket`"
-        )
 
 
 def longest_row(plan: Plan, lengths: np.ndarray) -> int:

@@ -90,6 +90,11 @@ def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
         )
 
 
+def attention_window(config: PretrainedConfig) -> int | None:
+    """Tokens that a model's sliding window spans; None for a model without one."""
+    return getattr(config.get_text_config(), "sliding_window", None)
+
+
 def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
     """Refuse to join rows where a row's attention to itself is more than plain causal attention.
 
@@ -107,7 +112,7 @@ def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
             f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "
             f"{', '.join(kinds)}; set bucket.mode=bucketed"
         )
-    window = getattr(text, "sliding_window", None)
+    window = attention_window(config)
     if window is not None and longest > window:
         raise UserError(
             f"bucket.mode: packed rows must fit the model's attention window of {window} tokens (sliding_window); the "

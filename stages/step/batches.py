@@ -10,16 +10,13 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from stages.bucket.plan import MicroBatch, Plan
+from stages.bucket.plan import PADDING_ROW_TOKENS, MicroBatch, Plan, sums_between
 from stages.errors import UserError
 from stages.model.attention import JoinedRows
 from stages.step.tokens import TokenRows
 
 IGNORED = -100
 """Target of a position that is not predicted; the value torch's cross-entropy skips."""
-
-PADDING_ROW_TOKENS = 1024
-"""Longest row of padding in a joined sequence: nothing reads it, and attention to it grows with its square."""
 
 Row = tuple[np.ndarray, np.ndarray]
 """Token ids of shape (tokens,) and trained spans of shape (spans, 2), both integers."""
@@ -192,6 +189,28 @@ def refuse_several_ranks(plan: Plan) -> None:
             f"hardware.num_gpus: training on several GPUs is not built yet; got a plan for {plan.ranks}; "
             "set hardware.num_gpus=1"
         )
+
+
+def refuse_other_tokens(plan: Plan, lengths: np.ndarray) -> None:
+    """Refuse a plan whose rows the index does not have, or has longer, before hours are spent on it.
+
+    Args:
+        plan: of one GPU.
+        lengths: tokens of every training row.
+
+    Raises:
+        UserError: the plan was made for other tokens.
+    """
+    if plan.rows.max() < len(lengths):
+        planned = lengths[plan.rows]
+        room = plan.length if plan.flat else np.repeat(plan.length, plan.sizes)
+        needed = sums_between(planned, plan.bounds) if plan.flat else planned
+        if (needed <= room).all():
+            return
+    raise UserError(
+        "data/batches/plan.arrow: its rows differ from data/tokens/train-index.arrow: the plan was made for other "
+        "tokens; run `dvc repro bucket`"
+    )
 
 
 def empty_batch(shape: BatchShape, device: torch.device | str) -> Batch:

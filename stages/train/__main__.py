@@ -11,7 +11,7 @@ from stages.errors import StageCommand
 from stages.files import atomic_directory, read_json, write_csv, write_json, write_text
 from stages.model.spec import ModelSpec
 from stages.pin.locate import model_directory, verify_files
-from stages.step.batches import refuse_several_ranks
+from stages.step.batches import refuse_other_tokens, refuse_several_ranks
 from stages.step.optim import OptimSpec
 from stages.step.step import StepSpec
 from stages.step.tokens import TokenRows
@@ -63,11 +63,13 @@ def main(
     verify_files(directory, lock["files"])
     plan = read_plan(batches / "plan.arrow")
     refuse_several_ranks(plan)
+    rows = TokenRows(tokens, "train")
+    refuse_other_tokens(plan, rows.lengths)
     meter = make_meter(device)
     job = TrainJob(
         model_directory=directory,
         plan=plan,
-        rows=TokenRows(tokens, "train"),
+        rows=rows,
         heldout=TokenRows(tokens, "heldout"),
         pad_id=read_json(tokens / "meta.json")["pad_id"],
         model_spec=spec,
@@ -79,7 +81,7 @@ def main(
         ),
         heldout_every_steps=params.train.heldout_every_steps,
         heldout_rows=params.train.heldout_rows,
-        measured_steps=measured_steps(plan),
+        measured_steps=measured_steps(plan, rows.lengths),
         loader_threads=params.run.loader_threads,
         device=device,
         progress=params.run.progress,

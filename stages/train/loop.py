@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -81,7 +82,7 @@ class TrainResult:
     """One row per optimizer step, keys `CURVE_COLUMNS`."""
 
 
-def measured_steps(plan: Plan) -> frozenset[int]:
+def measured_steps(plan: Plan, lengths: np.ndarray) -> frozenset[int]:
     """The steps whose peak is measured where measuring costs time: those said to be the worst, and controls.
 
     The controls (spread evenly over the run) are chosen without regard to size, so that a worst step overlooked by the
@@ -89,7 +90,7 @@ def measured_steps(plan: Plan) -> frozenset[int]:
     """
     last = len(plan.steps) - 1
     controls = {round(last * number / CONTROL_STEPS) for number in range(1, CONTROL_STEPS + 1)}
-    return frozenset({*worst_steps(plan), *controls})
+    return frozenset({*worst_steps(plan, lengths), *controls})
 
 
 def train(job: TrainJob, meter: Meter) -> TrainResult:

@@ -81,5 +81,6 @@ def test_steps_are_measured_that_the_prediction_did_not_choose():
     planned = [
         MicroBatch(epoch=0, step=k, rows=np.arange(9 - k, dtype=np.int32), length=8, supervised=4) for k in range(9)
     ]
-    assert measured_steps(Plan.of(planned)) == {0, 2, 4, 6, 8}
-    assert measured_steps(Plan.of(planned[:1])) == {0}
+    lengths = np.full(9, 8, np.int32)
+    assert measured_steps(Plan.of(planned), lengths) == {0, 2, 4, 6, 8}
+    assert measured_steps(Plan.of(planned[:1]), lengths) == {0}
