@@ -14,8 +14,8 @@ READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
 def open_batches(path: Path, columns: Mapping[str, Collection[pa.DataType]]) -> list[pa.RecordBatch]:
     """Memory-map an Arrow IPC file and check its schema, offsets and absence of nulls.
 
-    Arrays read from the batches are views of the file's pages, unless the file is compressed. The check reads list offsets and
-    strings, not the tokens.
+    Arrays read from the batches are views of the file's pages, unless the file is compressed. The check reads list
+    offsets and strings, not the tokens.
 
     Args:
         path: the file.
