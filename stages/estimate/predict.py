@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,9 @@ from torch._subclasses.fake_tensor import (
 from transformers import PretrainedConfig
 
 from stages.errors import UserError
+from stages.estimate.depth import NotRepeated, WindowTrace, deep_peaks
 from stages.estimate.kernels import Target
+from stages.estimate.layers import Repetition, find_repetition, with_layers
 from stages.estimate.shapes import TracedSteps, only
 from stages.estimate.trace import (
     ADAPTERS,
@@ -45,6 +47,7 @@ UNTRACEABLE = (
     NotImplementedError,
 )
 """What a trace raises where it cannot know: values, shapes that depend on them, operations without a shape function."""
+Trace = TypeVar("Trace", bound=MemoryTrace)
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -66,6 +69,8 @@ class Prediction:
     """forward, backward, clip, optimizer."""
     steps_of_peak: TracedSteps
     """The first micro-batch and, where another one set the peak, that one in its position: enough to see it again."""
+    layers_traced: str
+    """Which layers were, and why no others."""
 
     @property
     def worst_phase(self) -> str:
@@ -85,7 +90,49 @@ def predict(config: PretrainedConfig, setting: Setting, steps: TracedSteps, targ
         UserError: the model's memory depends on the data, or PyTorch cannot trace one of its operations.
     """
     _refuse_experts(config)
-    trace = MemoryTrace(
+    repetition, reason = find_repetition(config, setting.model)
+    if repetition is not None:
+        try:
+            return _predict_from_shallow(config, setting, steps, target, repetition, reason)
+        except NotRepeated as error:
+            reason = f"all {repetition.layers} layers: {error}"
+    trace, position = _traced(MemoryTrace, config, setting, steps, target)
+    return Prediction(by_phase=trace.peaks(), steps_of_peak=only(steps, *position), layers_traced=reason)
+
+
+def _predict_from_shallow(
+    config: PretrainedConfig,
+    setting: Setting,
+    steps: TracedSteps,
+    target: Target,
+    repetition: Repetition,
+    reason: str,
+) -> Prediction:
+    """The prediction from traces of the model with fewer layers.
+
+    Raises:
+        NotRepeated: they do not tell.
+    """
+    shallow = (with_layers(config, depth) for depth in repetition.depths)
+    traces = [_traced(WindowTrace, each, setting, steps, target)[0] for each in shallow]
+    peaks = deep_peaks(traces, repetition, target.granularity_bytes)
+    positions = [(step, number) for step, shapes in enumerate(steps) for number in range(len(shapes))]
+    return Prediction(
+        by_phase=peaks.by_phase,
+        steps_of_peak=only(steps, *positions[peaks.micro_batch]),
+        layers_traced=reason,
+    )
+
+
+def _traced(
+    kind: type[Trace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
+) -> tuple[Trace, tuple[int, int]]:
+    """A trace of the steps, and the position of the micro-batch that set the peak.
+
+    Raises:
+        UserError: PyTorch cannot trace an operation.
+    """
+    trace = kind(
         granularity_bytes=target.granularity_bytes,
         rules=target.rules,
         vocab_size=config.get_text_config().vocab_size,
@@ -98,7 +145,7 @@ def predict(config: PretrainedConfig, setting: Setting, steps: TracedSteps, targ
             f"model.name: the step of {config.model_type} cannot be traced ({type(error).__name__}: {error}), so its "
             "memory is not known; choose another model"
         ) from None
-    return Prediction(by_phase=trace.peaks(), steps_of_peak=only(steps, *position))
+    return trace, position
 
 
 def trace_steps(

@@ -12,7 +12,7 @@ def prediction_of(gib: float) -> Prediction:
         bytes=int(gib * GIB), by_category={"weights": int(gib * GIB) - 3 * GIB, "logits": 2 * GIB, "inputs": GIB}
     )
     small = Peak(bytes=GIB, by_category={"weights": GIB})
-    return Prediction(by_phase={"forward": small, "backward": peak}, steps_of_peak=())
+    return Prediction(by_phase={"forward": small, "backward": peak}, steps_of_peak=(), layers_traced="all")
 
 
 def gpu(gib: float, name: str = "card") -> Device:
@@ -57,7 +57,7 @@ def test_a_refusal_tells_sizes_the_largest_parts_and_up_to_three_remedies():
 def test_a_small_runs_refusal_is_told_in_mib():
     """`predicted peak 0.00 GiB exceeds the 0.00 GiB usable`."""
     peak = Peak(bytes=5 << 20, by_category={"weights": (4 << 20) + (1 << 19), "logits": 1 << 19})
-    run = Prediction(by_phase={"backward": peak}, steps_of_peak=())
+    run = Prediction(by_phase={"backward": peak}, steps_of_peak=(), layers_traced="all")
     small = [Switch(label="grad_ckpt=true", flag="train.grad_ckpt=true", peak_bytes=1 << 19)]
     assert judge(run, gpu(1 / 1024), small, headroom_percent=8.0, enforce=True).refusal == (
         "hardware.gpu: predicted peak 5 MiB (in backward) exceeds the 0.92 MiB usable on card (1 MiB less 8%); "
