@@ -23,8 +23,8 @@ _SPACED_COLON = b" :"
 # One pass makes every digit a 0 and every white space a blank, so that two searches find either.
 _COARSE = bytes.maketrans(b"123456789\t\r\n", b"000000000   ")
 
-# What Arrow raises for text that is not UTF-8, a time beyond Python's years, an unknown time zone, a struct with two fields
-# of one name.
+# What Arrow raises for text that is not UTF-8, a time beyond Python's years, an unknown time zone, a struct with two
+# fields of one name.
 _UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
 
 Decoded = tuple[dict[str, Any] | None, str | None, int]
