@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import nn
@@ -52,22 +51,32 @@ def choose_prompts(
     `max_new_tokens` (not counting the token that ends it, which need not be generated).
     """
     too_long = 0
-    families: dict[str, dict[bytes, Prompt]] = {}
+    # Digests and row numbers alone: the prompts of all rows would take some kilobytes each.
+    families: dict[str, dict[bytes, int]] = {}
     for row in rows.kept.tolist():
-        ids = rows.ids(row).tolist()
+        ids = rows.ids(row)
         start, end = rows.spans(row)[-1].tolist()
-        if special.issuperset(ids[:start]):
+        if all(token in special for token in ids[:start].tolist()):
             continue
-        answer_tokens = end - start - (ids[end - 1] in special)
+        answer_tokens = end - start - (int(ids[end - 1]) in special)
         no_room = max_prompt_tokens is not None and start > max_prompt_tokens
         if no_room or end == max_length or answer_tokens > max_new_tokens:
             too_long += 1
             continue
-        prompt = Prompt(family=rows.family(row) or NO_FAMILY, ids=ids[:start], answer_ids=ids[start:end])
-        digest = hashlib.sha256(np.array(prompt.ids, dtype="<i4").tobytes()).digest()
-        families.setdefault(prompt.family, {}).setdefault(digest, prompt)
-    in_turn = zip_longest(*([prompts[digest] for digest in sorted(prompts)] for _, prompts in sorted(families.items())))
-    return [prompt for one_of_each in in_turn for prompt in one_of_each if prompt is not None][:count], too_long
+        digest = hashlib.sha256(ids[:start].astype("<i4").tobytes()).digest()
+        families.setdefault(rows.family(row) or NO_FAMILY, {}).setdefault(digest, row)
+    in_turn = zip_longest(
+        *([(name, found[digest]) for digest in sorted(found)] for name, found in sorted(families.items()))
+    )
+    chosen = [one for one_of_each in in_turn for one in one_of_each if one is not None][:count]
+    return [_prompt(rows, row, family) for family, row in chosen], too_long
+
+
+def _prompt(rows: TokenRows, row: int, family: str) -> Prompt:
+    """The question and the answer of a row."""
+    ids = rows.ids(row).tolist()
+    start, end = rows.spans(row)[-1].tolist()
+    return Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end])
 
 
 def special_ids(tokenizer: Tokenizer) -> set[int]:

@@ -1,5 +1,7 @@
 """Greedy answers: what the model says to the prompt alone, and questions spread evenly over families."""
 
+import tracemalloc
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -139,3 +141,17 @@ def test_an_answer_longer_than_may_be_generated_is_no_question(tmp_path):
     opened = heldout(tmp_path, rows)
     prompts, left_out = chosen_and_left_out(opened, max_new_tokens=2)
     assert ([prompt.ids for prompt in prompts], left_out) == ([[50, 51]], 2)
+
+
+def test_choosing_prompts_of_many_rows_takes_little_memory(tmp_path):
+    """Holding the tokens of every prompt took 6 GB for half a million held-out rows."""
+    rows: list[Row] = [([5 + k % 40, 6 + k // 40, *[7] * 990, 1], [990, 993], None) for k in range(400)]
+    tokens = heldout(tmp_path, rows)
+    tracemalloc.start()
+    try:
+        prompts = choose(tokens, count=3, max_length=2000)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [prompt.answer_ids for prompt in prompts] == [[7, 7, 1]] * 3
+    assert peak_bytes < 400 * 990 * 8 / 4, "a list of tokens takes 8 bytes each"
