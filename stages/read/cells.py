@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from stages.errors import UserError
+from stages.read.arrays import from_texts
 from stages.read.stretch import MAX_ROW_BYTES, Read, Stretch, to_payload
 
 # The csv module holds a cell at four bytes a character: no more than MAX_ROW_BYTES.
@@ -94,7 +95,7 @@ def cut_cells(read: Read, name: str, delimiter: str, block_bytes: int) -> Iterat
 def _payload(rows: list[list[str]], schema: pa.Schema) -> bytes:
     """Rows as an IPC stream of string columns."""
     columns = zip(*rows, strict=True) if rows else [[] for _ in schema]
-    return to_payload(pa.record_batch([pa.array(column, pa.string()) for column in columns], schema=schema))
+    return to_payload(pa.record_batch([from_texts(column) for column in columns], schema=schema))
 
 
 def _records(reader: Any, name: str) -> Iterator[tuple[int, list[str] | str]]:

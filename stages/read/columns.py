@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from stages.errors import UserError
 from stages.read.stretch import Stretch, to_payload
@@ -39,6 +38,8 @@ def cut_columns(file: BinaryIO, name: str, is_parquet: bool, block_bytes: int) -
 
 def _parquet_batches(file: BinaryIO, block_bytes: int) -> Iterator[pa.RecordBatch]:
     """Batches of as many rows as make a block on average."""
+    import pyarrow.parquet as pq  # 5 MB that other formats do without
+
     parquet = pq.ParquetFile(file, buffer_size=block_bytes, pre_buffer=False)
     about = parquet.metadata
     size_bytes = sum(about.row_group(k).total_byte_size for k in range(about.num_row_groups))

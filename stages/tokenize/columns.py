@@ -6,6 +6,7 @@ from hashlib import blake2b
 import numpy as np
 import pyarrow as pa
 
+from stages.read.arrays import from_numpy, from_texts, to_numpy
 from stages.tokenize.cut import CutRows
 
 LARGEST_UINT16 = (1 << 16) - 1
@@ -57,9 +58,9 @@ def record_batch(
     columns = [
         _lists(values, cut.lengths, schema.field("input_ids").type),
         _lists(cut.spans.ravel(), 2 * span_counts, schema.field("loss_spans").type),
-        pa.array([families[row] for row in cut.rows.tolist()], pa.string()),
-        pa.array(np.full(len(cut.rows), source_file), schema.field("source_file").type),
-        pa.array(source_rows[cut.rows]),
+        from_texts([families[row] for row in cut.rows.tolist()]),
+        from_numpy(np.full(len(cut.rows), source_file), schema.field("source_file").type),
+        from_numpy(source_rows[cut.rows], schema.field("source_row").type),
     ]
     return pa.record_batch(columns, schema=schema)
 
@@ -68,8 +69,8 @@ def digests(batch: pa.RecordBatch) -> np.ndarray:
     """64-bit hash of each row's ids and spans, uint64: equal rows have equal ones."""
     hashes = [blake2b(digest_size=DIGEST_BYTES) for _ in range(len(batch))]
     for column in (batch.column("input_ids"), batch.column("loss_spans")):
-        values = memoryview(column.flatten().to_numpy()).cast("B")
-        places = (column.offsets.to_numpy() * column.type.value_type.byte_width).tolist()
+        values = memoryview(to_numpy(column.flatten())).cast("B")
+        places = (to_numpy(column.offsets) * column.type.value_type.byte_width).tolist()
         for digest, start, end in zip(hashes, places, places[1:], strict=False):
             digest.update(values[start:end])
     return np.frombuffer(b"".join(digest.digest() for digest in hashes), np.dtype("<u8"))
@@ -79,5 +80,5 @@ def _lists(values: np.ndarray, lengths: np.ndarray, list_type: pa.ListType) -> p
     """Flat values as one Arrow list column."""
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    flat = values.astype(list_type.value_type.to_pandas_dtype(), copy=False)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=list_type)
+    flat = from_numpy(values, list_type.value_type)
+    return pa.ListArray.from_arrays(from_numpy(offsets, pa.int32()), flat, type=list_type)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from stages.read.arrays import from_numpy, to_numpy
 from stages.tokenize.shards import REJECTS_LISTED, SIDES, Reject, Shard, shard_name
 
 # 3 bytes a row instead of 10; 10 million rows are unpacked in 0.2 s. Arrow's threads would forbid a later fork.
@@ -153,7 +154,7 @@ def _duplicates(placed: Sequence[Placed]) -> dict[str, np.ndarray]:
     of 10 million different rows share one has a chance of 1 in 370,000.
     """
     order = tuple(reversed(SIDES))
-    parts = {side: [part["digest"].to_numpy() for part in _index_parts(placed, side)] for side in order}
+    parts = {side: [to_numpy(part["digest"]) for part in _index_parts(placed, side)] for side in order}
     rows = {side: sum(map(len, parts[side])) for side in order}
     digests = np.concatenate([part for side in order for part in parts[side]]).astype(np.uint64, copy=False)
     # A stable sort keeps equal digests in order of row: all but the first of a run are duplicates.
@@ -174,10 +175,10 @@ def _write_index(
             end = start + part.num_rows
             out = np.zeros(part.num_rows, bool) if dropped is None else dropped[start:end]
             start = end
-            columns = {name: part[name].to_numpy() for name in ("length", "supervised", "source")}
+            columns = {name: to_numpy(part[name]) for name in ("length", "supervised", "source")}
             for source in np.unique(columns["source"]):
                 mine = columns["source"] == source
                 totals[source].add(columns["length"][mine], columns["supervised"][mine], out[mine])
             if part.num_rows:
-                batch = pa.record_batch([*map(pa.array, columns.values()), pa.array(out)], schema=INDEX)
-                writer.write_batch(batch)
+                arrays = map(from_numpy, [*columns.values(), out], INDEX.types)
+                writer.write_batch(pa.record_batch(list(arrays), schema=INDEX))

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from stages.files import sha256_file, sha256_json, write_json
+from stages.read.arrays import from_numpy, to_numpy
 from stages.read.block import Block
 from stages.tokenize.settings import BlockTokens
 
@@ -161,10 +162,10 @@ class ShardWriter:
         for side, (rows, supervised, digests) in zip(SIDES, sides, strict=True):
             self._file(side, rows.schema).write(rows)
             index = [
-                pa.array(np.diff(rows.column("input_ids").offsets.to_numpy())),
-                pa.array(supervised, pa.int32()),
-                pa.array(np.full(rows.num_rows, block.source, np.uint16)),
-                pa.array(digests, pa.uint64()) if len(digests) else pa.nulls(rows.num_rows, pa.uint64()),
+                from_numpy(np.diff(to_numpy(rows.column("input_ids").offsets)), pa.int32()),
+                from_numpy(supervised, pa.int32()),
+                from_numpy(np.full(rows.num_rows, block.source), pa.uint16()),
+                from_numpy(digests, pa.uint64()) if len(digests) else pa.nulls(rows.num_rows, pa.uint64()),
             ]
             self._file(f"{side}-index", SHARD_INDEX).write(pa.record_batch(index, schema=SHARD_INDEX))
 
