@@ -1,0 +1,58 @@
+"""Reserved and process memory above the tensors', by playing the traced steps to the allocator."""
+
+import pytest
+from transformers import LlamaConfig
+
+from stages.estimate.explain import trace_origins
+from stages.estimate.predict import predict
+from stages.estimate.tiers import CONTEXT_BYTES, reserve, tiers
+from stages.units import GIB
+from tests.estimate.common import gpu_target, setting_of, shape
+
+CONFIG = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=8192,
+    tie_word_embeddings=False,
+)
+STEPS = ((shape(2, 512, 700), shape(4, 240, 600)),)
+SETTING = setting_of(method="qlora", precision="bf16", grad_ckpt=True, loss_chunk=256)
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return trace_origins(CONFIG, SETTING, STEPS, gpu_target("H100"))
+
+
+def test_each_tier_holds_the_one_below(trace):
+    """A process predicted to take less than its tensors."""
+    tensors = predict(CONFIG, SETTING, STEPS, gpu_target("H100"))
+    for found in tiers(trace, 80 * GIB).values():
+        assert tensors.peak.bytes <= found["reserved_bytes"] < found["process_bytes"]
+        assert found["process_bytes"] == found["reserved_bytes"] + CONTEXT_BYTES
+        assert max(found["reserved_by_phase"].values()) == found["reserved_bytes"]
+        for phase, peak in tensors.by_phase.items():
+            assert peak.bytes <= found["reserved_by_phase"][phase]
+        assert (found["retries"], found["out_of_memory"]) == (0, None)
+
+
+def test_a_limit_below_the_tensors_ends_in_a_phase_that_is_named(trace):
+    """A run said to fit whose tensors do not; or an end that nobody can find."""
+    free = reserve(trace, expandable=True, capacity_bytes=None)
+    held = predict(CONFIG, SETTING, STEPS, gpu_target("H100")).peak.bytes
+    found = reserve(trace, expandable=True, capacity_bytes=held - 2**20)
+    assert found.peak_bytes is None
+    assert found.out_of_memory is not None
+    assert found.out_of_memory.startswith(("forward, micro-batch", "backward, micro-batch"))
+    assert free.peak_bytes is not None and free.out_of_memory is None
+
+
+def test_a_tight_limit_costs_retries_first(trace):
+    """Cached blocks that are given back in time, taken for an end."""
+    free = reserve(trace, expandable=False, capacity_bytes=None)
+    assert free.peak_bytes is not None
+    found = reserve(trace, expandable=False, capacity_bytes=free.peak_bytes - 2**20)
+    assert found.retries >= 1
