@@ -43,8 +43,14 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
     Raises:
         UserError: it is missing, empty, of an unknown kind, or written by the pipeline itself.
     """
-    path = find_source(source)
-    is_saved = (path / SAVED_SPLITS).is_file() or (path / SAVED_STATE).is_file()
+    try:
+        path = find_source(source)
+        is_saved = (path / SAVED_SPLITS).is_file() or (path / SAVED_STATE).is_file()
+    except OSError as error:
+        raise UserError(
+            f"{parameter}: {error.filename} cannot be reached ({error.strerror}); got {source!r}; change the "
+            "permissions of the directories above it"
+        ) from error
     if split is not None and not is_saved:
         refuse_split(_beside(parameter, "split"), split, repr(source))
     if not path.exists() and glob.has_magic(source):
@@ -63,9 +69,11 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
             f"{parameter}: no such file or directory; got {source!r}; name a file ({KNOWN_NAMES}), a directory of "
             f"such files, or a hub data set as {HUB_PREFIX}org/name"
         )
+    if not path.is_dir():
+        raise UserError(f"{parameter}: is neither a file nor a directory; got {source!r}; copy its rows into a file")
     if is_saved:
         return _pin_saved(parameter, source, path, split, shared_split)
-    names = sorted((file.relative_to(path) for file in path.rglob("*")), key=Path.as_posix)
+    names = sorted(_names_below(parameter, path, deep=True), key=Path.as_posix)
     files = _pin_matches(parameter, path, names, "the directory")
     if not files:
         raise UserError(f"{parameter}: the directory holds no data file ({KNOWN_NAMES}); got {source!r}")
@@ -80,11 +88,33 @@ def _pin_glob(parameter: str, source: str) -> LocalSource:
         raise UserError(f"{parameter}: no such directory {base!r}; got {source!r}; mend the glob")
     _refuse_outputs(parameter, source, root)
     pattern = str(Path(source).relative_to(base))
+    # glob passes over directories that it may not list, so all that it may have to list are listed first.
+    _names_below(parameter, root, deep=len(Path(pattern).parts) > 1 or "**" in pattern)
     names = sorted({Path(name) for name in glob.glob(pattern, root_dir=root, recursive=True)}, key=Path.as_posix)
     files = _pin_matches(parameter, root, names, f"{source!r}")
     if not files:
         raise UserError(f"{parameter}: the glob matches no data file ({KNOWN_NAMES}); got {source!r}; mend it")
     return LocalSource(kind="glob", root=root, files=files, split=None)
+
+
+def _names_below(parameter: str, root: Path, *, deep: bool) -> list[Path]:
+    """The relative names of all in a directory and, when `deep`, in those below it that are not hidden.
+
+    Raises:
+        UserError: one of the directories cannot be listed: its rows would be lost in silence.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(
+            f"{parameter}: {error.filename} cannot be listed ({error.strerror}); change its permissions, or name the "
+            "files to read by a glob such as data/*.jsonl"
+        ) from error
+
+    found: list[Path] = []
+    for directory, folders, files in os.walk(root, onerror=refuse):
+        found += [(Path(directory) / name).relative_to(root) for name in (*folders, *files)]
+        folders[:] = [name for name in folders if deep and not name.startswith(".")]
+    return found
 
 
 def _pin_matches(parameter: str, root: Path, names: list[Path], holder: str) -> list[dict[str, Any]]:
@@ -97,9 +127,15 @@ def _data_names(parameter: str, root: Path, names: list[Path], holder: str) -> I
     for name in names:
         if is_hidden(name):
             continue
+        try:
+            name.as_posix().encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{parameter}: {holder} holds {str(name)!r}, a name that is not UTF-8; rename it") from None
         _refuse_odd_link(parameter, root, name)
-        if not (root / name).is_file() or lies_beside(name.name):
+        if lies_beside(name.name) or (root / name).is_dir():
             continue
+        if not (root / name).is_file():
+            raise UserError(f"{parameter}: {root / name} is neither a file nor a directory; move it away")
         if file_kind(name.name) is None:
             raise UserError(
                 f"{parameter}: {holder} holds {name.as_posix()}, which is not of a known kind ({KNOWN_NAMES}); move it "
@@ -166,7 +202,9 @@ def _refuse_outputs(parameter: str, source: str, path: Path) -> None:
     """Refuse a source that a stage writes into: each run would change what the next one reads."""
     for root in (Path(), repo_root()):
         for output in OUTPUTS:
-            written, read = (root / output).resolve(), path.resolve()
+            written, read = (
+                Path(os.path.realpath(one)) for one in (root / output, path)
+            )  # unlike resolve, takes loops
             if written == read or written in read.parents or read in written.parents:
                 raise UserError(
                     f"{parameter}: must not hold, or lie in, {output}, which the pipeline writes; got {source!r}; name "

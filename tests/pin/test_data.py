@@ -21,23 +21,6 @@ ROWS = [{"text": "one"}, {"text": "two"}]
 LINK = Path("locks/watched-data")
 
 
-@pytest.fixture
-def pin(tmp_path, monkeypatch):
-    """A workspace's directory, and a function that sets data values and pins."""
-    directory = tmp_path / "checkout"
-    directory.mkdir()
-    monkeypatch.chdir(directory)
-    monkeypatch.delenv("DVC_STAGE", raising=False)
-    monkeypatch.delenv("DVC_ROOT", raising=False)
-
-    def run(source, **values):
-        given = source if isinstance(source, list) else str(source)
-        lay_out(directory, data__source=given, **{f"data__{key}": value for key, value in values.items()})
-        return invoke(main, "data")
-
-    return run
-
-
 def pinned(key: str) -> list:
     """One value of every source in the lock; of files their paths."""
     sources = read_json(Path("locks/data.json"))["sources"]
