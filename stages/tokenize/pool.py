@@ -1,5 +1,6 @@
 """Blocks turned into tokens by several workers, handed back in order, with a bounded number of them in memory."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -79,6 +80,7 @@ def open_pool(own: Tokenize, make: Callable[[], Tokenize], workers: int, kind: s
         yield Pool(lambda block: executor.submit(_work, block), BLOCKS_IN_FLIGHT_PER_WORKER * workers)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+        gc.unfreeze()
 
 
 class _Serial:

@@ -136,7 +136,9 @@ def _resolve(data: Data, lock: Mapping[str, Any], place: int) -> _Resolved:
     wanted = source["format"] if source["format"] is not None else data.format
     skips = data.on_bad_row == "skip"
     alone = {**lock, "sources": [source]}
-    rows = _first_rows(alone, file_names(alone), skips)
+    rows, fault = _first_rows(alone, file_names(alone), skips)
+    if fault is not None and not rows:
+        raise UserError(f"{fault} (and no other row of {source['source']} can be read)")
     if not rows:
         raise UserError(f"data.source: {source['source']} holds no rows; put rows into it or name another source")
     if wanted == AUTO:
@@ -176,8 +178,11 @@ def _are_conversations(rows: list[tuple[str, RawRow]], shape: SourceShape) -> bo
     return False
 
 
-def _first_rows(lock: Mapping[str, Any], names: Sequence[str], skips: bool) -> list[tuple[str, RawRow]]:
-    """The rows without a fault of the first block that has one, each with its place."""
+def _first_rows(
+    lock: Mapping[str, Any], names: Sequence[str], skips: bool
+) -> tuple[list[tuple[str, RawRow]], str | None]:
+    """(the rows without a fault of the first block that has one, each with its place; the first fault before them)."""
+    fault = None
     for block in read_blocks(lock, max_rows=None, progress=lambda _: None):
         good = []
         for row in decode(block):
@@ -186,9 +191,11 @@ def _first_rows(lock: Mapping[str, Any], names: Sequence[str], skips: bool) -> l
                 good.append((at, row))
             elif not skips and not good:
                 raise UserError(f"{at}: {row.fault}")
+            elif fault is None:
+                fault = f"{at}: {row.fault}"
         if good:
-            return good
-    return []
+            return good, fault
+    return [], fault
 
 
 def _texts(rows: Sequence[RawRow]) -> list[str]:

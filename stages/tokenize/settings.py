@@ -68,7 +68,7 @@ COUNTS = (
     "truncated_rows",  # lost trained tokens to max_length
     "dropped_long_rows",  # longer than max_length, over_length: drop
     "split_rows",  # cut into several, over_length: split
-    "no_answer_rows",  # left out: no supervised token remained (of a split row: pieces without one)
+    "no_answer_rows",  # left out: no supervised token remained (a split row counts where none of its pieces has one)
     "control_tokens_as_text",
     "surrogates_replaced",
     "engine_fallback_rows",  # that the faster engine could not encode

@@ -52,5 +52,5 @@ def test_memory_is_bounded_and_flat(tmp_path, monkeypatch):
         for what in ("data", "model"):
             assert invoke(pin, what).exit_code == 0
         peaks.append(peak_bytes(tmp_path))
-    assert peaks[1] <= 400 * MIB
+    assert peaks[1] <= 330 * MIB
     assert peaks[1] <= 1.05 * peaks[0] + 8 * MIB

@@ -213,6 +213,7 @@ REFUSED = {
     "later shape": ('{"text": "a"}\n\n{"q": "b"}\n', {}, "rows.jsonl:3: a row of data.format text needs 'text'"),
     "named shape": ('{"text": "a"}\n', {"data__format": "alpaca"}, "rows.jsonl:1: a row of data.format alpaca needs"),
     "unknown format": ('{"text": "a"}\n', {"data__format": "csv"}, "data.format: "),
+    "none to read": ("{\n\n}\n", {"data__on_bad_row": "skip"}, "rows.jsonl:1: not JSON ("),
     "no rows": ("\n \n", {}, "data.source: rows.jsonl holds no rows"),
     "no array rows": ("[]", {}, "data.source: rows.jsonl holds no rows"),
     "none held out": ('{"text": "a"}\n', {"data__heldout_fraction": 0.01}, "data.heldout_fraction: leaves no row to"),
@@ -282,7 +283,7 @@ def test_a_template_file_is_pinned_with_the_rows(run, tmp_path):
         "{% endfor %}"
     )
     assert run(source, data__chat_template="mine.jinja").exit_code == 0
-    assert os.readlink("locks/watched-files/template") == str(template.resolve())
+    assert Path("locks/watched-files/template").resolve() == template.resolve()
     template.write_text("{# other #}" + template.read_text())
     line = told(invoke(tokenize))
     assert line == "data.chat_template: mine.jinja changed since it was pinned; run `dvc repro` again"
