@@ -15,7 +15,7 @@ from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, explain, trac
 from stages.estimate.kernels import target_of
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.shapes import longest_row, traced_steps
-from stages.estimate.switches import trace_switches
+from stages.estimate.switches import halving_flag, trace_switches
 from stages.estimate.verdict import judge
 from stages.files import atomic_directory, read_json, write_csv, write_json
 from stages.model.load import attention_window, read_config, refuse_joined_rows, refuse_long_rows
@@ -70,8 +70,7 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
         setting,
         target,
         prediction,
-        max_tokens=p.bucket.max_tokens,
-        longest=longest,
+        smaller_batch=halving_flag(p.bucket, longest),
         native_bf16=device.native_bf16,
         progress=p.run.progress,
     )

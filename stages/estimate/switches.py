@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from stages.estimate.kernels import Target
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.shapes import halved
+from stages.params import Bucket
 
 CURRENT = "current"
 METHODS: tuple[Literal["full", "lora", "qlora"], ...] = ("full", "lora", "qlora")
@@ -35,27 +36,32 @@ def trace_switches(
     target: Target,
     current: Prediction,
     *,
-    max_tokens: int,
-    longest: int,
+    smaller_batch: str | None,
     native_bf16: bool,
     progress: bool,
 ) -> list[Switch]:
     """The current setting first, then every single change, traced over the micro-batches that set the current peak.
 
-    Those that change nothing that is learnt come first. `max_tokens` is bucket.max_tokens, which cannot go below
-    `longest`, the padded tokens of the longest row; `native_bf16` says whether the device offers precision bf16;
-    `progress` shows a bar on standard error.
+    Those that change nothing that is learnt come first. `smaller_batch` is the flag that halves a micro-batch, if any;
+    `native_bf16` says whether the device offers precision bf16; `progress` shows a bar on standard error.
     """
     steps = current.steps_of_peak
     changes = [(f"train.{flag}", changed, steps) for flag, changed in _single_changes(setting, native_bf16)]
     fewer = halved(steps)
-    if fewer is not None and max_tokens // 2 >= longest:
-        changes.insert(0, (f"bucket.max_tokens={max_tokens // 2}", setting, fewer))
+    if fewer is not None and smaller_batch is not None:
+        changes.insert(0, (smaller_batch, setting, fewer))
     found = [Switch(label=CURRENT, flag=None, peak_bytes=current.peak.bytes)]
     for flag, changed, shapes in tqdm(changes, "estimate", unit=" switches", disable=not progress):
         peak = predict(config, changed, shapes, target).peak
         found.append(Switch(label=flag.partition(".")[2], flag=flag, peak_bytes=peak.bytes))
     return found
+
+
+def halving_flag(bucket: Bucket, longest: int) -> str | None:
+    """The flag that halves a micro-batch; None where rows or the longest row, padded to `longest` tokens, forbid it."""
+    if bucket.mode == "fixed":
+        return f"bucket.fixed_rows={bucket.fixed_rows // 2}" if bucket.fixed_rows > 1 else None
+    return f"bucket.max_tokens={bucket.max_tokens // 2}" if bucket.max_tokens // 2 >= longest else None
 
 
 def _single_changes(setting: Setting, native_bf16: bool) -> Iterator[tuple[str, Setting]]:

@@ -68,8 +68,9 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
         ("optimizer steps", f"{bucket['optimizer_steps']:,}, in {bucket['micro_batches']:,} micro-batches"),
         (
             "micro-batches",
-            f"at most {bucket['max_batch_tokens']:,} padded tokens, {bucket['max_batch_rows']:,} rows, "
-            f"{bucket['max_batch_length']:,} tokens a row",
+            f"{bucket['mode']}; at most {bucket['max_batch_tokens']:,} padded tokens, {bucket['max_batch_rows']:,} rows"
+            # Joined rows have a length together, which is the figure before.
+            + ("" if bucket["mode"] == "packed" else f", {bucket['max_batch_length']:,} tokens a row"),
         ),
         ("padding", f"{bucket['padding_percent']:.1f} % of the tokens computed"),
         ("trained parameters", f"{train['trained_parameters']:,}"),

@@ -9,13 +9,15 @@ import pytest
 
 from stages.bucket.plan import write_plan
 from stages.estimate.__main__ import main
+from stages.estimate.switches import halving_flag
 from stages.files import sha256_file
+from stages.params import Bucket
 from tests.estimate.common import plan_of
 from tests.token_files import write_index
 from tests.workspace import invoke, lay_out, told
 
 PLAN = plan_of([[(2, 128, 60), (3, 80, 40)], [(4, 64, 90)]])
-LENGTHS = (128, 64, 40, 40)
+LENGTHS = (64, 64, 40, 40)
 
 
 @pytest.fixture
@@ -112,3 +114,19 @@ def test_list_gpus_needs_no_files(tmp_path, monkeypatch):
     assert result.exit_code == 0
     assert len(result.stdout.strip().splitlines()) >= 16
     assert "H100" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "tokens", "label"),
+    [
+        ("bucketed", 8, 256, "max_tokens=128"),
+        ("bucketed", 8, 200, None),
+        ("packed", 8, 256, "max_tokens=128"),
+        ("fixed", 8, 200, "fixed_rows=4"),
+        ("fixed", 1, 256, None),
+    ],
+)
+def test_the_remedy_of_smaller_batches_is_the_one_that_works_in_this_mode(mode, rows, tokens, label):
+    """A refused run told to lower bucket.max_tokens, which bounds nothing in mode fixed."""
+    bucket = Bucket(mode=mode, max_tokens=tokens, pad_multiple=8, constant_shape=False, fixed_rows=rows)
+    assert halving_flag(bucket, 128) == (None if label is None else f"bucket.{label}")

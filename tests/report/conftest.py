@@ -66,6 +66,7 @@ def metrics() -> dict[str, dict[str, Any]]:
             "dropped_rows": 1,
         },
         "bucket": {
+            "mode": "bucketed",
             "optimizer_steps": 3,
             "micro_batches": 9,
             "max_batch_tokens": 1024,

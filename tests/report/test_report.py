@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from stages.estimate.explain import TIMELINE_COLUMNS
-from stages.files import write_csv
+from stages.files import write_csv, write_json
 from stages.report.__main__ import main
 from tests.report.conftest import GENERATION, MIB, TIMELINE, metrics, write_inputs
 from tests.workspace import invoke, run_module, told
@@ -80,7 +80,7 @@ def test_the_page_names_what_was_trained_and_what_came_out(place):
         "| data | rows.jsonl, format messages |",
         "| cut rows | 1,250 (25.0 %) lost trained tokens to data.max_length |",
         "| dropped rows | 1 (0.0 %) had no answer within data.max_length |",
-        "| micro-batches | at most 1,024 padded tokens, 25 rows, 512 tokens a row |",
+        "| micro-batches | bucketed; at most 1,024 padded tokens, 25 rows, 512 tokens a row |",
         "| train.grad_ckpt | false |",
         "| gradients | 30 MiB | 25.0 % |",
         "| up to 64 tokens | 200 | 2.5 | 1.25 | 12.18 | 3.49 |",
@@ -213,3 +213,10 @@ def test_damaged_inputs_are_told_by_line(place):
     write_inputs(place, metrics(), [GENERATION])
     (place / "data/train/curves.csv").write_text("step,loss\n")
     assert "curves.csv: holds no record" in told(invoke(main))
+
+
+def test_joined_rows_are_not_said_to_be_as_long_as_their_sequence(place):
+    path = place / "metrics/bucket.json"
+    write_json(path, {**json.loads(path.read_text()), "mode": "packed", "max_batch_length": 1024})
+    _, text = report(place)
+    assert "| micro-batches | packed; at most 1,024 padded tokens, 25 rows |" in text
