@@ -1,0 +1,134 @@
+"""Memory outside of the training step: loading, held-out losses, saving.
+
+There is no merge in this pipeline: adapters are saved as they are. What passes through the model is traced, as the step
+is; loading and saving move tensors one by one, and what they hold is a sum, stated here and checked against a measured
+load in the tests.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
+
+from stages.estimate.kernels import Target
+from stages.estimate.predict import CPU, Setting
+from stages.estimate.states import FP32_BYTES, model_shapes, state_bytes, state_lines
+from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
+from stages.model.load import fake_model
+from stages.model.quantize import quantisation_tensors
+from stages.step.batches import Batch, BatchShape, empty_batch
+from stages.step.loss import summed_loss, token_losses
+from stages.step.optim import trained_parameters
+
+LOAD, HELDOUT, EVALUATE, SAVE = "load", "heldout", "evaluate", "save"
+FILE = "weight_files"
+"""Category of the files' own tensors, mapped while a model is loaded on a CPU."""
+LOADING = "loading"
+"""Category of what quantising one layer needs for a moment."""
+QUANTISE_COPIES_CPU = 3
+"""fp32 copies of a layer's weight while bitsandbytes packs it on a CPU: the weight, scaled, and rounded (measured)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What these phases depend on besides the setting."""
+
+    stored_dtype: torch.dtype
+    """Type of the weights in the model's files. (A config forgets it once a model of another type is made of it.)"""
+
+    in_training: BatchShape
+    """Largest batch of held-out rows; no larger than training's own."""
+    evaluation: BatchShape
+    """Largest batch of held-out rows in stage evaluate."""
+    logits_chunk: int
+    """evaluate.logits_chunk, in tokens."""
+
+
+def stored_dtype(config: PretrainedConfig) -> torch.dtype:
+    """Type of a model's weights in its files, of a config fresh from its file; fp32 where it does not say."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def other_phases(
+    config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target
+) -> Mapping[str, Peak]:
+    """Peaks of load, heldout (during training), evaluate and save, on the device.
+
+    The setting has been predicted before, so what cannot be traced was refused there.
+    """
+    lines = state_lines(model_shapes(config), setting.model, setting.optimizer)
+    states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
+    states.pop(GRADIENTS)
+    optimizer_bytes = states.pop(OPTIMIZER)
+    heldout = _without_gradients(
+        config, setting, around.in_training, target, lambda model, batch: summed_loss(model, batch, setting.loss_chunk)
+    )
+    evaluate = _without_gradients(
+        config, setting, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)
+    )
+    return {
+        LOAD: _load(config, setting, around.stored_dtype, target, states, optimizer_bytes),
+        HELDOUT: _peak({**heldout.by_category, OPTIMIZER: optimizer_bytes}),
+        EVALUATE: evaluate,
+        SAVE: _peak({**states, OPTIMIZER: optimizer_bytes}),
+    }
+
+
+def _peak(by_category: Mapping[str, int]) -> Peak:
+    """A peak from its parts."""
+    return Peak(bytes=sum(by_category.values()), by_category=dict(sorted(by_category.items())))
+
+
+def _without_gradients(
+    config: PretrainedConfig,
+    setting: Setting,
+    shape: BatchShape,
+    target: Target,
+    loss: Callable[[nn.Module, Batch], torch.Tensor],
+) -> Peak:
+    """The peak of one batch through the model in evaluation mode."""
+    trace = MemoryTrace(
+        granularity_bytes=target.granularity_bytes,
+        rules=target.rules,
+        vocab_size=config.get_text_config().vocab_size,
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True), target.attention():
+        model = fake_model(config, setting.model, CPU).eval()
+        trace.hold([*model.parameters(), *model.buffers()], WEIGHTS)
+        trace.hold(quantisation_tensors(model), QUANTISATION_STATE)
+        if setting.model.method != "full":
+            trace.hold(trained_parameters(model), ADAPTERS)
+        with trace.recording(), torch.no_grad(), setting.model.autocast("cpu"), trace.phase("forward"):
+            loss(model, empty_batch(shape, CPU))
+    return trace.peaks()["forward"]
+
+
+def _load(
+    config: PretrainedConfig,
+    setting: Setting,
+    stored: torch.dtype,
+    target: Target,
+    states: Mapping[str, int],
+    optimizer_bytes: int,
+) -> Peak:
+    """The most held while weights arrive or, where that is more, at the end with the optimizer's state.
+
+    On a CPU the files' tensors are mapped while the model gets memory of its own. A GPU gets each tensor in its final
+    type, one at a time where it is packed there.
+    """
+    end = _peak({**states, OPTIMIZER: optimizer_bytes})
+    arriving = {category: size for category, size in states.items() if category != ADAPTERS}
+    shapes = model_shapes(config)
+    largest = max((parameter.values for parameter in shapes.parameters if parameter.linear), default=0)
+    element_bytes = setting.model.dtype.itemsize
+    packed = setting.model.method == "qlora"
+    if target.capability is None:
+        arriving[FILE] = shapes.values * stored.itemsize
+        if packed and stored != setting.model.dtype:
+            arriving[LOADING] = QUANTISE_COPIES_CPU * largest * FP32_BYTES
+    elif packed:
+        arriving[LOADING] = largest * element_bytes
+    return max(_peak(arriving), end, key=lambda peak: peak.bytes)

@@ -1,0 +1,73 @@
+"""Phases outside of the step: against measured loading and measured losses without gradients."""
+
+import gc
+
+import pytest
+import torch
+
+from stages.estimate.phases import Surroundings, other_phases
+from stages.estimate.predict import predict
+from stages.model.load import load_model, read_config
+from stages.step.batches import Batch, BatchShape
+from stages.step.loss import summed_loss, token_losses
+from stages.step.optim import OptimSpec, build_optimizer
+from stages.train.measure import make_meter
+from tests.estimate.common import CPU_TARGET, gpu_target, setting_of, shape
+from tests.small_model import CPU, VOCABULARY
+
+TRAINING, EVALUATION, CHUNK = shape(2, 96, 150), shape(3, 80, 200), 64
+AROUND = Surroundings(stored_dtype=torch.bfloat16, in_training=TRAINING, evaluation=EVALUATION, logits_chunk=CHUNK)
+NUMBERS = OptimSpec(name="adamw", lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
+
+
+def batch_of(wanted: BatchShape) -> Batch:
+    """A batch of this shape in PyTorch's memory, the first `supervised` positions trained."""
+    ids_BT = torch.randint(VOCABULARY, (wanted.rows, wanted.length))
+    index_N = torch.arange(wanted.supervised)
+    return Batch(input_ids_BT=ids_BT, targets_BT=ids_BT.clone(), supervised_index_N=index_N, joined_rows=None)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_losses_without_gradients_hold_what_is_predicted(small_llama, method):
+    """Activations counted as kept for a backward that never comes, or an optimizer forgotten."""
+    setting = setting_of(method=method)
+    predicted = other_phases(read_config(small_llama), setting, AROUND, CPU_TARGET)
+    gc.collect()
+    meter = make_meter(CPU)
+    with meter.window("all"):
+        model = load_model(small_llama, setting.model, CPU)
+        with meter.phase("evaluate"):
+            token_losses(model.eval(), batch_of(EVALUATION), CHUNK)
+        optimizer = build_optimizer(model, NUMBERS)
+        with meter.phase("heldout"), torch.no_grad():
+            summed_loss(model, batch_of(TRAINING), setting.loss_chunk)
+    measured = meter.result().peak_bytes_by_phase
+    assert optimizer.state
+    assert predicted["evaluate"].bytes == pytest.approx(measured["evaluate"], rel=0.02)
+    assert predicted["heldout"].bytes == pytest.approx(measured["heldout"], rel=0.02)
+
+
+@pytest.mark.parametrize(("method", "precision"), [("full", "bf16"), ("lora", "bf16"), ("qlora", "fp32")])
+def test_loading_holds_what_is_predicted(small_llama, method, precision):
+    """A model that trains but cannot be loaded.
+
+    Other pairs convert weights in threads, which the CPU's meter does not see.
+    """
+    setting = setting_of(method=method, precision=precision)
+    predicted = other_phases(read_config(small_llama), setting, AROUND, CPU_TARGET)["load"]
+    gc.collect()
+    meter = make_meter(CPU)
+    with meter.window("load"), meter.phase("load"):
+        model = load_model(small_llama, setting.model, CPU)
+        build_optimizer(model, NUMBERS)
+    assert predicted.bytes == pytest.approx(meter.result().peak_bytes_by_phase["load"], rel=0.05)
+
+
+def test_a_gpu_holds_one_layer_more_while_it_packs(small_llama):
+    """4-bit loading planned as if all of the full-size weights were on the GPU at once, or none."""
+    setting = setting_of(method="qlora", precision="bf16", optimizer="adamw_8bit", lora_targets=("q_proj",))
+    found = other_phases(read_config(small_llama), setting, AROUND, gpu_target("H100"))
+    assert found["load"].by_category["loading"] == 128 * 64 * 2
+    assert found["save"].bytes < found["load"].bytes + found["save"].by_category["optimizer"]
+    step = predict(read_config(small_llama), setting, ((TRAINING,),), gpu_target("H100"))
+    assert found["save"].bytes < step.peak.bytes
