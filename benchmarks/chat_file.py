@@ -76,12 +76,16 @@ class ChatFile:
     """A directory with its tokenizer, its chat template, and a model too small to matter."""
 
 
-def chat_file(rows: int, seed: int = SEED) -> ChatFile:
-    """The file of `rows` rows, and the tokenizer, which is the same for every number of rows; made where missing."""
-    tokenizer = SCRATCH / f"tokenizer-{_key(seed)}"
+def chat_file(rows: int, seed: int = SEED, training_rows: int | None = None) -> ChatFile:
+    """The file of `rows` rows, and a tokenizer that does not depend on their number; made where missing.
+
+    The tokenizer is trained on TRAINING_ROWS rows of the seed's, or on `training_rows`.
+    """
+    training_rows = TRAINING_ROWS if training_rows is None else training_rows
+    tokenizer = SCRATCH / f"tokenizer-{_key(seed)}-{training_rows}"
     if not tokenizer.exists():
         with atomic_directory(tokenizer) as aside:
-            _save_model(train_tokenizer(seed), aside)
+            _save_model(train_tokenizer(seed, training_rows), aside)
     path = SCRATCH / f"chat-{_key(seed)}" / f"{rows}.jsonl"
     if not path.exists():
         with atomic_path(path) as aside, open(aside, "wb") as file:
@@ -126,8 +130,8 @@ def generate(rows: int, seed: int) -> Iterator[dict[str, Any]]:
             yield _row(rng, languages)
 
 
-def train_tokenizer(seed: int) -> Tokenizer:
-    """A byte-level BPE trained on the file's first rows."""
+def train_tokenizer(seed: int, training_rows: int) -> Tokenizer:
+    """A byte-level BPE trained on the first rows of a file long enough."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -142,7 +146,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    rows = generate(TRAINING_ROWS, seed)
+    rows = generate(training_rows, seed)
     tokenizer.train_from_iterator((message["content"] for row in rows for message in row["messages"]), trainer)
     return tokenizer
 

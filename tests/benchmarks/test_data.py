@@ -21,6 +21,7 @@ def scratch(tmp_path, monkeypatch) -> Path:
     """An empty working directory, and a tokenizer that is trained in a second."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(chat, "TRAINING_ROWS", 100)
+    monkeypatch.setattr(data, "QUICK_TRAINING_ROWS", 100)
     monkeypatch.setattr(chat, "VOCABULARY_SIZE", 1000)
     return tmp_path / chat.SCRATCH
 
