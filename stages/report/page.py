@@ -11,6 +11,14 @@ from stages.report.memory import memory_section
 
 SAMPLES = 6
 SAMPLE_CHARACTERS = 800
+# Figure of metrics/tokenize.json → why these rows were not used.
+DROPPED = {
+    "no_answer_rows": "had no answer within data.max_length",
+    "dropped_long_rows": "were longer than data.max_length",
+    "empty_answer_rows": "had an empty answer",
+    "bad_rows": "could not be used",
+    "duplicate_rows": "repeated another row",
+}
 
 
 def page(inputs: Inputs, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
@@ -53,6 +61,12 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _dropped(tokenize: Mapping[str, Any], rows_read: int) -> str:
+    """How many rows were not used, and why."""
+    found = [f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name]]
+    return _share(tokenize["dropped_rows"], rows_read) + (": " if found else "") + ", ".join(found)
+
+
 def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
     """What was trained on what."""
     tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
@@ -62,7 +76,7 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
         ("data", f"{shown_data(inputs.data)}, format {tokenize['format']}"),
         ("rows", f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out"),
         ("cut rows", f"{_share(tokenize['truncated_rows'], rows_read)} lost trained tokens to data.max_length"),
-        ("dropped rows", f"{_share(tokenize['dropped_rows'], rows_read)} had no answer within data.max_length"),
+        ("dropped rows", _dropped(tokenize, rows_read)),
         ("tokens", f"{tokenize['train_tokens']:,}, {tokenize['supervised_percent']:.1f} % of them trained"),
         ("longest row", f"{tokenize['longest']:,} tokens"),
         ("optimizer steps", f"{bucket['optimizer_steps']:,}, in {bucket['micro_batches']:,} micro-batches"),

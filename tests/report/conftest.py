@@ -63,7 +63,12 @@ def metrics() -> dict[str, dict[str, Any]]:
             "supervised_percent": 35.4,
             "longest": 512,
             "truncated_rows": 1250,
-            "dropped_rows": 1,
+            "dropped_rows": 3,
+            "no_answer_rows": 1,
+            "dropped_long_rows": 0,
+            "empty_answer_rows": 0,
+            "bad_rows": 0,
+            "duplicate_rows": 2,
         },
         "bucket": {
             "mode": "bucketed",

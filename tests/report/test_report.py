@@ -79,7 +79,7 @@ def test_the_page_names_what_was_trained_and_what_came_out(place):
         "| model | org/base at c0ffee |",
         "| data | rows.jsonl, format messages |",
         "| cut rows | 1,250 (25.0 %) lost trained tokens to data.max_length |",
-        "| dropped rows | 1 (0.0 %) had no answer within data.max_length |",
+        "| dropped rows | 3 (0.1 %): 1 had no answer within data.max_length, 2 repeated another row |",
         "| micro-batches | bucketed; at most 1,024 padded tokens, 25 rows, 512 tokens a row |",
         "| train.grad_ckpt | false |",
         "| gradients | 30 MiB | 25.0 % |",
