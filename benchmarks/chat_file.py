@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,17 @@ def rendered(source: ChatFile) -> Iterator[list[str]]:
 
 def generate(rows: int, seed: int) -> Iterator[dict[str, Any]]:
     """The rows themselves."""
-    languages = {"english": english(_rng(seed, 0)), "chinese": chinese(_rng(seed, 1))}
+    languages = _languages(seed)
     for start in range(0, rows, CHUNK_ROWS):
         rng = _rng(seed, 2, start)
         for _ in range(min(CHUNK_ROWS, rows - start)):
             yield _row(rng, languages)
+
+
+@cache
+def _languages(seed: int) -> dict[str, Language]:
+    """The languages of a seed, which take half a second to make."""
+    return {"english": english(_rng(seed, 0)), "chinese": chinese(_rng(seed, 1))}
 
 
 def train_tokenizer(seed: int, training_rows: int) -> Tokenizer:
