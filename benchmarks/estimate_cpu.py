@@ -234,7 +234,7 @@ def cases(quick: bool = False) -> list[Case]:
 
 def rows(quick: bool = False) -> list[Row]:
     """The table: one row for each configuration, bytes of the whole run."""
-    found = []
+    found: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         for case in cases(quick):
             directory = Path(scratch) / case.family

@@ -128,7 +128,7 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
     """
     model = load_base(directory, spec, device)
     adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
-    _enable_checkpointing(model, spec)
+    enable_checkpointing(model, spec)
     return adapted.train()
 
 
@@ -193,13 +193,13 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
         if spec.method == "qlora":
             quantize_on_meta(model, spec.dtype)
         adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=True)
-    _enable_checkpointing(model, spec)
+    enable_checkpointing(model, spec)
     keep_trainable_on_cpu(adapted)
     _materialize(adapted, device)
     return adapted.train()
 
 
-def _enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
+def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Recompute each decoder layer in backward when asked (Chen et al. 2016, arXiv 1604.06174)."""
     if not spec.grad_ckpt:
         return

@@ -1,0 +1,101 @@
+"""The estimate against figures that others measured, and against an independent count of real runs on the CPU.
+
+Every figure of benchmarks/facts has its row, misses too, with what had to be assumed. The configurations on the CPU
+compare the trace with torch.profiler's memory events of the same step on real tensors.
+"""
+
+from collections.abc import Iterator
+from statistics import mean
+
+from benchmarks import estimate_cpu
+from benchmarks.estimate_facts import (
+    PEFT_REFERENCE,
+    PEFT_STATISTICS,
+    Fact,
+    fit_length,
+    openrlhf_facts,
+    peft_fact,
+    peft_runs,
+    published_facts,
+    t4_facts,
+)
+from benchmarks.form import Bar, Measured, Row, benchmark
+
+FITTED_LENGTHS = {"reserved_avg": 312, "reserved_99th": 587, "reserved_max": 661}
+"""Results of `fit_length`, taken by --quick."""
+PEFT_MEAN_PERCENT, PEFT_WORST_PERCENT = 1.5, 3.0
+CPU_WORST_PERCENT = 0.1
+TIED_TO_THE_FIGURE = "its length was fitted to this figure: not counted"
+
+
+def measure(quick: bool) -> Measured:
+    """Rows of every source, one line for each source, and the bars."""
+    figures = list(_peft_rows(quick)) + [row for fact, size in _others(quick) for row in [_row(fact, size)]]
+    summary = list(_summary(figures))
+    cpu = estimate_cpu.rows(quick)
+    differences = [float(row["worst_phase_percent"]) for row in cpu]
+    peft = next(row for row in summary if row["source"] == "PEFT on L40S")
+    bars = [
+        Bar(name="PEFT on L40S: mean error, percent", value=peft["mean_percent"], rule="<=", limit=PEFT_MEAN_PERCENT),
+        Bar(
+            name="PEFT on L40S: worst error, percent", value=peft["worst_percent"], rule="<=", limit=PEFT_WORST_PERCENT
+        ),
+        Bar(name="CPU, any phase: worst error, percent", value=max(differences), rule="<=", limit=CPU_WORST_PERCENT),
+    ]
+    if not quick:
+        bars.append(Bar(name="CPU: configurations", value=len(cpu), rule=">=", limit=24))
+    return Measured(rows=[*figures, *summary, *cpu], bars=bars)
+
+
+def _peft_rows(quick: bool) -> Iterator[Row]:
+    """Three statistics of each run, each with one length for all runs."""
+    for statistic in PEFT_STATISTICS:
+        length = FITTED_LENGTHS[statistic] if quick else fit_length(statistic)
+        for name, row in peft_runs().items():
+            fact = peft_fact(row, statistic, length)
+            note = TIED_TO_THE_FIGURE if name == PEFT_REFERENCE else ""
+            yield _row(fact, fact.predicted_bytes(), note)
+
+
+def _others(quick: bool) -> Iterator[tuple[Fact, int]]:
+    """The figures of the other sources; one of each when it has to be quick."""
+    seen: set[str] = set()
+    for fact in [*t4_facts(), *published_facts()]:
+        if quick and fact.source in seen:
+            continue
+        seen.add(fact.source)
+        yield fact, fact.predicted_bytes()
+    yield from openrlhf_facts()
+
+
+def _row(fact: Fact, predicted_bytes: int, note: str = "") -> Row:
+    """A figure beside its prediction."""
+    error = None if fact.figure_bytes is None else 100 * (predicted_bytes / fact.figure_bytes - 1)
+    return {
+        "source": fact.source,
+        "run": fact.run,
+        "published_bytes": fact.figure_bytes,
+        "predicted_bytes": predicted_bytes,
+        "error_percent": error,
+        "note": note or fact.why_off,
+        "assumed": fact.assumed,
+    }
+
+
+def _summary(figures: list[Row]) -> Iterator[Row]:
+    """Mean and worst error of each source, over the figures that nothing was fitted to."""
+    for source in dict.fromkeys(row["source"] for row in figures):
+        counted = [row for row in figures if row["source"] == source and row["note"] != TIED_TO_THE_FIGURE]
+        errors = [abs(row["error_percent"]) for row in counted if row["error_percent"] is not None]
+        yield {
+            "source": source,
+            "figures": len(errors),
+            "mean_percent": mean(errors),
+            "worst_percent": max(errors),
+        }
+
+
+main = benchmark("estimate", measure)
+
+if __name__ == "__main__":
+    main()

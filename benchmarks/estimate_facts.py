@@ -1,0 +1,245 @@
+"""The measured and published figures of benchmarks/facts, each as a run to be traced, with what had to be assumed."""
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from transformers import LlamaConfig, PretrainedConfig
+
+from benchmarks.variants import Traced, Variant, reserved_bytes, trace_variant
+from stages.estimate.devices import resolve_gpu
+from stages.estimate.kernels import target_of
+from stages.estimate.states import BF16_WITH_FP32_MASTER, model_shapes
+from stages.estimate.tiers import CONTEXT_BYTES, CONTEXT_MARGIN_BYTES
+from stages.model.spec import ModelSpec
+from stages.units import GIB, MIB
+
+FACTS = Path(__file__).parent / "facts"
+GB = 10**9
+ALL_OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+NORMS = ("norm",)
+
+LLAMA_3_2_3B = LlamaConfig(
+    hidden_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=24,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=8192,
+    vocab_size=128256,
+    tie_word_embeddings=True,
+)
+TINYLLAMA = LlamaConfig(
+    hidden_size=2048,
+    num_hidden_layers=22,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    intermediate_size=5632,
+    vocab_size=32000,
+    tie_word_embeddings=False,
+)
+
+PEFT_ROWS, PEFT_SHORT_LENGTH = 4, 225
+"""Rows of a batch, and a length that is common among the questions: the step before and after the one that counts."""
+PEFT_STATISTICS = {
+    "reserved_avg": "accelerator_memory_reserved_avg",
+    "reserved_99th": "accelerator_memory_reserved_99th",
+    "reserved_max": "accelerator_memory_max",
+}
+PEFT_REFERENCE = "lora / llama-3.2-3B-rank32"
+"""The run that the unpublished length behind each statistic is fitted on."""
+PEFT_VARIANT = {"padding_mask": True, "kv_cache": True, "kept_outputs": True, "foreach_update": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A figure and the run it is of."""
+
+    source: Literal["PEFT on L40S", "fitcheck on T4", "Qwen README", "LLaMA-Factory wiki", "OpenRLHF"]
+    run: str
+    figure_bytes: int | None
+    """None: the source says that it ran out of memory."""
+    assumed: str
+    why_off: str = ""
+    """What explains a miss that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedFact(Fact):
+    """A figure that a trace predicts."""
+
+    config: PretrainedConfig
+    spec: ModelSpec
+    variant: Variant
+    gpu: str
+    shapes: Sequence[tuple[int, int]]
+    counts: Literal["allocated", "reserved", "process"]
+    emptied_after: tuple[int, ...] = ()
+
+    def predicted_bytes(self) -> int:
+        """Trace the run and read the figure."""
+        traced = self.trace()
+        if self.counts == "allocated":
+            return traced.peak_bytes
+        reserved = reserved_bytes(traced, emptied_after=self.emptied_after)
+        return reserved + (CONTEXT_BYTES + CONTEXT_MARGIN_BYTES if self.counts == "process" else 0)
+
+    def trace(self) -> Traced:
+        """The run as the source's harness makes it."""
+        return trace_variant(self.config, self.spec, self.variant, self.shapes, target_of(resolve_gpu(self.gpu)[0]))
+
+
+def spec_of(method: str, rank: int, targets: tuple[str, ...], *, grad_ckpt: bool) -> ModelSpec:
+    """A bf16 model; fp16 has the same bytes."""
+    return ModelSpec(
+        method=method,  # type: ignore[arg-type]
+        precision="bf16",
+        grad_ckpt=grad_ckpt,
+        lora_rank=rank,
+        lora_alpha=rank,
+        lora_dropout=0.0,
+        lora_targets=targets,
+        seed=0,
+    )
+
+
+def peft_runs() -> dict[str, Mapping[str, str]]:
+    """The rows of the PEFT file by name of the run."""
+    return {row["run"]: row for row in _read("peft_l40s_measured.csv")}
+
+
+def peft_fact(row: Mapping[str, str], statistic: str, length: int) -> TracedFact:
+    """A statistic of a PEFT run as the reserved memory after a batch of this length."""
+    trained = NORMS if row["peft_type"] == "LN_TUNING" else None
+    lora = row["peft_type"] == "LORA"
+    targets = tuple(row["target_modules"].split("+")) if lora else ("none",)
+    return TracedFact(
+        source="PEFT on L40S",
+        run=f"{row['run']}: {statistic}",
+        figure_bytes=int(row[PEFT_STATISTICS[statistic]]),
+        assumed=f"longest batch 4 × {length} tokens, fitted on {PEFT_REFERENCE}; one step of 4 × {PEFT_SHORT_LENGTH} "
+        "before and after it",
+        config=LLAMA_3_2_3B,
+        spec=spec_of("lora" if lora else "full", int(row["r"]) if lora else 1, targets, grad_ckpt=False),
+        variant=Variant(**PEFT_VARIANT, trained=trained),
+        gpu="L40S",
+        shapes=tuple((PEFT_ROWS, tokens) for tokens in (PEFT_SHORT_LENGTH, length, PEFT_SHORT_LENGTH)),
+        counts="reserved",
+        emptied_after=(0,),
+    )
+
+
+def fit_length(statistic: str, shortest: int = 128, longest: int = 768, close: float = 1e-3) -> int:
+    """The length at which the reference run shows a statistic: the one unknown of the PEFT figures."""
+    reference = peft_runs()[PEFT_REFERENCE]
+    wanted = int(reference[PEFT_STATISTICS[statistic]])
+    low, high = ((tokens, peft_fact(reference, statistic, tokens).predicted_bytes()) for tokens in (shortest, longest))
+    while high[0] - low[0] > 1:
+        share = (wanted - low[1]) / (high[1] - low[1])
+        length = min(max(round(low[0] + share * (high[0] - low[0])), low[0] + 1), high[0] - 1)
+        found = peft_fact(reference, statistic, length).predicted_bytes()
+        if abs(found - wanted) <= close * wanted:
+            return length
+        low, high = ((length, found), high) if found < wanted else (low, (length, found))
+    return min(low, high, key=lambda pair: abs(pair[1] - wanted))[0]
+
+
+def t4_facts() -> Iterator[TracedFact]:
+    """TinyLlama in 4 bits on a T4."""
+    for row in _read("t4_qlora_measured.csv"):
+        shape = (int(row["batch"]), int(row["seq_len"]))
+        eager = row["attention"] == "eager"
+        yield TracedFact(
+            source="fitcheck on T4",
+            run=f"TinyLlama-1.1B QLoRA {shape[0]} × {shape[1]} {row['attention']}",
+            figure_bytes=int(row["measured_mib_max_memory_allocated"]) * MIB,
+            assumed="fp16 traced as bf16 (same bytes); double quantisation; parameters upcast for 4-bit training; "
+            "outputs kept until the next step",
+            why_off="one fp32 tensor of scores more is held than traced; the harness's eager step is not published"
+            if eager
+            else "some 62 MiB at every length: 44 of them if its scales are not quantised themselves",
+            config=TINYLLAMA,
+            spec=spec_of("qlora", 32, ALL_OF_LLAMA[:4], grad_ckpt=True),
+            variant=Variant(upcast=True, kept_outputs=True, foreach_update=True, eager_attention=eager),
+            gpu="T4",
+            shapes=(shape, shape),
+            counts="allocated",
+        )
+
+
+def published_facts() -> Iterator[TracedFact]:
+    """The tables of READMEs and wikis; rough: units and what was counted are not told."""
+    for row in _read("published_memory.csv"):
+        if row["id"].startswith("openrlhf"):
+            continue
+        qwen = row["model"].startswith("Qwen")
+        gptq = "gptq" in row["method"]
+        method = "qlora" if row["method"].startswith("qlora") else row["method"]
+        shape = (int(row["micro_batch"]), int(row["seq_len"]))
+        yield TracedFact(
+            source="Qwen README" if qwen else "LLaMA-Factory wiki",
+            run=row["id"],
+            figure_bytes=round(float(row["published"]) * GB),
+            assumed="GB of 1e9; what nvidia-smi shows: reserved and a context of 525 MiB; AdamW fused; autocast; fp32 "
+            "adapters; " + ("NF4 stands for GPTQ-Int4; " if gptq else "") + row["note"],
+            why_off=_why_published_is_off(qwen=qwen, gptq=gptq),
+            config=_published_config(row),
+            spec=spec_of(method, int(row["lora_rank"]), ALL_OF_LLAMA, grad_ckpt=row["grad_ckpt"] == "yes"),
+            variant=Variant(autocast=True),
+            gpu="A100-80GB" if "80" in row["gpu"] else "A100-40GB",
+            shapes=(shape, shape),
+            counts="process",
+        )
+
+
+def _why_published_is_off(*, qwen: bool, gptq: bool) -> str:
+    """What is known of a table's rows that a trace of them lacks."""
+    if not qwen:
+        return "rounded to whole GB by the source; what was counted is not told"
+    own_code = "Qwen's own modelling code and DeepSpeed's buffers are not traced"
+    return f"{own_code}; NF4 is not GPTQ: its zero points, kernels and buffers differ" if gptq else own_code
+
+
+def openrlhf_facts() -> Iterator[tuple[Fact, int]]:
+    """The phases of the OpenRLHF case and what the closed form says of each."""
+    rows = {row["id"]: row for row in _read("published_memory.csv") if row["id"].startswith("openrlhf")}
+    values = model_shapes(_published_config(rows["openrlhf-step"])).values
+    scheme = BF16_WITH_FP32_MASTER
+    closed = (
+        ("openrlhf-prepared", scheme.prepared),
+        ("openrlhf-after-backward", scheme.after_backward),
+        ("openrlhf-step", scheme.in_update),
+    )
+    for name, value_bytes in closed:
+        published = rows[name]["published"]
+        fact = Fact(
+            source="OpenRLHF",
+            run=name,
+            figure_bytes=None if published == "OOM" else int(published) * GIB,
+            assumed=f"GiB; closed form: {value_bytes} bytes per parameter; no activations, workspaces or context",
+            why_off="the closed form leaves out activations and what the allocator holds besides",
+        )
+        yield fact, values * value_bytes
+
+
+def _published_config(row: Mapping[str, str]) -> LlamaConfig:
+    """A model of the row's sizes; Qwen's first generation is a Llama with biases at queries, keys and values."""
+    return LlamaConfig(
+        hidden_size=int(row["hidden"]),
+        num_hidden_layers=int(row["layers"]),
+        num_attention_heads=int(row["heads"]),
+        num_key_value_heads=int(row["kv_heads"]),
+        intermediate_size=int(row["ffn"]),
+        vocab_size=int(row["vocab"]),
+        max_position_embeddings=32768,
+        tie_word_embeddings=row["tied"] == "1",
+        attention_bias=row["model"].startswith("Qwen"),
+    )
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    """The rows of a file of facts."""
+    with (FACTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))

@@ -1,0 +1,156 @@
+"""The configurations that are measured on a GPU: models × methods × memory switches × shapes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+
+from stages.estimate.predict import Setting
+from stages.estimate.shapes import TracedSteps
+from stages.model.spec import ModelSpec
+from stages.step.batches import BatchShape
+
+MODELS: Mapping[str, PretrainedConfig] = {
+    "Llama-3.1-8B": LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    ),
+    "Llama-3.2-3B": LlamaConfig(
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    ),
+    "Qwen2.5-1.5B": Qwen2Config(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    ),
+    "tiny": LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    ),
+}
+BIG = ("Llama-3.1-8B", "Llama-3.2-3B", "Qwen2.5-1.5B")
+LORA_RANK, LOSS_CHUNK = 16, 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuCase:
+    """One measurement."""
+
+    model: str
+    method: Literal["full", "lora", "qlora"]
+    grad_ckpt: bool
+    optimizer: Literal["adamw", "adamw_8bit"]
+    layout: str
+    """A name in LAYOUTS."""
+    loss_chunk: int | None = LOSS_CHUNK
+
+    @property
+    def name(self) -> str:
+        """What tells it from all others."""
+        switches = f"{'ckpt' if self.grad_ckpt else 'no ckpt'}, {self.optimizer}, chunk {self.loss_chunk}"
+        return f"{self.model}, {self.method}, {switches}, {self.layout}"
+
+    @property
+    def needs_bitsandbytes(self) -> bool:
+        """4-bit weights or 8-bit moments."""
+        return self.method == "qlora" or self.optimizer == "adamw_8bit"
+
+    @property
+    def setting(self) -> Setting:
+        """What is traced and run."""
+        spec = ModelSpec(
+            method=self.method,
+            precision="bf16",
+            grad_ckpt=self.grad_ckpt,
+            lora_rank=LORA_RANK,
+            lora_alpha=2 * LORA_RANK,
+            lora_dropout=0.0,
+            lora_targets=("all-linear",),
+            seed=0,
+        )
+        return Setting(model=spec, optimizer=self.optimizer, loss_chunk=self.loss_chunk, max_grad_norm=1.0)
+
+
+def _padded(rows: int, length: int) -> BatchShape:
+    """Rows padded to each other, half of the positions trained."""
+    return BatchShape(rows=rows, length=length, supervised=rows * length // 2, joined_lengths=None)
+
+
+def _joined(*lengths: int) -> BatchShape:
+    """Rows joined without padding, half of the positions trained."""
+    total = sum(lengths)
+    return BatchShape(rows=1, length=total, supervised=total // 2, joined_lengths=lengths)
+
+
+# Two micro-batches, then another step: the second meets gradients, the step after meets what the first one left.
+LAYOUTS: Mapping[str, TracedSteps] = {
+    "1 x 2048": ((_padded(1, 2048), _padded(1, 2048)), (_padded(1, 2048),)),
+    "4 x 1024": ((_padded(4, 1024), _padded(3, 1000)), (_padded(4, 1024),)),
+    "falling": ((_padded(2, 2048), _padded(5, 800), _padded(13, 312)), (_padded(31, 128), _padded(2, 2040))),
+    "rising": ((_padded(31, 128), _padded(13, 312)), (_padded(5, 800), _padded(2, 2040)), (_padded(2, 2048),)),
+    "joined": ((_joined(1500, 1000, 700, 500, 300, 96), _joined(2048, 1024, 512, 400)), (_joined(2048, 2048),)),
+    "tiny": ((_padded(4, 96), _padded(2, 128)), (_padded(6, 64),)),
+    "tiny joined": ((_joined(128, 64, 40), _joined(100, 20)),),
+}
+
+
+def cases() -> Iterator[GpuCase]:
+    """The matrix, those without bitsandbytes first."""
+    for optimizer in ("adamw", "adamw_8bit"):
+        for model in BIG:
+            for method, grad_ckpt, layout in (
+                ("lora", True, "1 x 2048"),
+                ("lora", True, "falling"),
+                ("lora", True, "joined"),
+                ("lora", False, "1 x 2048"),
+                ("full", True, "4 x 1024"),
+                ("full", True, "rising"),
+            ):
+                yield _case(model, method, grad_ckpt, optimizer, layout)
+    for model in BIG:
+        for grad_ckpt, layout in ((True, "4 x 1024"), (True, "joined"), (False, "1 x 2048"), (True, "rising")):
+            yield _case(model, "qlora", grad_ckpt, "adamw", layout)
+        yield GpuCase(model=model, method="lora", grad_ckpt=True, optimizer="adamw", layout="4 x 1024", loss_chunk=None)
+
+
+def small_cases() -> Iterator[GpuCase]:
+    """What a CPU measures in seconds, to see that the benchmark works."""
+    for method, grad_ckpt, layout in (("full", False, "tiny"), ("lora", True, "tiny joined"), ("qlora", True, "tiny")):
+        yield _case("tiny", method, grad_ckpt, "adamw", layout)
+
+
+def _case(model: str, method: str, grad_ckpt: bool, optimizer: str, layout: str) -> GpuCase:
+    """A case from plain names."""
+    return GpuCase(
+        model=model,
+        method=method,  # type: ignore[arg-type]
+        grad_ckpt=grad_ckpt,
+        optimizer=optimizer,  # type: ignore[arg-type]
+        layout=layout,
+    )

@@ -1,0 +1,125 @@
+"""Builds a model of random weights on a device and runs real steps under its allocator's own count."""
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import initialization as init
+from transformers.integrations import replace_with_bnb_linear
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase
+from stages.model.adapters import add_adapters
+from stages.model.attention import ATTENTION, JoinedRows
+from stages.model.load import enable_checkpointing
+from stages.model.quantize import keep_trainable_on_cpu, nf4_config
+from stages.model.spec import ModelSpec
+from stages.step.batches import IGNORED, Batch, BatchShape, join_rows
+from stages.step.optim import OptimSpec, build_optimizer
+from stages.step.step import StepSpec, training_step
+from stages.train.measure import Measured, make_meter
+
+SPREAD = 0.02
+"""Standard deviation of the random weights: that of most models' initialisation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What was counted."""
+
+    peaks: Measured
+    reserved_after_load_bytes: int | None
+    process_bytes: int | None
+    """All that the device says is taken, right after the last step."""
+
+
+def measure_case(case: GpuCase, device: torch.device) -> Run:
+    """Run the steps of a case."""
+    setting = case.setting
+    optim = OptimSpec(name=setting.optimizer, lr=1e-5, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
+    spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=device.type == "cuda")
+    _forget(device)
+    meter = make_meter(device)
+    with meter.window("run"):
+        with meter.phase("load"):
+            model = random_model(MODELS[case.model], setting.model, device)
+            optimizer = build_optimizer(model, optim)
+            _forget(device)
+        loaded = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
+        vocabulary = MODELS[case.model].get_text_config().vocab_size
+        for shapes in LAYOUTS[case.layout]:
+            training_step(
+                model,
+                optimizer,
+                (_random_batch(shape, vocabulary, device) for shape in shapes),
+                supervised_tokens=sum(shape.supervised for shape in shapes),
+                model_spec=setting.model,
+                spec=spec,
+                phase=meter.phase,
+                guard=lambda losses, norm: None,
+            )
+        process = _process_bytes(device)
+    return Run(peaks=meter.result(), reserved_after_load_bytes=loaded, process_bytes=process)
+
+
+def random_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
+    """What `stages.model.load.load_model` makes, from a configuration alone and with random weights."""
+    with torch.device(device), init.no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=ATTENTION)
+    model.tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=SPREAD)
+    if spec.method == "qlora":
+        _quantize(model, spec.dtype, device)
+    adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
+    enable_checkpointing(model, spec)
+    return adapted.train()
+
+
+def _quantize(model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Random 4-bit weights in the layers that loading would pack."""
+    replace_with_bnb_linear(model, get_keys_to_not_convert(model), nf4_config(dtype))
+    for layer in model.modules():
+        if not isinstance(layer, bnb.nn.Linear4bit):
+            continue
+        values = torch.empty((layer.out_features, layer.in_features), dtype=dtype, device=device).normal_(std=SPREAD)
+        packed = bnb.nn.Params4bit(values, requires_grad=False, compress_statistics=True, quant_type="nf4")
+        layer.weight = packed.to(device)  # type: ignore[misc]  # This packs them.
+        if layer.bias is not None:
+            bias = torch.empty(layer.out_features, dtype=dtype, device=device).normal_(std=SPREAD)
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+    keep_trainable_on_cpu(model)
+
+
+def _random_batch(shape: BatchShape, vocabulary: int, device: torch.device) -> Batch:
+    """Random tokens, the first `supervised` positions trained, moved as train moves them."""
+    input_ids_BT = torch.randint(vocabulary, (shape.rows, shape.length))
+    index_N = torch.arange(shape.supervised)
+    targets_BT = torch.full_like(input_ids_BT, IGNORED)
+    targets_BT.view(-1)[index_N] = input_ids_BT.view(-1)[index_N]
+    rows = None if shape.joined_lengths is None else join_rows(shape.joined_lengths, shape.length)
+    if rows is not None:  # numpy's memory, which no meter counts on a CPU.
+        rows = JoinedRows(lengths=rows.lengths, offsets=rows.offsets.clone(), positions_BT=rows.positions_BT.clone())
+    batch = Batch(input_ids_BT=input_ids_BT, targets_BT=targets_BT, supervised_index_N=index_N, joined_rows=rows)
+    return batch.to(device)
+
+
+def _forget(device: torch.device) -> None:
+    """Free what earlier cases left, libraries' workspaces too, so that every case begins alike."""
+    gc.collect()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def _process_bytes(device: torch.device) -> int | None:
+    """What the driver says is taken on the device: this process alone on a machine that is ours."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

@@ -1,0 +1,93 @@
+"""The GPU's benchmark, proven with the CPU as a stand-in device."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks.gpu import memory
+from benchmarks.gpu.cases import BIG, LAYOUTS, MODELS, GpuCase, cases, small_cases
+from benchmarks.gpu.run import Run
+
+LORA_CASE = 1
+"""Of the small cases, the one without bitsandbytes that has adapters."""
+
+
+def test_it_measures_writes_after_each_configuration_and_goes_on(tmp_path, monkeypatch):
+    """Figures lost when the machine is taken away, or measured twice."""
+    small = list(small_cases())
+    monkeypatch.setattr(memory, "small_cases", lambda: small[LORA_CASE:])
+    out = tmp_path / "gpu.json"
+    asked: list[GpuCase] = []
+    measure_case = memory.measure_case
+
+    def counting(case: GpuCase, device: torch.device) -> Run:
+        asked.append(case)
+        return measure_case(case, device)
+
+    monkeypatch.setattr(memory, "measure_case", counting)
+
+    def run(*more: str) -> str:
+        done = CliRunner().invoke(memory.main, ["--device", "cpu", "--out", str(out), "--commit", "one", *more])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert "0 configurations, 2 left" in run("--minutes", "0")
+    run()
+    written = json.loads(out.read_text())
+    assert [row["name"] for row in written["rows"]] == [case.name for case in small[LORA_CASE:]]
+    # oneDNN's scratch inside bf16 products is unseen by the trace: within a percent on so small a model.
+    assert all(abs(row["tensors_error_percent"]) < 1 for row in written["rows"])
+    assert all(set(row["phases"]) == {"forward", "backward", "clip", "optimizer"} for row in written["rows"])
+    before = len(asked)
+    run()
+    assert len(asked) == before == 2
+    run("--commit", "two", "--minutes", "0")
+    assert json.loads(out.read_text())["commit"] == "one"
+
+
+def test_figures_of_another_commit_are_measured_again(tmp_path):
+    """A prediction of today beside a measurement of yesterday's code."""
+    out = tmp_path / "gpu.json"
+    memory.Results(out, "one").add("case", {"name": "case", "tensors_error_percent": 1.0})
+    assert memory.Results(out, "one").rows and not memory.Results(out, "two").rows
+
+
+def test_a_machine_without_pydantic_and_bitsandbytes_measures_the_rest(tmp_path):
+    """A borrowed GPU that lacks a library which nothing measured there needs."""
+    program = f"""
+import sys
+for name in ("pydantic", "bitsandbytes", "dvc", "datasets"):
+    sys.modules[name] = None
+from benchmarks.gpu import memory
+import torch
+assert "bitsandbytes.nn" not in sys.modules
+rows = [memory.compare(case, torch.device("cpu")) for case in list(memory.small_cases())[{LORA_CASE}:]]
+assert abs(rows[0]["tensors_error_percent"]) < 1, rows
+assert rows[1]["skipped"] == "bitsandbytes is not installed here", rows
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_matrix_is_large_enough():
+    """Models, methods, switches or shapes dropped in silence."""
+    wanted = list(cases())
+    assert len({case.name for case in wanted}) == len(wanted) >= 24
+    assert {case.model for case in wanted} == set(BIG)
+    assert {case.method for case in wanted} == {"full", "lora", "qlora"}
+    assert {case.layout for case in wanted} < set(LAYOUTS)
+    assert sum(not case.needs_bitsandbytes for case in wanted) >= 20
+    assert all(case.model in MODELS for case in wanted)
+
+
+@pytest.mark.gpu
+def test_a_small_case_on_the_gpu(tmp_path):
+    """The benchmark broken where it matters."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    row = memory.compare(list(small_cases())[0], torch.device("cuda"))
+    assert row["reserved_measured_bytes"] >= row["tensors_measured_bytes"]
