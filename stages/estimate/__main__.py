@@ -1,6 +1,7 @@
 """Predict the peak memory of training before training: `python -m stages.estimate`."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from stages.errors import StageCommand
 from stages.estimate.devices import GIB, GPUS, Device, check_precision, resolve_gpu
 from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, explain, trace_origins
 from stages.estimate.kernels import target_of
+from stages.estimate.phases import Surroundings, heldout_shape, other_phases, stored_dtype
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.shapes import longest_row, traced_steps
 from stages.estimate.switches import halving_flag, trace_switches
+from stages.estimate.tiers import tiers
+from stages.estimate.trace import Peak
 from stages.estimate.verdict import judge
 from stages.files import atomic_directory, read_json, write_csv, write_json
 from stages.model.load import attention_window, read_config, refuse_joined_rows, refuse_long_rows
@@ -51,6 +55,7 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
     lengths = read_lengths(index)
     refuse_other_tokens(plan, lengths)
     config = read_config(config_directory(read_json(model_lock)))
+    stored = stored_dtype(config)
     longest = longest_row(plan, lengths)
     refuse_long_rows(config, longest)
     if plan.flat:
@@ -81,32 +86,53 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
         headroom_percent=p.estimate.headroom_percent,
         enforce=p.estimate.enforce,
     )
-    explanation = explain(trace_origins(config, setting, prediction.steps_of_peak, target))
+    around = Surroundings(
+        stored_dtype=stored,
+        in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), longest),
+        evaluation=heldout_shape(p.evaluate.max_tokens, longest),
+        logits_chunk=p.evaluate.logits_chunk,
+    )
+    by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
+    origins = trace_origins(config, setting, prediction.steps_of_peak, target)
+    explanation = explain(origins)
+    reserved = tiers(origins, device.memory_bytes) if device.kind == "cuda" else None
     with atomic_directory(out) as aside:
         write_json(aside / "verdict.json", verdict.as_json())
-        write_json(aside / "breakdown.json", _breakdown(prediction))
+        write_json(aside / "breakdown.json", _breakdown(by_phase, prediction.peak))
         states = list(closed_form(config, setting, target.granularity_bytes))
         write_json(aside / "explanation.json", {**explanation.as_json(), "states": states})
+        write_json(aside / "tiers.json", reserved)
         write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
         rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in switches]
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)
-    write_json(metrics, _metrics(prediction, device, reason, fits=verdict.fits))
+    write_json(metrics, _metrics(prediction, by_phase, device, reason, reserved, fits=verdict.fits))
     if verdict.refusal is not None:
         click.echo(f"does not fit: {verdict.refusal}", err=True)
 
 
-def _breakdown(prediction: Prediction) -> dict[str, dict[str, int]]:
-    """Bytes by category at the peak of each phase, and at the highest of them as `peak`."""
-    phases = {phase: dict(peak.by_category) for phase, peak in prediction.by_phase.items()}
-    return {**phases, "peak": dict(prediction.peak.by_category)}
+def _breakdown(by_phase: Mapping[str, Peak], highest: Peak) -> dict[str, dict[str, int]]:
+    """Bytes by category at the peak of each phase, and at the highest of the training step as `peak`."""
+    phases = {phase: dict(peak.by_category) for phase, peak in by_phase.items()}
+    return {**phases, "peak": dict(highest.by_category)}
 
 
-def _metrics(prediction: Prediction, device: Device, reason: str, *, fits: bool) -> dict[str, Any]:
-    """The content of metrics/estimate.json."""
+def _metrics(
+    prediction: Prediction,
+    by_phase: Mapping[str, Peak],
+    device: Device,
+    reason: str,
+    reserved: dict[str, Any] | None,
+    *,
+    fits: bool,
+) -> dict[str, Any]:
+    """The content of metrics/estimate.json; `reserved` is what a GPU reserves, None on a CPU, which does not."""
     return {
         "peak_bytes_predicted": prediction.peak.bytes,
         "peak_gib_predicted": round(prediction.peak.bytes / GIB, 6),
-        "predicted_by_phase": {phase: peak.bytes for phase, peak in prediction.by_phase.items()},
+        "predicted_by_phase": {phase: peak.bytes for phase, peak in by_phase.items()},
+        "reserved_bytes_predicted": None if reserved is None else reserved["native"]["reserved_bytes"],
+        "reserved_bytes_predicted_expandable": None if reserved is None else reserved["expandable"]["reserved_bytes"],
+        "process_bytes_predicted": None if reserved is None else reserved["native"]["process_bytes"],
         "worst_phase": prediction.worst_phase,
         "fits": fits,
         "gpu": device.name,

@@ -47,6 +47,15 @@ class Surroundings:
     """evaluate.logits_chunk, in tokens."""
 
 
+def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
+    """The largest batch of held-out rows within a budget of padded tokens, all of them trained.
+
+    Held-out rows are taken to be no longer than the longest training row, `longest`.
+    """
+    rows = max(1, max_tokens // longest)
+    return BatchShape(rows=rows, length=longest, supervised=rows * longest, joined_lengths=None)
+
+
 def stored_dtype(config: PretrainedConfig) -> torch.dtype:
     """Type of a model's weights in its files, of a config fresh from its file; fp32 where it does not say."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32

@@ -10,8 +10,8 @@ from typing import Any
 from stages.errors import UserError
 from stages.files import read_json
 
-PHASES = ("load", "forward", "backward", "clip", "optimizer")
-"""Phases of a step in the order in which they run; any other comes after them, by name."""
+PHASES = ("load", "forward", "backward", "clip", "optimizer", "heldout", "save", "evaluate")
+"""Phases in the order in which they run; any other comes after them, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

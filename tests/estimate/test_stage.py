@@ -58,7 +58,14 @@ def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
     verdict, breakdown, switches, metrics = read(workspace)
     assert verdict == {"enforce": True, "refusal": None}
     assert sum(breakdown["peak"].values()) == metrics["peak_bytes_predicted"]
-    assert set(breakdown) == {"forward", "backward", "clip", "optimizer", "peak"}
+    steps, others = {"forward", "backward", "clip", "optimizer"}, {"load", "heldout", "save", "evaluate"}
+    assert set(breakdown) == steps | others | {"peak"}
+    explanation = json.loads((workspace / "estimate" / "explanation.json").read_text())
+    assert explanation["peak_bytes"] == metrics["peak_bytes_predicted"]
+    tiers = json.loads((workspace / "estimate" / "tiers.json").read_text())
+    assert (
+        metrics["peak_bytes_predicted"] <= tiers["expandable"]["reserved_bytes"] <= metrics["process_bytes_predicted"]
+    )
     assert metrics["predicted_by_phase"] == {
         phase: sum(parts.values()) for phase, parts in breakdown.items() if phase != "peak"
     }
