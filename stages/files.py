@@ -23,10 +23,24 @@ def repo_root() -> Path:
 def find_source(path: str) -> Path:
     """Where a local path from params.yaml is: beside the working directory, or beside the user's checkout.
 
-    Temporary and queued experiments run in a copy that lacks what git does not track.
+    Temporary and queued experiments run in a copy that lacks what git does not track; a directory of which some files
+    are tracked and others are not is taken from the checkout, where it is whole.
     """
-    here = Path(path)
-    return here if here.exists() or here.is_absolute() else repo_root() / here
+    here, there = Path(path), repo_root() / path
+    if here.is_absolute() or (here.exists() and not _holds_more(there, here)):
+        return here
+    return there
+
+
+def _holds_more(whole: Path, copy: Path) -> bool:
+    """Whether one directory holds files that the other, a copy of it, lacks."""
+    if not (copy.is_dir() and whole.is_dir()) or whole.samefile(copy):
+        return False
+    return any(
+        not os.path.lexists(copy / Path(directory).relative_to(whole) / name)
+        for directory, _, names in os.walk(whole)
+        for name in names
+    )
 
 
 def sha256_file(path: Path) -> str:

@@ -117,23 +117,28 @@ def data_files(lock: Mapping[str, Any]) -> list[DataFile]:
     """
     if lock.get("schema") != DATA_SCHEMA:
         raise UserError("locks/data.json: was written by another version of pin_data; run `dvc repro pin_data`")
-    return [_locate(k, source, file) for k, source in enumerate(lock["sources"]) for file in source["files"]]
+    located = []
+    for number, source in enumerate(lock["sources"]):
+        # What the files' paths are relative to; found once, as in a temporary experiment that takes a walk.
+        base = glob_base(source["source"]) if source["kind"] == "glob" else source["source"]
+        root = Path() if source["kind"] == "hub" else find_source(base)
+        located += [_locate(number, source, file, base, root) for file in source["files"]]
+    return located
 
 
-def _locate(number: int, source: Mapping[str, Any], file: Mapping[str, Any]) -> DataFile:
-    """Where one file of a source is."""
+def _locate(number: int, source: Mapping[str, Any], file: Mapping[str, Any], base: str, root: Path) -> DataFile:
+    """Where one file of a source is; `base` is what its path is relative to, as given, `root` where that is."""
     given = source["source"]
     hub: dict[str, str] = {}
     path: Path | None
     if source["kind"] == "file":
-        name, path = given, find_source(given)
+        name, path = given, root
     elif source["kind"] == "hub":
         repo_id = given.removeprefix(HUB_PREFIX)
         name, path = f"{given}/{file['path']}", cached_file(repo_id, source["revision"], file["path"])
         hub = {"repo_id": repo_id, "revision": source["revision"], "path_in_repo": file["path"]}
     else:
-        base = glob_base(given) if source["kind"] == "glob" else given
-        name, path = str(Path(base) / file["path"]), find_source(base) / file["path"]
+        name, path = str(Path(base) / file["path"]), root / file["path"]
     kind = file_kind(file["path"])
     assert kind is not None, "pin_data pins no other"
     digest = file["sha256"] if "sha256" in file else file["blob_id"]

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from stages.files import read_json
+from stages.pin.__main__ import main
+from stages.pin.locate import data_files
 from tests.pin.test_data import ROWS, pinned
-from tests.workspace import told, write_rows
+from tests.workspace import invoke, lay_out, told, write_rows
 
 
 def without_rights_of_root() -> list[str]:
@@ -68,3 +71,24 @@ def test_odd_names_and_files_are_told(pin, tmp_path):
     assert "is neither a file nor a directory" in told(pin(folder / "b.jsonl"))
     (tmp_path / "loop").symlink_to("loop")
     assert "no such file or directory" in told(pin(tmp_path / "loop"))
+
+
+@pytest.mark.parametrize("given", ["rows", "rows/**/*.jsonl"])
+def test_a_temporary_run_reads_a_directory_whole_of_which_git_tracks_a_part(pin, monkeypatch, given):
+    """Its copy of the checkout has the tracked files alone; the others would be lost in silence."""
+    checkout = Path.cwd()
+    for name in ("rows/tracked.jsonl", "rows/deep/mine.jsonl"):
+        write_rows(Path(name), ROWS)
+    copy = checkout.parent / "copy"
+    copy.mkdir()
+    monkeypatch.chdir(copy)
+    monkeypatch.setenv("DVC_ROOT", str(checkout))
+    write_rows(Path("rows/tracked.jsonl"), ROWS)
+    lay_out(copy, data__source=given)
+    assert invoke(main, "data").exit_code == 0
+    assert pinned("files") == [["deep/mine.jsonl", "tracked.jsonl"]]
+    lock = read_json(Path("locks/data.json"))
+    assert [file.path for file in data_files(lock)] == [checkout / "rows" / name for name in pinned("files")[0]]
+    (checkout / "rows/deep/mine.jsonl").unlink()  # then the copy is as whole as the checkout, and as it was queued
+    assert invoke(main, "data").exit_code == 0
+    assert [file.path for file in data_files(read_json(Path("locks/data.json")))] == [Path("rows/tracked.jsonl")]
