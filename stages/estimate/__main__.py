@@ -7,23 +7,29 @@ from typing import Any
 
 import click
 import torch
+from transformers import PretrainedConfig
 
-from stages.bucket.plan import read_plan
+from stages.bucket.plan import Plan, read_plan
 from stages.declared import read_params
-from stages.errors import StageCommand
+from stages.errors import StageCommand, UserError
+from stages.estimate.advice import ADVICE_COLUMNS
+from stages.estimate.answer import answer
 from stages.estimate.devices import GIB, GPUS, Device, check_precision, resolve_gpu
 from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, explain, trace_origins
 from stages.estimate.kernels import target_of
 from stages.estimate.phases import Surroundings, heldout_shape, other_phases, stored_dtype
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.shapes import longest_row, traced_steps
+from stages.estimate.standalone import tell_what_fits
 from stages.estimate.switches import halving_flag, trace_switches
 from stages.estimate.tiers import tiers
 from stages.estimate.trace import Peak
-from stages.estimate.verdict import judge
+from stages.estimate.verdict import Verdict
+from stages.estimate.what_fits import turn_round
+from stages.estimate.workload import Workload
 from stages.files import atomic_directory, read_json, write_csv, write_json
 from stages.model.load import attention_window, read_config, refuse_joined_rows, refuse_long_rows
-from stages.model.spec import ModelSpec
+from stages.params import Params
 from stages.pin.locate import config_directory
 from stages.step.batches import refuse_other_tokens, refuse_several_ranks
 from stages.step.tokens import read_lengths
@@ -38,7 +44,20 @@ PATH = click.Path(path_type=Path)
 @click.option("--out", type=PATH, default="data/estimate", show_default=True, help="Directory for the verdict.")
 @click.option("--metrics", type=PATH, default="metrics/estimate.json", show_default=True)
 @click.option("--list-gpus", is_flag=True, help="List the known GPUs and end.")
-def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path, list_gpus: bool) -> None:
+@click.option("--what-fits", is_flag=True, help="Tell what fits, from params.yaml and a config alone, and end.")
+@click.option("--gpu", help="With --what-fits: the device in place of hardware.gpu.")
+@click.option("--model", type=PATH, help="With --what-fits: a directory or config.json in place of model.name.")
+def main(
+    plan_path: Path,
+    index: Path,
+    model_lock: Path,
+    out: Path,
+    metrics: Path,
+    list_gpus: bool,
+    what_fits: bool,
+    gpu: str | None,
+    model: Path | None,
+) -> None:
     """Predict the peak memory of training before training.
 
     The training step itself runs on tensors without storage, over the worst micro-batches of the real plan; every
@@ -46,7 +65,18 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
     """
     if list_gpus:
         return _list_gpus()
+    if (gpu is not None or model is not None) and not what_fits:
+        raise UserError("--gpu, --model: have an effect only with --what-fits; the stage reads params.yaml; add it")
     p = read_params()
+    if what_fits:
+        for line in tell_what_fits(p, gpu, model):
+            click.echo(line)
+        return
+    _estimate(p, plan_path, index, model_lock, out, metrics)
+
+
+def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path) -> None:
+    """The stage."""
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())  # As train: CPU kernels buffer per thread.
     device, reason = resolve_gpu(p.hardware.gpu)
     check_precision(device, p.train.precision)
@@ -62,12 +92,7 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
         refuse_joined_rows(config, longest)
     windowed = longest >= (attention_window(config) or math.inf)
     steps = traced_steps(plan, lengths, tiled=device.kind == "cuda", windowed=windowed)
-    setting = Setting(
-        model=ModelSpec.from_params(p),
-        optimizer=p.train.optimizer,
-        loss_chunk=p.train.loss_chunk,
-        max_grad_norm=p.train.max_grad_norm,
-    )
+    setting = Setting.from_params(p)
     target = target_of(device)
     prediction = predict(config, setting, steps, target)
     switches = trace_switches(
@@ -79,13 +104,9 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
         native_bf16=device.native_bf16,
         progress=p.run.progress,
     )
-    verdict = judge(
-        prediction,
-        device,
-        switches,
-        headroom_percent=p.estimate.headroom_percent,
-        enforce=p.estimate.enforce,
-    )
+    run = _workload(p, config, setting, prediction, plan, longest)
+    found = answer(run, prediction, device, p)
+    inverse = _inverse(run, device, p)
     around = Surroundings(
         stored_dtype=stored,
         in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), longest),
@@ -97,17 +118,47 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
     explanation = explain(origins)
     reserved = tiers(origins, device.memory_bytes) if device.kind == "cuda" else None
     with atomic_directory(out) as aside:
-        write_json(aside / "verdict.json", verdict.as_json())
+        write_json(aside / "verdict.json", found.verdict.as_json())
         write_json(aside / "breakdown.json", _breakdown(by_phase, prediction.peak))
         states = list(closed_form(config, setting, target.granularity_bytes))
         write_json(aside / "explanation.json", {**explanation.as_json(), "states": states})
         write_json(aside / "tiers.json", reserved)
+        write_json(aside / "advice.json", found.as_json())
+        write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])
+        write_json(aside / "what_fits.json", inverse)
         write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
         rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in switches]
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)
-    write_json(metrics, _metrics(prediction, by_phase, device, reason, reserved, fits=verdict.fits))
-    if verdict.refusal is not None:
-        click.echo(f"does not fit: {verdict.refusal}", err=True)
+    write_json(metrics, _metrics(prediction, by_phase, device, reason, reserved, verdict=found.verdict))
+    if found.verdict.refusal is not None:
+        click.echo(f"does not fit: {found.verdict.refusal}", err=True)
+
+
+def _workload(
+    p: Params, config: PretrainedConfig, setting: Setting, prediction: Prediction, plan: Plan, longest: int
+) -> Workload:
+    """The run as planned, for advice."""
+    steps = len(plan.steps)
+    return Workload(
+        config=config,
+        setting=setting,
+        steps=prediction.steps_of_peak,
+        mode=p.bucket.mode,
+        max_tokens=p.bucket.max_tokens,
+        fixed_rows=p.bucket.fixed_rows,
+        longest=longest,
+        tokens_per_step=float(plan.padded_tokens.sum()) / steps,
+        micro_batches_per_step=len(plan) / steps,
+    )
+
+
+def _inverse(run: Workload, device: Device, p: Params) -> dict[str, Any]:
+    """The content of what_fits.json."""
+    if device.kind != "cuda":
+        return {"reason": "asked of GPUs only: name one in hardware.gpu, or see --what-fits"}
+    positions = getattr(run.config.get_text_config(), "max_position_embeddings", None)
+    found = turn_round(run, device, headroom_percent=p.estimate.headroom_percent, positions=positions)
+    return {"reason": None, **found.as_json()}
 
 
 def _breakdown(by_phase: Mapping[str, Peak], highest: Peak) -> dict[str, dict[str, int]]:
@@ -123,7 +174,7 @@ def _metrics(
     reason: str,
     reserved: dict[str, Any] | None,
     *,
-    fits: bool,
+    verdict: Verdict,
 ) -> dict[str, Any]:
     """The content of metrics/estimate.json; `reserved` is what a GPU reserves, None on a CPU, which does not."""
     return {
@@ -134,7 +185,9 @@ def _metrics(
         "reserved_bytes_predicted_expandable": None if reserved is None else reserved["expandable"]["reserved_bytes"],
         "process_bytes_predicted": None if reserved is None else reserved["native"]["process_bytes"],
         "worst_phase": prediction.worst_phase,
-        "fits": fits,
+        "fits": verdict.fits,
+        "verdict": verdict.state,
+        "layers_traced": prediction.layers_traced,
         "gpu": device.name,
         "gpu_reason": reason,
         "capacity_gib": round(device.memory_bytes / GIB, 2),

@@ -34,6 +34,7 @@ from stages.estimate.trace import (
 from stages.model.load import fake_model
 from stages.model.quantize import quantisation_tensors
 from stages.model.spec import ModelSpec
+from stages.params import Params
 from stages.step.batches import Batch, empty_batch
 from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
 from stages.step.step import StepSpec, training_step
@@ -59,6 +60,16 @@ class Setting:
     optimizer: Literal["adamw", "adamw_8bit"]
     loss_chunk: int | None
     max_grad_norm: float | None
+
+    @classmethod
+    def from_params(cls, params: Params) -> "Setting":
+        """Read the `train` section and the seed."""
+        return cls(
+            model=ModelSpec.from_params(params),
+            optimizer=params.train.optimizer,
+            loss_chunk=params.train.loss_chunk,
+            max_grad_norm=params.train.max_grad_norm,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,11 +39,11 @@ def only(steps: TracedSteps, step: int, number: int) -> TracedSteps:
 
 
 def halved(steps: TracedSteps) -> TracedSteps | None:
-    """About the same steps with bucket.max_tokens halved: half the rows; None when a micro-batch has only one row.
+    """About the same steps with bucket.max_tokens halved: half the rows; None when every micro-batch has one.
 
     Supervised tokens are bounded from above, so the prediction is never too low.
     """
-    if any(_rows_to_halve(shape) < 2 for shape in steps[0][:1]):
+    if all(_rows_to_halve(shape) < 2 for step in steps for shape in step):
         return None
     return tuple(tuple(_halved(shape) for shape in step) for step in steps)
 

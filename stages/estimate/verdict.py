@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from stages.estimate.advice import Remedy
 from stages.estimate.devices import Device
 from stages.estimate.predict import Prediction
-from stages.estimate.switches import Switch
+from stages.step.batches import BatchShape
 from stages.units import readable_size
 
 LARGEST_CATEGORIES = 3
 MOST_REMEDIES = 3
-NO_REMEDY = "no single switch makes it fit: combine several or choose a larger device"
+TIGHT = " of headroom, without which it would fit"
+NO_REMEDY = "no change of the known switches makes it fit: choose a larger device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +22,15 @@ class Verdict:
 
     enforce: bool
     """Whether train obeys."""
-    fits: bool
+    state: Literal["fits", "tight", "does not fit"]
+    """Tight: it fits the device, but not with the headroom left free; train refuses that too."""
     refusal: str | None
     """One line: prediction, capacity, where the bytes are, what would fit; None when the run fits."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits with the headroom."""
+        return self.state == "fits"
 
     def as_json(self) -> dict[str, Any]:
         """The content of verdict.json; nothing in it varies with the device unless the run is refused."""
@@ -35,19 +43,35 @@ def usable_bytes(device: Device, headroom_percent: float) -> int:
 
 
 def judge(
-    prediction: Prediction, device: Device, switches: Sequence[Switch], *, headroom_percent: float, enforce: bool
+    prediction: Prediction, device: Device, remedies: Sequence[Remedy], *, headroom_percent: float, enforce: bool
 ) -> Verdict:
-    """Hold a prediction against a device; of the `switches` traced too, those that would fit become remedies."""
+    """Hold a prediction against a device; `remedies` are told, best first, where the run does not fit."""
     usable = usable_bytes(device, headroom_percent)
     if prediction.peak.bytes <= usable:
-        return Verdict(enforce=enforce, fits=True, refusal=None)
+        return Verdict(enforce=enforce, state="fits", refusal=None)
     by_size = sorted(prediction.peak.by_category.items(), key=lambda item: (-item[1], item[0]))
     largest = ", ".join(f"{category} {readable_size(size)}" for category, size in by_size[:LARGEST_CATEGORIES])
-    fitting = [f"-S {s.flag} ({readable_size(s.peak_bytes)})" for s in switches if s.flag and s.peak_bytes <= usable]
-    remedy = f"would fit: {', '.join(fitting[:MOST_REMEDIES])}" if fitting else NO_REMEDY
-    capacity = f"{readable_size(device.memory_bytes)} less {headroom_percent:g}%"
+    told = [f"{r.switches} ({readable_size(r.peak_bytes)}, {r.slowdown:.2f}x time)" for r in remedies[:MOST_REMEDIES]]
+    remedy = f"would fit: {'; '.join(told)}" if told else NO_REMEDY
+    tight = prediction.peak.bytes <= device.memory_bytes
+    capacity = f"{readable_size(device.memory_bytes)} less {headroom_percent:g}%{TIGHT if tight else ''}"
     refusal = (
-        f"hardware.gpu: predicted peak {readable_size(prediction.peak.bytes)} (in {prediction.worst_phase}) exceeds "
-        f"the {readable_size(usable)} usable on {device.name} ({capacity}); largest: {largest}; {remedy}"
+        f"hardware.gpu: predicted peak {readable_size(prediction.peak.bytes)} (in {prediction.worst_phase}"
+        f"{_first_failure(prediction, usable)}) exceeds the {readable_size(usable)} usable on {device.name} "
+        f"({capacity}); largest: {largest}; {remedy}"
     )
-    return Verdict(enforce=enforce, fits=False, refusal=refusal)
+    return Verdict(enforce=enforce, state="tight" if tight else "does not fit", refusal=refusal)
+
+
+def _first_failure(prediction: Prediction, usable: int) -> str:
+    """Where the run would stop: the first phase above what is usable, and the micro-batch that is in work then."""
+    phase = next(phase for phase, peak in prediction.by_phase.items() if peak.bytes > usable)
+    told = "" if phase == prediction.worst_phase else f", too much from {phase} on"
+    return f"{told}, micro-batch of {describe(prediction.steps_of_peak[-1][-1])}"
+
+
+def describe(shape: BatchShape) -> str:
+    """A micro-batch in a few words."""
+    if shape.joined_lengths is not None:
+        return f"{len(shape.joined_lengths)} rows joined to {shape.length} tokens"
+    return f"{shape.rows} x {shape.length} tokens"

@@ -1,10 +1,11 @@
 """The verdict: when a run fits, and what the one line says when it does not."""
 
+from stages.estimate.advice import Remedy
 from stages.estimate.devices import GIB, Device
 from stages.estimate.predict import Prediction
-from stages.estimate.switches import Switch
 from stages.estimate.trace import Peak
 from stages.estimate.verdict import judge
+from tests.estimate.common import joined, shape
 
 
 def prediction_of(gib: float) -> Prediction:
@@ -12,20 +13,24 @@ def prediction_of(gib: float) -> Prediction:
         bytes=int(gib * GIB), by_category={"weights": int(gib * GIB) - 3 * GIB, "logits": 2 * GIB, "inputs": GIB}
     )
     small = Peak(bytes=GIB, by_category={"weights": GIB})
-    return Prediction(by_phase={"forward": small, "backward": peak}, steps_of_peak=(), layers_traced="all")
+    return Prediction(
+        by_phase={"forward": small, "backward": peak}, steps_of_peak=((shape(2, 128, 100),),), layers_traced="all"
+    )
 
 
 def gpu(gib: float, name: str = "card") -> Device:
     return Device(name=name, kind="cuda", memory_bytes=int(gib * GIB), compute_capability=(8, 0))
 
 
-SWITCHES = [
-    Switch(label="current", flag=None, peak_bytes=30 * GIB),
-    Switch(label="max_tokens=512", flag="bucket.max_tokens=512", peak_bytes=25 * GIB),
-    Switch(label="grad_ckpt=true", flag="train.grad_ckpt=true", peak_bytes=9 * GIB),
-    Switch(label="loss_chunk=512", flag="train.loss_chunk=512", peak_bytes=20 * GIB),
-    Switch(label="precision=bf16", flag="train.precision=bf16", peak_bytes=15 * GIB),
-    Switch(label="method=qlora", flag="train.method=qlora", peak_bytes=4 * GIB),
+def remedy(flags: tuple[str, ...], peak_bytes: int, slowdown: float) -> Remedy:
+    return Remedy(flags=flags, peak_bytes=peak_bytes, slowdown=slowdown, effect="none")
+
+
+REMEDIES = [
+    remedy(("bucket.max_tokens=512", "train.grad_ckpt=true"), 9 * GIB, 1.31),
+    remedy(("train.optimizer=adamw_8bit",), 20 * GIB, 1.0),
+    remedy(("train.precision=bf16",), 15 * GIB, 0.5),
+    remedy(("train.method=qlora",), 4 * GIB, 0.7),
 ]
 
 
@@ -39,35 +44,55 @@ def test_headroom_decides_at_the_edge():
 def test_the_verdict_is_the_same_on_every_device_that_fits():
     """Looking at another GPU retrains."""
     run = prediction_of(9)
-    verdicts = [judge(run, gpu(size, f"gpu{size}"), SWITCHES, headroom_percent=8.0, enforce=True) for size in (10, 80)]
+    verdicts = [judge(run, gpu(size, f"gpu{size}"), REMEDIES, headroom_percent=8.0, enforce=True) for size in (10, 80)]
     assert verdicts[0].as_json() == verdicts[1].as_json() == {"enforce": True, "refusal": None}
 
 
 def test_a_refusal_tells_sizes_the_largest_parts_and_up_to_three_remedies():
     """A refusal that leaves the user alone; the remedy that changes least comes first."""
-    verdict = judge(prediction_of(30), gpu(24, "RTX-4090"), SWITCHES, headroom_percent=8.0, enforce=True)
-    assert not verdict.fits
+    verdict = judge(prediction_of(30), gpu(24, "RTX-4090"), REMEDIES, headroom_percent=8.0, enforce=True)
+    assert not verdict.fits and verdict.state == "does not fit"
     assert verdict.refusal == (
-        "hardware.gpu: predicted peak 30 GiB (in backward) exceeds the 22.08 GiB usable on RTX-4090 (24 GiB less "
-        "8%); largest: weights 27 GiB, logits 2 GiB, inputs 1 GiB; would fit: -S train.grad_ckpt=true "
-        "(9 GiB), -S train.loss_chunk=512 (20 GiB), -S train.precision=bf16 (15 GiB)"
+        "hardware.gpu: predicted peak 30 GiB (in backward, micro-batch of 2 x 128 tokens) exceeds the 22.08 GiB usable "
+        "on RTX-4090 (24 GiB less 8%); largest: weights 27 GiB, logits 2 GiB, inputs 1 GiB; would fit: "
+        "-S bucket.max_tokens=512 -S train.grad_ckpt=true (9 GiB, 1.31x time); "
+        "-S train.optimizer=adamw_8bit (20 GiB, 1.00x time); -S train.precision=bf16 (15 GiB, 0.50x time)"
     )
+
+
+def test_a_run_that_leaves_less_than_the_headroom_is_told_apart_and_refused():
+    """A tight fit told as hopeless, or let through to meet the CUDA context."""
+    verdict = judge(prediction_of(9.5), gpu(10), [], headroom_percent=8.0, enforce=True)
+    assert verdict.state == "tight" and not verdict.fits
+    assert verdict.refusal is not None
+    assert "(10 GiB less 8% of headroom, without which it would fit)" in verdict.refusal
+
+
+def test_the_first_phase_that_is_too_much_and_its_joined_rows_are_named():
+    """The user sent to backward where forward fails already."""
+    peaks = {"forward": Peak(bytes=20 * GIB, by_category={"logits": 20 * GIB})}
+    peaks["backward"] = Peak(bytes=30 * GIB, by_category={"logits": 30 * GIB})
+    run = Prediction(by_phase=peaks, steps_of_peak=((joined((60, 40), 90),),), layers_traced="all")
+    refusal = judge(run, gpu(16), [], headroom_percent=8.0, enforce=True).refusal
+    assert refusal is not None
+    assert "(in backward, too much from forward on, micro-batch of 2 rows joined to 100 tokens)" in refusal
 
 
 def test_a_small_runs_refusal_is_told_in_mib():
     """`predicted peak 0.00 GiB exceeds the 0.00 GiB usable`."""
     peak = Peak(bytes=5 << 20, by_category={"weights": (4 << 20) + (1 << 19), "logits": 1 << 19})
-    run = Prediction(by_phase={"backward": peak}, steps_of_peak=(), layers_traced="all")
-    small = [Switch(label="grad_ckpt=true", flag="train.grad_ckpt=true", peak_bytes=1 << 19)]
+    run = Prediction(by_phase={"backward": peak}, steps_of_peak=((shape(2, 128, 100),),), layers_traced="all")
+    small = [remedy(("train.grad_ckpt=true",), 1 << 19, 1.3)]
     assert judge(run, gpu(1 / 1024), small, headroom_percent=8.0, enforce=True).refusal == (
-        "hardware.gpu: predicted peak 5 MiB (in backward) exceeds the 0.92 MiB usable on card (1 MiB less 8%); "
-        "largest: weights 4.5 MiB, logits 0.5 MiB; would fit: -S train.grad_ckpt=true (0.5 MiB)"
+        "hardware.gpu: predicted peak 5 MiB (in backward, micro-batch of 2 x 128 tokens) exceeds the 0.92 MiB usable "
+        "on card (1 MiB less 8%); largest: weights 4.5 MiB, logits 0.5 MiB; would fit: -S train.grad_ckpt=true "
+        "(0.5 MiB, 1.30x time)"
     )
 
 
 def test_no_remedy_is_invented():
     """A switch recommended that does not fit either."""
-    refusal = judge(prediction_of(30), gpu(2), SWITCHES, headroom_percent=8.0, enforce=False).refusal
+    refusal = judge(prediction_of(30), gpu(2), [], headroom_percent=8.0, enforce=False).refusal
     assert refusal is not None and refusal.endswith(
-        "no single switch makes it fit: combine several or choose a larger device"
+        "no change of the known switches makes it fit: choose a larger device"
     )

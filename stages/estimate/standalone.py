@@ -1,0 +1,132 @@
+"""What fits, asked without a pipeline: `python -m stages.estimate --what-fits`."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from stages.errors import UserError
+from stages.estimate.answer import answer
+from stages.estimate.devices import Device, check_precision, resolve_gpu
+from stages.estimate.kernels import target_of
+from stages.estimate.predict import Prediction, Setting, predict
+from stages.estimate.verdict import describe, usable_bytes
+from stages.estimate.what_fits import Largest, turn_round
+from stages.estimate.workload import Workload, full_batch, largest_steps
+from stages.model.load import read_config, refuse_joined_rows, refuse_long_rows
+from stages.params import Params, round_up
+from stages.pin.locate import TINY, TINY_DIRECTORY
+from stages.units import readable_size
+
+CONFIG_FILE = "config.json"
+
+
+def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[str]:
+    """The lines of the answer, as they become known.
+
+    The run is that of params.yaml with micro-batches full of its longest rows, all of their tokens trained.
+
+    Args:
+        p: the parameters.
+        gpu: in place of hardware.gpu.
+        model: a directory or a config.json, in place of model.name.
+
+    Raises:
+        UserError: a parameter, the device or the model cannot be.
+    """
+    torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
+    device, reason = resolve_gpu(gpu or p.hardware.gpu)
+    check_precision(device, p.train.precision)
+    directory = find_model(p.model.name if model is None else str(model))
+    config = read_config(directory)
+    run = workload_of(p, config)
+    headroom = p.estimate.headroom_percent
+    yield f"device     {device.name}: {readable_size(device.memory_bytes)}, less {headroom:g}% ({reason})"
+    yield f"model      {directory}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers"
+    train = f"{p.train.method}, {p.train.precision}, {p.train.optimizer}, grad_ckpt={str(p.train.grad_ckpt).lower()}"
+    yield f"run        {train}, loss_chunk={p.train.loss_chunk}, micro-batches of {describe(run.steps[-1][-1])}"
+    prediction = predict(config, run.setting, run.steps, target_of(device))
+    yield from _peaks(prediction)
+    yield from _verdict(run, prediction, device, p)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    inverse = turn_round(run, device, headroom_percent=headroom, positions=positions)
+    yield f"smallest   {inverse.smallest_gpu or 'no known GPU is large enough'} (of the known GPUs, for this run)"
+    yield f"longest    {_largest(inverse.longest_row)} in one row (data.max_length)"
+    yield f"budget     {_largest(inverse.largest_max_tokens)} in a micro-batch (bucket.max_tokens)"
+
+
+def find_model(name: str) -> Path:
+    """The directory of a model's config.json.
+
+    Args:
+        name: the shipped model's name, a directory, or a path of a config.json.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = TINY_DIRECTORY if name == TINY else Path(name).expanduser()
+    directory = path.parent if path.name == CONFIG_FILE else path
+    if not (directory / CONFIG_FILE).is_file():
+        raise UserError(
+            f"--model: must be {TINY}, a directory with {CONFIG_FILE}, or the path of one; got {name!r}; a hub model's "
+            f"{CONFIG_FILE} alone is enough, saved under that name"
+        )
+    return directory
+
+
+def workload_of(p: Params, config: PretrainedConfig) -> Workload:
+    """The run of params.yaml, its micro-batches full of the longest rows.
+
+    Raises:
+        UserError: rows are too long for the model, or cannot be joined.
+    """
+    length = round_up(p.data.max_length, p.bucket.pad_multiple)
+    refuse_long_rows(config, length)
+    if p.bucket.mode == "packed":
+        refuse_joined_rows(config, length)
+    shape = full_batch(p.bucket.mode, length, max_tokens=p.bucket.max_tokens, fixed_rows=p.bucket.fixed_rows)
+    tokens = shape.rows * shape.length
+    return Workload(
+        config=config,
+        setting=Setting.from_params(p),
+        steps=largest_steps(shape, several=p.train.tokens_per_step > tokens),
+        mode=p.bucket.mode,
+        max_tokens=p.bucket.max_tokens,
+        fixed_rows=p.bucket.fixed_rows,
+        longest=length,
+        tokens_per_step=max(p.train.tokens_per_step, length),
+        micro_batches_per_step=max(1, math.ceil(p.train.tokens_per_step / tokens)),
+    )
+
+
+def _peaks(prediction: Prediction) -> Iterator[str]:
+    """A line per phase."""
+    for phase, peak in prediction.by_phase.items():
+        largest = sorted(peak.by_category.items(), key=lambda item: -item[1])[:3]
+        parts = ", ".join(f"{category} {readable_size(size)}" for category, size in largest)
+        yield f"{phase:<11}{readable_size(peak.bytes):>10}  {parts}"
+
+
+def _verdict(run: Workload, prediction: Prediction, device: Device, p: Params) -> Iterator[str]:
+    """Whether it fits; where it does not, what would."""
+    headroom = p.estimate.headroom_percent
+    usable = usable_bytes(device, headroom)
+    words = {"fits": "fits", "tight": f"fits with less than {headroom:g}% headroom", "does not fit": "does not fit"}
+    found = answer(run, prediction, device, p)
+    state = words[found.verdict.state]
+    yield f"verdict    {state}: {readable_size(prediction.peak.bytes)} of {readable_size(usable)} usable"
+    if found.verdict.fits:
+        return
+    yield f"advice     ranked {found.ranked}" if found.remedies else "advice     none found: choose a larger device"
+    for remedy in found.remedies:
+        yield f"  {remedy.command}"
+        yield f"    {readable_size(remedy.peak_bytes)}, {remedy.slowdown:.2f}x time per token; {remedy.effect}"
+
+
+def _largest(found: Largest) -> str:
+    """A largest size with what limits it."""
+    if not found.value:
+        return "not even the least"
+    return f"{found.value} tokens" + (f", limited by {found.limit}" if found.limit else "")

@@ -1,0 +1,137 @@
+"""The question turned round: the smallest GPU a run fits, the longest rows and the largest budget that fit a GPU."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stages.estimate.devices import BF16_CAPABILITY, GPUS, Device
+from stages.estimate.kernels import Target, target_of
+from stages.estimate.predict import predict
+from stages.estimate.verdict import usable_bytes
+from stages.estimate.workload import Workload, full_batch, largest_steps
+
+LENGTH_STEP = 64
+"""Row lengths are told as multiples of this."""
+PRECISION = 64
+"""A largest size is known to one part in so many, or exactly below that."""
+MOST_TRACES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """The most of something that fits."""
+
+    value: int
+    """0: not even the least fits."""
+    limit: str | None
+    """What else ends it, where memory does not; None where memory does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inverse:
+    """The answers for one run."""
+
+    smallest_gpu: str | None
+    """None: no known one is large enough."""
+    longest_row: Largest
+    """In tokens, one row in a micro-batch."""
+    largest_max_tokens: Largest
+    """Tokens of a micro-batch of rows of the longest length."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As what_fits.json holds it."""
+        return asdict(self)
+
+
+def turn_round(run: Workload, device: Device, *, headroom_percent: float, positions: int | None) -> Inverse:
+    """Answer all three questions; every answer that fits was traced.
+
+    Args:
+        run: what is trained.
+        device: what rows and budget have to fit.
+        headroom_percent: percent of a device kept free.
+        positions: the longest row the model knows; None where it knows no end.
+    """
+    usable, target = usable_bytes(device, headroom_percent), target_of(device)
+    return Inverse(
+        smallest_gpu=smallest_gpu(run, headroom_percent),
+        longest_row=longest_row(run, target, usable, positions),
+        largest_max_tokens=largest_budget(run, target, usable),
+    )
+
+
+def smallest_gpu(run: Workload, headroom_percent: float) -> str | None:
+    """The known GPU with the least memory that the run fits."""
+    peaks: dict[tuple[bool, bool], int] = {}
+    for gpu in sorted(GPUS, key=lambda gpu: gpu.memory_bytes):
+        if run.setting.model.precision == "bf16" and not gpu.native_bf16:
+            continue
+        # What a GPU runs depends on its generation alone: flash attention, the size of cuBLAS' workspaces.
+        kind = (gpu.compute_capability >= BF16_CAPABILITY, gpu.compute_capability >= (9, 0))
+        if kind not in peaks:
+            peaks[kind] = predict(run.config, run.setting, run.steps, target_of(gpu)).peak.bytes
+        if peaks[kind] <= usable_bytes(gpu, headroom_percent):
+            return gpu.name
+    return None
+
+
+def longest_row(run: Workload, target: Target, usable: int, positions: int | None) -> Largest:
+    """The longest row of which one fits."""
+    most = (positions or 10**6) // LENGTH_STEP
+
+    def peak_of(count: int) -> int:
+        length = count * LENGTH_STEP
+        return _peak(run, target, length, max_tokens=length, rows=1)
+
+    found = largest_fitting(peak_of, usable, most)
+    limit = f"the model's {positions} positions" if positions is not None and found == most else None
+    return Largest(value=found * LENGTH_STEP, limit=limit)
+
+
+def largest_budget(run: Workload, target: Target, usable: int) -> Largest:
+    """The most tokens of rows of the longest length in a micro-batch; more than a step has are never in one."""
+    most = max(1, int(run.tokens_per_step // run.longest))
+
+    def peak_of(rows: int) -> int:
+        return _peak(run, target, run.longest, max_tokens=rows * run.longest, rows=rows)
+
+    found = largest_fitting(peak_of, usable, most)
+    return Largest(value=found * run.longest, limit="train.tokens_per_step" if found == most else None)
+
+
+def _peak(run: Workload, target: Target, length: int, *, max_tokens: int, rows: int) -> int:
+    """The predicted peak with micro-batches full of such rows."""
+    shape = full_batch(run.mode, length, max_tokens=max_tokens, fixed_rows=rows)
+    steps = largest_steps(shape, several=run.micro_batches_per_step > 1)
+    return predict(run.config, run.setting, steps, target).peak.bytes
+
+
+def largest_fitting(peak_of: Callable[[int], int], usable: int, most: int) -> int:
+    """The largest count, from 1 to `most`, whose peak is within `usable`; 0 where 1 is not.
+
+    Peaks are nearly straight lines in what they grow with, so each guess is where the line through the nearest two
+    known peaks meets `usable`. The answer itself fits; it may be short of the largest by one part in PRECISION.
+    """
+    known = {1: peak_of(1)}
+    if known[1] > usable:
+        return 0
+    low, high = 1, most + 1
+    for _ in range(MOST_TRACES):
+        if high - low <= 1 + low // PRECISION:
+            break
+        guess = min(max(_guess(known, usable, low), low + 1), high - 1)
+        known[guess] = peak_of(guess)
+        if known[guess] <= usable:
+            low = guess
+        else:
+            high = guess
+    return low
+
+
+def _guess(known: dict[int, int], usable: int, low: int) -> int:
+    """Where the line through the two points nearest to `usable` meets it."""
+    if len(known) == 1:
+        return 4 * low
+    (a, peak_a), (b, peak_b) = sorted(known.items(), key=lambda point: abs(point[1] - usable))[:2]
+    slope = (peak_b - peak_a) / (b - a)
+    return 2 * low if slope <= 0 else int(a + (usable - peak_a) / slope)

@@ -1,0 +1,111 @@
+"""A run as advice changes it: its setting, the micro-batches that matter, and what its steps cost."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from transformers import PretrainedConfig
+
+from stages.estimate.cost import Speed, StepWork, relative_slowdown, speed_of
+from stages.estimate.devices import GPUS, Device
+from stages.estimate.kernels import Target
+from stages.estimate.predict import Setting
+from stages.estimate.shapes import TracedSteps
+from stages.estimate.states import Line, ModelShapes, model_shapes, state_bytes, state_lines
+from stages.estimate.trace import GRADIENTS
+from stages.step.batches import BatchShape
+
+RANKED_AS = "A100-80GB"
+"""The GPU by whose speed changes are ranked where the device's own is not known: their order hardly depends on it."""
+FIRST = BatchShape(rows=1, length=8, supervised=7, joined_lengths=None)
+"""A micro-batch so small that the one behind it sets the peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, and how a step is cut."""
+
+    config: PretrainedConfig
+    setting: Setting
+    steps: TracedSteps
+    """The micro-batches that set the peak."""
+    mode: Literal["bucketed", "packed", "fixed"]
+    max_tokens: int
+    """bucket.max_tokens."""
+    fixed_rows: int
+    """bucket.fixed_rows; only mode fixed heeds it."""
+    longest: int
+    """Padded tokens of the longest row."""
+    tokens_per_step: float
+    """Padding included, on average."""
+    micro_batches_per_step: float
+
+
+def full_batch(mode: str, length: int, *, max_tokens: int, fixed_rows: int) -> BatchShape:
+    """The largest micro-batch of rows of this length, every token but the first of each row trained."""
+    if mode == "packed":
+        rows, rest = divmod(max_tokens, length)
+        joined = (length,) * rows + ((rest,) if rest else ())
+        return BatchShape(rows=1, length=max_tokens, supervised=max_tokens - len(joined), joined_lengths=joined)
+    rows = fixed_rows if mode == "fixed" else max_tokens // length
+    return BatchShape(rows=rows, length=length, supervised=rows * (length - 1), joined_lengths=None)
+
+
+def largest_steps(shape: BatchShape, *, several: bool) -> TracedSteps:
+    """A step whose largest micro-batch has this shape; with `several` it meets the gradients of one before."""
+    if not several:
+        return ((shape,),)
+    first = replace(FIRST, joined_lengths=None if shape.joined_lengths is None else (FIRST.length,))
+    return ((first, shape),)
+
+
+def ranking_speed(device: Device) -> tuple[Speed, str]:
+    """The speed by which changes are ranked, and why."""
+    if any(device.name == gpu.name for gpu in GPUS):
+        return speed_of(device.name), f"by the speed of {device.name}"
+    return speed_of(RANKED_AS), f"by the speed of {RANKED_AS}: that of {device.name} is not known"
+
+
+class Costs:
+    """What a run holds at least and how long its steps take, beside the run that is changed."""
+
+    def __init__(self, run: Workload, device: Device, target: Target):
+        """Look at the model once."""
+        self._run, self._target = run, target
+        self._shapes: ModelShapes = model_shapes(run.config)
+        self._speed, self.reason = ranking_speed(device)
+
+    def lines(self, setting: Setting) -> tuple[Line, ...]:
+        """The states of a setting by closed form."""
+        return state_lines(self._shapes, setting.model, setting.optimizer)
+
+    def least_bytes(self, setting: Setting) -> int:
+        """What the end of every backward holds, whatever the micro-batches."""
+        held = state_bytes(self.lines(setting), granularity_bytes=self._target.granularity_bytes)
+        return sum(held.values()) + self._target.constant_bytes
+
+    def slowdown(self, changed: Workload) -> float:
+        """How many times as long a token takes."""
+        return relative_slowdown(self._work(changed), self._work(self._run), self._speed)
+
+    def _work(self, run: Workload) -> StepWork:
+        """The terms of the cost model."""
+        text, model = run.config.get_text_config(), run.setting.model
+        trained_bytes = sum(line.total_bytes(1) for line in self.lines(run.setting) if line.category == GRADIENTS)
+        value_bytes = model.dtype.itemsize if model.method == "full" else 4
+        looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
+        heads = text.num_attention_heads
+        return StepWork(
+            parameters=self._shapes.values - looked_up,
+            trained_parameters=trained_bytes // value_bytes,
+            layers=text.num_hidden_layers,
+            width=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+            tokens=max(1, round(run.tokens_per_step)),
+            length=run.longest,
+            micro_batches=max(1, round(run.micro_batches_per_step)),
+            method=model.method,
+            precision=model.precision,
+            optimizer=run.setting.optimizer,
+            grad_ckpt=model.grad_ckpt,
+            offloaded_optimizer=False,
+            offloaded_activations_bytes=0,
+        )

@@ -1,0 +1,149 @@
+"""Advice: what it names fits, does no more than is needed, and the least harmful comes first."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from stages.estimate import advice, what_fits
+from stages.estimate.advice import Remedy, advise
+from stages.estimate.devices import resolve_gpu
+from stages.estimate.kernels import target_of
+from stages.estimate.predict import predict
+from stages.estimate.what_fits import Largest, largest_fitting, longest_row, smallest_gpu
+from stages.estimate.workload import Costs, Workload, full_batch, largest_steps
+from stages.units import MIB
+from tests.estimate.common import joined, setting_of, shape
+
+CONFIG = LlamaConfig(
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=2048,
+    max_position_embeddings=1024,
+    tie_word_embeddings=False,
+)
+H100, _ = resolve_gpu("H100")
+TARGET = target_of(H100)
+
+
+def workload(*, max_tokens: int = 1024, longest: int = 256, mode: Any = "bucketed", **setting: Any) -> Workload:
+    full = full_batch(mode, longest, max_tokens=max_tokens, fixed_rows=4)
+    return Workload(
+        config=CONFIG,
+        setting=setting_of(**setting),
+        steps=largest_steps(full, several=True),
+        mode=mode,
+        max_tokens=max_tokens,
+        fixed_rows=4,
+        longest=longest,
+        tokens_per_step=4096,
+        micro_batches_per_step=4,
+    )
+
+
+def peak(run: Workload) -> int:
+    return predict(run.config, run.setting, run.steps, TARGET).peak.bytes
+
+
+def ask(run: Workload, usable_bytes: int) -> list[Remedy]:
+    return advise(run, Costs(run, H100, TARGET), TARGET, usable_bytes=usable_bytes, native_bf16=True, progress=False)
+
+
+def test_what_is_advised_fits_and_the_least_harmful_comes_first():
+    """A remedy that does not fit, one with a change too many, or other weights where a smaller budget would do."""
+    run = workload(method="full", loss_chunk=None)
+    usable = int(peak(run) * 0.9)
+    found = ask(run, usable)
+    assert found and all(remedy.peak_bytes <= usable for remedy in found)
+    assert found[0].effect == "changes nothing that is learnt"
+    effects = [advice.EFFECTS.index(remedy.effect) for remedy in found]
+    assert effects == sorted(effects)
+    for one in found:
+        assert not any(set(other.flags) < set(one.flags) for other in found)
+    same = [remedy.slowdown for remedy in found if remedy.effect == advice.EFFECTS[0]]
+    assert same == pytest.approx(sorted(same), abs=2 * advice.SAME_SPEED)
+
+
+def test_a_remedy_is_the_prediction_of_the_run_it_names():
+    """A peak told for other flags than those in the line."""
+    run = workload(method="full", loss_chunk=None)
+    kept = {"train.grad_ckpt=true", "train.loss_chunk=512"}
+    found = [remedy for remedy in ask(run, int(peak(run) * 0.8)) if set(remedy.flags) <= kept]
+    assert found
+    for remedy in found:
+        model = replace(run.setting.model, grad_ckpt="train.grad_ckpt=true" in remedy.flags)
+        chunk = 512 if "train.loss_chunk=512" in remedy.flags else None
+        changed = replace(run, setting=replace(run.setting, model=model, loss_chunk=chunk))
+        assert peak(changed) == remedy.peak_bytes
+        assert remedy.command == "dvc exp run " + " ".join(f"-S {flag}" for flag in remedy.flags)
+
+
+def test_states_alone_rule_out_and_shorter_rows_are_the_last_resort(monkeypatch):
+    """Traces spent on full training where its states are too large; rows cut where another method would do."""
+    traced = []
+    real = predict
+
+    def counting(config, setting, steps, target):
+        traced.append(setting.model.method)
+        return real(config, setting, steps, target)
+
+    monkeypatch.setattr(advice, "predict", counting)
+    run = workload(method="full", loss_chunk=None, precision="bf16", longest=64)
+    costs = Costs(run, H100, TARGET)
+    usable = costs.least_bytes(replace(run.setting, optimizer="adamw_8bit")) - MIB // 8
+    found = ask(run, usable)
+    assert "full" not in traced and len(traced) <= advice.MOST_TRACES
+    assert found and all(remedy.effect == advice.EFFECTS[advice.OTHER_WEIGHTS] for remedy in found)
+
+
+def test_nothing_is_advised_where_nothing_fits():
+    """A remedy invented."""
+    assert ask(workload(method="qlora"), MIB) == []
+
+
+def test_the_budgets_flag_is_the_one_that_the_mode_heeds():
+    """bucket.max_tokens lowered where fixed_rows decide."""
+
+    def flags(**changes: Any) -> list[str]:
+        return [flag for option in advice._budgets(workload(**changes)) for flag in option.flags]
+
+    assert flags()[:2] == ["bucket.max_tokens=512", "bucket.max_tokens=256"]
+    assert flags()[2:4] == ["data.max_length=128", "bucket.max_tokens=128"]
+    assert flags(mode="fixed") == ["bucket.fixed_rows=2", "bucket.fixed_rows=1"]
+
+
+def test_full_micro_batches_of_every_mode():
+    """Rows that overfill the budget, or joined ones that do not."""
+    assert full_batch("bucketed", 96, max_tokens=256, fixed_rows=4) == shape(2, 96, 190)
+    assert full_batch("packed", 96, max_tokens=256, fixed_rows=4) == joined((96, 96, 64), 253)
+    assert full_batch("fixed", 96, max_tokens=256, fixed_rows=4) == shape(4, 96, 380)
+
+
+@pytest.mark.parametrize("usable", [10, 100, 1000, 5555, 10**6])
+def test_the_largest_that_fits_is_found_in_few_traces(usable):
+    """An answer that does not fit, or one far below the largest."""
+    asked = []
+
+    def peak_of(count: int) -> int:
+        asked.append(count)
+        return max(50 + 3 * count, 5 * count - 400)  # Another instant is the peak of large ones.
+
+    found = largest_fitting(peak_of, usable, 5000)
+    true = max((count for count in range(1, 5001) if peak_of(count) <= usable), default=0)
+    assert true * (1 - 1 / what_fits.PRECISION) - 1 <= found <= true
+    assert len(asked) - 5000 <= what_fits.MOST_TRACES + 1
+
+
+def test_the_smallest_gpu_and_the_longest_row_hold_by_prediction():
+    """A GPU named that is too small or has no bf16; a row length that does not fit."""
+    assert smallest_gpu(workload(), 8.0) == "P4"
+    assert smallest_gpu(workload(precision="bf16"), 8.0) == "RTX-3080"
+    run = workload(method="lora", loss_chunk=None)
+    usable = int(peak(replace(run, steps=largest_steps(shape(1, 512, 511), several=True))) * 1.05)
+    found = longest_row(run, TARGET, usable, 1024)
+    assert 512 <= found.value < 640 and found.limit is None
+    assert longest_row(run, TARGET, 10**10, 1024) == Largest(value=1024, limit="the model's 1024 positions")
