@@ -106,9 +106,15 @@ def _check_sides(totals: Totals, job: Job) -> None:
         "empty_answer_rows": "have an empty answer",
         "bad_rows": "cannot be used",
     }
+    why = "".join(f", {totals.count(name)} {text}" for name, text in lost.items() if totals.count(name))
+    if not any(rows.values()):
+        first = totals.rejects[0]
+        raise UserError(
+            f"data.source: none of the {totals.count('rows')} rows is usable ({why.removeprefix(', ')}); the first, "
+            f"{job.file_names[first.file]}:{first.line}: {first.reason}"
+        )
     for use, number in rows.items():
         if number == 0:
-            why = "".join(f", {totals.count(name)} {text}" for name, text in lost.items() if totals.count(name))
             raise UserError(
                 f"data.heldout_fraction: leaves no row to {use} ({sum(rows.values())} usable rows{why}); "
                 f"got {job.settings.heldout_fraction}; change it, add rows, or raise data.max_length"

@@ -221,12 +221,17 @@ REFUSED = {
     "all cut off": (
         json.dumps(chat_row("word " * 99)) + "\n",
         {"data__max_length": 8},
-        "data.heldout_fraction: leaves no row to train on (0 usable rows, 1 lost their answer to data.max_length=8)",
+        "data.source: none of the 1 rows is usable (1 lost their answer to data.max_length=8); the first, rows.jsonl:1",
     ),
     "all empty": (
         json.dumps(chat_row("Q", "")) + "\n",
         {},
-        "data.heldout_fraction: leaves no row to train on (0 usable rows, 1 have an empty answer)",
+        "data.source: none of the 1 rows is usable (1 have an empty answer); the first, rows.jsonl:1: an answer in",
+    ),
+    "all skipped": (
+        '{"q": 1}\n' * 3,
+        {"data__format": "alpaca", "data__on_bad_row": "skip"},
+        "data.source: none of the 3 rows is usable (3 cannot be used); the first, rows.jsonl:1: a row of data.form",
     ),
     "deep tools": (
         json.dumps(chat_row())[:-1] + ', "tools": [' + '{"a":' * 900 + "1" + "}" * 900 + "]}\n",
