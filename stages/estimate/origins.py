@@ -5,7 +5,7 @@ whose forward pass made the node of the graph that runs, found by the node's seq
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +64,19 @@ class OriginTrace(MemoryTrace):
         self._numbers: list[int] = []
         self._made_by: list[str] = []
         self._last = ""
+        self._end: int | None = None
+
+    @property
+    def events(self) -> Sequence[tuple[int, int]]:
+        """What happened until recording ended: not how model and optimizer are thrown away after it."""
+        return self._events[: self._end]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Follow every operation inside; a FakeTensorMode must be active."""
+        with super().recording():
+            yield
+        self._end = len(self._events)
 
     def begin_run(self, model: nn.Module) -> None:
         """Name modules by their paths in the model, and say which of its parameters the storages held already are."""

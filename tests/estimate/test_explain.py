@@ -72,6 +72,7 @@ def test_the_timeline_reaches_the_peak_and_sums_to_it():
     highest = max(found.timeline, key=lambda row: sum(row[category] for category in CATEGORIES))
     assert abs(sum(highest[category] for category in CATEGORIES) * GIB - found.peak_bytes) < 16 * 1024
     assert highest["phase"] == found.phase
+    assert found.timeline[-1]["weights"] == found.timeline[0]["weights"] > 0  # Ends before all is thrown away.
     order = [row["phase"] for row in found.timeline if row["phase"] != "between"]
     assert list(dict.fromkeys(order)) == ["forward", "backward", "clip", "optimizer"]
 
