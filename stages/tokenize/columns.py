@@ -69,7 +69,7 @@ def digests(batch: pa.RecordBatch) -> np.ndarray:
     """64-bit hash of each row's ids and spans, uint64: equal rows have equal ones."""
     hashes = [blake2b(digest_size=DIGEST_BYTES) for _ in range(len(batch))]
     for column in (batch.column("input_ids"), batch.column("loss_spans")):
-        values = memoryview(to_numpy(column.flatten())).cast("B")
+        values = to_numpy(column.flatten()).data.cast("B")
         places = (to_numpy(column.offsets) * column.type.value_type.byte_width).tolist()
         for digest, start, end in zip(hashes, places, places[1:], strict=False):
             digest.update(values[start:end])

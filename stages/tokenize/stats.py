@@ -111,5 +111,8 @@ def notes(totals: Totals, settings: Settings, file_names: Sequence[str]) -> list
     }
     lines = [line for name, line in told.items() if totals.count(name)]
     if duplicates:
-        lines.append(f"{duplicates} of {rows} rows were dropped because their tokens equal those of an earlier row")
+        # Pieces of split rows are told apart one by one, so these are not counted by the rows that were read.
+        whole = duplicates + totals.side("train").rows + totals.side("heldout").rows
+        kind = "rows and pieces of split rows" if totals.count("split_rows") else "rows"
+        lines.append(f"{duplicates} of {whole} {kind} were dropped because their tokens equal those of an earlier one")
     return lines

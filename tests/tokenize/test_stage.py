@@ -134,6 +134,24 @@ def test_long_rows_are_cut_and_rows_without_an_answer_left_are_dropped(run):
     assert (metrics["truncated_rows"], metrics["dropped_rows"], metrics["longest"]) == (2, 1, 64)
 
 
+@pytest.mark.parametrize("over_length, told_as", [("truncate", "rows"), ("split", "rows and pieces of split rows")])
+def test_duplicates_are_counted_by_what_was_compared(run, over_length, told_as):
+    """A split row's pieces may be dropped one by one, so there may be more of them than rows were read."""
+    rows = [*ROWS, chat_row("Hi", "word " * 400), chat_row("Hi", "word " * 400)]
+    result = run(
+        write_rows(Path("rows.jsonl"), rows),
+        data__max_length=64,
+        data__over_length=over_length,
+        data__drop_duplicates=True,
+    )
+    assert result.exit_code == 0
+    metrics = read_json(METRICS)
+    duplicates, kept = metrics["duplicate_rows"], metrics["train_rows"] + metrics["heldout_rows"]
+    assert (metrics["split_rows"], duplicates > 3) == ((2, True) if over_length == "split" else (0, False))
+    note = f"note: {duplicates} of {duplicates + kept} {told_as} were dropped because their tokens equal"
+    assert note in result.stderr
+
+
 def test_rows_with_an_empty_answer_are_dropped_with_a_note(run):
     """Trained on, they teach to say nothing. The first row's end of turn is checked on the first row that is kept."""
     rows = [chat_row("Hi", ""), *ROWS, chat_row("Ho", " \n")]
