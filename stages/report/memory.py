@@ -19,6 +19,7 @@ def memory_section(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
             "",
             table(("phase", "predicted peak", "measured peak", "error"), _phases(inputs, metrics)),
             "",
+            *_tiers(inputs),
             "![Peak memory of each phase](memory.png)",
             "",
             f"Where the bytes are at the predicted peak ({inputs.estimate['worst_phase']}):",
@@ -40,6 +41,20 @@ def memory_section(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
             "![Predicted peaks by switch](switches.png)",
         ]
     )
+
+
+def _tiers(inputs: Inputs) -> list[str]:
+    """What the GPU's allocator and the process take above the tensors; nothing on a CPU, which reserves nothing."""
+    estimate = inputs.estimate
+    if estimate["reserved_bytes_predicted"] is None:
+        return []
+    rows = [
+        ("tensors", size(estimate["peak_bytes_predicted"])),
+        ("reserved, expandable segments", size(estimate["reserved_bytes_predicted_expandable"])),
+        ("reserved", size(estimate["reserved_bytes_predicted"])),
+        ("process, without margin", size(estimate["process_bytes_predicted"])),
+    ]
+    return [table((f"on {estimate['gpu']}", "predicted"), rows), ""]
 
 
 def _phases(inputs: Inputs, metrics: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

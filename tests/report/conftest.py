@@ -82,6 +82,9 @@ def metrics() -> dict[str, dict[str, Any]]:
         "estimate": {
             "peak_bytes_predicted": peak,
             "predicted_by_phase": by_phase,
+            "reserved_bytes_predicted": None,
+            "reserved_bytes_predicted_expandable": None,
+            "process_bytes_predicted": None,
             "worst_phase": "backward",
             "fits": True,
             "gpu": "cpu",

@@ -152,6 +152,22 @@ def test_a_refused_prediction_is_shown(place):
     assert "Verdict: predicted peak 9 GiB exceeds 8." in report(place)[1]
 
 
+def test_what_a_gpu_reserves_is_shown_and_a_cpu_has_no_such_row(place):
+    """A process told to take no more than its tensors."""
+    assert "reserved" not in report(place)[1]
+    found = metrics()
+    found["estimate"] |= {
+        "gpu": "L4",
+        "reserved_bytes_predicted": 150 * MIB,
+        "reserved_bytes_predicted_expandable": 130 * MIB,
+        "process_bytes_predicted": 291 * MIB,
+    }
+    write_inputs(place, found, [GENERATION])
+    text = report(place)[1]
+    assert "| reserved, expandable segments | 0.127 GiB |" in text
+    assert "| process, without margin | 0.2842 GiB |" in text
+
+
 def test_the_peak_is_taken_apart(place):
     """A peak nobody can do anything about: no tensor, module or reason named."""
     _, text = report(place)
