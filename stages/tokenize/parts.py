@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
-from stages.files import read_json, sha256_file, write_json
+from stages.files import read_json, sha256_file, sha256_json, write_json
 from stages.tokenize.merge import Placed
 from stages.tokenize.shards import Shard, is_whole, marker_name, read_marker
 
@@ -59,7 +59,7 @@ def write_manifest(
         "shards": [shard.number for shard in shards],
         "files": files,
     }
-    write_json(root / MANIFEST, manifest)
+    write_json(root / MANIFEST, {**manifest, "sha256": sha256_json(manifest)})
 
 
 def collect(directories: Sequence[Path], made_of: Mapping[str, str], key: str) -> list[Placed]:
@@ -97,8 +97,11 @@ def collect(directories: Sequence[Path], made_of: Mapping[str, str], key: str) -
 
 def _check(path: Path, manifest: Mapping[str, Any], made_of: Mapping[str, str], key: str) -> None:
     """Hold a part to its manifest, and the manifest to this checkout."""
-    if manifest.get("schema") != MANIFEST_SCHEMA:
+    if not isinstance(manifest, dict) or manifest.get("schema") != MANIFEST_SCHEMA:
         raise UserError(f"{path}: is of another version of this project; make the part again")
+    values = {name: value for name, value in manifest.items() if name != "sha256"}
+    if manifest.get("sha256") != sha256_json(values):
+        raise UserError(f"{path}: is not as it was written; run this part again, which mends it")
     if manifest["key"] != key:
         other = [name for name, value in made_of.items() if manifest["made_of"].get(name) != value]
         raise UserError(

@@ -150,6 +150,11 @@ def damage(root):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def edit_manifest(root):
+    path = root / "part-0-of-2/manifest.json"
+    path.write_text(path.read_text().replace('"all_shards": 3', '"all_shards": 2'))
+
+
 FAULTS = {
     "missing part": (
         lambda root: shutil.rmtree(root / "part-1-of-2"),
@@ -159,6 +164,7 @@ FAULTS = {
     "nothing": (remove_all, "k", "holds no finished part"),
     "unfinished": (lambda root: (root / "part-1-of-2/manifest.json").unlink(), "k", "1 of 3 shards are missing"),
     "damaged": (damage, "k", "part-0-of-2: a file is missing or damaged; run this part again, which mends it"),
+    "edited manifest": (edit_manifest, "k", "manifest.json: is not as it was written; run this part again"),
     "other key": (lambda root: None, "other", "manifest.json: made with other data than here"),
     "twice": (lambda root: make_parts(root, 3), "k", "is also in"),
 }
