@@ -52,6 +52,10 @@ def read(directory: Path):
     return verdict, breakdown, switches, json.loads((directory / "estimate.json").read_text())
 
 
+def advice(directory: Path):
+    return json.loads((directory / "estimate" / "advice.json").read_text())
+
+
 def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
     """Files that disagree with each other."""
     assert run().exit_code == 0
@@ -75,6 +79,11 @@ def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
     labels = [switch["switch"].partition("=")[0] for switch in switches[1:]]
     assert labels == ["max_tokens", "grad_ckpt", "loss_chunk", "optimizer", "precision", "method", "method"]
     assert metrics["gpu"] == "24GiB" and metrics["capacity_gib"] == 24.0
+    assert metrics["verdict"] == "fits" and metrics["layers_traced"] == "all 2 layers: they are few"
+    assert advice(workspace) == {"verdict": "fits", "ranked": None, "remedies": []}
+    inverse = json.loads((workspace / "estimate" / "what_fits.json").read_text())
+    assert inverse["smallest_gpu"] == "P4"
+    assert inverse["longest_row"] == {"value": 256, "limit": "the model's 256 positions"}
 
 
 @pytest.mark.parametrize("enforce", [True, False])
@@ -89,6 +98,11 @@ def test_a_run_that_does_not_fit_ends_the_stage_well_and_says_what_would(workspa
     assert told_last.startswith("does not fit: hardware.gpu: predicted peak ")
     assert " MiB usable on 0.018GiB (18.43 MiB less " in told_last
     assert verdict["refusal"] == (told_last.removeprefix("does not fit: ") if enforce else None)
+    remedies = advice(workspace)["remedies"]
+    table = list(csv.DictReader((workspace / "estimate" / "advice.csv").read_text().splitlines()))
+    assert [row["command"] for row in table] == [remedy["command"] for remedy in remedies]
+    assert all(remedy["command"].removeprefix("dvc exp run ") in told_last for remedy in remedies[:3])
+    assert remedies or told_last.endswith("choose a larger device")
 
 
 def test_looking_at_another_gpu_changes_no_byte_of_the_verdict(workspace):
