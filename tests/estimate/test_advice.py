@@ -82,6 +82,7 @@ def test_a_remedy_is_the_prediction_of_the_run_it_names():
         assert remedy.command == "dvc exp run " + " ".join(f"-S {flag}" for flag in remedy.flags)
 
 
+@pytest.mark.slow
 def test_states_alone_rule_out_and_shorter_rows_are_the_last_resort(monkeypatch):
     """Traces spent on full training where its states are too large; rows cut where another method would do."""
     traced = []

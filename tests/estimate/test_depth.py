@@ -54,7 +54,10 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("lora, joined rows", "full, 8-bit, all logits")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_peaks_from_shallow_models_equal_those_of_all_layers_to_the_byte(case, monkeypatch):
     """A peak that moves to another instant with depth, or a list over all layers whose size is rounded."""
     make, steps, target, changes = CASES[case]
