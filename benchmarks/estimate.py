@@ -21,7 +21,7 @@ from benchmarks.estimate_facts import (
 )
 from benchmarks.form import Bar, Measured, Row, benchmark
 
-FITTED_LENGTHS = {"reserved_avg": 312, "reserved_99th": 587, "reserved_max": 661}
+FITTED_LENGTHS = {"reserved_avg": 301, "reserved_99th": 595, "reserved_max": 660}
 """Results of `fit_length`, taken by --quick."""
 PEFT_MEAN_PERCENT, PEFT_WORST_PERCENT = 1.5, 3.0
 CPU_WORST_PERCENT = 0.1
