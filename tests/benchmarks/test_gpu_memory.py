@@ -8,12 +8,20 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.estimate_cpu import without_onednn
 from benchmarks.gpu import memory
 from benchmarks.gpu.cases import BIG, LAYOUTS, MODELS, GpuCase, cases, small_cases
 from benchmarks.gpu.run import Run
 
 LORA_CASE = 1
 """Of the small cases, the one without bitsandbytes that has adapters."""
+
+
+@pytest.fixture(autouse=True)
+def _without_onednn():
+    """Its scratch inside bf16 products, more with each thread, is seen by no trace, and no GPU has it."""
+    with without_onednn():
+        yield
 
 
 def test_it_measures_writes_after_each_configuration_and_goes_on(tmp_path, monkeypatch):
@@ -39,7 +47,6 @@ def test_it_measures_writes_after_each_configuration_and_goes_on(tmp_path, monke
     run()
     written = json.loads(out.read_text())
     assert [row["name"] for row in written["rows"]] == [case.name for case in small[LORA_CASE:]]
-    # oneDNN's scratch inside bf16 products is unseen by the trace: within a percent on so small a model.
     assert all(abs(row["tensors_error_percent"]) < 1 for row in written["rows"])
     assert all(set(row["phases"]) == {"forward", "backward", "clip", "optimizer"} for row in written["rows"])
     before = len(asked)
@@ -64,6 +71,7 @@ for name in ("pydantic", "bitsandbytes", "dvc", "datasets"):
     sys.modules[name] = None
 from benchmarks.gpu import memory
 import torch
+torch.backends.mkldnn.set_flags(False)
 assert "bitsandbytes.nn" not in sys.modules
 rows = [memory.compare(case, torch.device("cpu")) for case in list(memory.small_cases())[{LORA_CASE}:]]
 assert abs(rows[0]["tensors_error_percent"]) < 1, rows
