@@ -67,7 +67,8 @@ def test_each_malformed_file_ends_in_counted_rows_or_in_one_line(run, tmp_path, 
         assert told(result).startswith(f"{path}{case.error}")
         return
     if not case.good:
-        assert told(result).startswith(f"data.source: {path} ")
+        place = f"{path}:{min(case.faults)}: " if case.faults else f"data.source: {path} "
+        assert told(result).startswith(place)
         return
     assert result.exit_code == 0, result.output
     metrics = counted()
