@@ -192,8 +192,9 @@ def test_a_reader_that_stops_early_ends_without_a_word(tmp_path):
     lock = lock_of(source(path))
     path.write_bytes(path.read_bytes() + b"\n")
     blocks = read_blocks(lock, max_rows=None, progress=lambda _: None, block_bytes=1000)
-    next(blocks)
+    assert next(blocks).number == 0
     blocks.close()  # type: ignore[attr-defined]
+    assert next(blocks, None) is None
 
 
 def test_a_file_pinned_by_gits_blob_id_is_checked_too(tmp_path):
