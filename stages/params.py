@@ -12,6 +12,18 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+OptimizerName = Literal[
+    "adamw",
+    "adamw_foreach",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "paged_adamw_32bit",
+    "lion",
+    "lion_8bit",
+    "adafactor",
+    "ademamix_8bit",
+    "sgd",
+]
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 
@@ -165,8 +177,8 @@ class Train(Section):
     """Type of frozen and full weights; adapters are always fp32, under bf16 autocast when this is bf16."""
     grad_ckpt: bool
     """Recompute activations layer by layer in backward."""
-    optimizer: Literal["adamw", "adamw_8bit"]
-    """AdamW with full or with 8-bit moments (bitsandbytes)."""
+    optimizer: OptimizerName
+    """How gradients become updates; decides the bytes of state kept for each trained value."""
     lr: PositiveFloat
     """Peak learning rate."""
     weight_decay: NonNegativeFloat

@@ -120,7 +120,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     with atomic_directory(out) as aside:
         write_json(aside / "verdict.json", found.verdict.as_json())
         write_json(aside / "breakdown.json", _breakdown(by_phase, prediction.peak))
-        states = list(closed_form(config, setting, target.granularity_bytes))
+        states = list(closed_form(config, setting, target))
         write_json(aside / "explanation.json", {**explanation.as_json(), "states": states})
         write_json(aside / "tiers.json", reserved)
         write_json(aside / "advice.json", found.as_json())

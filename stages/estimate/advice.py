@@ -218,7 +218,7 @@ def _candidates(run: Workload, costs: Costs, native_bf16: bool) -> Iterator[Cand
         switches.append([plain, _of_setting(run, "train.grad_ckpt=true", SAME, 1, {"grad_ckpt": True})])
     if run.setting.loss_chunk is None:
         switches.append([plain, _of_setting(run, f"train.loss_chunk={LOSS_CHUNK_TOKENS}", SAME, 2, {})])
-    if run.setting.optimizer == "adamw":
+    if run.setting.optimizer in ("adamw", "adamw_foreach"):
         switches.append([plain, _of_setting(run, "train.optimizer=adamw_8bit", ROUNDED, 3, {})])
     if model.precision == "fp32" and native_bf16:
         switches.append([plain, _of_setting(run, "train.precision=bf16", ROUNDED, 4, {"precision": "bf16"})])

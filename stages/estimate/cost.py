@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.errors import UserError
+from stages.params import OptimizerName
+from stages.step.optimizers import OPTIMIZERS
 
 TERA, GIGA = 10**12, 10**9
 
@@ -107,7 +109,7 @@ class StepWork:
     micro_batches: int
     method: Literal["full", "lora", "qlora"]
     precision: Literal["bf16", "fp32"]
-    optimizer: Literal["adamw", "adamw_8bit"]
+    optimizer: OptimizerName
     grad_ckpt: bool
     offloaded_optimizer: bool
     """The update runs on the host: gradients go there and weights come back."""
@@ -163,11 +165,12 @@ def _weight_bytes(work: StepWork, passes: int, element_bytes: int) -> float:
 
 
 def _update_seconds(work: StepWork, element_bytes: int, bandwidth: float) -> float:
-    """Read gradients; read and write weights and two moments."""
+    """Read gradients; read and write weights and moments."""
     value_bytes = element_bytes if work.method == "full" else FP32_BYTES
-    moment_bytes = 1 if work.optimizer == "adamw_8bit" else value_bytes
-    passes = OPTIMIZER_8BIT_PASSES if work.optimizer == "adamw_8bit" else 1
-    moved = work.trained_parameters * (3 * value_bytes + 4 * moment_bytes) * passes
+    kind = OPTIMIZERS[work.optimizer]
+    moment_bytes = value_bytes if kind.moment_bits is None else kind.moment_bits / 8
+    passes = OPTIMIZER_8BIT_PASSES if kind.moment_bits == 8 else 1
+    moved = work.trained_parameters * (3 * value_bytes + 2 * kind.moments * moment_bytes) * passes
     return moved / (HOST_BYTES_PER_SECOND if work.offloaded_optimizer else bandwidth)
 
 

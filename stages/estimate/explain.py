@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from stages.estimate.kernels import Target
 from stages.estimate.origins import OriginTrace
 from stages.estimate.predict import Setting, trace_steps
 from stages.estimate.shapes import TracedSteps
-from stages.estimate.states import model_shapes, state_lines
+from stages.estimate.states import model_shapes, paged_lines, state_lines
 from stages.estimate.trace import CATEGORIES
 from stages.units import GIB
 
@@ -64,7 +64,7 @@ class Explanation:
     top: tuple[Holding, ...]
     """The largest kinds of storages at the peak instant."""
     timeline: Sequence[Mapping[str, Any]]
-    """Bytes by category at instants of the worst step: `TIMELINE_COLUMNS`, in GiB."""
+    """Bytes by category at instants of the worst step, in their order: `TIMELINE_COLUMNS`, in GiB."""
 
     def as_json(self) -> dict[str, Any]:
         """Its part of explanation.json."""
@@ -131,10 +131,22 @@ def _largest(trace: OriginTrace, last: int) -> tuple[Holding, ...]:
         kind = (trace.category(storage), origin.operation, module, origin.phase, origin.shape, origin.dtype)
         sizes[kind] += size
         counts[kind] += 1
-    largest = sorted(sizes, key=lambda kind: (-sizes[kind], str(kind)))[:MOST_HOLDINGS]
+    return largest_holdings((kind, counts[kind], size) for kind, size in sizes.items())
+
+
+def largest_holdings(kinds: Iterable[tuple[tuple, int, int]]) -> tuple[Holding, ...]:
+    """The largest of kinds of storages, each with how many there are and their bytes.
+
+    A kind is category, operation, module, phase, shape and type; one that stands there twice is added up.
+    """
+    totals: dict[tuple, tuple[int, int]] = {}
+    for kind, count, size in kinds:
+        before = totals.get(kind, (0, 0))
+        totals[kind] = before[0] + count, before[1] + size
+    largest = sorted(totals.items(), key=lambda item: (-item[1][1], str(item[0])))[:MOST_HOLDINGS]
     names = ("category", "operation", "module", "phase", "shape", "dtype")
     return tuple(
-        Holding(**dict(zip(names, kind, strict=True)), count=counts[kind], bytes=sizes[kind]) for kind in largest
+        Holding(**dict(zip(names, kind, strict=True)), count=count, bytes=size) for kind, (count, size) in largest
     )
 
 
@@ -150,13 +162,20 @@ def _timeline(trace: OriginTrace, changes: np.ndarray, phases: np.ndarray, start
     rows: list[Mapping[str, Any]] = []
     for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         event = first + int(np.argmax(total[first:end]))
-        sizes = (held_CE[:, event] / GIB).round(6).tolist()
-        rows.append({"event": event - start, "phase": str(phases[event]), **dict(zip(CATEGORIES, sizes, strict=True))})
+        sizes = dict(zip(CATEGORIES, held_CE[:, event].tolist(), strict=True))
+        rows.append(timeline_row(event - start, str(phases[event]), sizes))
     return rows
 
 
-def closed_form(config: PretrainedConfig, setting: Setting, granularity_bytes: int) -> Iterator[dict[str, Any]]:
-    """What stays from step to step, by arithmetic alone: category, why, bytes."""
-    for line in state_lines(model_shapes(config), setting.model, setting.optimizer):
-        size = line.total_bytes(granularity_bytes)
+def timeline_row(event: int, phase: str, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+    """A row of the timeline, from bytes by category."""
+    held = {category: round(sizes.get(category, 0) / GIB, 6) for category in CATEGORIES}
+    return {"event": event, "phase": phase, **held}
+
+
+def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> Iterator[dict[str, Any]]:
+    """What stays from step to step, by arithmetic alone: category, why, bytes; managed memory comes last."""
+    given = (model_shapes(config), setting.model, setting.optimizer)
+    for line in (*state_lines(*given, cuda=target.foreach), *paged_lines(*given, cuda=target.foreach)):
+        size = line.total_bytes(target.granularity_bytes)
         yield {"category": line.category, "why": line.what, "tensors": len(line.tensor_bytes), "bytes": size}

@@ -68,10 +68,10 @@ def other_phases(
 
     The setting has been predicted before, so what cannot be traced was refused there.
     """
-    lines = state_lines(model_shapes(config), setting.model, setting.optimizer)
+    lines = state_lines(model_shapes(config), setting.model, setting.optimizer, cuda=target.foreach)
     states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
     states.pop(GRADIENTS)
-    optimizer_bytes = states.pop(OPTIMIZER)
+    optimizer_bytes = states.pop(OPTIMIZER, 0)
     heldout = _without_gradients(
         config, setting, around.in_training, target, lambda model, batch: summed_loss(model, batch, setting.loss_chunk)
     )

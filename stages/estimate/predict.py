@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from transformers import PretrainedConfig
 
 from stages.errors import UserError
-from stages.estimate.depth import NotRepeated, WindowTrace, deep_peaks
+from stages.estimate.depth import NotRepeated, Place, Window, WindowTrace, deep_peaks, deep_windows
 from stages.estimate.kernels import Target
 from stages.estimate.layers import Repetition, find_repetition, with_layers
 from stages.estimate.shapes import TracedSteps, only
@@ -34,9 +34,10 @@ from stages.estimate.trace import (
 from stages.model.load import fake_model
 from stages.model.quantize import quantisation_tensors
 from stages.model.spec import ModelSpec
-from stages.params import Params
+from stages.params import OptimizerName, Params
 from stages.step.batches import Batch, empty_batch
 from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
+from stages.step.optimizers import device_state
 from stages.step.step import StepSpec, training_step
 
 CPU = torch.device("cpu")
@@ -49,6 +50,7 @@ UNTRACEABLE = (
 )
 """What a trace raises where it cannot know: values, shapes that depend on them, operations without a shape function."""
 Trace = TypeVar("Trace", bound=MemoryTrace)
+Windows = TypeVar("Windows", bound=WindowTrace)
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -57,7 +59,7 @@ class Setting:
     """The parameters that memory depends on, besides the shapes of the micro-batches."""
 
     model: ModelSpec
-    optimizer: Literal["adamw", "adamw_8bit"]
+    optimizer: OptimizerName
     loss_chunk: int | None
     max_grad_norm: float | None
 
@@ -100,39 +102,52 @@ def predict(config: PretrainedConfig, setting: Setting, steps: TracedSteps, targ
     Raises:
         UserError: the model's memory depends on the data, or PyTorch cannot trace one of its operations.
     """
-    _refuse_experts(config)
+    refuse_experts(config)
     repetition, reason = find_repetition(config, setting.model)
     if repetition is not None:
         try:
-            return _predict_from_shallow(config, setting, steps, target, repetition, reason)
+            windows, _ = shallow_windows(WindowTrace, config, setting, steps, target, repetition)
+            return from_windows(windows, steps, target, reason)
         except NotRepeated as error:
             reason = f"all {repetition.layers} layers: {error}"
     trace, position = _traced(MemoryTrace, config, setting, steps, target)
     return Prediction(by_phase=trace.peaks(), steps_of_peak=only(steps, *position), layers_traced=reason)
 
 
-def _predict_from_shallow(
+def shallow_windows(
+    kind: type[Windows],
     config: PretrainedConfig,
     setting: Setting,
     steps: TracedSteps,
     target: Target,
     repetition: Repetition,
-    reason: str,
-) -> Prediction:
-    """The prediction from traces of the model with fewer layers.
+) -> tuple[dict[Place, Window], Windows]:
+    """The windows of the steps, from traces of the model with fewer layers; and the deepest of these traces.
 
     Raises:
         NotRepeated: they do not tell.
+        UserError: PyTorch cannot trace an operation.
     """
     shallow = (with_layers(config, depth) for depth in repetition.depths)
-    traces = [_traced(WindowTrace, each, setting, steps, target)[0] for each in shallow]
-    peaks = deep_peaks(traces, repetition, target.granularity_bytes)
+    traces = [_traced(kind, each, setting, steps, target)[0] for each in shallow]
+    return deep_windows(traces, repetition, target.granularity_bytes), traces[-1]
+
+
+def from_windows(windows: Mapping[Place, Window], steps: TracedSteps, target: Target, reason: str) -> Prediction:
+    """The prediction that the windows of a model's steps make; `reason` says which layers were traced."""
+    peaks = deep_peaks(windows, target.granularity_bytes)
     positions = [(step, number) for step, shapes in enumerate(steps) for number in range(len(shapes))]
     return Prediction(
         by_phase=peaks.by_phase,
         steps_of_peak=only(steps, *positions[peaks.micro_batch]),
         layers_traced=reason,
     )
+
+
+def new_trace(kind: type[Trace], config: PretrainedConfig, target: Target) -> Trace:
+    """A trace of this model on this device."""
+    vocabulary = config.get_text_config().vocab_size
+    return kind(granularity_bytes=target.granularity_bytes, rules=target.rules, vocab_size=vocabulary)
 
 
 def _traced(
@@ -143,11 +158,7 @@ def _traced(
     Raises:
         UserError: PyTorch cannot trace an operation.
     """
-    trace = kind(
-        granularity_bytes=target.granularity_bytes,
-        rules=target.rules,
-        vocab_size=config.get_text_config().vocab_size,
-    )
+    trace = new_trace(kind, config, target)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), target.attention():
             position = trace_steps(trace, config, setting, steps, target)
@@ -170,7 +181,7 @@ def trace_steps(
     # Only the optimizer's name decides its state; the numbers of its update do not.
     numbers = OptimSpec(name=setting.optimizer, lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
     optimizer = build_optimizer(model, numbers)
-    _hold_state(trace, model, optimizer, setting)
+    _hold_state(trace, model, optimizer, setting, cuda=target.foreach)
     trace.hold_bytes(target.constant_bytes, WORKSPACE)
     trace.begin_run(model)
     spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=target.foreach)
@@ -199,16 +210,16 @@ def trace_steps(
     return position
 
 
-def _hold_state(trace: MemoryTrace, model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> None:
+def _hold_state(
+    trace: MemoryTrace, model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, *, cuda: bool
+) -> None:
     """Count what exists before the first step, and have gradients counted as such when they are made."""
     trained = trained_parameters(model)
     trace.hold([*model.parameters(), *model.buffers()], WEIGHTS)
     trace.hold(quantisation_tensors(model), QUANTISATION_STATE)
     if setting.model.method != "full":
         trace.hold(trained, ADAPTERS)
-    for state in optimizer.state.values():
-        trace.hold((value for value in state.values() if isinstance(value, torch.Tensor)), OPTIMIZER)
-    trace.hold(getattr(optimizer, "name2qmap", {}).values(), OPTIMIZER)
+    trace.hold(device_state(optimizer, setting.optimizer, cuda=cuda), OPTIMIZER)
 
     def hold_gradient(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -235,7 +246,7 @@ def _phase(trace: MemoryTrace, name: str, *, like_cuda: bool) -> Iterator[None]:
         torch.set_autocast_enabled("cuda", before)
 
 
-def _refuse_experts(config: PretrainedConfig) -> None:
+def refuse_experts(config: PretrainedConfig) -> None:
     """Refuse mixtures of experts: how many tokens an expert gets depends on the data.
 
     Raises:

@@ -6,27 +6,24 @@ lines made here say why a category is as large as it is.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers import initialization as init
 
+from stages.estimate.optimizer_states import optimizer_tensors
 from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from stages.model.quantize import BLOCK_WEIGHTS, BYTE_LEVELS, NESTED_BLOCK_VALUES, NF4_LEVELS
 from stages.model.spec import ModelSpec
-from stages.params import ALL_LINEAR
+from stages.params import ALL_LINEAR, OptimizerName
 
 FP32_BYTES = 4
+PAGED = "paged_optimizer"
+"""Category of optimizer state in managed memory: no part of what the device's allocator holds."""
 NF4_BITS = 4
-STATE_BLOCK_VALUES = 256
-"""8-bit moments have one fp32 scale per so many values (bitsandbytes' Optimizer2State)."""
-SMALLEST_8BIT_VALUES = 4096
-"""Tensors with fewer values keep fp32 moments (bitsandbytes' min_8bit_size)."""
-MOMENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +85,35 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
     return ModelShapes(parameters=parameters, buffer_bytes=buffers)
 
 
-def state_lines(shapes: ModelShapes, spec: ModelSpec, optimizer: Literal["adamw", "adamw_8bit"]) -> tuple[Line, ...]:
-    """Everything held at the end of backward, by kind of tensor; lines without tensors are left out."""
+def state_lines(shapes: ModelShapes, spec: ModelSpec, optimizer: OptimizerName, *, cuda: bool) -> tuple[Line, ...]:
+    """Everything the device's allocator holds at the end of backward, by kind of tensor; none without tensors.
+
+    Paged state is managed memory on CUDA and stands apart, see `paged_lines`.
+    """
     lines = [*_weight_lines(shapes, spec), *_quantisation_lines(shapes, spec)]
     element_bytes = spec.dtype.itemsize
-    trained = [parameter.values for parameter in shapes.parameters]
+    trained, element_bytes = _trained(shapes, spec)
+    sizes = [math.prod(shape) * element_bytes for shape in trained]
     if spec.method != "full":
-        trained, element_bytes = list(_adapter_values(shapes, spec)), FP32_BYTES
-        lines.append(_line(ADAPTERS, f"LoRA of rank {spec.lora_rank}, fp32", (n * FP32_BYTES for n in trained)))
-    gradients = f"one per trained value, {element_bytes} bytes"
-    lines.append(_line(GRADIENTS, gradients, (n * element_bytes for n in trained)))
-    make = _adamw_lines if optimizer == "adamw" else _adamw_8bit_lines
-    lines += make(trained, element_bytes)
+        lines.append(_line(ADAPTERS, f"LoRA of rank {spec.lora_rank}, fp32", sizes))
+    lines.append(_line(GRADIENTS, f"one per trained value, {element_bytes} bytes", sizes))
+    kept = optimizer_tensors(trained, element_bytes, optimizer, cuda=cuda)
+    lines += [_line(OPTIMIZER, each.what, each.tensor_bytes) for each in kept if not each.paged]
     return tuple(line for line in lines if line.tensor_bytes)
+
+
+def paged_lines(shapes: ModelShapes, spec: ModelSpec, optimizer: OptimizerName, *, cuda: bool) -> tuple[Line, ...]:
+    """Optimizer state in managed memory: on the device while there is room, else on the host."""
+    trained, element_bytes = _trained(shapes, spec)
+    kept = optimizer_tensors(trained, element_bytes, optimizer, cuda=cuda)
+    return tuple(_line(PAGED, each.what, each.tensor_bytes) for each in kept if each.paged and each.tensor_bytes)
+
+
+def _trained(shapes: ModelShapes, spec: ModelSpec) -> tuple[list[tuple[int, ...]], int]:
+    """Shapes of the trained tensors, and bytes of a value of theirs."""
+    if spec.method == "full":
+        return [parameter.shape for parameter in shapes.parameters], spec.dtype.itemsize
+    return list(_adapter_shapes(shapes, spec)), FP32_BYTES
 
 
 def state_bytes(lines: Iterable[Line], *, granularity_bytes: int) -> Mapping[str, int]:
@@ -139,34 +152,15 @@ def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
     yield _line(QUANTISATION_STATE, "code books and an offset per layer, fp32", books)
 
 
-def _adapter_values(shapes: ModelShapes, spec: ModelSpec) -> Iterator[int]:
-    """Values of A (rank × inputs), B (outputs × rank) of each adapted layer (Hu et al. 2021, arXiv 2106.09685)."""
+def _adapter_shapes(shapes: ModelShapes, spec: ModelSpec) -> Iterator[tuple[int, ...]]:
+    """Shapes of A (rank × inputs), B (outputs × rank) of each adapted layer (Hu et al. 2021, arXiv 2106.09685)."""
     for parameter in shapes.parameters:
         layer = parameter.name.removesuffix(".weight")
         named = any(layer == target or layer.endswith(f".{target}") for target in spec.lora_targets)
         if parameter.linear and (named or spec.lora_targets == (ALL_LINEAR,)):
             outputs, inputs = parameter.shape
-            yield spec.lora_rank * inputs
-            yield spec.lora_rank * outputs
-
-
-def _adamw_lines(trained: Sequence[int], element_bytes: int) -> Iterator[Line]:
-    """Both moments in the parameter's own type, and PyTorch's fp32 count of steps per tensor."""
-    moments = f"two moments, {element_bytes} bytes each per trained value"
-    yield _line(OPTIMIZER, moments, (n * element_bytes for n in trained for _ in range(MOMENTS)))
-    yield _line(OPTIMIZER, "a step count per tensor, fp32", (FP32_BYTES for _ in trained))
-
-
-def _adamw_8bit_lines(trained: Sequence[int], element_bytes: int) -> Iterator[Line]:
-    """Moments of one byte with block scales (Dettmers et al. 2021, arXiv 2110.02861); small tensors keep fp32."""
-    large = [n for n in trained if n >= SMALLEST_8BIT_VALUES for _ in range(MOMENTS)]
-    small = [n for n in trained if n < SMALLEST_8BIT_VALUES for _ in range(MOMENTS)]
-    yield _line(OPTIMIZER, "two moments, a byte each per trained value", large)
-    scales = (-(-n // STATE_BLOCK_VALUES) * FP32_BYTES for n in large)
-    yield _line(OPTIMIZER, f"their scales, fp32 per {STATE_BLOCK_VALUES} values", scales)
-    tensors = f"two fp32 moments of tensors below {SMALLEST_8BIT_VALUES} values"
-    yield _line(OPTIMIZER, tensors, (n * FP32_BYTES for n in small))
-    yield _line(OPTIMIZER, "code books, fp32", [BYTE_LEVELS * FP32_BYTES] * MOMENTS)  # Made with the optimizer.
+            yield spec.lora_rank, inputs
+            yield outputs, spec.lora_rank
 
 
 @dataclass(frozen=True, kw_only=True)

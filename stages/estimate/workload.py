@@ -76,7 +76,7 @@ class Costs:
 
     def lines(self, setting: Setting) -> tuple[Line, ...]:
         """The states of a setting by closed form."""
-        return state_lines(self._shapes, setting.model, setting.optimizer)
+        return state_lines(self._shapes, setting.model, setting.optimizer, cuda=self._target.foreach)
 
     def least_bytes(self, setting: Setting) -> int:
         """What the end of every backward holds, whatever the micro-batches."""

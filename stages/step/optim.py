@@ -1,25 +1,22 @@
-"""Optimizers: parameter groups, state made before the first step, learning-rate schedule."""
+"""The optimizer of a run: parameter groups, state made before the first step, learning-rate schedule."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal
 
-import bitsandbytes as bnb
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from stages.params import Params
-
-ADAM_BETAS = (0.9, 0.999)
-ADAM_EPS = 1e-8
+from stages.params import OptimizerName, Params
+from stages.step.optimizers import OPTIMIZERS, make_state
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSpec:
     """What decides the optimizer's state and updates."""
 
-    name: Literal["adamw", "adamw_8bit"]
+    name: OptimizerName
     lr: float
     weight_decay: float
     schedule: Literal["cosine", "constant"]
@@ -44,7 +41,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def build_optimizer(model: nn.Module, spec: OptimSpec) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) over the trained parameters; vectors (norms, biases) are not decayed.
+    """The optimizer over the trained parameters; vectors (norms, biases) are not decayed.
 
     Its state is made here and not in the first step, so that the first step already holds as much as any later one:
     what does not fit fails at once.
@@ -54,32 +51,11 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> torch.optim.Optimizer:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    if spec.name == "adamw_8bit":
-        with unset_fake_temporarily():  # Its constructor reads the values of its code books.
-            optimizer = bnb.optim.AdamW8bit(groups, lr=spec.lr, betas=ADAM_BETAS, eps=ADAM_EPS)
-        _make_bitsandbytes_state(optimizer)
-        return optimizer
-    # Fused updates in place; the foreach form would hold another copy of the parameters for a moment.
-    adamw = torch.optim.AdamW(groups, lr=spec.lr, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)
-    for parameter in trained:
-        adamw.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        }
-    return adamw
-
-
-@torch.no_grad()
-def _make_bitsandbytes_state(optimizer: bnb.optim.AdamW8bit) -> None:
-    """Make the 8-bit moments as bitsandbytes' own first step would."""
-    optimizer.check_overrides()
-    optimizer.to_gpu()
-    optimizer.initialized = True
-    for group_index, group in enumerate(optimizer.param_groups):
-        for parameter_index, parameter in enumerate(group["params"]):
-            optimizer.init_state(group, parameter, group_index, parameter_index)
+    kind = OPTIMIZERS[spec.name]
+    with unset_fake_temporarily():  # bitsandbytes reads the values of its code books.
+        optimizer = kind.make([group for group in groups if group["params"]], lr=spec.lr, **kind.options)
+    make_state(optimizer, kind)
+    return optimizer
 
 
 def learning_rate(step: int, total_steps: int, spec: OptimSpec) -> float:

@@ -13,6 +13,7 @@ from stages.model.spec import ModelSpec
 from stages.pin.locate import model_directory, verify_files
 from stages.step.batches import refuse_other_tokens, refuse_several_ranks
 from stages.step.optim import OptimSpec
+from stages.step.optimizers import paging_note
 from stages.step.step import StepSpec
 from stages.step.tokens import TokenRows
 from stages.train.card import model_card
@@ -58,6 +59,8 @@ def main(
     device = training_device()
     spec = ModelSpec.from_params(params)
     check_device(device, spec, read_json(verdict), read_json(estimate))
+    if note := paging_note(params.train.optimizer, device):
+        click.echo(f"note: {note}", err=True)
     lock = read_json(model_lock)
     directory = model_directory(lock)
     verify_files(directory, lock["files"])

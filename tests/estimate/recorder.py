@@ -35,7 +35,7 @@ def record(config: PretrainedConfig, setting: Setting, target: Target, steps: Se
         model = fake_model(config, setting.model, CPU)
         numbers = OptimSpec(name=setting.optimizer, lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
         optimizer = build_optimizer(model, numbers)
-        _hold_state(trace, model, optimizer, setting)
+        _hold_state(trace, model, optimizer, setting, cuda=target.foreach)
         trace.hold_bytes(exact.constant_bytes, WORKSPACE)
         spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=exact.foreach)
 

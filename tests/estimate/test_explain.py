@@ -83,7 +83,7 @@ def test_the_closed_form_beside_the_trace_is_the_trace():
     target = gpu_target("H100")
     held = predict(CONFIG, setting, STEPS, target).by_phase["clip"].by_category
     said: dict[str, int] = {}
-    for line in closed_form(CONFIG, setting, target.granularity_bytes):
+    for line in closed_form(CONFIG, setting, target):
         assert line["why"] and line["tensors"] > 0
         said[line["category"]] = said.get(line["category"], 0) + line["bytes"]
     assert said == {category: held[category] for category in said}

@@ -11,6 +11,7 @@ from benchmarks.estimate_cpu import LAYOUTS, count
 from stages.estimate.predict import Setting, predict
 from stages.estimate.shapes import TracedSteps
 from stages.model.load import read_config
+from stages.step.optimizers import OPTIMIZERS
 from stages.train.measure import make_meter
 from tests.estimate.common import CPU_TARGET, setting_of
 from tests.small_model import CPU, VOCABULARY
@@ -51,6 +52,12 @@ def check(directory: Path, setting: Setting, steps: TracedSteps = STEPS) -> None
 def test_prediction_equals_what_the_allocator_counted(small_llama, method, grad_ckpt, optimizer):
     """A step that is traced unlike it is trained."""
     check(small_llama, setting_of(method=method, grad_ckpt=grad_ckpt, optimizer=optimizer))
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in ("adamw", "adamw_8bit")])
+def test_prediction_holds_for_every_optimizer(small_llama, optimizer):
+    """An update whose state or passing tensors are not what was traced; all weights, where they are largest."""
+    check(small_llama, setting_of(method="full", optimizer=optimizer))
 
 
 @pytest.mark.slow

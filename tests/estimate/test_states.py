@@ -17,11 +17,13 @@ from stages.estimate.states import (
 )
 from stages.model.load import fake_model
 from stages.model.quantize import quantisation_tensors
+from stages.step.optimizers import OPTIMIZERS
 from stages.units import GIB
 from tests.estimate.common import CPU_TARGET, gpu_target, setting_of, shape
 from tests.small_model import CPU, spec_of
 
 GB = 10**9
+OTHER_OPTIMIZERS = [name for name in OPTIMIZERS if name not in ("adamw", "adamw_8bit")]
 STATES = ("weights", "quantisation_state", "adapters", "gradients", "optimizer")
 
 
@@ -59,6 +61,7 @@ LLAMA_3_1_8B = LlamaConfig(
         ("qlora", "bf16", "H100", "adamw_8bit", True),
         ("qlora", "fp32", None, "adamw", False),
         ("qlora", "bf16", "H100", "adamw_8bit", False),  # Biases beside packed weights.
+        *(("full", "bf16", gpu, name, False) for name in OTHER_OPTIMIZERS for gpu in (None, "H100")),
     ],
 )
 def test_the_closed_form_is_what_the_trace_counts(method, precision, gpu, optimizer, tied):
@@ -66,7 +69,7 @@ def test_the_closed_form_is_what_the_trace_counts(method, precision, gpu, optimi
     setting = setting_of(method=method, precision=precision, optimizer=optimizer, lora_targets=("all-linear",))
     target = CPU_TARGET if gpu is None else gpu_target(gpu)
     held = predict(llama(tied=tied), setting, ((shape(2, 32, 40),),), target).by_phase["clip"].by_category
-    lines = state_lines(model_shapes(llama(tied=tied)), setting.model, setting.optimizer)
+    lines = state_lines(model_shapes(llama(tied=tied)), setting.model, setting.optimizer, cuda=target.foreach)
     closed = state_bytes(lines, granularity_bytes=target.granularity_bytes)
     assert closed == {category: held[category] for category in STATES if category in held}
 
@@ -74,7 +77,7 @@ def test_the_closed_form_is_what_the_trace_counts(method, precision, gpu, optimi
 def test_adapters_of_named_layers():
     """Targets that end alike taken for each other, or the head adapted."""
     spec = spec_of(method="lora", lora_targets=("q_proj", "down_proj"))
-    closed = state_bytes(state_lines(model_shapes(llama(tied=False)), spec, "adamw"), granularity_bytes=1)
+    closed = state_bytes(state_lines(model_shapes(llama(tied=False)), spec, "adamw", cuda=False), granularity_bytes=1)
     assert closed["adapters"] == 4 * 3 * spec.lora_rank * ((264 + 264) + (264 + 520))
 
 
@@ -83,7 +86,7 @@ def test_llama_3_1_8b_holds_what_the_closed_form_says():
     spec = spec_of(method="qlora", precision="bf16", lora_rank=16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(LLAMA_3_1_8B, spec, CPU)
-    closed = state_bytes(state_lines(model_shapes(LLAMA_3_1_8B), spec, "adamw"), granularity_bytes=1)
+    closed = state_bytes(state_lines(model_shapes(LLAMA_3_1_8B), spec, "adamw", cuda=False), granularity_bytes=1)
     trained = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
     frozen = sum(_bytes(t) for t in [*model.parameters(), *model.buffers()] if not t.requires_grad)
     assert closed["weights"] == frozen
@@ -97,7 +100,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def test_every_line_says_why():
     """A table of bytes that nobody can check: what each tensor kind is, and how large a value."""
-    lines = state_lines(model_shapes(LLAMA_3_1_8B), spec_of(method="qlora", precision="bf16"), "adamw_8bit")
+    lines = state_lines(model_shapes(LLAMA_3_1_8B), spec_of(method="qlora", precision="bf16"), "adamw_8bit", cuda=True)
     said = {(line.category, line.what): round(line.total_bytes(1) / GIB, 3) for line in lines}
     assert said["weights", "NF4, half a byte a value"] == 3.25
     assert said["weights", "bf16, 2 bytes a value"] == 1.958

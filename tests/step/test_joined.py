@@ -24,7 +24,7 @@ from stages.model.load import load_model, read_config, refuse_joined_rows
 from stages.step.batches import Batch, collate
 from stages.step.loss import check_joined_rows, summed_loss, token_losses
 from tests.small_model import CPU, VOCABULARY, spec_of
-from tests.step.test_step import assert_equal, cut, rows, run
+from tests.step.common import assert_equal, cut, rows, run
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

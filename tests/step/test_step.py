@@ -1,6 +1,5 @@
 """The training step: any cut of the same rows, and any memory switch, learns the same."""
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,72 +10,10 @@ from torch.nn import functional as F
 
 from stages.errors import UserError
 from stages.model.load import load_model
-from stages.step.batches import Batch, collate
 from stages.step.loss import check_head, summed_loss
-from stages.step.optim import OptimSpec, build_optimizer, learning_rate
-from stages.step.step import StepResult, StepSpec, training_step
-from tests.small_model import CPU, VOCABULARY, spec_of
-
-OPTIM = OptimSpec(name="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_fraction=0.1)
-
-
-def rows(count: int = 8) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Rows of differing lengths, the second half of each trained."""
-    draw = np.random.default_rng(0)
-    lengths = [6 + 3 * number for number in range(count)]
-    return [
-        (draw.integers(3, VOCABULARY, n).astype(np.uint16), np.array([[n // 2, n]], dtype=np.int32)) for n in lengths
-    ]
-
-
-def cut(sizes: list[int]) -> list[Batch]:
-    """The same eight rows in micro-batches of these sizes."""
-    batches, start = [], 0
-    for size in sizes:
-        group = rows()[start : start + size]
-        batches.append(collate(group, max(len(ids) for ids, _ in group), 0))
-        start += size
-    return batches
-
-
-def run(
-    directory: Path,
-    batches: list[Batch],
-    *,
-    chunk: int | None = None,
-    steps: int = 3,
-    optim: OptimSpec = OPTIM,
-    **spec: Any,
-) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
-    """A few steps over the same micro-batches; results and trained parameters."""
-    model_spec = spec_of(**spec)
-    model = load_model(directory, model_spec, CPU)
-    optimizer = build_optimizer(model, optim)
-    torch.manual_seed(0)
-    results = [
-        training_step(
-            model,
-            optimizer,
-            iter(batches),
-            supervised_tokens=sum(len(batch.supervised_index_N) for batch in batches),
-            model_spec=model_spec,
-            spec=StepSpec(loss_chunk=chunk, max_grad_norm=1.0, foreach=False),
-            phase=lambda name: contextlib.nullcontext(),
-            guard=lambda losses, norm: None,
-        )
-        for _ in range(steps)
-    ]
-    return results, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Trained parameters agree; tolerance 0 means to the last bit."""
-    assert a.keys() == b.keys()
-    for name in a:
-        if tolerance == 0:
-            assert torch.equal(a[name], b[name]), name
-        else:
-            torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance, msg=name)
+from stages.step.optim import OptimSpec, learning_rate
+from tests.small_model import CPU, spec_of
+from tests.step.common import assert_equal, cut, rows, run
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
@@ -129,31 +66,6 @@ def test_adapters_receive_gradients(small_llama: Path):
     _, weights = run(small_llama, cut([8]), method="qlora", grad_ckpt=True, steps=1)
     moved = [value.abs().max().item() > 0 for name, value in weights.items() if "lora_B" in name]
     assert moved and all(moved)
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
-def test_optimizer_state_made_early_equals_the_lazy_one(small_llama: Path, name: str):
-    """State is made before step 1 so that memory is flat; it must not change what is learnt."""
-    optim = OptimSpec(name=name, lr=1e-2, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)  # type: ignore[arg-type]
-    _, early = run(small_llama, cut([8]), method="full", steps=2, optim=optim)
-    model = load_model(small_llama, spec_of(method="full"), CPU)
-    optimizer = build_optimizer(model, optim)
-    optimizer.state.clear()
-    for _ in range(2):
-        (batch,) = cut([8])
-        (summed_loss(model, batch, None) / len(batch.supervised_index_N)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_equal(early, {n: p.detach() for n, p in model.named_parameters()}, 0)
-
-
-def test_vectors_are_not_decayed(small_llama: Path):
-    """Decayed norms drift: Hugging Face's trainer leaves them out, so do we."""
-    model = load_model(small_llama, spec_of(method="full"), CPU)
-    groups = build_optimizer(model, OPTIM).param_groups
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert all(p.ndim >= 2 for p in groups[0]["params"]) and all(p.ndim == 1 for p in groups[1]["params"])
 
 
 def test_learning_rate_warms_up_and_falls(small_llama: Path):

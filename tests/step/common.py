@@ -1,0 +1,75 @@
+"""A few steps over the same eight rows, cut into micro-batches as a test likes."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stages.model.load import load_model
+from stages.step.batches import Batch, collate
+from stages.step.optim import OptimSpec, build_optimizer
+from stages.step.step import StepResult, StepSpec, training_step
+from tests.small_model import CPU, VOCABULARY, spec_of
+
+OPTIM = OptimSpec(name="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_fraction=0.1)
+
+
+def rows(count: int = 8) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Rows of differing lengths, the second half of each trained."""
+    draw = np.random.default_rng(0)
+    lengths = [6 + 3 * number for number in range(count)]
+    return [
+        (draw.integers(3, VOCABULARY, n).astype(np.uint16), np.array([[n // 2, n]], dtype=np.int32)) for n in lengths
+    ]
+
+
+def cut(sizes: list[int]) -> list[Batch]:
+    """The same eight rows in micro-batches of these sizes."""
+    batches, start = [], 0
+    for size in sizes:
+        group = rows()[start : start + size]
+        batches.append(collate(group, max(len(ids) for ids, _ in group), 0))
+        start += size
+    return batches
+
+
+def run(
+    directory: Path,
+    batches: list[Batch],
+    *,
+    chunk: int | None = None,
+    steps: int = 3,
+    optim: OptimSpec = OPTIM,
+    **spec: Any,
+) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
+    """A few steps over the same micro-batches; results and trained parameters."""
+    model_spec = spec_of(**spec)
+    model = load_model(directory, model_spec, CPU)
+    optimizer = build_optimizer(model, optim)
+    torch.manual_seed(0)
+    results = [
+        training_step(
+            model,
+            optimizer,
+            iter(batches),
+            supervised_tokens=sum(len(batch.supervised_index_N) for batch in batches),
+            model_spec=model_spec,
+            spec=StepSpec(loss_chunk=chunk, max_grad_norm=1.0, foreach=False),
+            phase=lambda name: contextlib.nullcontext(),
+            guard=lambda losses, norm: None,
+        )
+        for _ in range(steps)
+    ]
+    return results, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Trained parameters agree; tolerance 0 means to the last bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        if tolerance == 0:
+            assert torch.equal(a[name], b[name]), name
+        else:
+            torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance, msg=name)

@@ -1,0 +1,134 @@
+"""Optimizers: state made early is the state made late, groups, reruns, and what each keeps."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stages.model.load import load_model
+from stages.params import OptimizerName
+from stages.step.loss import summed_loss
+from stages.step.optim import OptimSpec, build_optimizer
+from stages.step.optimizers import OPTIMIZERS, device_state, paging_note
+from tests.small_model import CPU, spec_of
+from tests.step.common import OPTIM, assert_equal, cut, run
+
+NAMES = list(OPTIMIZERS)
+LR = {"lion": 1e-3, "lion_8bit": 1e-3, "sgd": 0.5}
+"""Rates that learn; the others take LEARNS."""
+LEARNS = 1e-2
+
+
+def optim_of(name: OptimizerName) -> OptimSpec:
+    """No schedule, so that two steps of the same rows are two of the same kind."""
+    rate = LR.get(name, LEARNS)
+    return OptimSpec(name=name, lr=rate, weight_decay=0.1, schedule="constant", warmup_fraction=0.0)
+
+
+def weights_after(directory: Path, name: OptimizerName, *, forget: bool, steps: int = 3) -> dict[str, torch.Tensor]:
+    """All weights after a few plain steps; with `forget` the optimizer makes its state in its first step."""
+    model = load_model(directory, spec_of(method="full"), CPU)
+    optimizer = build_optimizer(model, optim_of(name))
+    if forget:
+        optimizer.state.clear()
+    for _ in range(steps):
+        (batch,) = cut([8])
+        (summed_loss(model, batch, None) / len(batch.supervised_index_N)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU", UserWarning)
+            optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_made_early_is_the_state_made_late(small_llama: Path, name: OptimizerName):
+    """State is made before step 1 so that memory is flat; it must not change what is learnt."""
+    early = weights_after(small_llama, name, forget=False)
+    assert_equal(early, weights_after(small_llama, name, forget=True), 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_learns_and_learns_the_same_again(small_llama: Path, name: OptimizerName):
+    """An optimizer that is built wrongly runs without a word; one that is not deterministic cannot be compared."""
+    results, weights = run(small_llama, cut([8]), method="full", steps=6, optim=optim_of(name))
+    assert results[-1].loss.item() < results[0].loss.item() - 0.05
+    again, other = run(small_llama, cut([8]), method="full", steps=6, optim=optim_of(name))
+    assert [r.loss.item() for r in results] == [r.loss.item() for r in again]
+    assert_equal(weights, other, 0)
+
+
+@pytest.mark.parametrize(("paged", "plain"), [("paged_adamw_8bit", "adamw_8bit")])
+def test_paging_changes_no_bit(small_llama: Path, paged: OptimizerName, plain: OptimizerName):
+    """Where state lies is no part of the update."""
+    assert_equal(weights_after(small_llama, paged, forget=False), weights_after(small_llama, plain, forget=False), 0)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("adamw_foreach", 1e-6), ("paged_adamw_32bit", 1e-6)])
+def test_other_forms_of_adamw_are_adamw(small_llama: Path, name: OptimizerName, bound: float):
+    """The same rule in another order of operations."""
+    assert_equal(
+        weights_after(small_llama, "adamw", forget=False), weights_after(small_llama, name, forget=False), bound
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_value"),
+    [
+        ("adamw", 8),
+        ("adamw_foreach", 8),
+        ("adamw_8bit", 2.03),
+        ("paged_adamw_8bit", 2.03),
+        ("paged_adamw_32bit", 8),
+        ("lion", 4),
+        ("lion_8bit", 1.02),
+        ("adafactor", 0.02),
+        ("ademamix_8bit", 3.05),
+        ("sgd", 0),
+    ],
+)
+def test_bytes_of_state_for_each_value(name: OptimizerName, bytes_per_value: float):
+    """The figures of docs/TRAINING.md, on one fp32 matrix that is large enough for its edges not to count."""
+    layer = torch.nn.Linear(1024, 512, bias=False)
+    optimizer = build_optimizer(layer, optim_of(name))
+    held = sum(tensor.nbytes for tensor in device_state(optimizer, name, cuda=False))
+    assert held / layer.weight.numel() == pytest.approx(bytes_per_value, abs=0.01)
+
+
+def test_managed_memory_is_not_counted_as_the_devices(small_llama: Path):
+    """On CUDA a paged state may lie on the host: adding it to the peak would refuse runs that fit."""
+    layer = torch.nn.Linear(1024, 512, bias=False)
+    optimizer = build_optimizer(layer, optim_of("paged_adamw_32bit"))
+    assert list(device_state(optimizer, "paged_adamw_32bit", cuda=True)) == []
+    assert len(list(device_state(optimizer, "paged_adamw_32bit", cuda=False))) == 2
+
+
+def test_paging_without_cuda_is_said():
+    """A switch that does nothing here must not pass for one that does."""
+    note = paging_note("paged_adamw_8bit", CPU)
+    assert note is not None and "CUDA only" in note
+    assert paging_note("adamw_8bit", CPU) is None and paging_note("paged_adamw_8bit", torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vectors_are_not_decayed(small_llama: Path, name: OptimizerName):
+    """Decayed norms drift: Hugging Face's trainer leaves them out, so do we."""
+    model = load_model(small_llama, spec_of(method="full"), CPU)
+    groups: list[dict[str, Any]] = build_optimizer(model, optim_of(name)).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all(p.ndim >= 2 for p in groups[0]["params"]) and all(p.ndim == 1 for p in groups[1]["params"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decay_is_apart_from_the_gradient(name: OptimizerName):
+    """Decay inside an adaptive gradient shrinks large weights less: with none, weights shrink by lr × decay."""
+    layer = torch.nn.Linear(128, 64, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = build_optimizer(layer, optim_of(name))
+    layer.weight.grad = torch.zeros_like(before)
+    optimizer.step()
+    shrunk = 1 - optim_of(name).lr * OPTIM.weight_decay
+    torch.testing.assert_close(layer.weight.detach(), before * shrunk, rtol=1e-5, atol=1e-7)
