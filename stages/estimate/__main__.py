@@ -15,15 +15,16 @@ from stages.errors import StageCommand, UserError
 from stages.estimate.advice import ADVICE_COLUMNS
 from stages.estimate.answer import answer
 from stages.estimate.devices import GIB, GPUS, Device, check_precision, resolve_gpu
-from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, explain, trace_origins
+from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, trace_origins
 from stages.estimate.kernels import target_of
 from stages.estimate.phases import Surroundings, heldout_shape, other_phases, stored_dtype
-from stages.estimate.predict import Prediction, Setting, predict
+from stages.estimate.predict import Prediction, Setting
 from stages.estimate.shapes import longest_row, traced_steps
 from stages.estimate.standalone import tell_what_fits
 from stages.estimate.switches import halving_flag, trace_switches
 from stages.estimate.tiers import tiers
 from stages.estimate.trace import Peak
+from stages.estimate.unrolled import predict_explained
 from stages.estimate.verdict import Verdict
 from stages.estimate.what_fits import turn_round
 from stages.estimate.workload import Workload
@@ -94,7 +95,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     steps = traced_steps(plan, lengths, tiled=device.kind == "cuda", windowed=windowed)
     setting = Setting.from_params(p)
     target = target_of(device)
-    prediction = predict(config, setting, steps, target)
+    prediction, explanation = predict_explained(config, setting, steps, target)
     switches = trace_switches(
         config,
         setting,
@@ -114,9 +115,9 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         logits_chunk=p.evaluate.logits_chunk,
     )
     by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
-    origins = trace_origins(config, setting, prediction.steps_of_peak, target)
-    explanation = explain(origins)
-    reserved = tiers(origins, device.memory_bytes) if device.kind == "cuda" else None
+    reserved = None
+    if device.kind == "cuda":
+        reserved = tiers(trace_origins(config, setting, prediction.steps_of_peak, target), device.memory_bytes)
     with atomic_directory(out) as aside:
         write_json(aside / "verdict.json", found.verdict.as_json())
         write_json(aside / "breakdown.json", _breakdown(by_phase, prediction.peak))

@@ -13,7 +13,7 @@ Three depths are traced: two make the line and the third must lie on it, for eve
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,8 +30,10 @@ BEFORE, AFTER = -1, -2
 NO_SEQUENCE = 2**64 - 1
 """What PyTorch gives nodes that stand for no forward operation: those that add up gradients."""
 
-Contents = Counter[tuple[str, int]]
-"""Live tensors by category and bytes, before the allocator rounds them."""
+Label = tuple[Any, ...]
+"""What tells tensors of a size apart; their category comes first."""
+Contents = Counter[tuple[Label, int]]
+"""Live tensors by label and bytes, before the allocator rounds them."""
 Place = tuple[int, str, int]
 """Which phase of the run, in order; from which end of the model, the layer counted from there."""
 
@@ -58,8 +60,8 @@ class WindowTrace(MemoryTrace):
         super().__init__(granularity_bytes=granularity_bytes, rules=rules, vocab_size=vocab_size)
         self._visits: list[str] = []
         self._micro_batch = -1
-        self._running: int | None = None
-        self._outside, self._last = BEFORE, BEFORE
+        self._at_work: int | None = None
+        self._outside, self._layer_before = BEFORE, BEFORE
         # The stretches of autograd's numbers that each layer's forward passes took.
         self._made: list[tuple[int, int, int]] = []
         # The fullest instant of each window: bytes, number of events, micro-batch.
@@ -80,11 +82,11 @@ class WindowTrace(MemoryTrace):
 
         def starts(module: nn.Module, args: object) -> None:
             begun.append(_get_sequence_nr())
-            self._running, self._outside = number, AFTER
+            self._at_work, self._outside = number, AFTER
 
         def ends(module: nn.Module, args: object, output: object) -> None:
             self._made.append((begun.pop(), _get_sequence_nr(), number))
-            self._running = None
+            self._at_work = None
 
         layer.register_forward_pre_hook(starts)
         layer.register_forward_hook(ends, always_call=True)
@@ -97,7 +99,7 @@ class WindowTrace(MemoryTrace):
     def phase(self, name: str) -> Any:
         """Name what happens inside."""
         self._visits.append(name)
-        self._outside, self._last = BEFORE, BEFORE
+        self._outside, self._layer_before = BEFORE, BEFORE
         return super().phase(name)
 
     def _add(self, count: int, category: str) -> int:
@@ -114,14 +116,14 @@ class WindowTrace(MemoryTrace):
 
     def _layer(self) -> int:
         """The layer at work."""
-        if self._running is not None:
-            return self._running
+        if self._at_work is not None:
+            return self._at_work
         node = torch._C._current_autograd_node() if self._phase == "backward" else None
         number = NO_SEQUENCE if node is None else node._sequence_nr()
         if number == NO_SEQUENCE:  # In backward, a gradient is added up for the layer whose node ran before.
-            return self._outside if node is None else self._last
-        self._last = self._made_in(number)
-        return self._last
+            return self._outside if node is None else self._layer_before
+        self._layer_before = self._made_in(number)
+        return self._layer_before
 
     def _made_in(self, number: int) -> int:
         """The layer whose forward pass made a node of backward."""
@@ -132,6 +134,10 @@ class WindowTrace(MemoryTrace):
                 self._outside = AFTER
                 return layer
         return self._outside
+
+    def label(self, storage_id: int) -> Label:
+        """What a storage is told apart by."""
+        return (self._categories[storage_id],)
 
     def windows(self) -> dict[tuple[int, int], Window]:
         """Every window by (phase of the run, layer), in the order in which they began."""
@@ -145,7 +151,7 @@ class WindowTrace(MemoryTrace):
                 contents[key] = +live
             if place < len(self._events):
                 storage, change = self._events[place]
-                live[self._categories[storage], self._raw_bytes[storage]] += 1 if change > 0 else -1
+                live[self.label(storage), self._raw_bytes[storage]] += 1 if change > 0 else -1
         return {
             key: Window(phase=self._visits[key[0]], micro_batch=micro_batch, contents=contents[key])
             for key, (_, _, micro_batch) in self._fullest.items()
@@ -161,8 +167,8 @@ class DeepPeaks:
     """Number, over all steps, of the one in whose forward or backward the most is held."""
 
 
-def deep_peaks(traces: Sequence[WindowTrace], repetition: Repetition, granularity_bytes: int) -> DeepPeaks:
-    """The peaks of the model of `repetition.layers` layers, from traces at `repetition.depths`.
+def deep_windows(traces: Sequence[WindowTrace], repetition: Repetition, granularity_bytes: int) -> dict[Place, Window]:
+    """The windows near both ends of the model of `repetition.layers` layers, from traces at `repetition.depths`.
 
     Raises:
         NotRepeated: the depths contradict each other.
@@ -176,11 +182,18 @@ def deep_peaks(traces: Sequence[WindowTrace], repetition: Repetition, granularit
     if any(windows.keys() != placed[-1].keys() for windows in placed):
         raise NotRepeated("a phase runs in some depths alone")
     more = (repetition.layers - repetition.depths[-1]) // repetition.period
+    return {
+        place: replace(window, contents=_extended([windows[place].contents for windows in placed], more))
+        for place, window in placed[-1].items()
+    }
+
+
+def deep_peaks(windows: Mapping[Place, Window], granularity_bytes: int) -> DeepPeaks:
+    """The peaks of a deep model's phases."""
     by_phase: dict[str, Peak] = {}
     fullest, micro_batch = -1, 0
-    for place, window in placed[-1].items():
-        contents = _extended([windows[place].contents for windows in placed], more)
-        peak = _peak(contents, granularity_bytes)
+    for window in windows.values():
+        peak = peak_of(window.contents, granularity_bytes)
         if window.phase not in by_phase or peak.bytes > by_phase[window.phase].bytes:
             by_phase[window.phase] = peak
         if window.phase in ("forward", "backward") and peak.bytes > fullest:
@@ -206,7 +219,7 @@ def _check_middle(windows: Mapping[tuple[int, int], Window], repetition: Repetit
         NotRepeated: they do not.
     """
     period, depth = repetition.period, repetition.depths[-1]
-    sizes = {key: _peak(window.contents, granularity_bytes).bytes for key, window in windows.items()}
+    sizes = {key: peak_of(window.contents, granularity_bytes).bytes for key, window in windows.items()}
     for visit, layer in windows:
         series = [sizes.get((visit, layer + k * period)) for k in range(3)]
         if layer < 1 or layer + 2 * period > depth - 2:
@@ -231,22 +244,30 @@ def _extended(depths: Sequence[Contents], more: int) -> Contents:
         else:
             for left, contents in zip(grown, depths, strict=True):
                 left[key] = contents[key]
-    lists = [sorted(left.elements()) for left in grown]
+    lists = [sorted(left.elements(), key=_by_category) for left in grown]
     if len({len(sizes) for sizes in lists}) > 1:
         raise NotRepeated("tensors of a size come and go with depth")
-    for (category, low), (_, middle), (other, high) in zip(*lists, strict=True):
-        if category != other or middle - low != high - middle:
-            raise NotRepeated(f"tensors of {category} have {low}, {middle}, {high} bytes")
-        result[category, high + (high - middle) * more] += 1
+    for (label, low), (_, middle), (other, high) in zip(*lists, strict=True):
+        if label[0] != other[0] or middle - low != high - middle:
+            raise NotRepeated(f"tensors of {label[0]} have {low}, {middle}, {high} bytes")
+        # What grows with depth has another shape at every depth: none of them is this one's.
+        label = tuple(one if one == another else None for one, another in zip(label, other, strict=True))
+        result[label, high + (high - middle) * more] += 1
     if any(count < 0 for count in result.values()):
         raise NotRepeated("fewer tensors with more layers")
     return result
 
 
-def _peak(contents: Contents, granularity_bytes: int) -> Peak:
+def _by_category(tensor: tuple[Label, int]) -> tuple[str, int, str]:
+    """Order in which tensors of several depths are held against each other."""
+    label, size = tensor
+    return label[0], size, str(label)
+
+
+def peak_of(contents: Contents, granularity_bytes: int) -> Peak:
     """Bytes of live tensors, each rounded up as the allocator does."""
     by_category: Counter[str] = Counter()
-    for (category, size), count in contents.items():
+    for ((category, *_), size), count in contents.items():
         by_category[category] += count * (-(-size // granularity_bytes) * granularity_bytes)
     held = {category: size for category, size in sorted(by_category.items()) if size}
     return Peak(bytes=sum(held.values()), by_category=held)
