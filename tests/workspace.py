@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
 from tests.conftest import ROOT
+from tests.processes import run_bounded
 
 
 def lay_out(directory: Path, **values: Any) -> Path:
@@ -44,9 +45,7 @@ def run_module(module: str, *arguments: str, cwd: Path, **options: Any) -> subpr
     """Run `python -m module` as a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     environment.pop("DVC_STAGE", None)
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, **options
-    )
+    return run_bounded([sys.executable, "-m", module, *arguments], cwd=cwd, env=environment, **options)
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:

@@ -1,7 +1,6 @@
 """The GPU's benchmark, proven with the CPU as a stand-in device."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from benchmarks.estimate_cpu import without_onednn
 from benchmarks.gpu import memory
 from benchmarks.gpu.cases import BIG, LAYOUTS, MODELS, GpuCase, cases, small_cases
 from benchmarks.gpu.run import Run
+from tests.processes import run_bounded
 
 LORA_CASE = 1
 """Of the small cases, the one without bitsandbytes that has adapters."""
@@ -77,8 +77,7 @@ rows = [memory.compare(case, torch.device("cpu")) for case in list(memory.small_
 assert abs(rows[0]["tensors_error_percent"]) < 1, rows
 assert rows[1]["skipped"] == "bitsandbytes is not installed here", rows
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_bounded([sys.executable, "-c", program], check=True)
 
 
 def test_the_matrix_is_large_enough():

@@ -1,7 +1,6 @@
 """The pipeline benchmark on a pipeline of two small stages: it measures what ran, and a no-op must be one."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from benchmarks import pipeline
 from benchmarks.watch import WHOLE
 from stages.errors import UserError
+from tests.processes import run_bounded
 
 REPO = Path(__file__).resolve().parents[2]
 STAGES = """\
@@ -44,7 +44,7 @@ def commit(files: str) -> None:
     Path("dvc.yaml").write_text(files)
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     for arguments in (["init", "--quiet"], ["add", "."], [*identity, "commit", "--quiet", "-m", "toy"]):
-        subprocess.run(["git", *arguments], check=True)
+        run_bounded(["git", *arguments], check=True)
 
 
 def test_every_stage_and_the_no_op_are_measured_in_a_clone_that_leaves_no_trace(toy):

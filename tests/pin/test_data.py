@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from stages.files import read_json
 from stages.pin.__main__ import main
 from stages.pin.local import OUTPUTS
 from stages.pin.locate import data_files
+from tests.processes import run_bounded
 from tests.workspace import invoke, lay_out, told, write_rows
 
 ROWS = [{"text": "one"}, {"text": "two"}]
@@ -71,10 +71,10 @@ def test_a_directory_is_pinned_file_by_file_in_order_without_hidden_and_foreign_
 def test_an_untracked_file_is_linked_absolutely_once_git_keeps_the_checkout(pin):
     """A relative link to it would dangle in the copy that temporary and queued experiments run in."""
     source = write_rows(Path("data/mine.jsonl"), ROWS)
-    subprocess.run(["git", "init", "-q"], check=True)
+    run_bounded(["git", "init", "-q"], check=True)
     pin(source)
     assert os.readlink(LINK) == str(source.resolve())
-    subprocess.run(["git", "add", "data/mine.jsonl"], check=True)
+    run_bounded(["git", "add", "data/mine.jsonl"], check=True)
     pin(source)
     assert os.readlink(LINK) == "../data/mine.jsonl"
 
@@ -88,10 +88,10 @@ def test_a_link_in_the_source_is_watched_itself(pin, tmp_path):
     Path("latest.jsonl").unlink()
     Path("latest.jsonl").symlink_to(second)
     assert LINK.resolve() == second
-    subprocess.run(["git", "init", "-q"], check=True)
+    run_bounded(["git", "init", "-q"], check=True)
     pin("latest.jsonl")
     assert os.readlink(LINK) == str(Path.cwd() / "latest.jsonl")
-    subprocess.run(["git", "add", "latest.jsonl"], check=True)
+    run_bounded(["git", "add", "latest.jsonl"], check=True)
     pin("latest.jsonl")
     assert os.readlink(LINK) == "../latest.jsonl"
 
@@ -100,7 +100,7 @@ def test_a_source_behind_an_untracked_linked_folder_is_linked_absolutely(pin, tm
     """Git lists no path behind a link, so asking it about the file alone would call the file tracked."""
     write_rows(tmp_path / "store/rows.jsonl", ROWS)
     Path("store").symlink_to(tmp_path / "store")
-    subprocess.run(["git", "init", "-q"], check=True)
+    run_bounded(["git", "init", "-q"], check=True)
     pin("store/rows.jsonl")
     assert os.readlink(LINK) == str(Path.cwd() / "store/rows.jsonl")
 

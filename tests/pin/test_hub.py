@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from stages.files import read_json
 from tests.conftest import ROOT
 from tests.pin.hub_server import COMMIT, blob, serve
+from tests.processes import run_bounded
 from tests.workspace import lay_out, run_module
 
 ROWS = [
@@ -223,7 +223,7 @@ def read(tmp_path):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache")}
         environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         arguments = [sys.executable, "-c", READ, str(max_rows)]
-        return subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return run_bounded(arguments, cwd=tmp_path, env=environment)
 
     return run_reader
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from stages.files import read_json
 from stages.pin.__main__ import main
 from stages.pin.locate import data_files
 from tests.pin.test_data import ROWS, pinned
+from tests.processes import run_bounded
 from tests.workspace import invoke, lay_out, told, write_rows
 
 
@@ -33,7 +33,7 @@ def test_rows_that_may_not_be_listed_are_not_lost_in_silence(pin, repo_root, giv
     try:
         command = [*without_rights_of_root(), sys.executable, "-m", "stages.pin", "data"]
         environment = {**os.environ, "PYTHONPATH": str(repo_root)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = run_bounded(command, env=environment)
     finally:
         Path("rows/deep").chmod(0o755)
     assert done.returncode == 1

@@ -1,13 +1,13 @@
 """What DVC itself sees through the links that pin_data leaves."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from stages.pin.watch import DIRECTORY_LINKS, FILE_LINKS, watch_sources
+from tests.processes import run_bounded
 
 STAGE = """
 stages:
@@ -31,9 +31,7 @@ def status(tmp_path, monkeypatch):
 
     def dvc(*arguments: str) -> str:
         command = [sys.executable, "-m", "dvc", *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run_bounded(command, env=environment, check=True).stdout
 
     dvc("init", "--no-scm", "-q")
 

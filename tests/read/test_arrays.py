@@ -1,6 +1,5 @@
 """Arrow arrays made of numpy's memory: the same as pyarrow's own, without pandas."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 
 from stages.read.arrays import from_numpy, from_texts, to_numpy
 from tests.conftest import ROOT
+from tests.processes import run_bounded
 
 ALL_OF_IT = """
 import sys
@@ -53,5 +53,5 @@ def test_numbers_come_back_from_a_slice_and_from_chunks():
 
 
 def test_a_worker_imports_no_pandas():
-    done = subprocess.run([sys.executable, "-c", ALL_OF_IT], cwd=ROOT, check=True, capture_output=True, text=True)
+    done = run_bounded([sys.executable, "-c", ALL_OF_IT], cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"

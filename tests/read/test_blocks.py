@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from stages.read.block import Block
 from stages.read.blocks import file_names, read_blocks
 from stages.read.decode import decode
 from tests.conftest import ROOT
+from tests.processes import run_bounded
 from tests.read.common import blocks_of, lock_of, rows_of, source, values_of
 from tests.read.malformed import arrow, parquet, zstd
 from tests.workspace import write_rows
@@ -200,7 +200,7 @@ def test_a_reader_that_stops_early_ends_without_a_word(tmp_path):
 def test_a_file_pinned_by_gits_blob_id_is_checked_too(tmp_path):
     """The hub names small files so."""
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "hello"}])
-    blob_id = subprocess.run(["git", "hash-object", path], capture_output=True, text=True, check=True).stdout.strip()
+    blob_id = run_bounded(["git", "hash-object", path], check=True).stdout.strip()
     lock = lock_of(source(path))
     del lock["sources"][0]["files"][0]["sha256"]
     lock["sources"][0]["files"][0]["blob_id"] = blob_id
@@ -284,7 +284,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
             lock = tmp_path / "lock.json"
             lock.write_text(json.dumps(lock_of(source(path))))
             command = [sys.executable, "-c", MEASURE, str(lock)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+            done = run_bounded(command, cwd=ROOT, check=True)
             peaks.setdefault(path.name, []).append(int(done.stdout) // 1024)
     assert all(large <= small + 16 for small, large in peaks.values()), peaks
 

@@ -1,6 +1,7 @@
 """Decoding: what the fast parser gives is what the exact one gives, whatever the row holds."""
 
 import json
+import sys
 
 import pyarrow as pa
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from stages.read.block import Block
 from stages.read.decode import decode
 from stages.read.stretch import to_payload
+from tests.processes import run_bounded
 
 TEXT = st.text(st.sampled_from('a":, \t\\{}[]é\ud83d0123456789'), max_size=30)
 JSON = st.recursive(
@@ -107,9 +109,6 @@ def test_a_value_that_arrow_cannot_give_is_the_fault_of_its_row(column, faults):
 
 def test_nothing_heavy_is_imported(repo_root):
     """Each worker would pay for it, in seconds and in memory."""
-    import subprocess
-    import sys
-
     code = "import sys, stages.read.decode; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True, check=True)
+    done = run_bounded([sys.executable, "-c", code], cwd=repo_root, check=True)
     assert not {"torch", "transformers", "datasets", "huggingface_hub", "pydantic", "pandas"} & set(done.stdout.split())

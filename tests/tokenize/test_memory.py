@@ -11,6 +11,7 @@ import pytest
 
 from stages.pin.__main__ import main as pin
 from tests.conftest import ROOT
+from tests.processes import killed_after
 from tests.tokenize.common import chat_row
 from tests.workspace import invoke, lay_out, write_rows
 
@@ -24,7 +25,12 @@ def peak_bytes(directory: Path) -> int:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     peak = 0
     command = [sys.executable, "-m", "stages.tokenize"]
-    with subprocess.Popen(command, cwd=directory, env=environment, stderr=subprocess.PIPE) as process:
+    with (
+        subprocess.Popen(
+            command, cwd=directory, env=environment, stderr=subprocess.PIPE, start_new_session=True
+        ) as process,
+        killed_after(process),
+    ):
         watched = psutil.Process(process.pid)
         while process.poll() is None:
             try:

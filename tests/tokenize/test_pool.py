@@ -13,6 +13,7 @@ import pytest
 from stages.errors import UserError
 from stages.tokenize.pool import available_workers, is_safe_to_fork, open_pool
 from tests.conftest import ROOT
+from tests.processes import killed_after, run_bounded
 from tests.tokenize.standin import make_byte_tokenizer, text_blocks, tokenize_bytes
 
 POOLS = [(1, "processes"), (2, "processes"), (3, "threads")]
@@ -74,9 +75,7 @@ def test_a_fresh_process_with_the_workers_libraries_can_be_forked():
         "print(is_safe_to_fork())"
     )
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
-    told = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
+    told = run_bounded([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
     assert told.stdout.strip() == str(sys.platform == "linux")
 
 
@@ -112,14 +111,17 @@ def test_no_worker_outlives_its_parent(tmp_path, start, end):
     """However the parent ends; Ctrl-C goes to the workers, too, and they say nothing of it."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    with subprocess.Popen(
-        [sys.executable, script, start],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as parent:
+    with (
+        subprocess.Popen(
+            [sys.executable, script, start],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as parent,
+        killed_after(parent),
+    ):
         assert parent.stdout is not None and parent.stderr is not None
         workers = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(workers) == 2 and all(map(is_running, workers))

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import resource
-import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from stages.files import read_json
 from stages.pin.__main__ import main as pin
 from stages.tokenize.__main__ import main as tokenize
+from tests.processes import run_bounded
 from tests.tokenize.common import chat_row, contents, conversation, decoder, meta, read_tokens, spans_of
 from tests.workspace import invoke, lay_out, run_module, told, write_rows
 
@@ -341,7 +341,7 @@ def test_a_full_disk_is_told(run, tmp_path):
     """The real thing, on a file system of 64 kB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True)
+    mounted = run_bounded(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk])
     if mounted.returncode:
         pytest.skip("this machine lets nobody mount a file system here")
     try:
@@ -350,7 +350,7 @@ def test_a_full_disk_is_told(run, tmp_path):
         assert line.startswith(f"{disk}/tokens: cannot be written (") and "No space left on device" in line
         assert list(disk.iterdir()) == []
     finally:
-        subprocess.run(["umount", disk], check=True)
+        run_bounded(["umount", disk], check=True)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A block of rows through a worker: every row is either in the tokens or counted, and its place is kept."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from stages.tokenize.columns import token_schema
 from stages.tokenize.settings import COUNTS, BlockTokens, Settings, SourceShape
 from stages.tokenize.work import ROWS_PER_SAMPLED_ROW, BlockTokenizer
 from tests.conftest import ROOT
+from tests.processes import run_bounded
 from tests.tokenize.built import byte_level, save, sentencepiece
 from tests.tokenize.common import chat_row, decoder, spans_of
 
@@ -244,7 +244,7 @@ def test_a_worker_imports_nothing_heavy():
     code = (
         "import sys, stages.tokenize.work; print(*{'torch', 'transformers', 'tiktoken', 'pandas'} & set(sys.modules))"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = run_bounded([sys.executable, "-c", code], cwd=ROOT, check=True)
     assert found.stdout.split() == []
 
 

@@ -13,6 +13,7 @@ import pytest
 from stages.files import read_json
 from stages.pin.__main__ import main as pin
 from tests.conftest import ROOT
+from tests.processes import run_bounded
 from tests.tokenize.common import chat_row, contents, read_tokens
 from tests.tokenize.small_blocks import BLOCK_BYTES, BLOCKS_PER_SHARD
 from tests.workspace import invoke, lay_out, run_module, told, write_rows
@@ -162,7 +163,7 @@ def test_the_documented_slurm_job_makes_its_part(prepared):
         **os.environ,
         **{"PYTHONPATH": str(ROOT), "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "3"},
     }
-    subprocess.run(["sh", "-c", command], check=True, env=environment, capture_output=True)
+    run_bounded(["sh", "-c", command], check=True, env=environment)
     manifest = read_json(directory / "slurm/part-1-of-3/manifest.json")
     assert manifest["shards"] == list(range(1, manifest["all_shards"], 3)) != []
 

@@ -1,6 +1,5 @@
 """Saving: whole or not at all, and in a form that others load."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from stages.errors import UserError
 from stages.model.load import load_model
 from stages.train.save import save_tuned
+from tests.processes import run_bounded
 from tests.small_model import CPU, spec_of
 
 
@@ -18,7 +18,7 @@ def test_a_full_disk_while_saving_is_told_and_leaves_nothing_half(small_llama: P
     """Safetensors raises an error of its own there; a trained model must not end in a traceback."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True)
+    mounted = run_bounded(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk])
     if mounted.returncode:
         pytest.skip("this machine lets nobody mount a file system here")
     try:
@@ -28,7 +28,7 @@ def test_a_full_disk_while_saving_is_told_and_leaves_nothing_half(small_llama: P
                 save_tuned(model, "base", small_llama, [], disk / "tuned")
             assert list(disk.iterdir()) == []
     finally:
-        subprocess.run(["umount", disk], check=True)
+        run_bounded(["umount", disk], check=True)
 
 
 def test_a_full_model_reloads_in_plain_transformers(small_llama: Path, tmp_path: Path):
