@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from stages.tokenize.encoder import Encoded, TokenizersEngine
+from stages.tokenize.encoder import Encoded, Engine
 from stages.tokenize.guard import TRAINED_START, any_of
 
 # The cut of ByteLevel with use_regex, the one of GPT-2.
@@ -30,7 +30,7 @@ class NotExact(Exception):
 class TiktokenEngine:
     """Encodes with tiktoken, and with the tokenizers library the texts on which tiktoken gives up."""
 
-    def __init__(self, spec: dict[str, Any], fallback: TokenizersEngine):
+    def __init__(self, spec: dict[str, Any], fallback: Engine):
         """Build the engine from the content of tokenizer.json.
 
         Raises:

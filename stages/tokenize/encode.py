@@ -10,8 +10,7 @@ import numpy as np
 
 from stages.errors import UserError
 from stages.tokenize.encoded import EncodedRows, from_units
-from stages.tokenize.encoder import Engine, load_tokenizer
-from stages.tokenize.engine import open_engine
+from stages.tokenize.engine import Opened
 from stages.tokenize.example import Plain
 from stages.tokenize.guard import LITERAL_START, Guard
 from stages.tokenize.padding import choose_pad
@@ -27,14 +26,14 @@ class RowTokenizer:
     row as one text instead: see `whole`.
     """
 
-    def __init__(self, directory: Path, engine: str = "tokenizers"):
-        """Load tokenizer.json and tokenizer_config.json; `engine` is one that `choose_engine` chose.
+    def __init__(self, directory: Path, opened: Opened):
+        """Take what was opened from tokenizer.json, and load tokenizer_config.json.
 
         Raises:
             UserError: a special token is unknown to the tokenizer, or decoding its ids does not give the text.
         """
         self.directory = directory
-        self._tokenizer = load_tokenizer(directory)
+        self._tokenizer, self._engine = opened.tokenizer, opened.engine
         self.special_tokens = _special_tokens(directory)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
@@ -45,7 +44,6 @@ class RowTokenizer:
         self._id_of("pad_token")  # one that is named has to be known
         pad = choose_pad(control, self.special_tokens, self._tokenizer.token_to_id)
         self.pad_id, self.pad_reason, self.pad_is_spare = pad
-        self._engine: Engine = open_engine(engine, directory, self._tokenizer)
         self._whole = None if self._joins() else WholeTextEncoder(self._tokenizer, self.guard, directory)
 
     def _id_of(self, role: str) -> int | None:

@@ -1,9 +1,11 @@
 """Which engine turns text into ids: the tokenizers library, or, where it gives the same ids, tiktoken."""
 
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import orjson
 from tokenizers import Tokenizer
 
 from stages.errors import UserError
@@ -14,20 +16,40 @@ from stages.tokenize.probe import probe_texts
 SHOWN_CHARACTERS = 40
 
 
-def open_engine(name: str, directory: Path, tokenizer: Tokenizer) -> Engine:
-    """The engine `tokenizers` or `tiktoken`.
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A tokenizer with the engine that encodes for it; not to be shared by threads."""
+
+    tokenizer: Tokenizer
+    engine: Engine
+
+
+def open_engine(name: str, directory: Path) -> Opened:
+    """The tokenizer of a model directory with the engine `tokenizers` or `tiktoken`.
 
     Raises:
         NotExact: tiktoken cannot stand for this tokenizer.
     """
+    tokenizer = load_tokenizer(directory)
     plain = TokenizersEngine(tokenizer)
     if name == "tokenizers":
-        return plain
-    return TiktokenEngine(json.loads((directory / TOKENIZER_FILE).read_bytes()), plain)
+        return Opened(tokenizer=tokenizer, engine=plain)
+    return Opened(tokenizer=tokenizer, engine=TiktokenEngine(_read_spec(directory), plain))
 
 
-def choose_engine(requested: str, directory: Path, sample_texts: Sequence[str]) -> tuple[str, str]:
-    """(engine, why that one): tiktoken only where it gives the same ids as the tokenizers library.
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What encodes, and why."""
+
+    name: str
+    """`tokenizers` or `tiktoken`."""
+    reason: str
+    opened: Opened
+    """Opening it takes as long as thousands of rows: whoever proved it hands it on."""
+
+
+def choose_engine(requested: str, directory: Path, sample_texts: Sequence[str]) -> Choice:
+    """Choose tiktoken only where it gives the same ids as the tokenizers library.
 
     It is held to that on texts that are hard, on every kind of character, and on the given sample of the data. No
     thread is started, so worker processes can be forked afterwards.
@@ -35,12 +57,14 @@ def choose_engine(requested: str, directory: Path, sample_texts: Sequence[str]) 
     Raises:
         UserError: `requested` is tiktoken, and it does not.
     """
+    plain = open_engine("tokenizers", directory)
     if requested == "tokenizers":
-        return requested, "run.tokenizer_engine says so"
-    tokenizer = load_tokenizer(directory)
+        return Choice(name=requested, reason="run.tokenizer_engine says so", opened=plain)
+    tokenizer = plain.tokenizer
     try:
-        engine = open_engine("tiktoken", directory, tokenizer)
-        check_merges(json.loads((directory / TOKENIZER_FILE).read_bytes()), tokenizer)
+        spec = _read_spec(directory)
+        engine = TiktokenEngine(spec, plain.engine)
+        check_merges(spec, tokenizer)
         compared = _compare(engine, tokenizer, sample_texts)
     except NotExact as fault:
         if requested == "tiktoken":
@@ -48,8 +72,14 @@ def choose_engine(requested: str, directory: Path, sample_texts: Sequence[str]) 
                 f"run.tokenizer_engine: tiktoken cannot stand for the tokenizer in {directory}: {fault}; "
                 "set auto or tokenizers"
             ) from None
-        return "tokenizers", f"tiktoken cannot stand for it: {fault}"
-    return "tiktoken", f"it gave the ids of the tokenizers library on {compared} texts"
+        return Choice(name="tokenizers", reason=f"tiktoken cannot stand for it: {fault}", opened=plain)
+    reason = f"it gave the ids of the tokenizers library on {compared} texts"
+    return Choice(name="tiktoken", reason=reason, opened=Opened(tokenizer=tokenizer, engine=engine))
+
+
+def _read_spec(directory: Path) -> dict[str, Any]:
+    """The content of tokenizer.json."""
+    return dict(orjson.loads((directory / TOKENIZER_FILE).read_bytes()))
 
 
 def _compare(engine: Engine, tokenizer: Tokenizer, sample_texts: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from stages.pin.locate import template_file
 from stages.read.block import RawRow
 from stages.read.blocks import file_names, read_blocks
 from stages.read.decode import decode
-from stages.tokenize.engine import choose_engine
+from stages.tokenize.engine import Opened, choose_engine
 from stages.tokenize.guard import Guard
 from stages.tokenize.identity import key_of, made_of
 from stages.tokenize.rows import Conversation, RowFault, check_columns, detect_format, parse_row
@@ -20,7 +20,7 @@ from stages.tokenize.settings import Settings, SourceShape
 
 AUTO = "auto"
 # Of each source, to compare the engines on; their probe corpus holds the hard cases.
-SAMPLED_ROWS_PER_SOURCE = 256
+SAMPLED_ROWS_PER_SOURCE = 128
 SAMPLED_CHARACTERS_PER_SOURCE = 1 << 20
 
 
@@ -37,6 +37,8 @@ class Job:
     has_conversations: bool
     """Whether a source has rows for the chat template."""
     engine_reason: str
+    opened: Opened
+    """The tokenizer with that engine, for the first who uses it."""
     file_names: Sequence[str]
     """By Block.file."""
     made_of: Mapping[str, str]
@@ -72,7 +74,7 @@ def plan_job(
     """
     names = file_names(data_lock)
     resolved = [_resolve(data, data_lock, place) for place in range(len(data_lock["sources"]))]
-    chosen, engine_reason = choose_engine(engine, directory, [text for one in resolved for text in one.texts])
+    chosen = choose_engine(engine, directory, [text for one in resolved for text in one.texts])
     settings = Settings(
         tokenizer_directory=directory,
         sources=tuple(one.shape for one in resolved),
@@ -85,7 +87,7 @@ def plan_job(
         drop_duplicates=data.drop_duplicates,
         heldout_fraction=data.heldout_fraction,
         heldout_seed=data.heldout_seed,
-        engine=chosen,
+        engine=chosen.name,
     )
     return Job(
         data_lock=data_lock,
@@ -94,7 +96,8 @@ def plan_job(
         max_rows=data.max_rows,
         format_reasons=tuple(one.reason for one in resolved),
         has_conversations=any(one.has_conversations for one in resolved),
-        engine_reason=engine_reason,
+        engine_reason=chosen.reason,
+        opened=chosen.opened,
         file_names=names,
         made_of=made_of(data_lock, tokenizer_lock, settings, data.max_rows),
     )

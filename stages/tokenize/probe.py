@@ -15,6 +15,12 @@ SCRIPTS = (
 )
 """Half-open ranges of characters; plain ASCII comes up more often."""
 
+ASSIGNED = (
+    *(range(0x40000), range(0xDFFFE, 0xE0200), range(0xEFFFE, 0xF0002)),
+    *(range(0xFFFFD, 0x100002), range(0x10FFFD, 0x110000)),
+)
+"""Where one character's category differs from the next one's; between these lie planes of one category each."""
+
 HARD_TEXTS = (
     "",
     " ",
@@ -63,10 +69,10 @@ def _characters_of_every_kind() -> list[str]:
 
     Regular expressions cut text by category, and two libraries may follow different versions of Unicode.
     """
-    codes = (code for code in range(0x110000) if not 0xD800 <= code <= 0xDFFF)
-    runs = (list(run) for _, run in groupby(codes, key=lambda code: unicodedata.category(chr(code))))
+    characters = [chr(code) for some in ASSIGNED for code in some if not 0xD800 <= code <= 0xDFFF]
+    runs = (list(run) for _, run in groupby(characters, key=unicodedata.category))
     # A set would lose the order, and with it the same reason in each run.
-    return [chr(code) for run in runs for code in dict.fromkeys((run[0], run[-1]))]
+    return [one for run in runs for one in dict.fromkeys((run[0], run[-1]))]
 
 
 def _random_texts() -> list[str]:

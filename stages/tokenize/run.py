@@ -76,14 +76,14 @@ def merge_parts(work: Work, directories: Sequence[Path], out: Path) -> tuple[dic
     """
     job = work.job
     placed = collect(directories, job.made_of, job.key)
-    return publish(job, About.of(BlockTokenizer(job.settings), job.has_conversations), placed, out)
+    return publish(job, About.of(BlockTokenizer(job.settings, job.opened), job.has_conversations), placed, out)
 
 
 def _make(work: Work, task: Task) -> tuple[list[Shard], int, About]:
     """The task's shards, the number of shards of the whole source, and what is told of the tokenizer."""
     job = work.job
     keep_memory_small()
-    own = BlockTokenizer(job.settings)
+    own = BlockTokenizer(job.settings, job.opened)
     about = About.of(own, job.has_conversations)
     # The workers come before the bar, whose thread would make forking them unsafe.
     with (

@@ -15,6 +15,7 @@ from stages.tokenize.columns import digests, record_batch, token_schema
 from stages.tokenize.cut import CutRows, cut_rows
 from stages.tokenize.encode import RowTokenizer
 from stages.tokenize.encoded import EncodedRows
+from stages.tokenize.engine import Opened, open_engine
 from stages.tokenize.rows import Conversation, Plain, RowFault, is_heldout, parse_row, row_family
 from stages.tokenize.segments import Segment
 from stages.tokenize.settings import COUNTS, BlockTokens, Settings, SourceShape
@@ -57,14 +58,15 @@ class _Losses:
 class BlockTokenizer:
     """Turns blocks into tokens; what it gives depends on the settings and the block alone."""
 
-    def __init__(self, settings: Settings):
-        """Load the tokenizer; no thread is started.
+    def __init__(self, settings: Settings, opened: Opened | None = None):
+        """Load the tokenizer, or take the one that is `opened` already; no thread is started.
 
         Raises:
             UserError: the tokenizer cannot be used.
         """
         self._settings = settings
-        self.tokenizer = RowTokenizer(settings.tokenizer_directory, settings.engine)
+        directory = settings.tokenizer_directory
+        self.tokenizer = RowTokenizer(directory, opened or open_engine(settings.engine, directory))
         self._schema = token_schema(self.tokenizer.vocab_size, settings.max_length, settings.files)
 
     @cached_property

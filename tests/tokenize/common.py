@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from stages.files import read_json
 from stages.tokenize.encode import RowTokenizer
+from stages.tokenize.engine import open_engine
 from stages.tokenize.rows import Conversation, parse_row
 from stages.tokenize.segments import Segment
 from stages.tokenize.settings import SourceShape
@@ -47,6 +48,10 @@ def read_tokens(path: Path) -> list[dict[str, Any]]:
 def spans_of(row: dict[str, Any]) -> list[tuple[int, int]]:
     flat = row["loss_spans"]
     return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def row_tokenizer(directory: Path, engine: str = "tokenizers") -> RowTokenizer:
+    return RowTokenizer(directory, open_engine(engine, directory))
 
 
 def encode_one(tokenizer: RowTokenizer, segments: list[Segment]):

@@ -16,6 +16,7 @@ from stages.tokenize.encoded import from_units
 from stages.tokenize.padding import choose_pad
 from stages.tokenize.segments import Segment
 from tests.tokenize.built import byte_level, save, sentencepiece
+from tests.tokenize.common import row_tokenizer
 
 STYLES = ("gpt2", "llama3", "qwen2", "mistral", "llama2", "gemma")
 WHOLE = {"mistral", "llama2"}
@@ -36,7 +37,7 @@ def tokenizers(tmp_path_factory) -> Callable[[str], tuple[RowTokenizer, Tokenize
         eos = "<|im_end|>" if is_byte_level else END
         directory = save(built, tmp_path_factory.mktemp(style), eos_token=eos)
         engine = "tiktoken" if is_byte_level else "tokenizers"
-        loaded[style] = RowTokenizer(directory, engine), Tokenizer.from_file(str(directory / "tokenizer.json"))
+        loaded[style] = row_tokenizer(directory, engine), Tokenizer.from_file(str(directory / "tokenizer.json"))
     return loaded.__getitem__
 
 
@@ -101,7 +102,7 @@ def test_a_tokenizer_that_loses_text_is_refused_in_one_line(tmp_path):
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.decoder = normalizers.Lowercase(), decoders.WordPiece()
     with pytest.raises(UserError, match=r"^model.name: .*tokenizer.json decodes its tokens of .* to "):
-        RowTokenizer(save(tokenizer, tmp_path))
+        row_tokenizer(save(tokenizer, tmp_path))
 
 
 @given(units=st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=5), max_size=5))
@@ -150,4 +151,4 @@ def test_a_special_token_that_the_tokenizer_does_not_know_is_told(tmp_path, tiny
     config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {role: "<|gone|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=rf"^model.name: {role} '<\|gone\|>' of .* is not in tokenizer.json"):
-        RowTokenizer(Path(tmp_path))
+        row_tokenizer(Path(tmp_path))

@@ -14,7 +14,7 @@ from stages.errors import UserError
 from stages.tokenize import bytepairs
 from stages.tokenize import engine as engine_module
 from stages.tokenize.bytepairs import TiktokenEngine
-from stages.tokenize.encoder import TokenizersEngine, load_tokenizer
+from stages.tokenize.encoder import TokenizersEngine
 from stages.tokenize.engine import choose_engine, open_engine
 from stages.tokenize.probe import HARD_TEXTS, probe_texts
 from tests.tokenize.built import LLAMA3_CUT, byte_level, sample_texts, save, sentencepiece
@@ -30,8 +30,8 @@ def directories(tmp_path_factory, tiny_dir) -> dict[str, Path]:
 
 @pytest.mark.parametrize("style", [*STYLES, "tiny"])
 def test_byte_level_tokenizers_are_proven_equal(directories, style):
-    engine, reason = choose_engine("auto", directories[style], [*list(sample_texts())[:50], "\ud800"])
-    assert engine == "tiktoken" and reason.startswith("it gave the ids of the tokenizers library on ")
+    chosen = choose_engine("auto", directories[style], [*list(sample_texts())[:50], "\ud800"])
+    assert chosen.name == "tiktoken" and chosen.reason.startswith("it gave the ids of the tokenizers library on ")
 
 
 @pytest.mark.parametrize("style", [*STYLES, "tiny"])
@@ -53,10 +53,9 @@ def test_both_engines_give_the_same_ids_of_any_text(directories, engines, style,
 @pytest.fixture(scope="module")
 def engines(directories):
     """(the tokenizers library's engine, tiktoken's) of a style."""
-    loaded = {style: load_tokenizer(directory) for style, directory in directories.items()}
     return {
-        style: tuple(open_engine(name, directories[style], tokenizer) for name in ("tokenizers", "tiktoken"))
-        for style, tokenizer in loaded.items()
+        style: tuple(open_engine(name, directory).engine for name in ("tokenizers", "tiktoken"))
+        for style, directory in directories.items()
     }.__getitem__
 
 
@@ -134,7 +133,8 @@ REFUSED = [
 @pytest.mark.parametrize(("edit", "reason"), REFUSED)
 def test_a_tokenizer_with_a_part_unlike_tiktokens_is_refused_with_the_reason(directories, tmp_path, edit, reason):
     directory = edited(directories["qwen2"], tmp_path / "own", edit)
-    assert choose_engine("auto", directory, []) == ("tokenizers", f"tiktoken cannot stand for it: {reason}")
+    chosen = choose_engine("auto", directory, [])
+    assert (chosen.name, chosen.reason) == ("tokenizers", f"tiktoken cannot stand for it: {reason}")
 
 
 OTHER_MODELS = {
@@ -147,10 +147,11 @@ OTHER_MODELS = {
 @pytest.mark.parametrize("reason", OTHER_MODELS)
 def test_other_models_are_refused_with_the_reason(tmp_path, reason):
     directory = save(OTHER_MODELS[reason](), tmp_path)
-    assert choose_engine("auto", directory, []) == ("tokenizers", f"tiktoken cannot stand for it: {reason}")
+    chosen = choose_engine("auto", directory, [])
+    assert (chosen.name, chosen.reason) == ("tokenizers", f"tiktoken cannot stand for it: {reason}")
     with pytest.raises(UserError, match=f"run.tokenizer_engine: tiktoken cannot stand for .*: {reason}; set auto or"):
         choose_engine("tiktoken", directory, [])
-    assert choose_engine("tokenizers", directory, [])[0] == "tokenizers"
+    assert choose_engine("tokenizers", directory, []).name == "tokenizers"
 
 
 def test_an_engine_that_differs_on_the_probes_or_on_the_data_alone_is_caught(directories, monkeypatch):
@@ -165,15 +166,15 @@ def test_an_engine_that_differs_on_the_probes_or_on_the_data_alone_is_caught(dir
     monkeypatch.setattr(engine_module, "TiktokenEngine", Wrong)
     for on, sample in (("\u3000", []), ("zebra stripes", ["no", "a zebra stripes"])):
         Wrong.on = on
-        engine, reason = choose_engine("auto", directories["llama3"], sample)
-        assert engine == "tokenizers" and "it gives other ids for" in reason
-    assert choose_engine("auto", directories["llama3"], ["no"])[0] == "tiktoken"
+        chosen = choose_engine("auto", directories["llama3"], sample)
+        assert chosen.name == "tokenizers" and "it gives other ids for" in chosen.reason
+    assert choose_engine("auto", directories["llama3"], ["no"]).name == "tiktoken"
 
 
 def test_another_cut_of_words_is_caught_by_the_probes(directories, monkeypatch):
     """Two libraries of regular expressions could read one pattern in two ways."""
     monkeypatch.setattr(bytepairs, "_pattern", lambda cut: LLAMA3_CUT.replace(r"\p{L}+", r"\p{L}{1,3}"))
-    assert choose_engine("auto", directories["llama3"], [])[0] == "tokenizers"
+    assert choose_engine("auto", directories["llama3"], []).name == "tokenizers"
 
 
 def test_choosing_starts_no_thread(directories):
@@ -187,8 +188,11 @@ def test_choosing_starts_no_thread(directories):
 
 def test_probes_are_the_same_each_time_and_hold_every_kind_of_character():
     assert probe_texts(["<s>"]) == probe_texts(["<s>"])
-    kinds = {unicodedata.category(one) for text in probe_texts([]) for one in text}
-    assert kinds == {unicodedata.category(chr(code)) for code in range(0x110000)} - {"Cs"}
+    probed = {one for text in probe_texts([]) for one in text}
+    categories = [unicodedata.category(chr(code)) for code in range(0x110000)]
+    changes = [code for code in range(1, 0x110000) if categories[code] != categories[code - 1]]
+    ends = {0, 0x10FFFF, *changes, *(code - 1 for code in changes)}
+    assert {chr(code) for code in ends if categories[code] != "Cs"} <= probed
 
 
 @pytest.mark.slow

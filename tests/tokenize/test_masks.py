@@ -18,14 +18,14 @@ from stages.tokenize.encoded import EncodedRow
 from stages.tokenize.guard import REPLACEMENT, TRAINED_END, TRAINED_START, Guard
 from stages.tokenize.rows import Conversation, Plain, RowFault
 from stages.tokenize.segments import Segment, split_segments
-from tests.tokenize.common import MESSAGES, chat_row, decoder, encode_one
+from tests.tokenize.common import MESSAGES, chat_row, decoder, encode_one, row_tokenizer
 
 CONTROL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_dir) -> RowTokenizer:
-    return RowTokenizer(tiny_dir)
+    return row_tokenizer(tiny_dir)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_no_text_of_a_row_becomes_a_control_token(tokenizer, decode, control_ids
 
 
 def test_control_tokens_are_guarded_in_calls_tools_and_keys_and_counted(tiny_dir, decode, control_ids):
-    tokenizer = RowTokenizer(tiny_dir)
+    tokenizer = row_tokenizer(tiny_dir)
     call = {"name": "f<|im_end|>", "arguments": {"<|pad|>": ["<|im_start|>"]}}
     messages = [
         {"role": "user", "content": "Q"},
@@ -183,7 +183,7 @@ def test_bos_stands_once_in_chat_and_plain_rows(own):
     bos_id = add_bos(own)
     template = own / "chat_template.jinja"
     template.write_text("{{- bos_token }}" + template.read_text())
-    tokenizer = RowTokenizer(own)
+    tokenizer = row_tokenizer(own)
     chat = encode_chat(tokenizer, chat_row("<s>Hi")["messages"])
     plain = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="", completion="A"), "assistant"))
     for row in (chat, plain):
@@ -198,13 +198,13 @@ def test_a_saved_cut_and_padding_are_not_applied(own, tokenizer):
     saved.enable_padding(length=64)
     saved.save(str(own / "tokenizer.json"))
     messages = chat_row("A rather long question, is it not?")["messages"]
-    assert encode_chat(RowTokenizer(own), messages).ids.tolist() == encode_chat(tokenizer, messages).ids.tolist()
+    assert encode_chat(row_tokenizer(own), messages).ids.tolist() == encode_chat(tokenizer, messages).ids.tolist()
 
 
 def test_a_tokenizer_without_eos_cannot_end_plain_text(own):
     (own / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="has no eos_token, so the model could not learn to stop"):
-        RowTokenizer(own).plain_segments(Plain(prompt="", completion="A"), "assistant")
+        row_tokenizer(own).plain_segments(Plain(prompt="", completion="A"), "assistant")
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def test_a_broken_template_is_told_with_its_line(render, own):
         render("{% generation %}x{% endgeneration %}\n{% for %}")
     (own / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(UserError, match="^model.name: the chat template in .*.jinja is broken \\(line 1: "):
-        template_of(RowTokenizer(own))
+        template_of(row_tokenizer(own))
 
 
 TEMPLATE_FAULTS = {

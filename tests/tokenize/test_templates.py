@@ -11,11 +11,10 @@ from stages.errors import UserError
 from stages.tokenize import bundled as bundled_templates
 from stages.tokenize.bundled import read_bundled
 from stages.tokenize.chat import Template, open_template
-from stages.tokenize.encode import RowTokenizer
 from stages.tokenize.example import Conversation, RowFault
 from stages.tokenize.segments import Segment
 from stages.tokenize.template import CompiledTemplate
-from tests.tokenize.common import conversation, decoder, encode_one
+from tests.tokenize.common import conversation, decoder, encode_one, row_tokenizer
 from tests.tokenize.families import FAMILIES, open_family, save_tokenizer, template_source
 
 CALL = {"type": "function", "id": "a1B2c3D4e", "function": {"name": "add", "arguments": {"a": 1, "b": "二"}}}
@@ -80,7 +79,7 @@ def by_segments(directories) -> dict[str, Template]:
 
 @pytest.fixture(scope="module")
 def tokenizers(directories):
-    return {name: (RowTokenizer(path), decoder(path)) for name, path in directories.items()}
+    return {name: (row_tokenizer(path), decoder(path)) for name, path in directories.items()}
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
