@@ -98,6 +98,7 @@ def test_a_contestant_that_fails_is_told_with_its_own_last_line(tmp_path):
         _run([sys.executable, "-c", "raise ValueError('no such row')"], tmp_path, dict(os.environ))
 
 
+@pytest.mark.slow
 def test_a_rival_that_cannot_be_installed_is_skipped_with_pips_reason(scratch, monkeypatch, capsys):
     rival = Rival(name="Rival", script="none.py", requirements=("./not-here",))
     monkeypatch.setattr(data, "RIVALS", (rival,))
@@ -122,6 +123,7 @@ def test_one_different_byte_between_the_engines_breaks_the_bar(scratch):
     assert data._same_bytes(stages).value == 2
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_quick_run_measures_the_real_stage_with_both_engines(scratch, monkeypatch):
     monkeypatch.setattr(data, "QUICK_ROWS", 150)

@@ -63,6 +63,7 @@ def test_figures_of_another_commit_are_measured_again(tmp_path):
     assert memory.Results(out, "one").rows and not memory.Results(out, "two").rows
 
 
+@pytest.mark.slow
 def test_a_machine_without_pydantic_and_bitsandbytes_measures_the_rest(tmp_path):
     """A borrowed GPU that lacks a library which nothing measured there needs."""
     program = f"""

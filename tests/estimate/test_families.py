@@ -24,6 +24,8 @@ from stages.model.load import read_config
 from tests.estimate.common import CPU_TARGET, setting_of, shape
 
 TOLERATED_SHARE = 1e-3
+QUICK = {"Llama", "Gemma 3", "Mistral, window", "Phi 3"}
+"""Those that differ most in attention, norms and projections."""
 STEPS = ((shape(2, 32, 40),),)
 
 
@@ -39,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return directory_of
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_a_family_is_predicted_as_it_is_counted(family, saved):
     """A family whose attention, norms, biases or embeddings are traced unlike they run."""
     pairs = compare(Case(family=family, method="qlora"), saved(family))

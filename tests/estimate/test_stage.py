@@ -86,7 +86,7 @@ def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
     assert inverse["longest_row"] == {"value": 256, "limit": "the model's 256 positions"}
 
 
-@pytest.mark.parametrize("enforce", [True, False])
+@pytest.mark.parametrize("enforce", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_that_does_not_fit_ends_the_stage_well_and_says_what_would(workspace, enforce):
     """A DVC pipeline that breaks in estimate, a refusal that train never sees, or one that it was told to pass over."""
     lay_out(workspace, hardware__gpu="0.018GiB", train__method="full", estimate__enforce=enforce)
@@ -105,6 +105,7 @@ def test_a_run_that_does_not_fit_ends_the_stage_well_and_says_what_would(workspa
     assert remedies or told_last.endswith("choose a larger device")
 
 
+@pytest.mark.slow
 def test_looking_at_another_gpu_changes_no_byte_of_the_verdict(workspace):
     """Dvc exp run -S hardware.gpu=… retrains although both fit."""
     texts = []

@@ -25,7 +25,7 @@ def ask(*arguments: str):
     return invoke(main, "--what-fits", *arguments)
 
 
-def test_everything_is_told_without_a_pipeline_from_a_directory_or_its_config(workspace):
+def test_everything_is_told_without_a_pipeline(workspace):
     """A question that needs a plan, or that leaves files behind."""
     before = sorted(workspace.rglob("*"))
     result = ask("--model", "model", "--gpu", "T4")
@@ -34,13 +34,12 @@ def test_everything_is_told_without_a_pipeline_from_a_directory_or_its_config(wo
     assert told_of == ("device model run forward backward clip optimizer verdict smallest longest budget".split())
     assert "verdict    fits: " in result.stdout and "smallest   P4 " in result.stdout
     assert "longest    256 tokens, limited by the model's 256 positions" in result.stdout
-    assert ask("--model", "model/config.json", "--gpu", "T4").stdout == result.stdout
     assert sorted(workspace.rglob("*")) == before
 
 
 def test_a_run_that_does_not_fit_is_told_lines_to_run(workspace):
-    """A refusal without a way out."""
-    fits = ask("--model", "model", "--gpu", "24GiB").stdout
+    """A refusal without a way out; a config.json alone that is no model."""
+    fits = ask("--model", "model/config.json", "--gpu", "24GiB").stdout
     peak_mib = float(re.search(r"verdict    fits: ([0-9.]+) MiB of", fits)[1])  # type: ignore[index]
     result = ask("--model", "model", "--gpu", f"{1.02 * peak_mib:.3f}MiB")
     assert result.exit_code == 0, result.stderr
