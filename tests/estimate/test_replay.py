@@ -52,7 +52,7 @@ def canonical(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [event for born, run in runs for event in (run if born else sorted(run))]
 
 
-@pytest.fixture(scope="module", params=["H100 qlora", pytest.param("T4 full", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param("H100 qlora", marks=pytest.mark.slow), "T4 full"])
 def case(request):
     """A fitted model of runs, the plan's units, and the plan's direct trace."""
     gpu, values = SETTINGS[request.param]
