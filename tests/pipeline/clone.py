@@ -1,26 +1,28 @@
 """A clone of the project in which DVC runs for real, as a user's would: no remote, no git identity."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from ruamel.yaml import YAML
 
 from tests.conftest import ROOT
+from tests.processes import run_bounded
 
 IDENTITY = {f"GIT_{who}_{what}": "test@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 """Given to `git commit` alone: DVC has to work without one."""
 
-# Small enough that eight stages take half a minute, large enough that a step has several micro-batches.
+# Small enough that eight stages take half a minute, large enough for several steps of several micro-batches.
 SMALL_RUN = {
-    "data.max_rows": 240,
+    "data.max_rows": 120,
     "data.heldout_fraction": 0.1,
     "data.max_length": 128,
     "bucket.max_tokens": 512,
@@ -49,9 +51,7 @@ class Clone:
             ok: True: the command must succeed; False: it must fail.
             env: more environment variables.
         """
-        result = subprocess.run(
-            command, cwd=self.root, env={**self.environment, **(env or {})}, capture_output=True, text=True
-        )
+        result = run_bounded(command, cwd=self.root, env={**self.environment, **(env or {})})
         output = result.stdout + result.stderr
         assert (result.returncode == 0) == ok, f"{' '.join(command)} exited {result.returncode}:\n{output}"
         return output
@@ -85,6 +85,23 @@ class Clone:
         with open(path, "w") as file:
             yaml.dump(params, file)
 
+    def processes(self) -> list[psutil.Process]:
+        """What still runs of all that was started here, daemons included: told by the home directory, ours alone."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # It ended just now, or belongs to another user.
+                if process.environ().get("HOME") == self.environment["HOME"] and process.status() != "zombie":
+                    found.append(process)
+        return found
+
+    def end_processes(self) -> None:
+        """Kill what still runs."""
+        left = self.processes()
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=10)
+
     def back_to_baseline(self) -> None:
         """Undo what an experiment left in the workspace (DVC stages it, so the index is restored as well)."""
         self.run("git", "restore", "--staged", "--worktree", ".")
@@ -98,12 +115,7 @@ def stages_run(output: str) -> list[str]:
 
 def make_clone(root: Path) -> Clone:
     """Copy what git tracks or would track into a new repository with one commit, and no identity afterwards."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    ).stdout
+    listed = run_bounded(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT).stdout
     for name in filter(None, listed.split("\0")):
         source, target = ROOT / name, root / name
         if not source.is_symlink() and not source.exists():

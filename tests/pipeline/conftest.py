@@ -18,7 +18,7 @@ class FirstRun:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Clone, FirstRun]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Clone, FirstRun]]:
     """A clone in which `dvc repro` ran once and its results were committed."""
     base = tmp_path_factory.mktemp("pipeline")
     clone = make_clone(base / "repo")
@@ -26,7 +26,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Clone, FirstRun]
     reads.mkdir()
     output = clone.dvc("repro", env={"LEAN_FINETUNE_PARAM_READS": str(reads)})
     commit_all(clone)
-    return clone, FirstRun(output, reads)
+    yield clone, FirstRun(output, reads)
+    clone.end_processes()
 
 
 @pytest.fixture
@@ -34,4 +35,5 @@ def clone(finished: tuple[Clone, FirstRun]) -> Iterator[Clone]:
     """The shared clone; whatever a test changed is undone."""
     shared = finished[0]
     yield shared
+    shared.end_processes()
     shared.back_to_baseline()

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from tests.conftest import ROOT
 from tests.pipeline.clone import Clone, stages_run
 from tests.pipeline.conftest import FirstRun
+from tests.pipeline.queue import run_queued
 
 STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
 WEIGHTS = "data/tuned/adapter_model.safetensors"
@@ -88,8 +89,8 @@ def test_token_budget_changes_memory_and_no_step(clone: Clone):
     """Micro-batches are a matter of memory: the rows of a step, and the weights to rounding, stay."""
     rows, column, weights = rows_by_step(clone), losses(clone), load_file(clone.root / WEIGHTS)
     micro_batches = clone.json("metrics/bucket.json")["micro_batches"]
-    output = clone.dvc("exp", "run", "-S", "bucket.max_tokens=256")
-    assert stages_run(output)[0] == "bucket"
+    output = clone.dvc("exp", "run", "-S", "bucket.max_tokens=256", "train")
+    assert stages_run(output) == ["bucket", "estimate", "train"]
     assert clone.json("metrics/bucket.json")["micro_batches"] > micro_batches
     assert rows_by_step(clone) == rows
     assert [float(loss) for loss in losses(clone)] == pytest.approx([float(loss) for loss in column], rel=1e-5)
@@ -103,14 +104,13 @@ def test_same_params_give_the_same_bytes(clone: Clone):
     """A run that is not reproducible cannot be compared with another."""
     made = ["data/tokens/train/00000.arrow", "data/tokens/heldout/00000.arrow", "data/batches/plan.arrow", WEIGHTS]
     before, column = [clone.sha256(path) for path in made], losses(clone)
-    output = clone.dvc("repro", "--force", "--downstream", "tokenize")
-    assert stages_run(output)[:4] == ["tokenize", "bucket", "estimate", "train"]
+    output = clone.dvc("repro", "--force", "--single-item", "tokenize", "bucket", "train")
+    assert stages_run(output) == ["tokenize", "bucket", "train"]
     assert [clone.sha256(path) for path in made] == before and losses(clone) == column
 
 
 def test_another_gpu_does_not_retrain(clone: Clone):
-    output = clone.dvc("exp", "run", "-S", "hardware.gpu=24GiB")
-    assert "train" not in stages_run(output) and "estimate" in stages_run(output)
+    assert stages_run(clone.dvc("exp", "run", "-S", "hardware.gpu=24GiB", "train")) == ["estimate"]
 
 
 def test_run_section_reruns_nothing(clone: Clone):
@@ -155,23 +155,55 @@ def test_a_relative_source_outside_works_in_a_temporary_run(clone: Clone):
     assert stages_run(output) == ["pin_data", "tokenize", "bucket"]
 
 
-def test_a_queued_grid_predicts_memory(clone: Clone):
-    """2 × 2 experiments in a queue, each in a temporary copy."""
-    for grad_ckpt in ("true", "false"):
-        for max_tokens in ("256", "512"):
-            settings = [f"train.grad_ckpt={grad_ckpt}", f"bucket.max_tokens={max_tokens}"]
-            sets = [part for setting in settings for part in ("-S", setting)]
-            clone.dvc("exp", "run", "--queue", "-n", f"grid-{grad_ckpt}-{max_tokens}", *sets, "estimate")
-    clone.dvc("exp", "run", "--run-all")
-    shown = json.loads(clone.dvc("exp", "show", "--json", "--no-pager"))
+def queued_peaks(clone: Clone, grid: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
+    """Predicted peaks of experiments that went through the queue, by (grad_ckpt, max_tokens)."""
+    names = {f"grid-{grad_ckpt}-{max_tokens}": (grad_ckpt, max_tokens) for grad_ckpt, max_tokens in grid}
+    run_queued(
+        clone,
+        {
+            name: ["-S", f"train.grad_ckpt={grad_ckpt}", "-S", f"bucket.max_tokens={max_tokens}", "estimate"]
+            for name, (grad_ckpt, max_tokens) in names.items()
+        },
+    )
     peaks = {}
-    for row in shown:
+    for row in json.loads(clone.dvc("exp", "show", "--json", "--no-pager")):
         for experiment in row.get("experiments") or []:
             data = experiment["revs"][0]
-            if (data.get("name") or "").startswith("grid-"):
+            if data.get("name") in names:
                 metrics = data["data"]["metrics"]["metrics/estimate.json"]["data"]
-                peaks[data["name"]] = metrics["peak_bytes_predicted"]
-    assert len(peaks) == 4 and peaks["grid-true-256"] < peaks["grid-false-256"] < peaks["grid-false-512"]
+                peaks[names[data["name"]]] = metrics["peak_bytes_predicted"]
+    return peaks
+
+
+def test_queued_experiments_predict_memory(clone: Clone):
+    """Each in a temporary copy, by a worker in the background."""
+    peaks = queued_peaks(clone, [("true", 256), ("false", 256)])
+    assert len(peaks) == 2 and peaks["true", 256] < peaks["false", 256]
+
+
+@pytest.mark.slow
+def test_a_queued_grid_predicts_memory(clone: Clone):
+    """2 × 2 experiments."""
+    peaks = queued_peaks(clone, [(grad_ckpt, tokens) for grad_ckpt in ("true", "false") for tokens in (384, 512)])
+    assert len(peaks) == 4 and peaks["true", 384] < peaks["false", 384] < peaks["false", 512]
+
+
+@pytest.mark.slow
+def test_a_queue_whose_worker_dies_is_finished_by_the_remedy(clone: Clone):
+    """DVC itself would wait for ever for the experiment that the dead worker had begun."""
+    killed: list[int] = []
+
+    def kill_once() -> None:
+        """The first worker, in the middle of an experiment."""
+        workers = [p for p in clone.processes() if "queue-worker" in p.cmdline()]
+        if not killed and any("exec-run" in child.cmdline() for w in workers for child in w.children(recursive=True)):
+            for worker in workers:
+                worker.kill()
+                killed.append(worker.pid)
+
+    experiments = {f"dead-{tokens}": ["-S", f"bucket.max_tokens={tokens}", "bucket"] for tokens in (256, 384)}
+    run_queued(clone, experiments, each_poll=kill_once)
+    assert killed
 
 
 def test_a_source_that_is_gone_is_pinned_anew(clone: Clone):
