@@ -17,7 +17,7 @@ from stages.estimate.answer import answer
 from stages.estimate.devices import GIB, GPUS, Device, check_precision, resolve_gpu
 from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, trace_origins
 from stages.estimate.kernels import target_of
-from stages.estimate.phases import Surroundings, heldout_shape, other_phases, stored_dtype
+from stages.estimate.phases import Surroundings, generation_shape, heldout_shape, other_phases, stored_dtype
 from stages.estimate.predict import Prediction, Setting
 from stages.estimate.shapes import longest_row, traced_steps
 from stages.estimate.standalone import tell_what_fits
@@ -117,6 +117,12 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
     reserved = None
     if device.kind == "cuda":
+        generation=generation_shape(
+            rows=min(p.evaluate.generate_rows, p.evaluate.generate_batch_rows),
+            longest=longest,
+            new_tokens=p.evaluate.max_new_tokens,
+            positions=getattr(config.get_text_config(), "max_position_embeddings", None),
+        ),
         reserved = tiers(trace_origins(config, setting, prediction.steps_of_peak, target), device.memory_bytes)
     with atomic_directory(out) as aside:
         write_json(aside / "verdict.json", found.verdict.as_json())

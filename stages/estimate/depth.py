@@ -237,7 +237,7 @@ def _extended(depths: Sequence[Contents], more: int) -> Contents:
     """
     first, second, third = depths
     result: Contents = Counter()
-    grown: list[Counter[tuple[str, int]]] = [Counter(), Counter(), Counter()]
+    grown: list[Contents] = [Counter(), Counter(), Counter()]
     for key in {**first, **second, **third}:
         if third[key] - second[key] == second[key] - first[key]:
             result[key] = third[key] + (third[key] - second[key]) * more

@@ -1,29 +1,25 @@
-"""Memory outside of the training step: loading, held-out losses, saving.
+"""Memory outside of the training step: loading, held-out losses, answers, saving.
 
 There is no merge in this pipeline: adapters are saved as they are. What passes through the model is traced, as the step
 is; loading and saving move tensors one by one, and what they hold is a sum, stated here and checked against a measured
 load in the tests.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
+from stages.estimate.evaluation import GenerationShape, peak_of_answers, peak_of_loss
 from stages.estimate.kernels import Target
-from stages.estimate.predict import CPU, Setting
-from stages.estimate.states import FP32_BYTES, model_shapes, state_bytes, state_lines
-from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
-from stages.model.load import fake_model
-from stages.model.quantize import quantisation_tensors
-from stages.step.batches import Batch, BatchShape, empty_batch
+from stages.estimate.predict import Setting
+from stages.estimate.states import FP32_BYTES, PACKED_BITS, model_shapes, state_bytes, state_lines
+from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, Peak
+from stages.step.batches import BatchShape
 from stages.step.loss import summed_loss, token_losses
-from stages.step.optim import trained_parameters
 
-LOAD, HELDOUT, EVALUATE, SAVE = "load", "heldout", "evaluate", "save"
+LOAD, HELDOUT, EVALUATE, GENERATE, SAVE = "load", "heldout", "evaluate", "generate", "save"
 FILE = "weight_files"
 """Category of the files' own tensors, mapped while a model is loaded on a CPU."""
 LOADING = "loading"
@@ -45,6 +41,8 @@ class Surroundings:
     """Largest batch of held-out rows in stage evaluate."""
     logits_chunk: int
     """evaluate.logits_chunk, in tokens."""
+    generation: GenerationShape | None
+    """Largest batch of prompts in stage evaluate; None where none is answered."""
 
 
 def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
@@ -56,6 +54,21 @@ def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
     return BatchShape(rows=rows, length=longest, supervised=rows * longest, joined_lengths=None)
 
 
+def generation_shape(*, rows: int, longest: int, new_tokens: int, positions: int | None) -> GenerationShape | None:
+    """The largest batch of prompts; None where nothing is answered, or no prompt has room for an answer.
+
+    Args:
+        rows: prompts that are answered together.
+        longest: tokens of the longest training row; no held-out prompt is taken to be longer.
+        new_tokens: evaluate.max_new_tokens.
+        positions: the longest row the model knows; None where it knows no end.
+    """
+    prompt_tokens = longest if positions is None else min(longest, positions - new_tokens)
+    if rows < 1 or prompt_tokens < 1:
+        return None
+    return GenerationShape(rows=rows, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+
+
 def stored_dtype(config: PretrainedConfig) -> torch.dtype:
     """Type of a model's weights in its files, of a config fresh from its file; fp32 where it does not say."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -64,7 +77,7 @@ def stored_dtype(config: PretrainedConfig) -> torch.dtype:
 def other_phases(
     config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target
 ) -> Mapping[str, Peak]:
-    """Peaks of load, heldout (during training), evaluate and save, on the device.
+    """Peaks of load, heldout (during training), evaluate, generate and save, on the device.
 
     The setting has been predicted before, so what cannot be traced was refused there.
     """
@@ -72,16 +85,19 @@ def other_phases(
     states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
     states.pop(GRADIENTS)
     optimizer_bytes = states.pop(OPTIMIZER, 0)
-    heldout = _without_gradients(
+    heldout = peak_of_loss(
         config, setting, around.in_training, target, lambda model, batch: summed_loss(model, batch, setting.loss_chunk)
     )
-    evaluate = _without_gradients(
+    evaluate = peak_of_loss(
         config, setting, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)
     )
+    answers = around.generation
+    generate = {} if answers is None else {GENERATE: peak_of_answers(config, setting, answers, target)}
     return {
         LOAD: _load(config, setting, around.stored_dtype, target, states, optimizer_bytes),
         HELDOUT: _peak({**heldout.by_category, OPTIMIZER: optimizer_bytes}),
         EVALUATE: evaluate,
+        **generate,
         SAVE: _peak({**states, OPTIMIZER: optimizer_bytes}),
     }
 
@@ -89,30 +105,6 @@ def other_phases(
 def _peak(by_category: Mapping[str, int]) -> Peak:
     """A peak from its parts."""
     return Peak(bytes=sum(by_category.values()), by_category=dict(sorted(by_category.items())))
-
-
-def _without_gradients(
-    config: PretrainedConfig,
-    setting: Setting,
-    shape: BatchShape,
-    target: Target,
-    loss: Callable[[nn.Module, Batch], torch.Tensor],
-) -> Peak:
-    """The peak of one batch through the model in evaluation mode."""
-    trace = MemoryTrace(
-        granularity_bytes=target.granularity_bytes,
-        rules=target.rules,
-        vocab_size=config.get_text_config().vocab_size,
-    )
-    with FakeTensorMode(allow_non_fake_inputs=True), target.attention():
-        model = fake_model(config, setting.model, CPU).eval()
-        trace.hold([*model.parameters(), *model.buffers()], WEIGHTS)
-        trace.hold(quantisation_tensors(model), QUANTISATION_STATE)
-        if setting.model.method != "full":
-            trace.hold(trained_parameters(model), ADAPTERS)
-        with trace.recording(), torch.no_grad(), setting.model.autocast("cpu"), trace.phase("forward"):
-            loss(model, empty_batch(shape, CPU))
-    return trace.peaks()["forward"]
 
 
 def _load(

@@ -4,9 +4,13 @@ import gc
 
 import pytest
 import torch
+from tqdm import tqdm
 
-from stages.estimate.phases import Surroundings, other_phases
+from benchmarks.estimate_cpu import save_small
+from stages.estimate.evaluation import GenerationShape, peak_of_answers
+from stages.estimate.phases import Surroundings, generation_shape, other_phases
 from stages.estimate.predict import predict
+from stages.evaluate.generate import Prompt, greedy_answers
 from stages.model.load import load_model, read_config
 from stages.step.batches import Batch, BatchShape
 from stages.step.loss import summed_loss, token_losses
@@ -16,7 +20,10 @@ from tests.estimate.common import CPU_TARGET, gpu_target, setting_of, shape
 from tests.small_model import CPU, VOCABULARY
 
 TRAINING, EVALUATION, CHUNK = shape(2, 96, 150), shape(3, 80, 200), 64
-AROUND = Surroundings(stored_dtype=torch.bfloat16, in_training=TRAINING, evaluation=EVALUATION, logits_chunk=CHUNK)
+ANSWERS = GenerationShape(rows=5, prompt_tokens=90, new_tokens=40)
+AROUND = Surroundings(
+    stored_dtype=torch.bfloat16, in_training=TRAINING, evaluation=EVALUATION, logits_chunk=CHUNK, generation=ANSWERS
+)
 NUMBERS = OptimSpec(name="adamw", lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
 
 
@@ -45,6 +52,45 @@ def test_losses_without_gradients_hold_what_is_predicted(small_llama, method):
     assert optimizer.state
     assert predicted["evaluate"].bytes == pytest.approx(measured["evaluate"], rel=0.02)
     assert predicted["heldout"].bytes == pytest.approx(measured["heldout"], rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+@pytest.mark.parametrize(
+    ("method", "new_tokens", "prompt_tokens"), [("full", 1, 90), ("lora", 40, 90), ("qlora", 60, 8)]
+)
+def test_answers_hold_what_is_predicted(family, method, new_tokens, prompt_tokens, tmp_path):
+    """A KV cache forgotten, logits of every prompt token, or windowed layers taken to keep every token."""
+    save_small(family, tmp_path)
+    setting = setting_of(method=method)
+    shape = GenerationShape(rows=5, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    predicted = peak_of_answers(read_config(tmp_path), setting, shape, CPU_TARGET)
+    prompts = [Prompt(family="all", ids=[7] * (prompt_tokens - row), answer_ids=[]) for row in range(shape.rows)]
+    gc.collect()
+    meter = make_meter(CPU)
+    with meter.window("all"), tqdm(disable=True) as bar:
+        model = load_model(tmp_path, setting.model, CPU).eval()
+        with meter.phase("generate"):
+            greedy_answers(
+                model,
+                setting.model,
+                prompts,
+                stops=(),
+                max_new_tokens=new_tokens,
+                batch_rows=shape.rows,
+                pad_id=0,
+                device=CPU,
+                progress=bar,
+            )
+    assert predicted.bytes == pytest.approx(meter.result().peak_bytes_by_phase["generate"], rel=0.005)
+    assert predicted.by_category["kv_cache"] > 0
+
+
+def test_prompts_leave_room_for_their_answers():
+    """A prompt longer than the model's positions, or answers where none are asked for."""
+    assert generation_shape(rows=0, longest=90, new_tokens=8, positions=None) is None
+    assert generation_shape(rows=4, longest=90, new_tokens=64, positions=64) is None
+    shape = generation_shape(rows=4, longest=90, new_tokens=8, positions=64)
+    assert shape == GenerationShape(rows=4, prompt_tokens=56, new_tokens=8)
 
 
 @pytest.mark.parametrize(("method", "precision"), [("full", "bf16"), ("lora", "bf16"), ("qlora", "fp32")])

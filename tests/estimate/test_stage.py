@@ -62,7 +62,7 @@ def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
     verdict, breakdown, switches, metrics = read(workspace)
     assert verdict == {"enforce": True, "refusal": None}
     assert sum(breakdown["peak"].values()) == metrics["peak_bytes_predicted"]
-    steps, others = {"forward", "backward", "clip", "optimizer"}, {"load", "heldout", "save", "evaluate"}
+    steps, others = {"forward", "backward", "clip", "optimizer"}, {"load", "heldout", "save", "evaluate", "generate"}
     assert set(breakdown) == steps | others | {"peak"}
     explanation = json.loads((workspace / "estimate" / "explanation.json").read_text())
     assert explanation["peak_bytes"] == metrics["peak_bytes_predicted"]
