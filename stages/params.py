@@ -12,6 +12,11 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Method = Literal["full", "lora", "qlora", "int8_lora"]
+Precision = Literal["bf16", "fp16", "fp32", "pure_bf16"]
+AnyPrecision = Literal["auto", "bf16", "fp16", "fp32", "pure_bf16"]
+QuantType = Literal["nf4", "fp4"]
+LoraInit = Literal["default", "pissa", "loftq"]
 OptimizerName = Literal[
     "adamw",
     "adamw_foreach",
@@ -155,8 +160,17 @@ class Estimate(Section):
     """Percent of the device kept free for what the prediction does not count."""
 
 
+class Quant(Section):
+    """4-bit weights of method qlora (Dettmers et al. 2023)."""
+
+    type: QuantType
+    """What the 16 levels are: quantiles of a normal distribution, or floating point."""
+    double: bool
+    """Quantise the scales too: 0.37 bits a weight fewer."""
+
+
 class Lora(Section):
-    """Adapters of the methods lora and qlora (Hu et al. 2021)."""
+    """Adapters of all methods but full (Hu et al. 2021)."""
 
     rank: PositiveInt
     """Rank of the adapter matrices: trained parameters grow in step with it."""
@@ -166,15 +180,25 @@ class Lora(Section):
     """Dropout on the adapter's input."""
     targets: Annotated[list[Text], Field(min_length=1)]
     """Names of linear layers, or `all-linear` alone."""
+    rslora: bool
+    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023)."""
+    dora: bool
+    """Train the length of each weight row apart from its direction (Liu et al. 2024)."""
+    init: LoraInit
+    """Start: zero, the weight's largest singular vectors, or those of what 4 bits lost."""
 
 
 class Train(Section):
     """The training step and its schedule."""
 
-    method: Literal["full", "lora", "qlora"]
-    """What is trained: all weights, adapters, or adapters on 4-bit weights."""
-    precision: Literal["bf16", "fp32"]
-    """Type of frozen and full weights; adapters are always fp32, under bf16 autocast when this is bf16."""
+    method: Method
+    """What is trained: all weights, or adapters on plain, 4-bit or 8-bit weights."""
+    quant: Quant
+    """4-bit weights, read when method is qlora."""
+    precision: AnyPrecision
+    """Type of frozen and full weights, and of the arithmetic; trained adapters are fp32 but with pure_bf16."""
+    master_weights: bool
+    """Method full in bf16: update an fp32 copy of the weights."""
     grad_ckpt: bool
     """Recompute activations layer by layer in backward."""
     optimizer: OptimizerName
@@ -200,7 +224,9 @@ class Train(Section):
     heldout_rows: PositiveInt
     """Held-out rows of that periodic loss."""
     lora: Lora
-    """Adapters, read when method is lora or qlora."""
+    """Adapters, read by all methods but full."""
+    merge: bool
+    """Also write the whole model with its adapters merged, to data/tuned/merged."""
 
 
 class Evaluate(Section):
@@ -218,6 +244,8 @@ class Evaluate(Section):
     """Longest generated answer in tokens."""
     generate_batch_rows: PositiveInt
     """Prompts decoded together."""
+    merged: bool
+    """Score the merged model as well."""
 
 
 class Run(Section):

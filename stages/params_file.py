@@ -107,9 +107,53 @@ def _check_across_sections(params: Params) -> None:
             f"got {params.evaluate.max_tokens}; raise it or lower data.max_length"
         )
     _check_sources(params.data)
+    _check_methods(params)
     targets = params.train.lora.targets
     if ALL_LINEAR in targets and len(targets) > 1:
         raise UserError(f"train.lora.targets: {ALL_LINEAR} stands alone; got {targets}; drop it or the other names")
+
+
+def _check_methods(params: Params) -> None:
+    """Switches of train that need another one, or exclude it: none is ignored."""
+    train, lora = params.train, params.train.lora
+    faults = (
+        (
+            train.master_weights and (train.method != "full" or train.precision not in ("auto", "bf16")),
+            f"train.master_weights: has an effect only with train.method=full and train.precision=bf16; got true with "
+            f"{train.method} and {train.precision}; set it to false",
+        ),
+        (
+            train.master_weights and train.optimizer == "adamw_foreach",
+            "train.optimizer: adamw_foreach updates all tensors at once, master weights one by one; got adamw_foreach "
+            "with train.master_weights=true; use adamw",
+        ),
+        (
+            lora.init == "pissa" and train.method != "lora",
+            f"train.lora.init: pissa changes the frozen weights, which must not be quantised after; got pissa with "
+            f"train.method={train.method}; use lora, or default",
+        ),
+        (
+            lora.init == "loftq" and train.method != "qlora",
+            f"train.lora.init: loftq starts from what 4 bits lost; got loftq with train.method={train.method}; use "
+            "qlora, or default",
+        ),
+        (
+            lora.dora and (train.method != "lora" or lora.init != "default"),
+            f"train.lora.dora: is built for train.method=lora with train.lora.init=default; got {train.method}, "
+            f"{lora.init}; set it to false",
+        ),
+        (
+            train.merge and train.method == "full",
+            "train.merge: has an effect only with adapters; got true with train.method=full; set it to false",
+        ),
+        (
+            params.evaluate.merged and not train.merge,
+            "evaluate.merged: needs the merged model; got true with train.merge=false; set train.merge to true",
+        ),
+    )
+    for broken, message in faults:
+        if broken:
+            raise UserError(message)
 
 
 def _check_sources(data: Data) -> None:

@@ -43,7 +43,11 @@ def test_the_shipped_file_is_valid_and_frozen():
         ("bucket.int", 3, r"bucket\.int: unknown parameter; known: mode, max_tokens, pad_multiple"),
         ("train.lr", "1e-5", r'train\.lr: input should be a valid number; got "1e-5"'),
         ("train.grad_ckpt", 1, r"train\.grad_ckpt: .*boolean; got 1"),
-        ("train.method", "dora", r"train\.method: input should be 'full', 'lora' or 'qlora'; got \"dora\""),
+        ("train.method", "dora", r"train\.method: input should be 'full', 'lora', 'qlora' or 'int8_lora'; got \"dora\""),
+        ("train.master_weights", True, r"train\.master_weights: has an effect only with .* set it to false"),
+        ("train.lora.init", "pissa", r"train\.lora\.init: pissa changes the frozen weights.*train\.method=qlora; use"),
+        ("train.lora.dora", True, r"train\.lora\.dora: is built for train\.method=lora .*; got qlora, default; set"),
+        ("evaluate.merged", True, r"evaluate\.merged: needs the merged model; .*set train\.merge to true"),
         ("data.max_rows", 0, r"data\.max_rows: .*greater than or equal to 1; got 0"),
         ("train.max_grad_norm", "x", r'train\.max_grad_norm: .*number; got "x"'),
         ("train.lr", float("nan"), r"train\.lr: "),
@@ -84,6 +88,28 @@ def test_the_shipped_file_is_valid_and_frozen():
 def test_a_wrong_value_is_told_in_one_line(values: dict[str, Any], dotted: str, value: Any, message: str):
     with pytest.raises(UserError, match=message) as told:
         parse_params(put(values, dotted, value))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora.init": "loftq", "method": "lora"}, r"train\.lora\.init: loftq starts from what 4 bits lost; .*=lora"),
+        ({"lora.init": "pissa", "lora.dora": True, "method": "lora"}, r"train\.lora\.dora: .*got lora, pissa"),
+        ({"merge": True, "method": "full"}, r"train\.merge: has an effect only with adapters"),
+        ({"master_weights": True, "method": "full"}, r"train\.master_weights: .*; got true with full and fp32"),
+        (
+            {"master_weights": True, "method": "full", "precision": "bf16", "optimizer": "adamw_foreach"},
+            r"train\.optimizer: adamw_foreach .*use adamw",
+        ),
+    ],
+)
+def test_switches_that_exclude_each_other_are_told_in_one_line(values: dict[str, Any], changes: dict, message: str):
+    """A switch that has no effect beside another must not be taken in silence."""
+    for key, value in changes.items():
+        put(values, f"train.{key}", value)
+    with pytest.raises(UserError, match=message) as told:
+        parse_params(values)
     assert "\n" not in str(told.value)
 
 

@@ -14,7 +14,7 @@ from stages.declared import read_params
 from stages.errors import StageCommand, UserError
 from stages.estimate.advice import ADVICE_COLUMNS
 from stages.estimate.answer import answer
-from stages.estimate.devices import GIB, GPUS, Device, check_precision, resolve_gpu
+from stages.estimate.devices import GIB, GPUS, Device, precision_on, resolve_gpu
 from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, trace_origins
 from stages.estimate.kernels import target_of
 from stages.estimate.phases import Surroundings, generation_shape, heldout_shape, other_phases, stored_dtype
@@ -80,7 +80,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     """The stage."""
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())  # As train: CPU kernels buffer per thread.
     device, reason = resolve_gpu(p.hardware.gpu)
-    check_precision(device, p.train.precision)
+    precision, why = precision_on(device, p.train.precision)
     plan = read_plan(plan_path)
     refuse_several_ranks(plan)
     lengths = read_lengths(index)
@@ -93,7 +93,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         refuse_joined_rows(config, longest)
     windowed = longest >= (attention_window(config) or math.inf)
     steps = traced_steps(plan, lengths, tiled=device.kind == "cuda", windowed=windowed)
-    setting = Setting.from_params(p)
+    setting = Setting.from_params(p, precision)
     target = target_of(device)
     prediction, explanation = predict_explained(config, setting, steps, target)
     switches = trace_switches(
@@ -106,6 +106,10 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         progress=p.run.progress,
     )
     run = _workload(p, config, setting, prediction, plan, longest)
+    chosen = None
+    if p.train.precision == "auto":
+        chosen = precision
+        click.echo(f"train.precision: auto is {precision}: {why}")
     found = answer(run, prediction, device, p)
     inverse = _inverse(run, device, p)
     around = Surroundings(
@@ -113,19 +117,19 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), longest),
         evaluation=heldout_shape(p.evaluate.max_tokens, longest),
         logits_chunk=p.evaluate.logits_chunk,
-    )
-    by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
-    reserved = None
-    if device.kind == "cuda":
         generation=generation_shape(
             rows=min(p.evaluate.generate_rows, p.evaluate.generate_batch_rows),
             longest=longest,
             new_tokens=p.evaluate.max_new_tokens,
             positions=getattr(config.get_text_config(), "max_position_embeddings", None),
         ),
+    )
+    by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
+    reserved = None
+    if device.kind == "cuda":
         reserved = tiers(trace_origins(config, setting, prediction.steps_of_peak, target), device.memory_bytes)
     with atomic_directory(out) as aside:
-        write_json(aside / "verdict.json", found.verdict.as_json())
+        write_json(aside / "verdict.json", found.verdict.as_json(chosen))
         write_json(aside / "breakdown.json", _breakdown(by_phase, prediction.peak))
         states = list(closed_form(config, setting, target))
         write_json(aside / "explanation.json", {**explanation.as_json(), "states": states})

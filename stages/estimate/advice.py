@@ -222,7 +222,7 @@ def _candidates(run: Workload, costs: Costs, native_bf16: bool) -> Iterator[Cand
         switches.append([plain, _of_setting(run, "train.optimizer=adamw_8bit", ROUNDED, 3, {})])
     if model.precision == "fp32" and native_bf16:
         switches.append([plain, _of_setting(run, "train.precision=bf16", ROUNDED, 4, {"precision": "bf16"})])
-    lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[model.method]
+    lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "int8_lora": ("qlora",), "qlora": ()}[model.method]
     methods = [
         replace(_of_setting(run, f"train.method={m}", OTHER_WEIGHTS, 5 + k, {"method": m}), strength=1 + k)
         for k, m in enumerate(lighter)

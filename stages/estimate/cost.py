@@ -6,10 +6,9 @@ apply to both sides of a comparison: use `relative_slowdown`, and nothing else, 
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from stages.errors import UserError
-from stages.params import OptimizerName
+from stages.params import Method, OptimizerName, Precision
 from stages.step.optimizers import OPTIMIZERS
 
 TERA, GIGA = 10**12, 10**9
@@ -107,8 +106,8 @@ class StepWork:
     length: int
     """Tokens a token may attend to, causally half of them on average."""
     micro_batches: int
-    method: Literal["full", "lora", "qlora"]
-    precision: Literal["bf16", "fp32"]
+    method: Method
+    precision: Precision
     optimizer: OptimizerName
     grad_ckpt: bool
     offloaded_optimizer: bool
@@ -132,8 +131,8 @@ def speed_of(gpu: str) -> Speed:
 
 def step_seconds(work: StepWork, speed: Speed) -> dict[str, float]:
     """Seconds of each part of a step: products, attention, weights (unpacking, reading), update, link."""
-    element_bytes = 2 if work.precision == "bf16" else FP32_BYTES
-    flops = (speed.half_flops if work.precision == "bf16" else speed.fp32_flops) * ARITHMETIC_SHARE
+    element_bytes = FP32_BYTES if work.precision == "fp32" else 2
+    flops = (speed.fp32_flops if work.precision == "fp32" else speed.half_flops) * ARITHMETIC_SHARE
     bandwidth = speed.bytes_per_second * BANDWIDTH_SHARE
     recomputed = PASSES_FORWARD if work.grad_ckpt else 0
     # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
@@ -159,8 +158,8 @@ def relative_slowdown(work: StepWork, than: StepWork, speed: Speed) -> float:
 
 
 def _weight_bytes(work: StepWork, passes: int, element_bytes: int) -> float:
-    """Bytes moved for the weights of all passes; unpacking NF4 reads half a byte, writes a value, and reads it back."""
-    moved = element_bytes if work.method != "qlora" else 0.5 + 2 * element_bytes
+    """Bytes moved for the weights of all passes; unpacking reads a weight, writes a value, and reads it back."""
+    moved = element_bytes + {"qlora": 0.5 + element_bytes, "int8_lora": 1 + element_bytes}.get(work.method, 0)
     return moved * work.parameters * passes * work.micro_batches
 
 

@@ -10,6 +10,8 @@ import psutil
 import torch
 
 from stages.errors import UserError
+from stages.model.precision import choose_precision
+from stages.params import AnyPrecision, Precision
 from stages.units import GIB, MIB
 
 SIZE_UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB}
@@ -174,15 +176,10 @@ def _container_limit() -> int | None:
     return None
 
 
-def check_precision(device: Device, precision: str) -> None:
-    """Refuse a precision the device has no arithmetic for.
+def precision_on(device: Device, asked: AnyPrecision) -> tuple[Precision, str]:
+    """What train.precision means on a device, and why.
 
     Raises:
         UserError: bf16 on a GPU before Ampere.
     """
-    if precision == "bf16" and not device.native_bf16:
-        major, minor = device.compute_capability
-        raise UserError(
-            f"train.precision: bf16 needs compute capability 8.0 (Ampere) or later; got bf16 for {device.name} "
-            f"({major}.{minor}); set train.precision to fp32"
-        )
+    return choose_precision(asked, kind=device.kind, native_bf16=device.native_bf16, name=device.name)

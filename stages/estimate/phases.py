@@ -125,7 +125,7 @@ def _load(
     shapes = model_shapes(config)
     largest = max((parameter.values for parameter in shapes.parameters if parameter.linear), default=0)
     element_bytes = setting.model.dtype.itemsize
-    packed = setting.model.method == "qlora"
+    packed = setting.model.method in PACKED_BITS
     if target.capability is None:
         arriving[FILE] = shapes.values * stored.itemsize
         if packed and stored != setting.model.dtype:

@@ -34,13 +34,14 @@ from stages.estimate.trace import (
 from stages.model.load import fake_model
 from stages.model.quantize import quantisation_tensors
 from stages.model.spec import ModelSpec
-from stages.params import OptimizerName, Params
+from stages.params import OptimizerName, Params, Precision
 from stages.step.batches import Batch, empty_batch
 from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
 from stages.step.optimizers import device_state
 from stages.step.step import StepSpec, training_step
 
 CPU = torch.device("cpu")
+FP32 = torch.float32
 UNTRACEABLE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -64,10 +65,10 @@ class Setting:
     max_grad_norm: float | None
 
     @classmethod
-    def from_params(cls, params: Params) -> "Setting":
-        """Read the `train` section and the seed."""
+    def from_params(cls, params: Params, precision: Precision) -> "Setting":
+        """Read the `train` section and the seed; `precision` is what train.precision means on the device."""
         return cls(
-            model=ModelSpec.from_params(params),
+            model=ModelSpec.from_params(params, precision),
             optimizer=params.train.optimizer,
             loss_chunk=params.train.loss_chunk,
             max_grad_norm=params.train.max_grad_norm,
@@ -204,7 +205,9 @@ def trace_steps(
                 supervised_tokens=1,
                 model_spec=setting.model,
                 spec=spec,
-                phase=lambda name: _phase(trace, name, like_cuda=target.foreach and _mixed(setting.model)),
+                phase=lambda name: _phase(
+                    trace, name, like_cuda=target.foreach and setting.model.autocast_dtype is not None
+                ),
                 guard=lambda losses, norm: None,
             )
     return position
@@ -219,6 +222,8 @@ def _hold_state(
     trace.hold(quantisation_tensors(model), QUANTISATION_STATE)
     if setting.model.method != "full":
         trace.hold(trained, ADAPTERS)
+        if setting.model.keeps_start and not cuda:  # In host memory, which is the device's own on a CPU.
+            trace.hold_bytes(sum(parameter.numel() * FP32.itemsize for parameter in trained), ADAPTERS)
     trace.hold(device_state(optimizer, setting.optimizer, cuda=cuda), OPTIMIZER)
 
     def hold_gradient(parameter: torch.Tensor) -> None:
@@ -227,11 +232,6 @@ def _hold_state(
 
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(hold_gradient)
-
-
-def _mixed(spec: ModelSpec) -> bool:
-    """Whether the forward pass runs under autocast."""
-    return spec.precision == "bf16" and spec.method != "full"
 
 
 @contextmanager

@@ -9,14 +9,14 @@ from transformers import PretrainedConfig
 
 from stages.errors import UserError
 from stages.estimate.answer import answer
-from stages.estimate.devices import Device, check_precision, resolve_gpu
+from stages.estimate.devices import Device, precision_on, resolve_gpu
 from stages.estimate.kernels import target_of
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.verdict import describe, usable_bytes
 from stages.estimate.what_fits import Largest, turn_round
 from stages.estimate.workload import Workload, full_batch, largest_steps
 from stages.model.load import read_config, refuse_joined_rows, refuse_long_rows
-from stages.params import Params, round_up
+from stages.params import Params, Precision, round_up
 from stages.pin.locate import TINY, TINY_DIRECTORY
 from stages.units import readable_size
 
@@ -38,14 +38,14 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     """
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device, reason = resolve_gpu(gpu or p.hardware.gpu)
-    check_precision(device, p.train.precision)
+    precision, _ = precision_on(device, p.train.precision)
     directory = find_model(p.model.name if model is None else str(model))
     config = read_config(directory)
-    run = workload_of(p, config)
+    run = workload_of(p, config, precision)
     headroom = p.estimate.headroom_percent
     yield f"device     {device.name}: {readable_size(device.memory_bytes)}, less {headroom:g}% ({reason})"
     yield f"model      {directory}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers"
-    train = f"{p.train.method}, {p.train.precision}, {p.train.optimizer}, grad_ckpt={str(p.train.grad_ckpt).lower()}"
+    train = f"{p.train.method}, {precision}, {p.train.optimizer}, grad_ckpt={str(p.train.grad_ckpt).lower()}"
     yield f"run        {train}, loss_chunk={p.train.loss_chunk}, micro-batches of {describe(run.steps[-1][-1])}"
     prediction = predict(config, run.setting, run.steps, target_of(device))
     yield from _peaks(prediction)
@@ -76,7 +76,7 @@ def find_model(name: str) -> Path:
     return directory
 
 
-def workload_of(p: Params, config: PretrainedConfig) -> Workload:
+def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Workload:
     """The run of params.yaml, its micro-batches full of the longest rows.
 
     Raises:
@@ -90,7 +90,7 @@ def workload_of(p: Params, config: PretrainedConfig) -> Workload:
     tokens = shape.rows * shape.length
     return Workload(
         config=config,
-        setting=Setting.from_params(p),
+        setting=Setting.from_params(p, precision),
         steps=largest_steps(shape, several=p.train.tokens_per_step > tokens),
         mode=p.bucket.mode,
         max_tokens=p.bucket.max_tokens,

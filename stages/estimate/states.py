@@ -16,7 +16,7 @@ from transformers import initialization as init
 
 from stages.estimate.optimizer_states import optimizer_tensors
 from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
-from stages.model.quantize import BLOCK_WEIGHTS, BYTE_LEVELS, NESTED_BLOCK_VALUES, NF4_LEVELS
+from stages.model.quantize import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from stages.model.spec import ModelSpec
 from stages.params import ALL_LINEAR, OptimizerName
 
@@ -24,6 +24,9 @@ FP32_BYTES = 4
 PAGED = "paged_optimizer"
 """Category of optimizer state in managed memory: no part of what the device's allocator holds."""
 NF4_BITS = 4
+PACKED_BITS: Mapping[str, int] = {"qlora": NF4_BITS, "int8_lora": 8}
+"""Bits of a frozen weight, by method."""
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +98,12 @@ def state_lines(shapes: ModelShapes, spec: ModelSpec, optimizer: OptimizerName, 
     trained, element_bytes = _trained(shapes, spec)
     sizes = [math.prod(shape) * element_bytes for shape in trained]
     if spec.method != "full":
-        lines.append(_line(ADAPTERS, f"LoRA of rank {spec.lora_rank}, fp32", sizes))
+        kind = "DoRA" if spec.lora_dora else "LoRA"
+        name = "fp32" if element_bytes == FP32_BYTES else "bf16"
+        lines.append(_line(ADAPTERS, f"{kind} of rank {spec.lora_rank}, {name}", sizes))
+        if spec.keeps_start and not cuda:
+            start = (math.prod(shape) * FP32_BYTES for shape in trained)
+            lines.append(_line(ADAPTERS, "adapters at the start, fp32", start))
     lines.append(_line(GRADIENTS, f"one per trained value, {element_bytes} bytes", sizes))
     kept = optimizer_tensors(trained, element_bytes, optimizer, cuda=cuda)
     lines += [_line(OPTIMIZER, each.what, each.tensor_bytes) for each in kept if not each.paged]
@@ -113,7 +121,7 @@ def _trained(shapes: ModelShapes, spec: ModelSpec) -> tuple[list[tuple[int, ...]
     """Shapes of the trained tensors, and bytes of a value of theirs."""
     if spec.method == "full":
         return [parameter.shape for parameter in shapes.parameters], spec.dtype.itemsize
-    return list(_adapter_shapes(shapes, spec)), FP32_BYTES
+    return list(_adapter_shapes(shapes, spec)), spec.adapter_dtype.itemsize
 
 
 def state_bytes(lines: Iterable[Line], *, granularity_bytes: int) -> Mapping[str, int]:
@@ -130,25 +138,37 @@ def _line(category: str, what: str, sizes: Iterable[int]) -> Line:
 
 
 def _weight_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
-    """Parameters in the type of `train.precision`, packed ones at half a byte."""
-    quantised = [p for p in shapes.parameters if p.linear and spec.method == "qlora"]
-    plain = [p for p in shapes.parameters if not (p.linear and spec.method == "qlora")]
+    """Parameters in the type of `train.precision`, packed ones at half a byte or a byte."""
+    bits = PACKED_BITS.get(spec.method)
+    packed = [p for p in shapes.parameters if p.linear and bits is not None]
+    plain = [p for p in shapes.parameters if not (p.linear and bits is not None)]
     element_bytes = spec.dtype.itemsize
-    yield _line(WEIGHTS, f"{spec.precision}, {element_bytes} bytes a value", (p.values * element_bytes for p in plain))
-    yield _line(WEIGHTS, "NF4, half a byte a value", (-(-p.values * NF4_BITS // 8) for p in quantised))
+    name = DTYPE_NAMES[spec.dtype]
+    yield _line(WEIGHTS, f"{name}, {element_bytes} bytes a value", (p.values * element_bytes for p in plain))
+    if bits is not None:
+        what = f"{spec.quant_type.upper()}, half a byte a value" if bits == NF4_BITS else "int8, a byte a value"
+        yield _line(WEIGHTS, what, (-(-p.values * bits // 8) for p in packed))
     yield _line(WEIGHTS, "buffers", shapes.buffer_bytes)
 
 
 def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
-    """Scales of NF4 with double quantisation (Dettmers et al. 2023, arXiv 2305.14314, section 3)."""
+    """Scales of 4 bits (Dettmers et al. 2023, arXiv 2305.14314, section 3) and of 8 (2022, arXiv 2208.07339)."""
+    if spec.method == "int8_lora":
+        rows = (p.shape[0] * FP32_BYTES for p in shapes.parameters if p.linear)
+        yield _line(QUANTISATION_STATE, "scales, fp32 per row of a weight", rows)
     if spec.method != "qlora":
         return
     blocks = [-(-p.values // BLOCK_WEIGHTS) for p in shapes.parameters if p.linear]
+    if not spec.double_quant:
+        scales = f"scales, fp32 per {BLOCK_WEIGHTS} values"
+        yield _line(QUANTISATION_STATE, scales, (count * FP32_BYTES for count in blocks))
+        yield _line(QUANTISATION_STATE, "code books, fp32", (LEVELS_4BIT * FP32_BYTES for _ in blocks))
+        return
     nested = [-(-count // NESTED_BLOCK_VALUES) for count in blocks]
     yield _line(QUANTISATION_STATE, f"scales, a byte per {BLOCK_WEIGHTS} values", blocks)
     scales = f"scales of scales, fp32 per {NESTED_BLOCK_VALUES} scales"
     yield _line(QUANTISATION_STATE, scales, (count * FP32_BYTES for count in nested))
-    books = (levels * FP32_BYTES for levels in (NF4_LEVELS, BYTE_LEVELS, 1) for _ in blocks)
+    books = (levels * FP32_BYTES for levels in (LEVELS_4BIT, BYTE_LEVELS, 1) for _ in blocks)
     yield _line(QUANTISATION_STATE, "code books and an offset per layer, fp32", books)
 
 
@@ -161,6 +181,8 @@ def _adapter_shapes(shapes: ModelShapes, spec: ModelSpec) -> Iterator[tuple[int,
             outputs, inputs = parameter.shape
             yield spec.lora_rank, inputs
             yield outputs, spec.lora_rank
+            if spec.lora_dora:  # The length of each row of the weight (Liu et al. 2024, arXiv 2402.09353).
+                yield (outputs,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from tqdm import tqdm
 from transformers import PretrainedConfig
@@ -10,13 +9,13 @@ from transformers import PretrainedConfig
 from stages.estimate.kernels import Target
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.shapes import halved
-from stages.params import Bucket, OptimizerName
+from stages.params import Bucket, Method, OptimizerName, Precision
 
 CURRENT = "current"
-METHODS: tuple[Literal["full", "lora", "qlora"], ...] = ("full", "lora", "qlora")
+METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
 OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw_8bit")
 """Those shown: the plain one, and the one that saves most at nearly no price."""
-PRECISIONS: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 LOSS_CHUNK_TOKENS = 512
 """The chunk offered where none is set."""
 

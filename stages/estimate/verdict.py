@@ -7,6 +7,7 @@ from typing import Any, Literal
 from stages.estimate.advice import Remedy
 from stages.estimate.devices import Device
 from stages.estimate.predict import Prediction
+from stages.params import Precision
 from stages.step.batches import BatchShape
 from stages.units import readable_size
 
@@ -32,9 +33,13 @@ class Verdict:
         """Whether it fits with the headroom."""
         return self.state == "fits"
 
-    def as_json(self) -> dict[str, Any]:
-        """The content of verdict.json; nothing in it varies with the device unless the run is refused."""
-        return {"enforce": self.enforce, "refusal": self.refusal if self.enforce else None}
+    def as_json(self, precision: Precision | None) -> dict[str, Any]:
+        """The content of verdict.json; nothing in it varies with the device unless the run is refused.
+
+        `precision` is what train.precision=auto means on the device, None where the user chose.
+        """
+        told = {"enforce": self.enforce, "refusal": self.refusal if self.enforce else None}
+        return told if precision is None else {**told, "precision": precision}
 
 
 def usable_bytes(device: Device, headroom_percent: float) -> int:

@@ -64,7 +64,7 @@ def smallest_gpu(run: Workload, headroom_percent: float) -> str | None:
     """The known GPU with the least memory that the run fits."""
     peaks: dict[tuple[bool, bool], int] = {}
     for gpu in sorted(GPUS, key=lambda gpu: gpu.memory_bytes):
-        if run.setting.model.precision == "bf16" and not gpu.native_bf16:
+        if run.setting.model.needs_native_bf16 and not gpu.native_bf16:
             continue
         # What a GPU runs depends on its generation alone: flash attention, the size of cuBLAS' workspaces.
         kind = (gpu.compute_capability >= BF16_CAPABILITY, gpu.compute_capability >= (9, 0))

@@ -91,7 +91,7 @@ class Costs:
         """The terms of the cost model."""
         text, model = run.config.get_text_config(), run.setting.model
         trained_bytes = sum(line.total_bytes(1) for line in self.lines(run.setting) if line.category == GRADIENTS)
-        value_bytes = model.dtype.itemsize if model.method == "full" else 4
+        value_bytes = model.trained_dtype.itemsize
         looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
         heads = text.num_attention_heads
         return StepWork(

@@ -15,6 +15,7 @@ from stages.evaluate.heldout import spread_rows
 from stages.evaluate.metrics import evaluate_metrics, generation_lines
 from stages.files import atomic_directory, read_json, write_json, write_text
 from stages.model.load import read_config
+from stages.model.precision import precision_of
 from stages.model.spec import WeightsSpec
 from stages.params import Params
 from stages.pin.locate import model_directory, verify_files
@@ -28,9 +29,18 @@ PATH = click.Path(path_type=Path)
 @click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned base.")
 @click.option("--tokenizer-lock", type=PATH, default="locks/tokenizer.json", show_default=True, help="Its tokenizer.")
 @click.option("--tuned", type=PATH, default="data/tuned", show_default=True, help="Adapter or model of stage train.")
+@click.option("--verdict", type=PATH, default="data/estimate/verdict.json", show_default=True, help="Its precision.")
 @click.option("--out", type=PATH, default="data/evaluate", show_default=True, help="Directory of generations.jsonl.")
 @click.option("--metrics", type=PATH, default="metrics/evaluate.json", show_default=True, help="Metrics.")
-def main(tokens: Path, model_lock: Path, tokenizer_lock: Path, tuned: Path, out: Path, metrics: Path) -> None:
+def main(
+    tokens: Path,
+    model_lock: Path,
+    tokenizer_lock: Path,
+    tuned: Path,
+    verdict: Path,
+    out: Path,
+    metrics: Path,
+) -> None:
     """Compare the base and the tuned model on held-out rows.
 
     Loss and perplexity of the trained tokens, overall and by row length, and exact match of greedy answers by task
@@ -50,7 +60,7 @@ def main(tokens: Path, model_lock: Path, tokenizer_lock: Path, tuned: Path, out:
         max_new_tokens=p.evaluate.max_new_tokens,
         generate_batch_rows=p.evaluate.generate_batch_rows,
     )
-    spec = WeightsSpec.from_params(p)
+    spec = WeightsSpec.from_params(p, precision_of(p, verdict))
     answers = evaluate_models(base, tuned, spec, questions, limits, device=device, progress=p.run.progress)
     lines = generation_lines(questions, answers, tokenizer)
     with atomic_directory(out) as aside:

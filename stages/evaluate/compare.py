@@ -88,7 +88,7 @@ def _models(base: Path, tuned: Path, spec: WeightsSpec, device: torch.device) ->
         for name, directory in zip(MODELS, (base, tuned), strict=True):
             yield name, load_base(directory, spec, device, GENERATION_ATTENTION).eval()
         return
-    adapted = load_adapter(load_base(base, spec, device, GENERATION_ATTENTION), tuned).eval()
+    adapted = load_adapter(load_base(base, spec, device, GENERATION_ATTENTION), tuned, spec).eval()
     with adapted.disable_adapter():
         yield "base", adapted
     yield "tuned", adapted

@@ -8,16 +8,21 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from stages.errors import UserError
 from stages.files import read_json, write_json
 from stages.model.quantize import keep_trainable_on_cpu
-from stages.model.spec import ModelSpec
+from stages.model.spec import ModelSpec, WeightsSpec
+from stages.model.start import ADAPTER, adapted_layers, changed_start, on_original_weights
+
+ADAPTER_PARTS = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
+"""What names of adapter parameters hold."""
 
 
 def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> PeftModel:
-    """Freeze the model and put fp32 LoRA adapters beside its target layers; A is seeded by `spec.seed`, B is zero.
+    """Freeze the model and put LoRA adapters beside its target layers; A is seeded by `spec.seed`, B is zero.
 
     Raises:
         UserError: train.lora.targets names no layer of this model.
@@ -29,12 +34,14 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
         lora_alpha=spec.lora_alpha,
         lora_dropout=spec.lora_dropout,
         target_modules=spec.peft_targets,
+        use_rslora=spec.lora_rslora,
+        use_dora=spec.lora_dora,
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(spec.seed)
     try:
         with _without_rename_warning():
-            return get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
     except ValueError as error:
         if "arget modules" not in str(error):
             raise
@@ -43,6 +50,15 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
             f"train.lora.targets: must name linear layers of the model; got {list(spec.lora_targets)}; "
             f"known: {', '.join(linear)}, or all-linear"
         ) from None
+    _cast_adapters(adapted, spec)
+    return adapted
+
+
+def _cast_adapters(model: PeftModel, spec: WeightsSpec) -> None:
+    """Hold the adapters in their type: peft makes them fp32."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ADAPTER_PARTS):
+            parameter.data = parameter.data.to(spec.adapter_dtype)
 
 
 def save_adapter(model: PeftModel, directory: Path, base_name: str) -> None:
@@ -50,13 +66,19 @@ def save_adapter(model: PeftModel, directory: Path, base_name: str) -> None:
 
     peft keeps target names in a set, whose order changes from process to process: they are sorted. It names the base by
     the directory it was loaded from, which differs between checkouts and temporary runs: `base_name`, as the user
-    wrote it, stands there instead.
+    wrote it, stands there instead. Where the start changed the frozen weights (PiSSA), the
+    adapter is written as one on the weights as they were.
     """
     # "auto" would ask the hub for the base's config, to see whether its embedding was resized; ours never is.
     model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False)
     (directory / "README.md").unlink(missing_ok=True)
     path = directory / "adapter_config.json"
     config = {key: _ordered(value) for key, value in read_json(path).items()}
+    if start := changed_start(model):
+        scale = next(layer.scaling[ADAPTER] for _, layer in adapted_layers(model))
+        file = directory / "adapter_model.safetensors"
+        tensors, config = on_original_weights(load_file(file), config, start, scale)
+        save_file(tensors, file, metadata={"format": "pt"})
     write_json(path, {**config, "base_model_name_or_path": base_name})
 
 
@@ -65,7 +87,7 @@ def _ordered(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
 
 
-def load_adapter(model: PreTrainedModel, directory: Path) -> PeftModel:
+def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> PeftModel:
     """Put a saved adapter back on its base, frozen.
 
     Raises:
@@ -79,6 +101,7 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> PeftModel:
         reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
         raise UserError(f"{directory}: adapter cannot be loaded ({reason}); delete it and run `dvc repro`") from None
     keep_trainable_on_cpu(adapted)
+    _cast_adapters(adapted, spec)
     return adapted
 
 

@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -16,8 +17,9 @@ from transformers.utils import logging as transformers_logging
 from stages.errors import UserError
 from stages.model.adapters import add_adapters
 from stages.model.attention import ATTENTION
-from stages.model.quantize import keep_trainable_on_cpu, nf4_config, quantize_on_meta
+from stages.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta
 from stages.model.spec import ModelSpec, WeightsSpec
+from stages.model.start import start_from_weights
 
 # Each scales or bends the logits after the head; the step below the head would miss it.
 UNSUPPORTED_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap")
@@ -28,7 +30,11 @@ NEEDED_FIELDS = ("hidden_size", "num_hidden_layers", "vocab_size")
 # Layers whose attention to a joined row, given its bounds, is that to the row alone.
 JOINABLE_LAYERS = {"full_attention", "sliding_attention"}
 
-PARAMS4BIT_ATTRIBUTES = ("quant_state", "blocksize", "quant_type", "bnb_quantized", "quant_storage", "module")
+PACKED_ATTRIBUTES = (
+    *("quant_state", "blocksize", "quant_type", "bnb_quantized", "quant_storage", "module"),
+    *("CB", "SCB", "has_fp16_weights"),
+)
+"""What bitsandbytes keeps on a 4-bit or an 8-bit parameter."""
 
 transformers_logging.disable_progress_bar()
 
@@ -127,7 +133,11 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
     model = load_base(directory, spec, device)
-    adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
+    adapted: nn.Module = model
+    if spec.adapted:
+        adapted = add_adapters(model, spec, on_meta=False)
+        if spec.lora_init != "default":
+            start_from_weights(adapted, spec, directory)
     enable_checkpointing(model, spec)
     return adapted.train()
 
@@ -139,7 +149,8 @@ def load_base(directory: Path, spec: WeightsSpec, device: torch.device, attentio
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
     config = read_config(directory)
-    quantized: dict[str, Any] = {"quantization_config": nf4_config(spec.dtype)} if spec.method == "qlora" else {}
+    how = quantisation(spec)
+    quantized: dict[str, Any] = {} if how is None else {"quantization_config": how}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         try:
@@ -190,8 +201,8 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
                 f"model.name: {config.model_type} cannot be built ({reason}); choose another model"
             ) from None
         model.tie_weights()
-        if spec.method == "qlora":
-            quantize_on_meta(model, spec.dtype)
+        if quantisation(spec) is not None:
+            quantize_on_meta(model, spec)
         adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=True)
     enable_checkpointing(model, spec)
     keep_trainable_on_cpu(adapted)
@@ -205,7 +216,11 @@ def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
         return
     # The generator's state (5 KB a layer, and a copy from the device on CUDA) is needed for dropout alone.
     dropout = spec.lora_dropout > 0 or _has_dropout(model.config)
-    kwargs = {"use_reentrant": False, "preserve_rng_state": dropout}
+    # bitsandbytes' 8-bit product keeps its inputs where checkpointing by hooks does not see them.
+    reentrant = spec.method == "int8_lora"
+    kwargs = {"use_reentrant": reentrant, "preserve_rng_state": dropout}
+    if reentrant:  # Recomputed layers whose inputs need no gradient would give none to their adapters.
+        model.enable_input_require_grads()
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(kwargs)
     else:  # transformers < 5.20
@@ -224,6 +239,8 @@ def _own_memory(model: nn.Module) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type == "cpu" and id(tensor) not in owned:
             tensor.data = tensor.data.clone()
+            if getattr(tensor, "CB", None) is not None:  # An 8-bit parameter names its own data twice.
+                tensor.CB = tensor.data  # type: ignore[attr-defined]
             owned[id(tensor)] = tensor
 
 
@@ -236,8 +253,8 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
             empty = torch.empty_like(tensor.data, device=device)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, tensor.requires_grad)
-                # bitsandbytes reads its state off the parameter; a fake tensor cannot be a Params4bit.
-                for key in PARAMS4BIT_ATTRIBUTES:
+                # bitsandbytes reads its state off the parameter; a fake tensor cannot be one of its classes.
+                for key in PACKED_ATTRIBUTES:
                     if hasattr(tensor, key):
                         setattr(empty, key, getattr(tensor, key))
             # The original is kept, or its id could be given to another tensor.
@@ -251,5 +268,9 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
                     tensors[name] = fake(tensor)  # type: ignore[assignment]
         state = getattr(module, "quant_state", None)
         if state is not None:
-            state.absmax, state.code, state.offset = fake(state.absmax), fake(state.code), fake(state.offset)
-            state.state2.absmax, state.state2.code = fake(state.state2.absmax), fake(state.state2.code)
+            state.absmax, state.code = fake(state.absmax), fake(state.code)
+            if state.nested:
+                state.offset = fake(state.offset)
+                state.state2.absmax, state.state2.code = fake(state.state2.absmax), fake(state.state2.code)
+        if isinstance(module, bnb.nn.Linear8bitLt):
+            module.state.CB, module.state.SCB = module.weight.data, fake(module.state.SCB)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""4-bit NF4 weights with double quantisation (bitsandbytes; Dettmers et al. 2023, arXiv 2305.14314)."""
+"""Frozen weights in 4 and in 8 bits (bitsandbytes; Dettmers et al., arXiv 2305.14314 and 2208.07339)."""
 
 import bitsandbytes as bnb
 import torch
@@ -8,21 +8,29 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from stages.model.spec import WeightsSpec
+
 # bitsandbytes' own constants: weights per absmax, and absmax values per second-level absmax.
 BLOCK_WEIGHTS = 64
 NESTED_BLOCK_VALUES = 256
-NF4_LEVELS = 16
+LEVELS_4BIT = 16
 BYTE_LEVELS = 256
+OUTLIER_THRESHOLD = 6.0
+"""Input columns with a larger value are multiplied in 16 bits (LLM.int8(), section 3.2)."""
 
 
-def nf4_config(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """The quantisation of `train.method: qlora`: NF4, double quantisation, arithmetic in `dtype`."""
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
+def quantisation(spec: WeightsSpec) -> BitsAndBytesConfig | None:
+    """How the frozen weights are quantised; None where they are not."""
+    if spec.method == "int8_lora":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER_THRESHOLD)
+    if spec.method == "qlora":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=spec.quant_type,
+            bnb_4bit_use_double_quant=spec.double_quant,
+            bnb_4bit_compute_dtype=spec.dtype,
+        )
+    return None
 
 
 def keep_trainable_on_cpu(model: nn.Module) -> None:
@@ -36,49 +44,62 @@ def keep_trainable_on_cpu(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def quantize_on_meta(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Replace the linear layers of a model on the meta device as transformers would, with hand-built 4-bit states.
+def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
+    """Replace the linear layers of a model on the meta device as transformers would, with hand-built states.
 
     The same layers are skipped (head and tied weights), so shapes and bytes equal those of a really quantised model.
     """
-    replace_with_bnb_linear(model, get_keys_to_not_convert(model), nf4_config(dtype))
+    replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation(spec))
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
-            _hold_packed_weight(module, dtype)
+            _hold_4bit_weight(module, spec)
+        elif isinstance(module, bnb.nn.Linear8bitLt):
+            _hold_8bit_weight(module)
+        else:
+            continue
+        if module.bias is not None:  # Made in fp32 with the layer; loading gives it the type of all other weights.
+            module.bias = nn.Parameter(module.bias.to(spec.dtype), requires_grad=False)
 
 
-def _hold_packed_weight(layer: bnb.nn.Linear4bit, dtype: torch.dtype) -> None:
+def _hold_4bit_weight(layer: bnb.nn.Linear4bit, spec: WeightsSpec) -> None:
     """Give a meta layer the packed weight and quantisation state that quantising would have made."""
     weights = layer.out_features * layer.in_features
     blocks = -(-weights // BLOCK_WEIGHTS)
+    nested = QuantState(
+        absmax=_meta(-(-blocks // NESTED_BLOCK_VALUES), torch.float32),
+        code=_meta(BYTE_LEVELS, torch.float32),
+        blocksize=NESTED_BLOCK_VALUES,
+        dtype=torch.float32,
+    )
     state = QuantState(
-        absmax=_meta(blocks, torch.uint8),
+        absmax=_meta(blocks, torch.uint8 if spec.double_quant else torch.float32),
         shape=torch.Size((layer.out_features, layer.in_features)),
-        dtype=dtype,
+        dtype=spec.dtype,
         blocksize=BLOCK_WEIGHTS,
-        code=_meta(NF4_LEVELS, torch.float32),
-        quant_type="nf4",
-        offset=torch.empty((), dtype=torch.float32, device="meta"),
-        state2=QuantState(
-            absmax=_meta(-(-blocks // NESTED_BLOCK_VALUES), torch.float32),
-            code=_meta(BYTE_LEVELS, torch.float32),
-            blocksize=NESTED_BLOCK_VALUES,
-            dtype=torch.float32,
-        ),
+        code=_meta(LEVELS_4BIT, torch.float32),
+        quant_type=spec.quant_type,
+        offset=torch.empty((), dtype=torch.float32, device="meta") if spec.double_quant else None,
+        state2=nested if spec.double_quant else None,
     )
     layer.weight = bnb.nn.Params4bit(
         torch.empty((-(-weights // 2), 1), dtype=torch.uint8, device="meta"),
         requires_grad=False,
         quant_state=state,
         blocksize=BLOCK_WEIGHTS,
-        compress_statistics=True,
-        quant_type="nf4",
+        compress_statistics=spec.double_quant,
+        quant_type=spec.quant_type,
         bnb_quantized=True,
         module=layer,
     )
     layer.quant_state = state
-    if layer.bias is not None:  # Made in fp32 with the layer; loading gives it the type of all other weights.
-        layer.bias = nn.Parameter(layer.bias.to(dtype), requires_grad=False)
+
+
+def _hold_8bit_weight(layer: bnb.nn.Linear8bitLt) -> None:
+    """Give a meta layer the 8-bit weight and the scale of each of its rows, as after its first forward."""
+    shape = (layer.out_features, layer.in_features)
+    weight = torch.empty(shape, dtype=torch.int8, device="meta")
+    layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    layer.state.CB, layer.state.SCB = layer.weight.data, _meta(layer.out_features, torch.float32)
 
 
 def _meta(values: int, dtype: torch.dtype) -> torch.Tensor:
@@ -87,10 +108,15 @@ def _meta(values: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def quantisation_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """The tensors beside the packed weights: block scales, second-level scales, offsets and code books."""
+    """The tensors beside the packed weights: block or row scales, second-level scales, offsets and code books."""
     tensors = []
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit) and module.quant_state is not None:
             state = module.quant_state
-            tensors += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+            tensors += [state.absmax, state.code]
+            if state.nested:
+                tensors += [state.offset, state.state2.absmax, state.state2.code]
+        elif isinstance(module, bnb.nn.Linear8bitLt):  # Its first forward moves the scales to the layer.
+            scales = (getattr(module.weight, "SCB", None), module.state.SCB)
+            tensors += [scale for scale in scales if scale is not None]
     return tensors

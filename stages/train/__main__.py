@@ -9,6 +9,7 @@ from stages.bucket.plan import read_plan
 from stages.declared import parameter_values, read_params
 from stages.errors import StageCommand
 from stages.files import atomic_directory, read_json, write_csv, write_json, write_text
+from stages.model.precision import precision_of
 from stages.model.spec import ModelSpec
 from stages.pin.locate import model_directory, verify_files
 from stages.step.batches import refuse_other_tokens, refuse_several_ranks
@@ -57,7 +58,7 @@ def main(
     params = read_params()
     torch.set_num_threads(params.run.cpu_threads or torch.get_num_threads())
     device = training_device()
-    spec = ModelSpec.from_params(params)
+    spec = ModelSpec.from_params(params, precision_of(params, verdict))
     check_device(device, spec, read_json(verdict), read_json(estimate))
     if note := paging_note(params.train.optimizer, device):
         click.echo(f"note: {note}", err=True)

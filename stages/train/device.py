@@ -34,11 +34,11 @@ def check_device(
         raise UserError(verdict["refusal"])
     if (
         device.type == "cuda"
-        and spec.precision == "bf16"
+        and spec.needs_native_bf16
         and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):
         name = torch.cuda.get_device_name(device)
-        raise UserError(f"train.precision: {name} has no native bf16; got bf16; use fp32")
+        raise UserError(f"train.precision: {name} has no native bf16; got {spec.precision}; use fp16")
     if not verdict["enforce"]:
         return
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

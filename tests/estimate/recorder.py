@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from stages.estimate.kernels import Target
-from stages.estimate.predict import Setting, _hold_state, _mixed, _phase
+from stages.estimate.predict import Setting, _hold_state, _phase
 from stages.estimate.step_units import step_units
 from stages.estimate.templates import UPDATE, Timeline, Unit
 from stages.estimate.trace import WORKSPACE, MemoryTrace
@@ -48,7 +48,7 @@ def record(config: PretrainedConfig, setting: Setting, target: Target, steps: Se
         def phase(name: str, update: Unit) -> Iterator[None]:
             if name == "clip":
                 marks.append((len(trace._events), update))
-            with _phase(trace, name, like_cuda=exact.foreach and _mixed(setting.model)):
+            with _phase(trace, name, like_cuda=exact.foreach and setting.model.autocast_dtype is not None):
                 yield
 
         with trace.recording():

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from stages.errors import UserError
-from stages.estimate.devices import check_precision, resolve_gpu
+from stages.estimate.devices import precision_on, resolve_gpu
 from stages.estimate.predict import Setting, predict
 from stages.estimate.replay import Replay, replay
 from stages.estimate.step_units import step_units
@@ -152,7 +152,7 @@ def test_qlora_70b_fits_one_48_gb_card_up_to_a_length():
 def test_bf16_on_a_p4_is_refused():
     """7B in 4 bits on 8 GB cards with bf16 set: a card that only imitates bf16, found out hours later."""
     with pytest.raises(UserError, match=r"bf16 for P4 \(6.1\); set train.precision to fp32"):
-        check_precision(resolve_gpu("P4")[0], "bf16")
+        precision_on(resolve_gpu("P4")[0], "bf16")
 
 
 @pytest.mark.slow

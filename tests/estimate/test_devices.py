@@ -7,7 +7,7 @@ import pytest
 
 from stages.errors import UserError
 from stages.estimate import devices
-from stages.estimate.devices import GIB, GPUS, check_precision, resolve_gpu
+from stages.estimate.devices import GIB, GPUS, precision_on, resolve_gpu
 
 
 def test_at_least_fifteen_gpus_are_known_with_memory_below_their_nominal_size():
@@ -162,13 +162,13 @@ def test_auto_respects_a_containers_limit(monkeypatch, tmp_path: Path, text, lim
 def test_bf16_is_refused_where_the_gpu_only_imitates_it(name):
     """The case of eight P4 with bf16 set: found out after hours of queueing."""
     device = resolve_gpu(name)[0]
-    with pytest.raises(UserError, match=f"train.precision: .* got bf16 for {name} .*set train.precision to fp32"):
-        check_precision(device, "bf16")
-    check_precision(device, "fp32")
+    with pytest.raises(UserError, match=f"train.precision: .* got bf16 for {name}; set train.precision to fp16"):
+        precision_on(device, "bf16")
+    precision_on(device, "fp32")
 
 
 def test_bf16_is_taken_by_ampere_and_later_and_by_cpus():
     """A refusal that hits too much."""
     for device in (*(gpu for gpu in GPUS if gpu.compute_capability >= (8, 0)), resolve_gpu("24GiB")[0]):
-        check_precision(device, "bf16")
-    check_precision(devices._cpu(GIB), "bf16")
+        precision_on(device, "bf16")
+    precision_on(devices._cpu(GIB), "bf16")

@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,23 @@ def test_prediction_equals_what_the_allocator_counted_in_all_other_cases(small_l
 def test_prediction_holds_for_joined_rows(small_llama, method, grad_ckpt, optimizer):
     """Joined rows traced with a mask, or as one long row."""
     check(small_llama, setting_of(method=method, grad_ckpt=grad_ckpt, optimizer=optimizer), JOINED)
+
+
+FORMS: list[dict[str, Any]] = [
+    {"method": "lora", "lora_dora": True},
+    {"method": "lora", "lora_dora": True, "grad_ckpt": True},
+    {"method": "lora", "lora_init": "pissa", "lora_rslora": True},
+    {"method": "qlora", "quant_type": "fp4", "lora_init": "loftq"},
+    {"method": "qlora", "double_quant": False},
+    {"method": "int8_lora"},
+    {"method": "int8_lora", "grad_ckpt": True},
+]
+
+
+@pytest.mark.parametrize("changes", FORMS, ids=str)
+def test_prediction_holds_for_every_form_of_adapter(small_llama, changes):
+    """A frozen weight unpacked, or an adapter applied, unlike it was traced."""
+    check(small_llama, setting_of(**changes))
 
 
 @pytest.mark.parametrize("loss_chunk", [None, 64])

@@ -74,6 +74,30 @@ def test_the_closed_form_is_what_the_trace_counts(method, precision, gpu, optimi
     assert closed == {category: held[category] for category in STATES if category in held}
 
 
+@pytest.mark.parametrize("gpu", [None, "H100"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "lora", "lora_dora": True},
+        {"method": "lora", "lora_init": "pissa"},
+        {"method": "lora", "precision": "pure_bf16"},
+        {"method": "full", "precision": "fp16"},
+        {"method": "lora", "precision": "fp16"},
+        {"method": "qlora", "quant_type": "fp4", "double_quant": False, "precision": "fp16"},
+        {"method": "int8_lora", "precision": "bf16"},
+    ],
+    ids=str,
+)
+def test_the_closed_form_of_every_method_and_type(changes, gpu):
+    """The same for what the rows above leave out."""
+    setting = setting_of(**changes)
+    target = CPU_TARGET if gpu is None else gpu_target(gpu)
+    held = predict(llama(tied=False), setting, ((shape(2, 32, 40),),), target).by_phase["clip"].by_category
+    lines = state_lines(model_shapes(llama(tied=False)), setting.model, setting.optimizer, cuda=target.foreach)
+    closed = state_bytes(lines, granularity_bytes=target.granularity_bytes)
+    assert closed == {category: held[category] for category in STATES if category in held}
+
+
 def test_adapters_of_named_layers():
     """Targets that end alike taken for each other, or the head adapted."""
     spec = spec_of(method="lora", lora_targets=("q_proj", "down_proj"))

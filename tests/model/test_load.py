@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes as bnb
 import pytest
@@ -15,7 +16,17 @@ from stages.model.load import fake_model, load_base, load_model, read_config, re
 from stages.model.quantize import quantisation_tensors
 from tests.small_model import CPU, spec_of
 
-METHODS = ("full", "lora", "qlora")
+FORMS: list[dict[str, Any]] = [
+    {"method": "full"},
+    {"method": "lora"},
+    {"method": "lora", "lora_dora": True},
+    {"method": "lora", "lora_init": "pissa", "lora_rslora": True},
+    {"method": "qlora"},
+    {"method": "qlora", "quant_type": "fp4", "lora_init": "loftq"},
+    {"method": "qlora", "double_quant": False},
+    {"method": "int8_lora"},
+]
+"""Every kind of frozen weight and of adapter."""
 
 
 def tensors_of(model: torch.nn.Module) -> list[tuple[tuple[int, ...], str, bool]]:
@@ -24,11 +35,11 @@ def tensors_of(model: torch.nn.Module) -> list[tuple[tuple[int, ...], str, bool]
     return sorted((tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("method", METHODS)
-def test_fake_model_has_the_tensors_of_the_real_one(small_llama: Path, method: str, precision: str):
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "pure_bf16"])
+@pytest.mark.parametrize("changes", FORMS, ids=str)
+def test_fake_model_has_the_tensors_of_the_real_one(small_llama: Path, changes: dict[str, Any], precision: str):
     """A difference here would be an error of the prediction."""
-    spec = spec_of(method=method, precision=precision)
+    spec = spec_of(**changes, precision=precision)
     real = tensors_of(load_model(small_llama, spec, CPU))
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = tensors_of(fake_model(read_config(small_llama), spec, CPU))
@@ -72,7 +83,7 @@ def test_adapter_comes_back_bit_equal_and_in_equal_bytes(small_llama: Path, tmp_
             if parameter.requires_grad:
                 parameter.normal_(generator=torch.Generator().manual_seed(3))
     save_adapter(model, tmp_path / "a", "base")  # type: ignore[arg-type]
-    back = load_adapter(load_base(small_llama, spec, CPU), tmp_path / "a")
+    back = load_adapter(load_base(small_llama, spec, CPU), tmp_path / "a", spec)
     save_adapter(back, tmp_path / "b", "base")
     saved = load_file(tmp_path / "a/adapter_model.safetensors")
     for name, value in load_file(tmp_path / "b/adapter_model.safetensors").items():
