@@ -36,6 +36,7 @@ SLOW = [
 ]
 
 
+JOINED_FAST = [("lora", True, "adamw"), ("qlora", True, "adamw_8bit")]
 STEPS, JOINED = LAYOUTS["padded"], LAYOUTS["joined"]
 
 
@@ -68,7 +69,10 @@ def test_prediction_equals_what_the_allocator_counted_in_all_other_cases(small_l
     check(small_llama, setting_of(method=method, grad_ckpt=grad_ckpt, optimizer=optimizer))
 
 
-@pytest.mark.parametrize(("method", "grad_ckpt", "optimizer"), FAST)
+@pytest.mark.parametrize(
+    ("method", "grad_ckpt", "optimizer"),
+    [case if case in JOINED_FAST else pytest.param(*case, marks=pytest.mark.slow) for case in FAST],
+)
 def test_prediction_holds_for_joined_rows(small_llama, method, grad_ckpt, optimizer):
     """Joined rows traced with a mask, or as one long row."""
     check(small_llama, setting_of(method=method, grad_ckpt=grad_ckpt, optimizer=optimizer), JOINED)
@@ -85,19 +89,21 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", FORMS, ids=str)
+@pytest.mark.parametrize(
+    "changes", [pytest.param(f, marks=pytest.mark.slow) if "grad_ckpt" in f else f for f in FORMS], ids=str
+)
 def test_prediction_holds_for_every_form_of_adapter(small_llama, changes):
     """A frozen weight unpacked, or an adapter applied, unlike it was traced."""
     check(small_llama, setting_of(**changes))
 
 
-@pytest.mark.parametrize("loss_chunk", [None, 64])
+@pytest.mark.parametrize("loss_chunk", [None, pytest.param(64, marks=pytest.mark.slow)])
 def test_prediction_holds_with_and_without_a_chunked_loss(small_llama, loss_chunk):
     """Logits counted once too often, or not at all."""
     check(small_llama, setting_of(method="lora", loss_chunk=loss_chunk))
 
 
-@pytest.mark.parametrize("grad_ckpt", [False, True])
+@pytest.mark.parametrize("grad_ckpt", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_prediction_holds_for_a_sliding_window(tmp_path, grad_ckpt):
     """A mask per row traced where training builds one for all rows."""
     config = MistralConfig(

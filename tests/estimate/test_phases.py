@@ -34,7 +34,7 @@ def batch_of(wanted: BatchShape) -> Batch:
     return Batch(input_ids_BT=ids_BT, targets_BT=ids_BT.clone(), supervised_index_N=index_N, joined_rows=None)
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow), "qlora"])
 def test_losses_without_gradients_hold_what_is_predicted(small_llama, method):
     """Activations counted as kept for a backward that never comes, or an optimizer forgotten."""
     setting = setting_of(method=method)
@@ -54,9 +54,10 @@ def test_losses_without_gradients_hold_what_is_predicted(small_llama, method):
     assert predicted["heldout"].bytes == pytest.approx(measured["heldout"], rel=0.02)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+@pytest.mark.parametrize("family", [pytest.param("Llama", marks=pytest.mark.slow), "Gemma 3"])
 @pytest.mark.parametrize(
-    ("method", "new_tokens", "prompt_tokens"), [("full", 1, 90), ("lora", 40, 90), ("qlora", 60, 8)]
+    ("method", "new_tokens", "prompt_tokens"),
+    [("full", 1, 90), pytest.param("lora", 40, 90, marks=pytest.mark.slow), ("qlora", 60, 8)],
 )
 def test_answers_hold_what_is_predicted(family, method, new_tokens, prompt_tokens, tmp_path):
     """A KV cache forgotten, logits of every prompt token, or windowed layers taken to keep every token."""
@@ -93,7 +94,9 @@ def test_prompts_leave_room_for_their_answers():
     assert shape == GenerationShape(rows=4, prompt_tokens=56, new_tokens=8)
 
 
-@pytest.mark.parametrize(("method", "precision"), [("full", "bf16"), ("lora", "bf16"), ("qlora", "fp32")])
+@pytest.mark.parametrize(
+    ("method", "precision"), [("full", "bf16"), pytest.param("lora", "bf16", marks=pytest.mark.slow), ("qlora", "fp32")]
+)
 def test_loading_holds_what_is_predicted(small_llama, method, precision):
     """A model that trains but cannot be loaded.
 

@@ -73,7 +73,9 @@ def test_second_in_every_figure_can_be_the_worst():
     assert worst_steps(plan, LENGTHS) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("setting", [{}, {"grad_ckpt": True}, {"method": "full", "loss_chunk": None}])
+@pytest.mark.parametrize(
+    "setting", [{}, pytest.param({"grad_ckpt": True}, marks=pytest.mark.slow), {"method": "full", "loss_chunk": None}]
+)
 def test_no_other_micro_batch_needs_more_than_the_traced_ones(small_llama, setting):
     """A run that is told to fit and then fails: every micro-batch of a plan, in its position, is traced."""
     config = read_config(small_llama)
