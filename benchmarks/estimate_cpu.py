@@ -8,7 +8,7 @@ import gc
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,15 @@ from transformers import (
 from benchmarks.form import Row
 from stages.estimate.devices import Device
 from stages.estimate.kernels import target_of
-from stages.estimate.predict import Setting, predict
+from stages.estimate.predict import Setting, optim_of, predict
 from stages.estimate.shapes import TracedSteps
 from stages.model.attention import JoinedRows
 from stages.model.load import load_model, read_config
 from stages.model.quantize import BLOCK_WEIGHTS
 from stages.model.spec import ModelSpec
 from stages.step.batches import IGNORED, Batch, BatchShape, join_rows
-from stages.step.optim import OptimSpec, build_optimizer
+from stages.step.optim import build_optimizer
+from stages.step.scale import LossScaler
 from stages.step.step import StepSpec, training_step
 from stages.train.measure import Measured, make_meter
 
@@ -148,8 +149,9 @@ def real_batch(wanted: BatchShape, vocabulary: int) -> Batch:
 
 def count(directory: Path, setting: Setting, steps: TracedSteps) -> Measured:
     """Load and train for real under the CPU's meter, as train does."""
-    optim = OptimSpec(name=setting.optimizer, lr=1e-3, weight_decay=0.01, schedule="constant", warmup_fraction=0.0)
+    optim = replace(optim_of(setting), lr=1e-3, weight_decay=0.01)
     spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=False)
+    scaler = LossScaler() if setting.model.scales_loss else None
     gc.collect()  # What earlier runs left must not be freed inside the window.
     meter = make_meter(CPU)
     with meter.window("run"):
@@ -166,6 +168,7 @@ def count(directory: Path, setting: Setting, steps: TracedSteps) -> Measured:
                 spec=spec,
                 phase=meter.phase,
                 guard=lambda losses, norm: None,
+                scaler=scaler,
             )
     return meter.result()
 

@@ -38,6 +38,7 @@ from stages.params import OptimizerName, Params, Precision
 from stages.step.batches import Batch, empty_batch
 from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
 from stages.step.optimizers import device_state
+from stages.step.scale import LossScaler
 from stages.step.step import StepSpec, training_step
 
 CPU = torch.device("cpu")
@@ -63,6 +64,7 @@ class Setting:
     optimizer: OptimizerName
     loss_chunk: int | None
     max_grad_norm: float | None
+    master_weights: bool = False
 
     @classmethod
     def from_params(cls, params: Params, precision: Precision) -> "Setting":
@@ -72,6 +74,7 @@ class Setting:
             optimizer=params.train.optimizer,
             loss_chunk=params.train.loss_chunk,
             max_grad_norm=params.train.max_grad_norm,
+            master_weights=params.train.master_weights,
         )
 
 
@@ -179,13 +182,12 @@ def trace_steps(
     Returns the step and the position in it of the micro-batch that set the peak.
     """
     model = fake_model(config, setting.model, CPU)
-    # Only the optimizer's name decides its state; the numbers of its update do not.
-    numbers = OptimSpec(name=setting.optimizer, lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
-    optimizer = build_optimizer(model, numbers)
+    optimizer = build_optimizer(model, optim_of(setting))
     _hold_state(trace, model, optimizer, setting, cuda=target.foreach)
     trace.hold_bytes(target.constant_bytes, WORKSPACE)
     trace.begin_run(model)
     spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=target.foreach)
+    scaler = LossScaler(finite=lambda norm: True) if setting.model.scales_loss else None
     highest_bytes, position = 0, (0, 0)
 
     def batches(step: int) -> Iterator[Batch]:
@@ -209,8 +211,21 @@ def trace_steps(
                     trace, name, like_cuda=target.foreach and setting.model.autocast_dtype is not None
                 ),
                 guard=lambda losses, norm: None,
+                scaler=scaler,
             )
     return position
+
+
+def optim_of(setting: Setting) -> OptimSpec:
+    """The optimizer of a setting: its name decides its state, the numbers of its update do not."""
+    return OptimSpec(
+        name=setting.optimizer,
+        lr=1.0,
+        weight_decay=0.0,
+        schedule="constant",
+        warmup_fraction=0.0,
+        master_weights=setting.master_weights,
+    )
 
 
 def _hold_state(

@@ -88,7 +88,9 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
     return ModelShapes(parameters=parameters, buffer_bytes=buffers)
 
 
-def state_lines(shapes: ModelShapes, spec: ModelSpec, optimizer: OptimizerName, *, cuda: bool) -> tuple[Line, ...]:
+def state_lines(
+    shapes: ModelShapes, spec: ModelSpec, optimizer: OptimizerName, *, cuda: bool, master_weights: bool
+) -> tuple[Line, ...]:
     """Everything the device's allocator holds at the end of backward, by kind of tensor; none without tensors.
 
     Paged state is managed memory on CUDA and stands apart, see `paged_lines`.
@@ -105,15 +107,20 @@ def state_lines(shapes: ModelShapes, spec: ModelSpec, optimizer: OptimizerName, 
             start = (math.prod(shape) * FP32_BYTES for shape in trained)
             lines.append(_line(ADAPTERS, "adapters at the start, fp32", start))
     lines.append(_line(GRADIENTS, f"one per trained value, {element_bytes} bytes", sizes))
-    kept = optimizer_tensors(trained, element_bytes, optimizer, cuda=cuda)
+    if master_weights:
+        copies = (math.prod(shape) * FP32_BYTES for shape in trained)
+        lines.append(_line(OPTIMIZER, "master weights, fp32", copies))
+    kept = optimizer_tensors(trained, FP32_BYTES if master_weights else element_bytes, optimizer, cuda=cuda)
     lines += [_line(OPTIMIZER, each.what, each.tensor_bytes) for each in kept if not each.paged]
     return tuple(line for line in lines if line.tensor_bytes)
 
 
-def paged_lines(shapes: ModelShapes, spec: ModelSpec, optimizer: OptimizerName, *, cuda: bool) -> tuple[Line, ...]:
+def paged_lines(
+    shapes: ModelShapes, spec: ModelSpec, optimizer: OptimizerName, *, cuda: bool, master_weights: bool
+) -> tuple[Line, ...]:
     """Optimizer state in managed memory: on the device while there is room, else on the host."""
     trained, element_bytes = _trained(shapes, spec)
-    kept = optimizer_tensors(trained, element_bytes, optimizer, cuda=cuda)
+    kept = optimizer_tensors(trained, FP32_BYTES if master_weights else element_bytes, optimizer, cuda=cuda)
     return tuple(_line(PAGED, each.what, each.tensor_bytes) for each in kept if each.paged and each.tensor_bytes)
 
 

@@ -76,7 +76,13 @@ class Costs:
 
     def lines(self, setting: Setting) -> tuple[Line, ...]:
         """The states of a setting by closed form."""
-        return state_lines(self._shapes, setting.model, setting.optimizer, cuda=self._target.foreach)
+        return state_lines(
+            self._shapes,
+            setting.model,
+            setting.optimizer,
+            cuda=self._target.foreach,
+            master_weights=setting.master_weights,
+        )
 
     def least_bytes(self, setting: Setting) -> int:
         """What the end of every backward holds, whatever the micro-batches."""

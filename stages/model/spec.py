@@ -62,6 +62,11 @@ class WeightsSpec:
         return None
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether gradients of fp16 products have to be kept from vanishing."""
+        return self.precision == "fp16"
+
+    @property
     def needs_native_bf16(self) -> bool:
         """Whether the device must have bf16 arithmetic."""
         return self.precision in ("bf16", "pure_bf16")

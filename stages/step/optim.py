@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from stages.params import OptimizerName, Params
+from stages.step.master import MasterWeights
 from stages.step.optimizers import OPTIMIZERS, make_state
 
 
@@ -21,6 +22,8 @@ class OptimSpec:
     weight_decay: float
     schedule: Literal["cosine", "constant"]
     warmup_fraction: float
+    master_weights: bool = False
+    """Update fp32 copies of 16-bit weights."""
 
     @classmethod
     def from_params(cls, params: Params) -> "OptimSpec":
@@ -32,6 +35,7 @@ class OptimSpec:
             weight_decay=float(train.weight_decay),
             schedule=train.schedule,
             warmup_fraction=train.warmup_fraction,
+            master_weights=train.master_weights,
         )
 
 
@@ -47,15 +51,20 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> torch.optim.Optimizer:
     what does not fit fails at once.
     """
     trained = trained_parameters(model)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     kind = OPTIMIZERS[spec.name]
-    with unset_fake_temporarily():  # bitsandbytes reads the values of its code books.
-        optimizer = kind.make([group for group in groups if group["params"]], lr=spec.lr, **kind.options)
-    make_state(optimizer, kind)
-    return optimizer
+
+    def build(given: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        with unset_fake_temporarily():  # bitsandbytes reads the values of its code books.
+            optimizer = kind.make(given, lr=spec.lr, **kind.options)
+        make_state(optimizer, kind)
+        return optimizer
+
+    return MasterWeights(groups, spec.lr, build) if spec.master_weights else build(groups)
 
 
 def learning_rate(step: int, total_steps: int, spec: OptimSpec) -> float:

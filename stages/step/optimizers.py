@@ -11,6 +11,7 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from stages.params import OptimizerName
+from stages.step.master import MasterWeights
 
 # Each optimizer's published constants.
 ADAM: Mapping[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
@@ -133,6 +134,10 @@ def is_paged(name: OptimizerName, values: int, *, cuda: bool) -> bool:
 
 def device_state(optimizer: torch.optim.Optimizer, name: OptimizerName, *, cuda: bool) -> Iterator[torch.Tensor]:
     """The tensors of its state that the device's allocator holds; `cuda` says what that device is."""
+    if isinstance(optimizer, MasterWeights):
+        yield from (state["master"] for state in optimizer.state.values())
+        yield from device_state(optimizer.inner, name, cuda=cuda)
+        return
     for parameter, state in optimizer.state.items():
         paged = is_paged(name, parameter.numel(), cuda=cuda)
         for key, value in state.items():

@@ -12,6 +12,7 @@ from stages.model.spec import ModelSpec
 from stages.step.batches import Batch
 from stages.step.loss import summed_loss
 from stages.step.optim import trained_parameters
+from stages.step.scale import LossScaler
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """Opens a named part of the step: forward, backward, clip, optimizer."""
@@ -50,11 +51,13 @@ def training_step(
     spec: StepSpec,
     phase: Phase,
     guard: Guard,
+    scaler: LossScaler | None = None,
 ) -> StepResult:
     """Run one optimizer step over its micro-batches; gradients are released at the end.
 
     Each micro-batch's summed loss is divided by the trained tokens of the *whole* step, so any cut of the same rows
-    gives the same gradients. `batches` is consumed lazily: one micro-batch is on the device at a time.
+    gives the same gradients. `batches` is consumed lazily: one micro-batch is on the device at a time. With a `scaler`
+    an update whose gradients overflowed is left out, and the guard is shown a norm of 0.
     """
     losses: list[torch.Tensor] = []
     for batch in batches:
@@ -63,17 +66,21 @@ def training_step(
         del batch
         losses.append(loss.detach())
         with phase("backward"):
-            loss.backward()
+            (loss if scaler is None else scaler.scaled(loss)).backward()
         del loss
     gradients = [p.grad for p in trained_parameters(model) if p.grad is not None]
     with phase("clip"):
+        if scaler is not None:
+            scaler.unscale(gradients)
         grad_norm = get_total_norm(gradients, foreach=spec.foreach)
         if spec.max_grad_norm is not None:
             parameters = trained_parameters(model)
             clip_grads_with_norm_(parameters, spec.max_grad_norm, grad_norm, foreach=spec.foreach)
     del gradients
-    guard(losses, grad_norm)
+    update = scaler is None or scaler.take(grad_norm)
+    guard(losses, grad_norm if update else torch.zeros_like(grad_norm))
     with phase("optimizer"):
-        optimizer.step()
+        if update:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm)

@@ -24,6 +24,7 @@ from stages.step.batches import Batch
 from stages.step.loader import load
 from stages.step.loss import check_head, check_joined_rows
 from stages.step.optim import OptimSpec, build_optimizer, learning_rate
+from stages.step.scale import LossScaler
 from stages.step.step import StepSpec, training_step
 from stages.step.tokens import TokenRows
 from stages.train.heldout import heldout_batches, heldout_loss
@@ -80,6 +81,8 @@ class TrainResult:
     model: nn.Module
     curves: list[dict[str, Any]]
     """One row per optimizer step, keys `CURVE_COLUMNS`."""
+    skipped_steps: int | None
+    """Updates left out because fp16 gradients overflowed; None where the loss is not scaled."""
 
 
 def measured_steps(plan: Plan, lengths: np.ndarray) -> frozenset[int]:
@@ -103,6 +106,7 @@ def train(job: TrainJob, meter: Meter) -> TrainResult:
         UserError: the model cannot be loaded, or a loss or gradient is not finite.
     """
     curves: list[dict[str, Any]] = []
+    scaler = LossScaler() if job.model_spec.scales_loss else None
     stream = load(
         job.rows,
         job.plan,
@@ -115,13 +119,13 @@ def train(job: TrainJob, meter: Meter) -> TrainResult:
             with meter.window(f"step {step}") if step in job.measured_steps else nullcontext():
                 if step == 0:
                     model, optimizer = _load(job, meter)
-                row = _run_step(job, model, optimizer, step, stream, meter)
+                row = _run_step(job, model, optimizer, scaler, step, stream, meter)
             row["allocated_bytes"] = meter.peak_bytes_of_step()
             _maybe_heldout(job, model, step, row, bar)
             curves.append(row)
             _show(bar, row)
     refuse_broken_weights(model, len(job.plan.steps))
-    return TrainResult(model=model, curves=curves)
+    return TrainResult(model=model, curves=curves, skipped_steps=None if scaler is None else scaler.skipped_steps)
 
 
 def _load(job: TrainJob, meter: Meter) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -140,6 +144,7 @@ def _run_step(
     job: TrainJob,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    scaler: LossScaler | None,
     step: int,
     stream: Generator[Batch],
     meter: Meter,
@@ -149,6 +154,12 @@ def _run_step(
     lr = learning_rate(step, len(job.plan.steps), job.optim_spec)
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+    def guard(losses: list[torch.Tensor], norm: torch.Tensor) -> None:
+        refuse_non_finite(losses, norm, step, micro_batches)
+        if step == 0:
+            refuse_dead_adapters(model)
+
     supervised = sum(micro_batch.supervised for micro_batch in micro_batches)
     start = time.perf_counter()
     result = training_step(
@@ -159,7 +170,8 @@ def _run_step(
         model_spec=job.model_spec,
         spec=job.step_spec,
         phase=meter.phase,
-        guard=lambda losses, norm: refuse_non_finite(losses, norm, step, micro_batches),
+        guard=guard,
+        scaler=scaler,
     )
     # Reading the scalars waits for the device, so the time is that of the whole step.
     loss, grad_norm = result.loss.item(), result.grad_norm.item()
@@ -228,6 +240,20 @@ def refuse_non_finite(
         f"train.lr: loss must be finite; it is {losses[index].item()} at optimizer step {step}, micro-batch {index} "
         f"(training rows {shown}); lower train.lr, or look at those rows"
     )
+
+
+def refuse_dead_adapters(model: nn.Module) -> None:
+    """Refuse adapters without a gradient in the first step: they would learn nothing, with a normal-looking loss.
+
+    Raises:
+        UserError: naming the first such layer.
+    """
+    for name, parameter in model.named_parameters():
+        if "lora_B." in name and (parameter.grad is None or not parameter.grad.any()):
+            raise UserError(
+                f"train.lora.targets: every adapter must receive a gradient; that of {name} is zero in the first step; "
+                "leave its layer out, or set train.grad_ckpt=false"
+            )
 
 
 def refuse_broken_weights(model: nn.Module, steps: int) -> None:

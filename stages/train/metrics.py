@@ -25,6 +25,7 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
     by_phase = measured.peak_bytes_by_phase
     # The prediction is of the steps; what loading needed for a moment stands apart, under its own phase.
     peak = max((size for phase, size in by_phase.items() if phase != LOAD), default=None)
+    skipped = {} if result.skipped_steps is None else {"skipped_steps": result.skipped_steps}
     return {
         "train_loss": sum(row["loss"] for row in last) / len(last),
         "heldout_loss_last": curves[-1].get("heldout_loss"),
@@ -32,6 +33,7 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
         "supervised_tokens_per_second": sum(row["supervised_tokens"] for row in timed) / seconds,
         "train_seconds": sum(row["seconds"] for row in curves),
         "trained_parameters": sum(p.numel() for p in trained_parameters(result.model)),
+        **skipped,
         "peak_bytes_measured": peak,
         "peak_gib_measured": None if peak is None else peak / GIB,
         "measured_by_phase": by_phase,

@@ -21,13 +21,19 @@ def gpu_target(name: str) -> Target:
 
 
 def setting_of(
-    *, optimizer: str = "adamw", loss_chunk: int | None = 32, max_grad_norm: float | None = 1.0, **model: Any
+    *,
+    optimizer: str = "adamw",
+    loss_chunk: int | None = 32,
+    max_grad_norm: float | None = 1.0,
+    master_weights: bool = False,
+    **model: Any,
 ) -> Setting:
     return Setting(
         model=spec_of(**model),
         optimizer=optimizer,  # type: ignore[arg-type]
         loss_chunk=loss_chunk,
         max_grad_norm=max_grad_norm,
+        master_weights=master_weights,
     )
 
 

@@ -10,13 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from stages.estimate.kernels import Target
-from stages.estimate.predict import Setting, _hold_state, _phase
+from stages.estimate.predict import Setting, _hold_state, _phase, optim_of
 from stages.estimate.step_units import step_units
 from stages.estimate.templates import UPDATE, Timeline, Unit
 from stages.estimate.trace import WORKSPACE, MemoryTrace
 from stages.model.load import fake_model
 from stages.step.batches import Batch, empty_batch
-from stages.step.optim import OptimSpec, build_optimizer
+from stages.step.optim import build_optimizer
 from stages.step.step import StepSpec, training_step
 from tests.estimate.common import shape
 
@@ -33,8 +33,7 @@ def record(config: PretrainedConfig, setting: Setting, target: Target, steps: Se
     gc.collect()
     with FakeTensorMode(allow_non_fake_inputs=True), exact.attention():
         model = fake_model(config, setting.model, CPU)
-        numbers = OptimSpec(name=setting.optimizer, lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
-        optimizer = build_optimizer(model, numbers)
+        optimizer = build_optimizer(model, optim_of(setting))
         _hold_state(trace, model, optimizer, setting, cuda=target.foreach)
         trace.hold_bytes(exact.constant_bytes, WORKSPACE)
         spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=exact.foreach)

@@ -120,10 +120,22 @@ def test_prediction_holds_for_a_sliding_window(tmp_path, grad_ckpt):
     check(tmp_path, setting_of(grad_ckpt=grad_ckpt))
 
 
-@pytest.mark.parametrize("method", ["full", "qlora"])
-def test_prediction_holds_in_bf16(small_llama, method):
+HALVES: list[dict[str, Any]] = [
+    {"method": "full", "precision": "bf16"},
+    {"method": "full", "precision": "bf16", "master_weights": True},
+    {"method": "full", "precision": "bf16", "master_weights": True, "optimizer": "lion_8bit"},
+    {"method": "full", "precision": "fp16"},
+    {"method": "qlora", "precision": "bf16"},
+    {"method": "qlora", "precision": "fp16"},
+    {"method": "lora", "precision": "pure_bf16"},
+    {"method": "int8_lora", "precision": "bf16"},
+]
+
+
+@pytest.mark.parametrize("changes", HALVES, ids=str)
+def test_prediction_holds_in_16_bits(small_llama, changes):
     """Autocast copies missed. oneDNN's scratch inside bf16 products (some 60 KB on CPUs that have them) is unseen."""
-    setting = setting_of(method=method, precision="bf16")
+    setting = setting_of(**changes)
     predicted = predict(read_config(small_llama), setting, STEPS, CPU_TARGET)
     measured = count(small_llama, setting, STEPS)
     assert measured.peak_bytes is not None

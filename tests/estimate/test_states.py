@@ -69,7 +69,13 @@ def test_the_closed_form_is_what_the_trace_counts(method, precision, gpu, optimi
     setting = setting_of(method=method, precision=precision, optimizer=optimizer, lora_targets=("all-linear",))
     target = CPU_TARGET if gpu is None else gpu_target(gpu)
     held = predict(llama(tied=tied), setting, ((shape(2, 32, 40),),), target).by_phase["clip"].by_category
-    lines = state_lines(model_shapes(llama(tied=tied)), setting.model, setting.optimizer, cuda=target.foreach)
+    lines = state_lines(
+        model_shapes(llama(tied=tied)),
+        setting.model,
+        setting.optimizer,
+        cuda=target.foreach,
+        master_weights=setting.master_weights,
+    )
     closed = state_bytes(lines, granularity_bytes=target.granularity_bytes)
     assert closed == {category: held[category] for category in STATES if category in held}
 
@@ -85,6 +91,8 @@ def test_the_closed_form_is_what_the_trace_counts(method, precision, gpu, optimi
         {"method": "lora", "precision": "fp16"},
         {"method": "qlora", "quant_type": "fp4", "double_quant": False, "precision": "fp16"},
         {"method": "int8_lora", "precision": "bf16"},
+        {"method": "full", "precision": "bf16", "master_weights": True},
+        {"method": "full", "precision": "bf16", "master_weights": True, "optimizer": "adamw_8bit"},
     ],
     ids=str,
 )
@@ -93,7 +101,13 @@ def test_the_closed_form_of_every_method_and_type(changes, gpu):
     setting = setting_of(**changes)
     target = CPU_TARGET if gpu is None else gpu_target(gpu)
     held = predict(llama(tied=False), setting, ((shape(2, 32, 40),),), target).by_phase["clip"].by_category
-    lines = state_lines(model_shapes(llama(tied=False)), setting.model, setting.optimizer, cuda=target.foreach)
+    lines = state_lines(
+        model_shapes(llama(tied=False)),
+        setting.model,
+        setting.optimizer,
+        cuda=target.foreach,
+        master_weights=setting.master_weights,
+    )
     closed = state_bytes(lines, granularity_bytes=target.granularity_bytes)
     assert closed == {category: held[category] for category in STATES if category in held}
 
@@ -101,7 +115,10 @@ def test_the_closed_form_of_every_method_and_type(changes, gpu):
 def test_adapters_of_named_layers():
     """Targets that end alike taken for each other, or the head adapted."""
     spec = spec_of(method="lora", lora_targets=("q_proj", "down_proj"))
-    closed = state_bytes(state_lines(model_shapes(llama(tied=False)), spec, "adamw", cuda=False), granularity_bytes=1)
+    closed = state_bytes(
+        state_lines(model_shapes(llama(tied=False)), spec, "adamw", cuda=False, master_weights=False),
+        granularity_bytes=1,
+    )
     assert closed["adapters"] == 4 * 3 * spec.lora_rank * ((264 + 264) + (264 + 520))
 
 
@@ -110,7 +127,9 @@ def test_llama_3_1_8b_holds_what_the_closed_form_says():
     spec = spec_of(method="qlora", precision="bf16", lora_rank=16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(LLAMA_3_1_8B, spec, CPU)
-    closed = state_bytes(state_lines(model_shapes(LLAMA_3_1_8B), spec, "adamw", cuda=False), granularity_bytes=1)
+    closed = state_bytes(
+        state_lines(model_shapes(LLAMA_3_1_8B), spec, "adamw", cuda=False, master_weights=False), granularity_bytes=1
+    )
     trained = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
     frozen = sum(_bytes(t) for t in [*model.parameters(), *model.buffers()] if not t.requires_grad)
     assert closed["weights"] == frozen
@@ -124,7 +143,13 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def test_every_line_says_why():
     """A table of bytes that nobody can check: what each tensor kind is, and how large a value."""
-    lines = state_lines(model_shapes(LLAMA_3_1_8B), spec_of(method="qlora", precision="bf16"), "adamw_8bit", cuda=True)
+    lines = state_lines(
+        model_shapes(LLAMA_3_1_8B),
+        spec_of(method="qlora", precision="bf16"),
+        "adamw_8bit",
+        cuda=True,
+        master_weights=False,
+    )
     said = {(line.category, line.what): round(line.total_bytes(1) / GIB, 3) for line in lines}
     assert said["weights", "NF4, half a byte a value"] == 3.25
     assert said["weights", "bf16, 2 bytes a value"] == 1.958

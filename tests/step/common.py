@@ -10,6 +10,7 @@ import torch
 from stages.model.load import load_model
 from stages.step.batches import Batch, collate
 from stages.step.optim import OptimSpec, build_optimizer
+from stages.step.scale import LossScaler
 from stages.step.step import StepResult, StepSpec, training_step
 from tests.small_model import CPU, VOCABULARY, spec_of
 
@@ -49,6 +50,7 @@ def run(
     model = load_model(directory, model_spec, CPU)
     optimizer = build_optimizer(model, optim)
     torch.manual_seed(0)
+    scaler = LossScaler() if model_spec.scales_loss else None
     results = [
         training_step(
             model,
@@ -59,6 +61,7 @@ def run(
             spec=StepSpec(loss_chunk=chunk, max_grad_norm=1.0, foreach=False),
             phase=lambda name: contextlib.nullcontext(),
             guard=lambda losses, norm: None,
+            scaler=scaler,
         )
         for _ in range(steps)
     ]

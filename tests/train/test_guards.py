@@ -8,9 +8,10 @@ import torch
 
 from stages.bucket.plan import MicroBatch, Plan
 from stages.errors import UserError
+from stages.model.load import load_model
 from stages.train.device import check_device
 from stages.train.heldout import heldout_batches
-from stages.train.loop import measured_steps, refuse_broken_weights, refuse_non_finite
+from stages.train.loop import measured_steps, refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from tests.small_model import CPU, spec_of
 from tests.token_files import heldout
 
@@ -64,6 +65,19 @@ def test_heldout_batches_keep_the_budget_and_lose_no_row(tmp_path: Path):
     assert sum(len(batch.supervised_index_N) for batch in batches) == sum(lengths) - len(lengths)
     few = list(heldout_batches(rows, 3, 40, 0))
     assert sum(len(batch.input_ids_BT) for batch in few) == 3
+
+
+def test_adapters_without_a_gradient_are_refused(small_llama: Path):
+    """A frozen input under checkpointing once left lora_B at zero for a whole run, with a normal-looking loss."""
+    model = load_model(small_llama, spec_of(method="lora"), CPU)
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    refuse_dead_adapters(model)
+    dead = next(p for name, p in model.named_parameters() if "lora_B" in name)
+    for gradient in (torch.zeros_like(dead), None):
+        dead.grad = gradient
+        with pytest.raises(UserError, match=r"every adapter must receive a gradient; .*lora_B.* is zero in the first"):
+            refuse_dead_adapters(model)
 
 
 def test_broken_weights_are_not_saved():

@@ -1,0 +1,39 @@
+"""Loss scaling: the rule of torch's GradScaler, no update from what overflowed, and an end where nothing helps."""
+
+import pytest
+import torch
+
+from stages.errors import UserError
+from stages.step import scale
+from stages.step.scale import LossScaler
+
+
+def test_the_scale_moves_as_that_of_torch(monkeypatch: pytest.MonkeyPatch):
+    """Another rule than the known one would have to be proven anew."""
+    monkeypatch.setattr(scale, "GROWTH_STEPS", 3)
+    ours, theirs = LossScaler(), torch.amp.GradScaler("cpu", init_scale=scale.FIRST_SCALE, growth_interval=3)
+    a, b = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in (a, b)]
+    for overflow in [True, False, False, False, False, True, False, False, False, False]:
+        factor = float("inf") if overflow else 0.5
+        ours.scaled((a * factor).sum()).backward()
+        assert a.grad is not None
+        ours.unscale([a.grad])
+        if ours.take(a.grad.norm()):
+            optimizers[0].step()
+        theirs.scale((b * factor).sum()).backward()
+        theirs.step(optimizers[1])
+        theirs.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        assert ours.scale == theirs.get_scale() and torch.equal(a, b)
+    assert ours.skipped_steps == 2
+
+
+def test_overflow_at_any_scale_ends_the_run_in_one_line():
+    """Halving for ever would train nothing and say nothing."""
+    scaler = LossScaler()
+    with pytest.raises(UserError, match=r"train\.precision: fp16 gradients overflow even unscaled") as told:
+        for _ in range(100):
+            scaler.take(torch.tensor(float("nan")))
+    assert "\n" not in str(told.value) and scaler.skipped_steps == 17
