@@ -163,12 +163,13 @@ def _workload(
     )
 
 
-def _inverse(run: Workload, device: Device, p: Params) -> dict[str, Any]:
+def _inverse(run: Workload, device: Device, peak_bytes: int, p: Params) -> dict[str, Any]:
     """The content of what_fits.json."""
     if device.kind != "cuda":
         return {"reason": "asked of GPUs only: name one in hardware.gpu, or see --what-fits"}
     positions = getattr(run.config.get_text_config(), "max_position_embeddings", None)
-    found = turn_round(run, device, headroom_percent=p.estimate.headroom_percent, positions=positions)
+    headroom = p.estimate.headroom_percent
+    found = turn_round(run, device, peak_bytes=peak_bytes, headroom_percent=headroom, positions=positions)
     return {"reason": None, **found.as_json()}
 
 

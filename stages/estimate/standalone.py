@@ -51,7 +51,7 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     yield from _peaks(prediction)
     yield from _verdict(run, prediction, device, p)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    inverse = turn_round(run, device, headroom_percent=headroom, positions=positions)
+    inverse = turn_round(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)
     yield f"smallest   {inverse.smallest_gpu or 'no known GPU is large enough'} (of the known GPUs, for this run)"
     yield f"longest    {_largest(inverse.longest_row)} in one row (data.max_length)"
     yield f"budget     {_largest(inverse.largest_max_tokens)} in a micro-batch (bucket.max_tokens)"

@@ -124,16 +124,17 @@ def test_full_micro_batches_of_every_mode():
     assert full_batch("fixed", 96, max_tokens=256, fixed_rows=4) == shape(4, 96, 380)
 
 
+@pytest.mark.parametrize("hints", [{}, {0: 50, 200: 650}, {0: 600, 900: 700}, {0: 50, 200: 40}])
 @pytest.mark.parametrize("usable", [10, 100, 1000, 5555, 10**6])
-def test_the_largest_that_fits_is_found_in_few_traces(usable):
-    """An answer that does not fit, or one far below the largest."""
+def test_the_largest_that_fits_is_found_in_few_traces(usable, hints):
+    """An answer that does not fit, or one far below the largest, whatever was hinted."""
     asked = []
 
     def peak_of(count: int) -> int:
         asked.append(count)
         return max(50 + 3 * count, 5 * count - 400)  # Another instant is the peak of large ones.
 
-    found = largest_fitting(peak_of, usable, 5000)
+    found = largest_fitting(peak_of, usable, 5000, hints)
     true = max((count for count in range(1, 5001) if peak_of(count) <= usable), default=0)
     assert true * (1 - 1 / what_fits.PRECISION) - 1 <= found <= true
     assert len(asked) - 5000 <= what_fits.MOST_TRACES + 1
@@ -141,10 +142,10 @@ def test_the_largest_that_fits_is_found_in_few_traces(usable):
 
 def test_the_smallest_gpu_and_the_longest_row_hold_by_prediction():
     """A GPU named that is too small or has no bf16; a row length that does not fit."""
-    assert smallest_gpu(workload(), 8.0) == "P4"
-    assert smallest_gpu(workload(precision="bf16"), 8.0) == "RTX-3080"
+    assert smallest_gpu(workload(), 8.0, {}) == "P4"
+    assert smallest_gpu(workload(precision="bf16"), 8.0, {}) == "RTX-3080"
     run = workload(method="lora", loss_chunk=None)
     usable = int(peak(replace(run, steps=largest_steps(shape(1, 512, 511), several=True))) * 1.05)
-    found = longest_row(run, TARGET, usable, 1024)
+    found = longest_row(run, TARGET, usable, 1024, {})
     assert 512 <= found.value < 640 and found.limit is None
-    assert longest_row(run, TARGET, 10**10, 1024) == Largest(value=1024, limit="the model's 1024 positions")
+    assert longest_row(run, TARGET, 10**10, 1024, {}) == Largest(value=1024, limit="the model's 1024 positions")
