@@ -155,37 +155,35 @@ def test_a_relative_source_outside_works_in_a_temporary_run(clone: Clone):
     assert stages_run(output) == ["pin_data", "tokenize", "bucket"]
 
 
-def queued_peaks(clone: Clone, grid: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
-    """Predicted peaks of experiments that went through the queue, by (grad_ckpt, max_tokens)."""
-    names = {f"grid-{grad_ckpt}-{max_tokens}": (grad_ckpt, max_tokens) for grad_ckpt, max_tokens in grid}
-    run_queued(
-        clone,
-        {
-            name: ["-S", f"train.grad_ckpt={grad_ckpt}", "-S", f"bucket.max_tokens={max_tokens}", "estimate"]
-            for name, (grad_ckpt, max_tokens) in names.items()
-        },
-    )
-    peaks = {}
+def queued_metric(clone: Clone, experiments: dict[str, list[str]], stage: str, metric: str) -> dict[str, float]:
+    """One figure of a stage's metrics, by the name of the experiment that went through the queue."""
+    run_queued(clone, {name: [*sets, stage] for name, sets in experiments.items()})
+    found = {}
     for row in json.loads(clone.dvc("exp", "show", "--json", "--no-pager")):
         for experiment in row.get("experiments") or []:
             data = experiment["revs"][0]
-            if data.get("name") in names:
-                metrics = data["data"]["metrics"]["metrics/estimate.json"]["data"]
-                peaks[names[data["name"]]] = metrics["peak_bytes_predicted"]
-    return peaks
+            if data.get("name") in experiments:
+                found[data["name"]] = data["data"]["metrics"][f"metrics/{stage}.json"]["data"][metric]
+    return found
 
 
-def test_queued_experiments_predict_memory(clone: Clone):
-    """Each in a temporary copy, by a worker in the background."""
-    peaks = queued_peaks(clone, [("true", 256), ("false", 256)])
-    assert len(peaks) == 2 and peaks["true", 256] < peaks["false", 256]
+def test_queued_experiments_run_side_by_side_and_are_shown(clone: Clone):
+    """Each in a temporary copy, by a worker in the background; bucket is the first stage that they share no more."""
+    experiments = {f"queued-{tokens}": ["-S", f"bucket.max_tokens={tokens}"] for tokens in (256, 384)}
+    counts = queued_metric(clone, experiments, "bucket", "micro_batches")
+    assert len(counts) == 2 and counts["queued-256"] > counts["queued-384"]
 
 
 @pytest.mark.slow
 def test_a_queued_grid_predicts_memory(clone: Clone):
-    """2 × 2 experiments."""
-    peaks = queued_peaks(clone, [(grad_ckpt, tokens) for grad_ckpt in ("true", "false") for tokens in (384, 512)])
-    assert len(peaks) == 4 and peaks["true", 384] < peaks["false", 384] < peaks["false", 512]
+    """The README's: 2 × 2 experiments up to estimate."""
+    experiments = {
+        f"grid-{grad_ckpt}-{tokens}": ["-S", f"train.grad_ckpt={grad_ckpt}", "-S", f"bucket.max_tokens={tokens}"]
+        for grad_ckpt in ("true", "false")
+        for tokens in (256, 512)
+    }
+    peaks = queued_metric(clone, experiments, "estimate", "peak_bytes_predicted")
+    assert len(peaks) == 4 and peaks["grid-true-256"] < peaks["grid-false-256"] < peaks["grid-false-512"]
 
 
 @pytest.mark.slow
@@ -201,7 +199,7 @@ def test_a_queue_whose_worker_dies_is_finished_by_the_remedy(clone: Clone):
                 worker.kill()
                 killed.append(worker.pid)
 
-    experiments = {f"dead-{tokens}": ["-S", f"bucket.max_tokens={tokens}", "bucket"] for tokens in (256, 384)}
+    experiments = {f"dead-{tokens}": ["-S", f"bucket.max_tokens={tokens}", "bucket"] for tokens in (320, 448)}
     run_queued(clone, experiments, each_poll=kill_once)
     assert killed
 
