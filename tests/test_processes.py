@@ -1,10 +1,12 @@
 """A child that does not end fails its test with what it said, and leaves nothing behind."""
 
+import ast
 import subprocess
 
 import psutil
 import pytest
 
+from tests.conftest import ROOT
 from tests.processes import killed_after, run_bounded
 
 
@@ -34,3 +36,16 @@ def test_a_pipe_that_is_read_ends_with_the_time():
         with killed_after(process, 0.2):
             assert process.stdout.read() == b""
     assert process.returncode == -9
+
+
+def test_no_other_test_waits_for_a_child_without_end():
+    """One such wait once kept the whole suite for 90 minutes."""
+    waits = {"run", "call", "check_call", "check_output"}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in waits
+        if isinstance(node.value, ast.Name) and node.value.id == "subprocess"
+    ]
+    assert found == []

@@ -5,12 +5,14 @@ README says: start a worker again, and queue anew what the dead one had begun.
 """
 
 import re
+import sys
 import time
 from collections.abc import Callable
 
 import psutil
 
 from tests.pipeline.clone import Clone
+from tests.processes import run_bounded
 
 WORKERS = 3
 """Times a worker is started before the queue is given up."""
@@ -58,6 +60,7 @@ def _wait_for_worker(clone: Clone, names: set[str], each_poll: Callable[[], None
         each_poll()
         time.sleep(POLL_SECONDS)
     if clone.processes():
-        clone.dvc("queue", "stop")
+        # Its exit status says nothing here: a worker that cannot be told is killed below.
+        run_bounded([sys.executable, "-m", "dvc", "queue", "stop"], cwd=clone.root, env=clone.environment)
         psutil.wait_procs(clone.processes(), timeout=STOP_SECONDS)
     clone.end_processes()
