@@ -61,7 +61,9 @@ def main(
         generate_batch_rows=p.evaluate.generate_batch_rows,
     )
     spec = WeightsSpec.from_params(p, precision_of(p, verdict))
-    answers = evaluate_models(base, tuned, spec, questions, limits, device=device, progress=p.run.progress)
+    answers = evaluate_models(
+        base, tuned, spec, questions, limits, device=device, progress=p.run.progress, merged=p.evaluate.merged
+    )
     lines = generation_lines(questions, answers, tokenizer)
     with atomic_directory(out) as aside:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

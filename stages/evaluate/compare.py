@@ -1,7 +1,7 @@
 """The base and the tuned model on the same held-out rows: one after the other, never both in memory."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +13,13 @@ from stages.errors import UserError
 from stages.evaluate.generate import Prompt, greedy_answers, stop_ids
 from stages.evaluate.heldout import row_losses
 from stages.model.adapters import load_adapter
-from stages.model.load import load_base
+from stages.model.attention import generation_attention
+from stages.model.load import load_base, read_config
+from stages.model.merge import MERGED
 from stages.model.spec import WeightsSpec
 from stages.step.tokens import TokenRows
 
 MODELS = ("base", "tuned")
-
-GENERATION_ATTENTION = "sdpa"
-"""Generation pads on the left and so needs a mask, which the training step's attention does without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,30 +67,37 @@ def evaluate_models(
     *,
     device: torch.device,
     progress: bool,
+    merged: bool = False,
 ) -> dict[str, Answers]:
-    """Ask the base, then the tuned model; keys are `MODELS`.
+    """Ask the base, then the tuned model, then with `merged` the merged one; keys are `MODELS` and `MERGED`.
 
     Raises:
         UserError: a model cannot be loaded, does not fit in memory, or has losses that are not finite.
     """
     answers = {}
-    for name, model in _models(base, tuned, spec, device):
+    for name, model in _models(base, tuned, spec, device, merged):
         answers[name] = _ask(name, model, spec, questions, limits, device, progress)
         # Gone before the next is loaded.
         del model
     return answers
 
 
-def _models(base: Path, tuned: Path, spec: WeightsSpec, device: torch.device) -> Iterator[tuple[str, nn.Module]]:
+def _models(
+    base: Path, tuned: Path, spec: WeightsSpec, device: torch.device, merged: bool
+) -> Iterator[tuple[str, nn.Module]]:
     """Each model by name; an adapter is loaded once and switched off for the base."""
+    attention = generation_attention(read_config(base))
     if spec.method == "full":
         for name, directory in zip(MODELS, (base, tuned), strict=True):
-            yield name, load_base(directory, spec, device, GENERATION_ATTENTION).eval()
+            yield name, load_base(directory, spec, device, attention).eval()
         return
-    adapted = load_adapter(load_base(base, spec, device, GENERATION_ATTENTION), tuned, spec).eval()
+    adapted = load_adapter(load_base(base, spec, device, attention), tuned, spec).eval()
     with adapted.disable_adapter():
         yield "base", adapted
     yield "tuned", adapted
+    if merged:
+        del adapted
+        yield MERGED, load_base(tuned / MERGED, replace(spec, method="full"), device, attention).eval()
 
 
 def _ask(

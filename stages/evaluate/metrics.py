@@ -2,14 +2,15 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from stages.evaluate.compare import MODELS, Answers, Questions
+from stages.evaluate.compare import Answers, Questions
 from stages.evaluate.tasks import is_exact_match
+from stages.model.merge import MERGED
 
 LENGTH_EDGES = (64, 128, 256, 512)
 """Upper edges of the length buckets, in tokens of a row; the last bucket is open."""
@@ -21,7 +22,7 @@ LARGEST_EXPONENT = math.log(sys.float_info.max)
 def generation_lines(
     questions: Questions, answers: Mapping[str, Answers], tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
-    """One record per prompt: its text with control tokens, the expected and both generated answers, both verdicts."""
+    """One record per prompt: its text with control tokens, the expected and the generated answers, their verdicts."""
     lines = []
     for number, prompt in enumerate(questions.prompts):
         expected = tokenizer.decode(prompt.answer_ids, skip_special_tokens=True)
@@ -30,7 +31,7 @@ def generation_lines(
             "prompt": tokenizer.decode(prompt.ids, skip_special_tokens=False),
             "expected": expected,
         }
-        for name in MODELS:
+        for name in answers:
             line[name] = tokenizer.decode(answers[name].answers[number], skip_special_tokens=True)
             line[f"{name}_correct"] = is_exact_match(expected, line[name])
         lines.append(line)
@@ -51,14 +52,15 @@ def evaluate_metrics(
         "generated_rows": len(lines),
         "unanswerable_rows": questions.unanswerable_rows,
         **_losses(answers, tokens, np.ones(len(tokens), dtype=bool)),
-        **_exact_match(lines),
+        **_merge_loss(answers, tokens),
+        **_exact_match(lines, answers),
         "by_length": {
             name: {"rows": int(chosen.sum()), **_losses(answers, tokens, chosen)}
             for name, chosen in _length_buckets(lengths)
             if chosen.any()
         },
         "by_family": {
-            family: {"rows": len(own), **_exact_match(own)}
+            family: {"rows": len(own), **_exact_match(own, answers)}
             for family in families
             if (own := [line for line in lines if line["family"] == family])
         },
@@ -76,22 +78,30 @@ def _length_buckets(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
 
 
 def _losses(answers: Mapping[str, Answers], tokens: np.ndarray, chosen: np.ndarray) -> dict[str, float | None]:
-    """Mean loss per trained token of the chosen rows, and its exponential, for both models.
+    """Mean loss per trained token of the chosen rows, and its exponential, for each model.
 
     None stands for a perplexity too large for a float, which JSON could not hold either.
     """
     found: dict[str, float | None] = {}
-    for name in MODELS:
+    for name in answers:
         loss = float(answers[name].row_losses[chosen].sum() / tokens[chosen].sum())
         found[f"{name}_loss"] = round(loss, 6)
         found[f"{name}_perplexity"] = round(math.exp(loss), 6) if loss < LARGEST_EXPONENT else None
     return found
 
 
-def _exact_match(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Percent of answers that are right, for both models; None where nothing was generated."""
+def _merge_loss(answers: Mapping[str, Answers], tokens: np.ndarray) -> dict[str, float]:
+    """How much merging moved the loss per trained token; nothing where no merged model was asked."""
+    if MERGED not in answers:
+        return {}
+    moved = answers[MERGED].row_losses.sum() - answers["tuned"].row_losses.sum()
+    return {"merged_minus_tuned_loss": round(float(moved / tokens.sum()), 9)}
+
+
+def _exact_match(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:
+    """Percent of answers that are right, for each model; None where nothing was generated."""
     found: dict[str, float | None] = {}
-    for name in MODELS:
+    for name in names:
         right = sum(line[f"{name}_correct"] for line in lines)
         found[f"{name}_exact_match_percent"] = round(100 * right / len(lines), 3) if lines else None
     return found

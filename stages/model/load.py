@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from stages.errors import UserError
 from stages.model.adapters import add_adapters
-from stages.model.attention import ATTENTION
+from stages.model.attention import caps_scores, training_attention
 from stages.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta
 from stages.model.spec import ModelSpec, WeightsSpec
 from stages.model.start import start_from_weights
@@ -61,11 +61,11 @@ def read_config(directory: Path) -> PretrainedConfig:
             f"model.name: {directory}/config.json must say {', '.join(NEEDED_FIELDS)}; missing {', '.join(missing)}; "
             "give the config.json that belongs to the model"
         )
+    if caps_scores(config) and not AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend:
+        raise UserError(f"model.name: {config.model_type} caps attention scores in code of its own; not supported yet")
     for key in UNSUPPORTED_HEADS:
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise UserError(f"model.name: {config.model_type} scales its logits ({key}), which is not supported yet")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise UserError(f"model.name: {config.model_type} caps attention scores, which sdpa cannot; not supported yet")
     return config
 
 
@@ -118,6 +118,11 @@ def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
             f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "
             f"{', '.join(kinds)}; set bucket.mode=bucketed"
         )
+    if caps_scores(config):
+        raise UserError(
+            f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} caps its scores, which "
+            "no such kernel does; set bucket.mode=bucketed"
+        )
     window = attention_window(config)
     if window is not None and longest > window:
         raise UserError(
@@ -142,7 +147,7 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
     return adapted.train()
 
 
-def load_base(directory: Path, spec: WeightsSpec, device: torch.device, attention: str = ATTENTION) -> PreTrainedModel:
+def load_base(directory: Path, spec: WeightsSpec, device: torch.device, attention: str | None = None) -> PreTrainedModel:
     """The base alone, with real weights in memory of its own (no page of the file stays mapped).
 
     Raises:
@@ -158,7 +163,7 @@ def load_base(directory: Path, spec: WeightsSpec, device: torch.device, attentio
                 str(directory),
                 config=config,
                 dtype=spec.dtype,
-                attn_implementation=attention,
+                attn_implementation=attention or training_attention(config),
                 device_map={"": device},
                 local_files_only=True,
                 use_safetensors=True,
@@ -194,7 +199,7 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
         raise RuntimeError("fake_model must be called under a FakeTensorMode")
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=ATTENTION)
+            model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=training_attention(config))
         except (ValueError, KeyError) as error:
             reason = str(error).splitlines()[0].partition(". ")[0]
             raise UserError(

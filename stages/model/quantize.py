@@ -15,6 +15,7 @@ BLOCK_WEIGHTS = 64
 NESTED_BLOCK_VALUES = 256
 LEVELS_4BIT = 16
 BYTE_LEVELS = 256
+INT8_LARGEST = 127
 OUTLIER_THRESHOLD = 6.0
 """Input columns with a larger value are multiplied in 16 bits (LLM.int8(), section 3.2)."""
 

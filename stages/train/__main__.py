@@ -22,7 +22,7 @@ from stages.train.device import check_device, training_device
 from stages.train.loop import CURVE_COLUMNS, TrainJob, measured_steps, train
 from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
-from stages.train.save import save_tuned
+from stages.train.save import Merge, save_tuned
 
 PATH = click.Path(path_type=Path)
 
@@ -91,7 +91,9 @@ def main(
         progress=params.run.progress,
     )
     result = train(job, meter)
-    save_tuned(result.model, lock["name"], directory, read_json(tokenizer_lock)["files"], out)
+    tokenizer_files = list(read_json(tokenizer_lock)["files"])
+    merge = Merge(spec=spec, files=[*lock["files"], *tokenizer_files]) if params.train.merge else None
+    save_tuned(result.model, lock["name"], directory, tokenizer_files, out, merge)
     numbers = train_metrics(result, meter.result(), device)
     values = {key: value for key, value in parameter_values(params).items() if key != "run"}
     with atomic_directory(curves) as aside:

@@ -1,7 +1,8 @@
 """What training leaves behind: an adapter alone, or a full model with its tokenizer."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -13,9 +14,28 @@ from transformers import PreTrainedModel
 from stages.errors import UserError
 from stages.files import atomic_directory
 from stages.model.adapters import save_adapter
+from stages.model.merge import MERGED, write_merged
+from stages.model.spec import WeightsSpec
 
 
-def save_tuned(model: nn.Module, base_name: str, directory: Path, tokenizer_files: Iterable[str], out: Path) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """What merging an adapter into its base needs besides both."""
+
+    spec: WeightsSpec
+    """How the base was held in training."""
+    files: Sequence[str]
+    """The base's files that a model is made of."""
+
+
+def save_tuned(
+    model: nn.Module,
+    base_name: str,
+    directory: Path,
+    tokenizer_files: Iterable[str],
+    out: Path,
+    merge: Merge | None = None,
+) -> None:
     """Write safetensors and their config to `out`, whole or not at all: equal bytes for equal weights.
 
     Args:
@@ -24,6 +44,7 @@ def save_tuned(model: nn.Module, base_name: str, directory: Path, tokenizer_file
         directory: the base model's directory, from which a full model takes its tokenizer.
         tokenizer_files: names of the tokenizer's files there.
         out: replaced as a whole.
+        merge: also write the whole model, to `MERGED` in `out`; None = the adapter alone.
 
     Raises:
         UserError: the disk refused.
@@ -32,6 +53,9 @@ def save_tuned(model: nn.Module, base_name: str, directory: Path, tokenizer_file
         try:
             if isinstance(model, PeftModel):
                 save_adapter(model, aside, base_name)
+                if merge is not None:
+                    (aside / MERGED).mkdir()
+                    write_merged(directory, merge.files, aside, merge.spec, aside / MERGED)
             else:
                 cast(PreTrainedModel, model).save_pretrained(str(aside), safe_serialization=True)
         except SafetensorError as error:

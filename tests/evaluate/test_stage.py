@@ -13,7 +13,9 @@ from stages.evaluate.__main__ import main
 from stages.evaluate.compare import Answers, Limits, Questions, evaluate_models
 from stages.evaluate.generate import choose_prompts
 from stages.evaluate.metrics import evaluate_metrics
+from stages.files import write_json
 from stages.model.load import load_base
+from stages.model.merge import MERGED, write_merged
 from stages.step.tokens import TokenRows
 from tests.evaluate.conftest import CPU, EOS, PAD, save_random_adapter, spec_of
 from tests.evaluate.test_heldout import losses_of
@@ -104,6 +106,29 @@ def test_the_stage_writes_metrics_and_the_same_bytes_again(place, tokens_dir, lo
     assert set(lines[0]) == {"family", "prompt", "expected", "base", "base_correct", "tuned", "tuned_correct"}
     assert evaluate(tokens_dir, locks_dir, adapter).exit_code == 0
     assert {path: path.read_bytes() for path in written} == written
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_the_merged_model_is_scored_beside_the_adapter(place, tokens_dir, locks_dir, base_dir, tmp_path, method):
+    """How much merging costs must be a figure, not a hope."""
+    lay_out(
+        place,
+        train__method=method,
+        train__precision="auto",
+        train__merge=True,
+        evaluate__merged=True,
+        evaluate__generate_rows=0,
+        evaluate__max_tokens=512,
+    )
+    write_json(place / "data/estimate/verdict.json", {"enforce": True, "refusal": None, "precision": "fp32"})
+    tuned = save_random_adapter(base_dir, method, tmp_path / "tuned")
+    (tuned / MERGED).mkdir()
+    files = ["config.json", "model.safetensors"]
+    write_merged(base_dir, files, tuned, spec_of(method), tuned / MERGED)
+    assert evaluate(tokens_dir, locks_dir, tuned).exit_code == 0
+    metrics = json.loads(Path("metrics/evaluate.json").read_text())
+    assert abs(metrics["merged_minus_tuned_loss"]) < 1e-4 < abs(metrics["base_loss"] - metrics["tuned_loss"])
+    assert metrics["merged_loss"] == pytest.approx(metrics["tuned_loss"], abs=1e-4)
 
 
 def test_rows_without_a_question_still_have_a_loss(place, tmp_path, locks_dir, adapter, tokens_dir):

@@ -1,0 +1,157 @@
+"""Adapters and merged models: what was trained is what is loaded, here and in the libraries that others use."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from stages.errors import UserError
+from stages.model.adapters import load_adapter, save_adapter
+from stages.model.load import load_base, load_model
+from stages.model.merge import MERGED, write_merged
+from stages.model.quantize import keep_trainable_on_cpu, quantisation
+from stages.model.spec import ModelSpec
+from stages.model.start import adapted_layers, read_weight
+from stages.train.save import Merge, save_tuned
+from tests.small_model import CPU, VOCABULARY, spec_of
+
+IDS = torch.arange(3, 99)[None].remainder(VOCABULARY)
+FORMS: dict[str, dict[str, Any]] = {
+    "lora": {"method": "lora"},
+    "rslora": {"method": "lora", "lora_rslora": True},
+    "dora": {"method": "lora", "lora_dora": True},
+    "pissa": {"method": "lora", "lora_init": "pissa"},
+    "pissa, rslora": {"method": "lora", "lora_init": "pissa", "lora_rslora": True},
+    "pure_bf16": {"method": "lora", "precision": "pure_bf16"},
+    "nf4": {"method": "qlora"},
+    "fp4": {"method": "qlora", "quant_type": "fp4", "double_quant": False},
+    "loftq": {"method": "qlora", "lora_init": "loftq"},
+    "int8": {"method": "int8_lora"},
+}
+EXACT = 0.0
+ROUNDED = {"pissa": 2e-5, "pissa, rslora": 2e-5}
+"""Of the logits: what is left in fp32 of a weight from which something was taken and put back."""
+MERGED_ROUNDED = {name: 2e-5 for name in FORMS} | {"pure_bf16": 5e-2, "int8": 5e-2}
+"""bf16 rounds the merged weight; the 8-bit product also rounds its inputs."""
+
+
+def trained(directory: Path, spec: ModelSpec) -> PeftModel:
+    """A model whose adapters have moved, as by training."""
+    model: Any = load_model(directory, spec, CPU)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                step = torch.randn(parameter.shape, generator=draw) * 0.02
+                parameter.add_(step.to(parameter.dtype))
+    return model
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model.eval()(input_ids=IDS, use_cache=False).logits.float()
+
+
+def plain_peft(directory: Path, adapter: Path, spec: ModelSpec) -> PeftModel:
+    """As someone without this project loads base and adapter."""
+    how = quantisation(spec)
+    base = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=spec.dtype, **({} if how is None else {"quantization_config": how})
+    )
+    model = PeftModel.from_pretrained(base, str(adapter), autocast_adapter_dtype=spec.precision != "pure_bf16")
+    keep_trainable_on_cpu(model)
+    return model
+
+
+@pytest.fixture
+def fp32_llama(small_llama: Path, tmp_path: Path) -> Path:
+    """The small Llama in fp32 and in several shards: a merge into bf16 files would round."""
+    model = AutoModelForCausalLM.from_pretrained(small_llama, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+    return tmp_path / "base"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's, see adapters.py
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_reloads_in_plain_peft_and_in_evaluate(small_llama: Path, tmp_path: Path, form: str):
+    """PiSSA changes the frozen weights: its adapter as trained would be another model on the base as it is."""
+    spec = spec_of(**FORMS[form])
+    model = trained(small_llama, spec)
+    save_adapter(model, tmp_path, "base")
+    expected, bound = logits(model), ROUNDED.get(form, EXACT)
+    if not form.startswith("pissa"):
+        saved = load_file(tmp_path / "adapter_model.safetensors")
+        trained_tensors = {
+            name.replace(".default", "").replace("vector.weight", "vector"): p
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+        assert saved.keys() == trained_tensors.keys()
+        assert all(torch.equal(saved[name], value) for name, value in trained_tensors.items())
+    ours = load_adapter(load_base(small_llama, spec, CPU, "sdpa"), tmp_path, spec)
+    theirs = plain_peft(small_llama, tmp_path, spec)
+    moved = (logits(load_base(small_llama, spec, CPU)) - expected).abs().max().item()
+    assert moved > 100 * max(bound, 1e-6), "an adapter that does nothing would pass any comparison"
+    for loaded in (ours, theirs):
+        assert (logits(loaded) - expected).abs().max().item() <= bound
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_merged_model_is_the_adapted_one(fp32_llama: Path, tmp_path: Path, form: str):
+    """A merge of 4-bit adapters onto the original weights would mend twice what 4 bits lost."""
+    spec = spec_of(**FORMS[form])
+    model = trained(fp32_llama, spec)
+    files = [path.name for path in fp32_llama.iterdir()]
+    save_tuned(model, "base", fp32_llama, [], tmp_path / "tuned", Merge(spec=spec, files=files))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned" / MERGED, dtype=torch.float32)
+    assert (logits(merged) - logits(model)).abs().max().item() < MERGED_ROUNDED[form]
+    assert sorted(path.name for path in (tmp_path / "tuned" / MERGED).iterdir()) == sorted(files)
+
+
+def test_a_merge_that_misses_an_adapted_weight_is_refused(fp32_llama: Path, tmp_path: Path):
+    """A model written without one of its adapters looks whole."""
+    spec = spec_of(method="lora")
+    save_adapter(trained(fp32_llama, spec), tmp_path, "base")
+    files = [path.name for path in fp32_llama.iterdir() if not path.name.startswith("model-00002")]
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match=r"train\.merge: .* holds no weight of its own for model\.layers\."):
+        write_merged(fp32_llama, files, tmp_path, spec, tmp_path / "out")
+
+
+def test_pissa_starts_as_the_model_it_was(small_llama: Path):
+    """What the adapters take must be missing in the frozen weights, and be the largest part of them."""
+    spec = spec_of(method="lora", lora_init="pissa")
+    before, start = logits(load_base(small_llama, spec, CPU)), load_model(small_llama, spec, CPU)
+    assert (logits(start) - before).abs().max().item() < 2e-5
+    for name, layer in adapted_layers(start):  # type: ignore[arg-type]
+        values = torch.linalg.svdvals(read_weight(small_llama, name).float())
+        least = values[spec.lora_rank :].square().sum().sqrt().item()
+        assert layer.get_base_layer().weight.norm().item() == pytest.approx(least, rel=5e-3)
+
+
+def test_loftq_starts_closer_to_the_original_than_4_bits(small_llama: Path):
+    """A start that does not give back what quantising took would be an ordinary one with noise."""
+    whole = logits(load_base(small_llama, spec_of(method="full"), CPU))
+    errors = [
+        (logits(load_model(small_llama, spec_of(method="qlora", lora_init=init, lora_rank=32), CPU)) - whole).norm()
+        for init in ("default", "loftq")
+    ]
+    assert errors[1] < 0.7 * errors[0]
+
+
+@pytest.mark.parametrize("form", ["pissa", "loftq"])
+def test_starts_are_the_same_in_every_run(small_llama: Path, form: str):
+    """A decomposition drawn at random must be drawn from the seed."""
+    first, second = (load_model(small_llama, spec_of(**FORMS[form]), CPU).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first if "lora_" in name)
+
+
+def test_a_rank_above_the_weights_own_is_refused(small_llama: Path):
+    with pytest.raises(UserError, match=r"train\.lora\.rank: must be at most 32, .*got 33"):
+        load_model(small_llama, spec_of(method="lora", lora_init="pissa", lora_rank=33), CPU)
