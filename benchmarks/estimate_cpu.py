@@ -16,6 +16,7 @@ import bitsandbytes as bnb
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
@@ -69,6 +70,7 @@ FAMILIES: Mapping[str, PretrainedConfig] = {
     "Mistral": MistralConfig(**SMALL),
     "Mistral, window": MistralConfig(**SMALL, sliding_window=WINDOW),
     "Gemma": GemmaConfig(**SMALL, head_dim=16),
+    "Gemma 2": Gemma2Config(**SMALL, head_dim=16, sliding_window=WINDOW),
     "Gemma 3": Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=WINDOW),
     "Phi 2": PhiConfig(**SMALL, resid_pdrop=0.0),
     "Phi 3": Phi3Config(**SMALL),

@@ -29,6 +29,7 @@ from stages.estimate.verdict import Verdict
 from stages.estimate.what_fits import turn_round
 from stages.estimate.workload import Workload
 from stages.files import atomic_directory, read_json, write_csv, write_json
+from stages.model.attention import caps_scores
 from stages.model.load import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from stages.params import Params
 from stages.pin.locate import config_directory
@@ -91,7 +92,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     refuse_long_rows(config, longest)
     if plan.flat:
         refuse_joined_rows(config, longest)
-    windowed = longest >= (attention_window(config) or math.inf)
+    windowed = caps_scores(config) or longest >= (attention_window(config) or math.inf)
     steps = traced_steps(plan, lengths, tiled=device.kind == "cuda", windowed=windowed)
     setting = Setting.from_params(p, precision)
     target = target_of(device)
@@ -111,7 +112,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         chosen = precision
         click.echo(f"train.precision: auto is {precision}: {why}")
     found = answer(run, prediction, device, p)
-    inverse = _inverse(run, device, p)
+    inverse = _inverse(run, device, prediction.peak.bytes, p)
     around = Surroundings(
         stored_dtype=stored,
         in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), longest),

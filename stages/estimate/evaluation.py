@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
+from stages.errors import UserError
 from stages.estimate.depth import NotRepeated, WindowTrace, deep_peaks, deep_windows
 from stages.estimate.kernels import Target
 from stages.estimate.layers import find_repetition, with_layers
-from stages.estimate.predict import CPU, Setting, Trace, new_trace
+from stages.estimate.predict import CPU, UNTRACEABLE, Setting, Trace, new_trace
 from stages.estimate.trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
 from stages.model.load import fake_model
 from stages.model.quantize import quantisation_tensors
@@ -56,12 +58,22 @@ def peak_of_loss(
 
 
 def peak_of_answers(config: PretrainedConfig, setting: Setting, shape: GenerationShape, target: Target) -> Peak:
-    """The peak of greedy decoding: of reading the prompts, or of the last token, when the KV cache is longest."""
+    """The peak of greedy decoding: of reading the prompts, or of the last token, when the KV cache is longest.
+
+    Raises:
+        UserError: PyTorch cannot trace an operation of it.
+    """
 
     def use(model: nn.Module, trace: MemoryTrace) -> None:
         _answer(causal_lm(model), shape, trace)
 
-    return _peak_of_use(config, setting, target, use)
+    try:
+        return _peak_of_use(config, setting, target, use)
+    except UNTRACEABLE as error:
+        raise UserError(
+            f"evaluate.generate_rows: answers of {config.model_type} cannot be traced ({type(error).__name__}: {error}"
+            "), so their memory is not known; set evaluate.generate_rows=0"
+        ) from None
 
 
 def _peak_of_use(config: PretrainedConfig, setting: Setting, target: Target, use: Use) -> Peak:
@@ -122,13 +134,14 @@ def _answer(lm: PreTrainedModel, shape: GenerationShape, trace: MemoryTrace) -> 
 def _forward(lm: Any, tokens: int, new: int, mask_BT: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     """One call of the model over the last `new` of `tokens` tokens; the scores of what comes next, fp32 (B, V)."""
     positions_BT = mask_BT.cumsum(-1) - 1
+    last_alone = {"logits_to_keep": 1} if lm._supports_logits_to_keep() else {}
     output = lm(
         input_ids=torch.empty((mask_BT.shape[0], new), dtype=torch.int64),
         attention_mask=mask_BT,
         position_ids=positions_BT if new == tokens else positions_BT[:, -new:].clone(),
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=1,
+        **last_alone,
     )
     return output.logits[:, -1].to(copy=True, dtype=torch.float32)
 
@@ -137,14 +150,23 @@ def _grown(lm: PreTrainedModel, cache: DynamicCache, tokens: int) -> DynamicCach
     """A cache of so many tokens, the last of them appended on its own: layers with a window drop what is before it."""
     grown = DynamicCache(config=lm.config.get_text_config())
     for number, layer in enumerate(cache.layers):
+        if not isinstance(layer, DynamicLayer):  # A state of constant size, as linear attention keeps.
+            grown.layers[number] = layer
+            continue
         for count in (tokens - 1, 1):
-            key, value = (
-                states.new_empty((*states.shape[:2], count, states.shape[3])) for states in (layer.keys, layer.values)
-            )
+            key, value = (states.new_empty((*states.shape[:2], count, states.shape[3])) for states in _kept(layer))
             grown.update(key, value, number)
     return grown
 
 
 def _hold_cache(cache: DynamicCache, trace: MemoryTrace) -> None:
     """Count the cache as such."""
-    trace.hold((states for layer in cache.layers for states in (layer.keys, layer.values)), KV_CACHE)
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            trace.hold(_kept(layer), KV_CACHE)
+
+
+def _kept(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a layer that has seen tokens."""
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values

@@ -81,7 +81,13 @@ def other_phases(
 
     The setting has been predicted before, so what cannot be traced was refused there.
     """
-    lines = state_lines(model_shapes(config), setting.model, setting.optimizer, cuda=target.foreach, master_weights=setting.master_weights)
+    lines = state_lines(
+        model_shapes(config),
+        setting.model,
+        setting.optimizer,
+        cuda=target.foreach,
+        master_weights=setting.master_weights,
+    )
     states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
     states.pop(GRADIENTS)
     optimizer_bytes = states.pop(OPTIMIZER, 0)

@@ -16,7 +16,7 @@ def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool
     The first begins with the plan's first micro-batch and goes on with the worst of all later ones, which meet the
     gradients of the one before. Each further step is one more micro-batch that is the first of its step.
     `lengths` are the tokens of every training row; `tiled`: the device's attention works in tiles of tokens;
-    `windowed`: the model makes masks.
+    `windowed`: the model makes masks, or keeps the scores of its attention.
     """
     first, later = worst_micro_batches(plan, lengths, tiled=tiled, windowed=windowed)
     starts = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in first))

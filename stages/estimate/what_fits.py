@@ -128,7 +128,7 @@ def largest_fitting(peak_of: Callable[[int], int], usable: int, most: int, hints
     known peaks meets `usable`; until two are known, `hints` stand for them. The answer itself fits; it may be short of
     the largest by one part in PRECISION.
     """
-    known: dict[int, int] = {}
+    known: dict[float, int] = {}
     low, high = 0, most + 1
     for _ in range(MOST_TRACES):
         if high - low <= 1 + low // PRECISION:

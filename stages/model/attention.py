@@ -1,4 +1,4 @@
-"""The attention of every training step: causal, unmasked, by PyTorch's scaled-dot-product kernels.
+"""The attention of every training step: causal, unmasked, by PyTorch's scaled-dot-product kernels where they can.
 
 Rows are padded on the right, so a causal model never lets a real token see padding and no mask is needed. Without a
 mask the flash kernel stays usable and no (batch, 1, length, length) tensor exists. Rows that are joined into one
@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "lean_sdpa"
+CAPPED_ATTENTION = "lean_capped"
+"""The same function, under a name that transformers does not refuse to models with capped scores."""
 FLASH_CAPABILITY = (8, 0)
 FLASH_MAX_HEAD_SIZE = 256
 FLASH_HEAD_SIZE_MULTIPLE = 8
@@ -69,9 +71,13 @@ def _attention(
     attention_mask: torch.Tensor | None,
     *args: Any,
     joined_rows: JoinedRows | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one layer; shapes as in transformers' attention interface."""
+    if softcap is not None:
+        assert joined_rows is None  # refuse_joined_rows saw to it.
+        return _capped(module, query, key, value, attention_mask, softcap, *args, **kwargs), None
     capability = _capability(query)
     flash = capability is not None and takes_flash(query, capability)
     if joined_rows is not None and flash and VARLEN_READY and not kwargs.get("dropout"):
@@ -84,6 +90,52 @@ def _attention(
         return _kernel(module, query, key, value, attention_mask, *args, **kwargs)
     rows = zip(*(tensor.split(joined_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([_kernel(module, *row, None, *args, **kwargs)[0] for row in rows], dim=1), None
+
+
+def _capped(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    softcap: float,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention whose scores are bent to ±softcap (Gemma 2), (B, H, T, D) → (B, T, H, D): no fused kernel does it.
+
+    All length × length scores exist, and backward keeps them. `attention_mask` is bool, True where a token may look.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores_BHTT = torch.tanh(torch.matmul(query * (scale / softcap), key.transpose(2, 3))) * softcap
+    if attention_mask is None:
+        attention_mask = torch.ones(scores_BHTT.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    # Not -inf: padding on the left may look at nothing, and must not become NaN.
+    scores_BHTT = scores_BHTT.masked_fill(attention_mask.logical_not(), torch.finfo(query.dtype).min)
+    weights_BHTT = F.softmax(scores_BHTT, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights_BHTT = F.dropout(weights_BHTT, p=dropout, training=module.training)
+    return torch.matmul(weights_BHTT, value).transpose(1, 2).contiguous()
+
+
+def caps_scores(config: PretrainedConfig) -> bool:
+    """Whether a model's attention bends its scores, so that all of them exist."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def training_attention(config: PretrainedConfig) -> str:
+    """The attention of every training step of a model."""
+    return CAPPED_ATTENTION if caps_scores(config) else ATTENTION
+
+
+def generation_attention(config: PretrainedConfig) -> str:
+    """The attention of a model that answers prompts, padded on the left and so with a mask.
+
+    transformers' own, but where scores are capped, which that one leaves out.
+    """
+    return CAPPED_ATTENTION if caps_scores(config) else "sdpa"
 
 
 def _capability(query: torch.Tensor) -> tuple[int, int] | None:
@@ -163,5 +215,6 @@ def attention_kernel(kernel: Kernel, capability: tuple[int, int]) -> Iterator[No
         _kernel, _traced_capability = before
 
 
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _mask)
+for name in (ATTENTION, CAPPED_ATTENTION):
+    AttentionInterface.register(name, _attention)
+    AttentionMaskInterface.register(name, _mask)

@@ -61,7 +61,8 @@ def read_config(directory: Path) -> PretrainedConfig:
             f"model.name: {directory}/config.json must say {', '.join(NEEDED_FIELDS)}; missing {', '.join(missing)}; "
             "give the config.json that belongs to the model"
         )
-    if caps_scores(config) and not AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend:
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    if caps_scores(config) and not kind._supports_attention_backend:
         raise UserError(f"model.name: {config.model_type} caps attention scores in code of its own; not supported yet")
     for key in UNSUPPORTED_HEADS:
         if getattr(config, key, None) not in (None, 1, 1.0):
@@ -147,7 +148,9 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
     return adapted.train()
 
 
-def load_base(directory: Path, spec: WeightsSpec, device: torch.device, attention: str | None = None) -> PreTrainedModel:
+def load_base(
+    directory: Path, spec: WeightsSpec, device: torch.device, attention: str | None = None
+) -> PreTrainedModel:
     """The base alone, with real weights in memory of its own (no page of the file stays mapped).
 
     Raises:
@@ -199,7 +202,9 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
         raise RuntimeError("fake_model must be called under a FakeTensorMode")
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=training_attention(config))
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=spec.dtype, attn_implementation=training_attention(config)
+            )
         except (ValueError, KeyError) as error:
             reason = str(error).splitlines()[0].partition(". ")[0]
             raise UserError(
