@@ -68,16 +68,17 @@ def open_pool(own: Tokenize, make: Callable[[], Tokenize], workers: int, kind: s
     if workers == 1:
         yield Pool(_Serial(own).submit, 1)
         return
-    executor = (
-        _processes(own, make, workers) if kind == "processes" else ThreadPoolExecutor(workers, "", _start, (make,))
-    )
+    if kind == "processes":
+        executor, task = _processes(own, make, workers), _work_alone
+    else:
+        executor, task = ThreadPoolExecutor(workers, "", _start, (make,)), _work
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of any thread, also of those that a fork is safe with.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             # The first task starts the workers: now, before a progress bar's thread exists.
             executor.submit(os.getpid)
-        yield Pool(lambda block: executor.submit(_work, block), BLOCKS_IN_FLIGHT_PER_WORKER * workers)
+        yield Pool(lambda block: executor.submit(task, block), BLOCKS_IN_FLIGHT_PER_WORKER * workers)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
         gc.unfreeze()
@@ -149,3 +150,12 @@ def _work(block: Block) -> BlockTokens:
     """One block, in a worker."""
     tokens: BlockTokens = _own.tokenize(block)
     return tokens
+
+
+def _work_alone(block: Block) -> BlockTokens:
+    """One block, in a worker process: the collector looks once, at the end, when hardly anything is left to look at."""
+    gc.disable()
+    try:
+        return _work(block)
+    finally:
+        gc.collect()

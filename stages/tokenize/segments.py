@@ -1,7 +1,7 @@
 """A row's text, cut into what is trained and what is not."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from stages.tokenize.example import Plain, RowFault
@@ -30,40 +30,33 @@ def plain_segments(example: Plain, *, bos: str, eos: str, train_on: str) -> list
     return [segment for segment in segments if segment.text]
 
 
-def split_segments(pieces: Iterable[str]) -> list[Segment]:
+def split_segments(pieces: Sequence[str]) -> list[Segment]:
     """Join the pieces of a rendering, cut at the sentinels; trained stretches that touch become one.
 
-    Sentinels are mostly pieces of their own. Looking for them in the joined text would cost more than rendering it:
-    they widen every character of it.
+    A sentinel is a piece of its own, or no piece holds one. Looking for them in the joined text would cost more than
+    rendering it: they widen every character of it.
 
     Raises:
         RowFault: generation blocks lie inside each other.
     """
     segments: list[Segment] = []
-    stretch: list[str] = []
-    trained = False
-    for piece in _apart(pieces):
-        if piece in _SENTINELS:
-            if trained == (piece == TRAINED_START):
-                raise RowFault("the chat template puts a generation block inside another; mend its generation marks")
-            _add(segments, "".join(stretch), trained)
-            stretch = []
-            trained = not trained
-        else:
-            stretch.append(piece)
+    trained, start = False, 0
+    for place, piece in enumerate(pieces):
+        if piece not in _SENTINELS:
+            continue
+        if trained == (piece == TRAINED_START):
+            raise RowFault("the chat template puts a generation block inside another; mend its generation marks")
+        _add(segments, "".join(pieces[start:place]), trained)
+        trained, start = not trained, place + 1
     if trained:
         raise RowFault("the chat template opens a generation block and does not close it; mend its generation marks")
-    _add(segments, "".join(stretch), trained)
+    _add(segments, "".join(pieces[start:]), trained)
     return segments
 
 
-def _apart(pieces: Iterable[str]) -> Iterator[str]:
-    """The pieces, with sentinels inside one (of a macro or a capture) as pieces of their own."""
-    for piece in pieces:
-        if len(piece) > 1 and (TRAINED_START in piece or TRAINED_END in piece):
-            yield from _SENTINEL.split(piece)
-        else:
-            yield piece
+def set_apart(pieces: Iterable[str]) -> list[str]:
+    """The pieces, with the sentinels inside them as pieces of their own."""
+    return [part for piece in pieces for part in _SENTINEL.split(piece)]
 
 
 def _add(segments: list[Segment], text: str, trained: bool) -> None:

@@ -12,6 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from stages.errors import UserError
 from stages.tokenize.example import Message, RowFault
 from stages.tokenize.guard import TRAINED_END, TRAINED_START
+from stages.tokenize.segments import set_apart
 
 REFUSAL_CHARACTERS = 200
 _DICT_ATTRIBUTES = frozenset(dir(dict))
@@ -76,10 +77,11 @@ class CompiledTemplate:
         self._template.globals = dict(self._template.globals)
         self.source, self.name = source, name
         self.has_marks = any(data.data == TRAINED_START for data in tree.find_all(nodes.TemplateData))
+        self._captures_marks = self.has_marks and _captures(tree)
         self._special_tokens = dict(special_tokens)
 
     def pieces(self, messages: list[Message], tools: list[Any] | None, *, ask: bool = False) -> list[str]:
-        """The rendering in pieces, with sentinels where the template has generation marks.
+        """The rendering in pieces, with sentinels, each a piece, where the template has generation marks.
 
         With `ask`, followed by the header of the answer that is wanted next.
 
@@ -87,19 +89,22 @@ class CompiledTemplate:
             RowFault: the template refuses the conversation.
         """
         try:
-            return list(
-                self._template.generate(
-                    messages=messages,
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=ask,
+            context = self._template.new_context(
+                {
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": ask,
                     **self._special_tokens,
-                )
+                }
             )
+            # Its generate() hands each piece through a generator of its own.
+            pieces = list(self._template.root_render_func(context))
         except (TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
             # A template is a program from elsewhere: any of these is its way to say that it cannot show this row.
             told = f"{type(error).__name__}: {error}"[:REFUSAL_CHARACTERS]
             raise RowFault(f"the chat template refuses the row ({told}); change the row to what it knows") from error
+        return set_apart(pieces) if self._captures_marks else pieces
 
     def text(self, messages: list[Message], tools: list[Any] | None, *, ask: bool = False) -> str:
         """The rendering as one text, without sentinels.
@@ -109,6 +114,13 @@ class CompiledTemplate:
         """
         text = "".join(self.pieces(messages, tools, ask=ask))
         return text.replace(TRAINED_START, "").replace(TRAINED_END, "") if self.has_marks else text
+
+
+def _captures(tree: nodes.Template) -> bool:
+    """Whether a part of the template is rendered into a text, which may then hold sentinels among other characters."""
+    kinds = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock, nodes.Block)
+    captured = any(True for _ in tree.find_all(kinds))
+    return captured or any(loop.recursive for loop in tree.find_all(nodes.For))
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
