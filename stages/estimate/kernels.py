@@ -6,7 +6,7 @@ Sources: PyTorch's aten/src/ATen/native/transformers/cuda and native/cuda, bitsa
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from stages.bucket.worst import ATTENTION_TILE_TOKENS
 from stages.estimate.devices import Device
+from stages.estimate.int8 import int8_expansions, int8_training_as_on_cuda
 from stages.estimate.trace import OpRules
 from stages.model.attention import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
 
@@ -63,7 +64,7 @@ class Target:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Run attention as the device does, with the masks that training has.
+        """Run attention (and 8-bit products) as the device does, with the masks that training has.
 
         transformers looks for packed sequences in the values of the positions and cannot look at fake ones. Rows of
         one sequence each have none: it would give models with a sliding window a mask per row instead of one for all.
@@ -88,16 +89,18 @@ def target_of(device: Device) -> Target:
     workspace = CUBLAS_WORKSPACE_BYTES_HOPPER if hopper else CUBLAS_WORKSPACE_BYTES
     return Target(
         granularity_bytes=CUDA_BLOCK_BYTES,
-        rules=OpRules(expansions={}, workspaces=_cuda_workspaces()),
+        rules=OpRules(expansions=int8_expansions(cuda=True), workspaces=_cuda_workspaces()),
         constant_bytes=CUBLAS_HANDLES * workspace,
         foreach=True,
         capability=device.compute_capability,
     )
 
 
-def _attention_on(capability: tuple[int, int]) -> AbstractContextManager[None]:
-    """Attention as CUDA runs it at this compute capability."""
-    return attention_kernel(cuda_attention(capability), capability)
+@contextmanager
+def _attention_on(capability: tuple[int, int]) -> Iterator[None]:
+    """Attention, and 8-bit products, as CUDA runs them at this compute capability."""
+    with attention_kernel(cuda_attention(capability), capability), int8_training_as_on_cuda():
+        yield
 
 
 def _cpu_expansions() -> dict[Any, Callable[..., Any]]:
@@ -107,7 +110,8 @@ def _cpu_expansions() -> dict[Any, Callable[..., Any]]:
         "optimizer_update_32bit": getattr(bnb_cpu, "_optimizer_update_32bit_cpu", None),
         "gemm_4bit": getattr(bnb_default, "_gemm_4bit_default_impl", None),
     }
-    return {getattr(bnb, name).default: function for name, function in expansions.items() if function is not None}
+    known = {getattr(bnb, name).default: function for name, function in expansions.items() if function is not None}
+    return {**known, **int8_expansions(cuda=False)}
 
 
 def flash_cpu_bytes(query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> int:

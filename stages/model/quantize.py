@@ -1,5 +1,7 @@
 """Frozen weights in 4 and in 8 bits (bitsandbytes; Dettmers et al., arXiv 2305.14314 and 2208.07339)."""
 
+import logging
+
 import bitsandbytes as bnb
 import torch
 from bitsandbytes.functional import QuantState
@@ -9,6 +11,9 @@ from transformers.integrations import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from stages.model.spec import WeightsSpec
+
+# It tells of every type but fp16 that 8-bit products are made of fp16 inputs: so does docs/TRAINING.md.
+logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 # bitsandbytes' own constants: weights per absmax, and absmax values per second-level absmax.
 BLOCK_WEIGHTS = 64

@@ -34,7 +34,7 @@ def batch_of(wanted: BatchShape) -> Batch:
     return Batch(input_ids_BT=ids_BT, targets_BT=ids_BT.clone(), supervised_index_N=index_N, joined_rows=None)
 
 
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow), "qlora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow), "qlora", "int8_lora"])
 def test_losses_without_gradients_hold_what_is_predicted(small_llama, method):
     """Activations counted as kept for a backward that never comes, or an optimizer forgotten."""
     setting = setting_of(method=method)
