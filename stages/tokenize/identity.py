@@ -13,7 +13,7 @@ from stages.tokenize.settings import Settings
 
 # Everything in these rooms has a hand in the tokens, down to how a block is cut.
 ROOMS = (Path(__file__).parent, Path(__file__).parents[1] / "read")
-LIBRARIES = ("jinja2", "numpy", "orjson", "pyarrow", "tiktoken", "tokenizers", "zstandard")
+LIBRARIES = ("jinja2", "numpy", "orjson", "pyarrow", "tiktoken", "tokenizers")
 KEY_DIGITS = 32
 
 
