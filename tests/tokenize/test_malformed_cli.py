@@ -8,7 +8,7 @@ import pytest
 from stages.files import read_json
 from stages.pin.__main__ import main as pin
 from stages.tokenize.__main__ import main as tokenize
-from tests.read.malformed import LINES, MALFORMED, Malformed
+from tests.read.malformed import MALFORMED, Malformed
 from tests.tokenize.common import chat_row
 from tests.workspace import invoke, lay_out, told, write_rows
 
@@ -78,11 +78,25 @@ def test_each_malformed_file_ends_in_counted_rows_or_in_one_line(run, tmp_path, 
         assert listed[line].startswith(fault)
 
 
-@pytest.mark.parametrize("name", ["cut row", "broken UTF-8", "duplicate key", "BOM inside", "too deep", "null"])
-def test_a_bad_row_ends_the_run_with_its_line_where_it_must(run, tmp_path, name):
-    path = tmp_path / LINES[name].file
-    path.write_bytes(LINES[name].bytes())
-    assert told(run(path, "text", "fail")).startswith(f"{path}:2: {LINES[name].faults[2]}")
+@pytest.mark.parametrize("case", MALFORMED.values(), ids=MALFORMED)
+def test_each_malformed_file_ends_the_run_at_its_first_bad_row_where_it_must(run, tmp_path, case: Malformed):
+    path = tmp_path / case.file
+    path.write_bytes(case.bytes())
+    result = run(path, "text", "fail")
+    if case.error:
+        assert told(result).startswith(f"{path}{case.error}")
+    elif case.faults:
+        first = min(case.faults)
+        assert told(result).startswith(f"{path}:{first}: {case.faults[first]}")
+    elif not case.good:
+        assert told(result).startswith(f"data.source: {path} ")
+    elif result.exit_code == 0:
+        assert counted()["bad_rows"] == 0
+    else:  # a row that can be read has another shape
+        message = told(result)
+        assert run(path, "text", "skip").exit_code == 0
+        first = rejects()[0]
+        assert message.startswith(f"{path}:{first['line']}: {first['reason']}")
 
 
 SHAPES = {
