@@ -24,8 +24,8 @@ FILE = "weight_files"
 """Category of the files' own tensors, mapped while a model is loaded on a CPU."""
 LOADING = "loading"
 """Category of what quantising one layer needs for a moment."""
-QUANTISE_COPIES_CPU = 3
-"""fp32 copies of a layer's weight while bitsandbytes packs it on a CPU: the weight, scaled, and rounded (measured)."""
+QUANTISE_COPIES_CPU = 2
+"""fp32 copies of a layer's weight while bitsandbytes packs it on a CPU: scaled, and rounded (measured)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,8 @@ def _load(
 ) -> Peak:
     """The most held while weights arrive or, where that is more, at the end with the optimizer's state.
 
-    On a CPU the files' tensors are mapped while the model gets memory of its own. A GPU gets each tensor in its final
+    On a CPU the files' tensors are mapped while the model gets memory of its own: all of them, an upper bound where
+    weights in several files keep their type (each file is let go once its weights are copied). A GPU gets each tensor in its final
     type, one at a time where it is packed there.
     """
     end = _peak({**states, OPTIMIZER: optimizer_bytes})
@@ -134,8 +135,9 @@ def _load(
     packed = setting.model.method in PACKED_BITS
     if target.capability is None:
         arriving[FILE] = shapes.values * stored.itemsize
-        if packed and stored != setting.model.dtype:
-            arriving[LOADING] = QUANTISE_COPIES_CPU * largest * FP32_BYTES
+        if packed:
+            converted = element_bytes if stored != setting.model.dtype else 0
+            arriving[LOADING] = largest * (QUANTISE_COPIES_CPU * FP32_BYTES + converted)
     elif packed:
         arriving[LOADING] = largest * element_bytes
     return max(_peak(arriving), end, key=lambda peak: peak.bytes)

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from stages.errors import UserError
 from stages.model.adapters import add_adapters
 from stages.model.attention import caps_scores, training_attention
+from stages.model.loading_threads import loading_threads
 from stages.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta
 from stages.model.spec import ModelSpec, WeightsSpec
 from stages.model.start import start_from_weights
@@ -159,7 +160,7 @@ def load_base(
     config = read_config(directory)
     how = quantisation(spec)
     quantized: dict[str, Any] = {} if how is None else {"quantization_config": how}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), loading_threads(device):
         warnings.simplefilter("ignore", FutureWarning)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -94,14 +94,13 @@ def test_prompts_leave_room_for_their_answers():
     assert shape == GenerationShape(rows=4, prompt_tokens=56, new_tokens=8)
 
 
-@pytest.mark.parametrize(
-    ("method", "precision"), [("full", "bf16"), pytest.param("lora", "bf16", marks=pytest.mark.slow), ("qlora", "fp32")]
-)
-def test_loading_holds_what_is_predicted(small_llama, method, precision):
-    """A model that trains but cannot be loaded.
+PAIRS = [("full", "fp32"), ("lora", "fp32"), ("qlora", "fp32")]
+SLOW_PAIRS = [pytest.param(method, "bf16", marks=pytest.mark.slow) for method in ("full", "lora", "qlora")]
 
-    Other pairs convert weights in threads, which the CPU's meter does not see.
-    """
+
+@pytest.mark.parametrize(("method", "precision"), [*PAIRS, *SLOW_PAIRS])
+def test_loading_holds_what_is_predicted(small_llama, method, precision):
+    """A model that trains but cannot be loaded; or weights converted in threads, which the CPU's meter does not see."""
     setting = setting_of(method=method, precision=precision)
     predicted = other_phases(read_config(small_llama), setting, AROUND, CPU_TARGET)["load"]
     gc.collect()
