@@ -124,8 +124,8 @@ def _load(
     """The most held while weights arrive or, where that is more, at the end with the optimizer's state.
 
     On a CPU the files' tensors are mapped while the model gets memory of its own: all of them, an upper bound where
-    weights in several files keep their type (each file is let go once its weights are copied). A GPU gets each tensor in its final
-    type, one at a time where it is packed there.
+    weights in several files keep their type (each file is let go once its weights are copied). A GPU gets each tensor
+    in its final type, one at a time where it is packed there.
     """
     end = _peak({**states, OPTIMIZER: optimizer_bytes})
     arriving = {category: size for category, size in states.items() if category != ADAPTERS}
