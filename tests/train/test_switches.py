@@ -1,0 +1,168 @@
+"""What each switch does to learning: the table of docs/TRAINING.md, held to its bounds, and the losses of a plain run.
+
+Every row trains the same rows for `STEPS` steps on one CPU thread and is compared with the plain run of its method:
+the largest difference of a loss, and the norm of the difference of what was learnt, as a share of its own norm.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stages.model.load import load_model
+from stages.step.optim import OptimSpec
+from tests.conftest import ROOT
+from tests.small_model import CPU, spec_of
+from tests.step.common import cut, run
+
+STEPS = 20
+PLAIN = OptimSpec(name="adamw", lr=2e-3, weight_decay=0.01, schedule="constant", warmup_fraction=0.0)
+DOCS = ROOT / "docs/TRAINING.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A switch against the plain run of its method."""
+
+    switch: str
+    """As `dvc exp run -S` takes it, without `train.`."""
+    method: str = "full"
+    model: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+    chunk: int | None = None
+    sizes: tuple[int, ...] = (3, 5)
+    loss_bound: float = 0.0
+    """Largest difference of any of the losses; 0 = not a bit."""
+    weights_bound: float = 0.0
+    """Of what was learnt: ‖difference‖ / ‖learnt‖; 0 = not a bit."""
+
+
+MEMORY_ONLY = [
+    Row(switch="grad_ckpt=true", model={"grad_ckpt": True}),
+    Row(switch="grad_ckpt=true", method="lora", model={"grad_ckpt": True}),
+    Row(switch="grad_ckpt=true", method="qlora", model={"grad_ckpt": True}),
+    Row(switch="grad_ckpt=true", method="int8_lora", model={"grad_ckpt": True}),
+    Row(switch="loss_chunk=16", chunk=16, loss_bound=1e-5, weights_bound=1e-4),
+    Row(switch="smaller bucket.max_tokens", sizes=(1,) * 8, loss_bound=1e-5, weights_bound=1e-4),
+]
+OTHER_ARITHMETIC = [
+    Row(switch="optimizer=adamw_foreach", optim={"name": "adamw_foreach"}, loss_bound=1e-5, weights_bound=1e-4),
+    Row(switch="optimizer=paged_adamw_32bit", optim={"name": "paged_adamw_32bit"}, loss_bound=1e-5, weights_bound=1e-4),
+    Row(switch="optimizer=adamw_8bit", optim={"name": "adamw_8bit"}, loss_bound=0.005, weights_bound=0.1),
+    Row(switch="optimizer=paged_adamw_8bit", optim={"name": "paged_adamw_8bit"}, loss_bound=0.005, weights_bound=0.1),
+    Row(switch="precision=bf16", model={"precision": "bf16"}, loss_bound=0.2, weights_bound=0.2),
+    Row(
+        switch="precision=bf16 master_weights=true",
+        model={"precision": "bf16"},
+        optim={"master_weights": True},
+        loss_bound=0.02,
+        weights_bound=0.1,
+    ),
+    Row(switch="precision=fp16", model={"precision": "fp16"}, loss_bound=0.001, weights_bound=0.02),
+    Row(switch="precision=bf16", method="lora", model={"precision": "bf16"}, loss_bound=0.002, weights_bound=0.1),
+    Row(switch="precision=fp16", method="lora", model={"precision": "fp16"}, loss_bound=0.0003, weights_bound=0.05),
+    Row(
+        switch="precision=pure_bf16",
+        method="lora",
+        model={"precision": "pure_bf16"},
+        loss_bound=0.02,
+        weights_bound=0.1,
+    ),
+    Row(
+        switch="quant.double=false", method="qlora", model={"double_quant": False}, loss_bound=0.001, weights_bound=0.1
+    ),
+    Row(switch="quant.type=fp4", method="qlora", model={"quant_type": "fp4"}, loss_bound=0.01, weights_bound=0.8),
+]
+ROWS = MEMORY_ONLY + OTHER_ARITHMETIC
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """Losses and trained tensors of a run."""
+
+    losses: list[float]
+    change: dict[str, torch.Tensor]
+    """What training added to each trained tensor."""
+
+
+def learn(directory: Path, row: Row) -> Learnt:
+    """Train as the row says."""
+    start = load_model(directory, spec_of(method=row.method, **row.model), CPU)
+    before = {name: p.detach().float().clone() for name, p in start.named_parameters() if p.requires_grad}
+    optim = replace(PLAIN, **row.optim)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        results, weights = run(
+            directory, cut(list(row.sizes)), chunk=row.chunk, steps=STEPS, optim=optim, method=row.method, **row.model
+        )
+    finally:
+        torch.set_num_threads(threads)
+    losses = [result.loss.item() for result in results]
+    return Learnt(losses=losses, change={name: value.float() - before[name] for name, value in weights.items()})
+
+
+@pytest.fixture(scope="module")
+def plain(small_llama: Path) -> dict[str, Learnt]:
+    """The plain run of each method."""
+    methods = ("full", "lora", "qlora", "int8_lora")
+    return {method: learn(small_llama, Row(switch="plain", method=method)) for method in methods}
+
+
+def differences(a: Learnt, b: Learnt) -> tuple[float, float]:
+    """Largest difference of a loss; norm of the difference of what was learnt by its norm."""
+    losses = max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
+    apart = torch.stack([(a.change[name] - b.change[name]).norm() for name in a.change]).norm()
+    return losses, (apart / torch.stack([value.norm() for value in a.change.values()]).norm()).item()
+
+
+def table(small_llama: Path, plain: dict[str, Learnt]) -> Iterator[str]:
+    """The rows of the table in docs/TRAINING.md: `python -m pytest tests/train/test_switches.py -s -k table`."""
+    yield "| method | switch | Δ loss, at most | Δ learnt | bound |"
+    yield "|---|---|---|---|---|"
+    for row in ROWS:
+        loss, weights = differences(plain[row.method], learn(small_llama, row))
+        bound = f"{row.loss_bound:g}, {row.weights_bound:g}"
+        yield f"| {row.method} | {row.switch} | {loss:.2g} | {weights:.2g} | {bound} |"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.method}, {row.switch}")
+def test_a_switch_changes_no_more_of_learning_than_is_said(small_llama: Path, plain: dict[str, Learnt], row: Row):
+    """A memory switch that learns something else, in silence."""
+    loss, weights = differences(plain[row.method], learn(small_llama, row))
+    assert loss <= row.loss_bound and weights <= row.weights_bound
+
+
+def test_the_table_of_the_docs_names_every_row_and_its_bound():
+    """A table that no longer says what is tested."""
+    lines = DOCS.read_text(encoding="utf-8").splitlines()
+    for row in ROWS:
+        start, end = f"| {row.method} | {row.switch} |", f"| {row.loss_bound:g}, {row.weights_bound:g} |"
+        assert any(line.startswith(start) and line.endswith(end) for line in lines), start
+
+
+@pytest.mark.slow
+def test_print_the_table(small_llama: Path, plain: dict[str, Learnt]):
+    """Figures beside the bounds, to be copied into docs/TRAINING.md."""
+    lines = list(table(small_llama, plain))
+    print("\n" + "\n".join(lines))
+    assert len(lines) == len(ROWS) + 2
+
+
+GOLDEN = {
+    "full": [5.59205, 3.89068, 2.57956],
+    "lora": [5.59205, 5.40730, 5.23078],
+    "qlora": [5.59316, 5.40721, 5.23354],
+    "int8_lora": [5.59186, 5.40711, 5.23049],
+}
+"""Losses of the first, tenth and last step of the plain run, on a CPU."""
+
+
+@pytest.mark.parametrize("method", GOLDEN)
+def test_losses_of_the_plain_run_are_those_written_down(plain: dict[str, Learnt], method: str):
+    """A change that moves what every run learns; kernels of another CPU move the last digits."""
+    losses = plain[method].losses
+    assert [losses[0], losses[9], losses[-1]] == pytest.approx(GOLDEN[method], abs=2e-3)
