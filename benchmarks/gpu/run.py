@@ -16,7 +16,7 @@ from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase
 from stages.model.adapters import add_adapters
 from stages.model.attention import ATTENTION, JoinedRows
 from stages.model.load import enable_checkpointing
-from stages.model.quantize import keep_trainable_on_cpu, nf4_config
+from stages.model.quantize import keep_trainable_on_cpu, quantisation
 from stages.model.spec import ModelSpec
 from stages.step.batches import IGNORED, Batch, BatchShape, join_rows
 from stages.step.optim import OptimSpec, build_optimizer
@@ -75,23 +75,25 @@ def random_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device
         for parameter in model.parameters():
             parameter.normal_(std=SPREAD)
     if spec.method == "qlora":
-        _quantize(model, spec.dtype, device)
+        _quantize(model, spec, device)
     adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
     enable_checkpointing(model, spec)
     return adapted.train()
 
 
-def _quantize(model: Any, dtype: torch.dtype, device: torch.device) -> None:
+def _quantize(model: Any, spec: ModelSpec, device: torch.device) -> None:
     """Random 4-bit weights in the layers that loading would pack."""
-    replace_with_bnb_linear(model, get_keys_to_not_convert(model), nf4_config(dtype))
+    replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation(spec))
     for layer in model.modules():
         if not isinstance(layer, bnb.nn.Linear4bit):
             continue
-        values = torch.empty((layer.out_features, layer.in_features), dtype=dtype, device=device).normal_(std=SPREAD)
+        values = torch.empty((layer.out_features, layer.in_features), dtype=spec.dtype, device=device).normal_(
+            std=SPREAD
+        )
         packed = bnb.nn.Params4bit(values, requires_grad=False, compress_statistics=True, quant_type="nf4")
         layer.weight = packed.to(device)  # type: ignore[misc]  # This packs them.
         if layer.bias is not None:
-            bias = torch.empty(layer.out_features, dtype=dtype, device=device).normal_(std=SPREAD)
+            bias = torch.empty(layer.out_features, dtype=spec.dtype, device=device).normal_(std=SPREAD)
             layer.bias = nn.Parameter(bias, requires_grad=False)
     keep_trainable_on_cpu(model)
 
