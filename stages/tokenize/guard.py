@@ -44,7 +44,8 @@ class Guard:
         except orjson.JSONEncodeError:  # a lone surrogate, or a value that only `protect` can judge
             return False
         for prefix, search in self._scans:
-            if prefix in data and search(data) is not None:
+            # One byte is looked for several times as fast as two.
+            if prefix[0] in data and prefix in data and search(data) is not None:
                 return False
         return True
 
