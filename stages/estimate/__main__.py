@@ -19,6 +19,7 @@ from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, trace_origins
 from stages.estimate.kernels import target_of
 from stages.estimate.phases import Surroundings, generation_shape, heldout_shape, other_phases, stored_dtype
 from stages.estimate.predict import Prediction, Setting
+from stages.estimate.process import as_json, on_device, on_host
 from stages.estimate.shapes import longest_row, traced_steps
 from stages.estimate.standalone import tell_what_fits
 from stages.estimate.switches import halving_flag, trace_switches
@@ -126,8 +127,10 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         ),
     )
     by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
-    reserved = None
+    reserved = process = None
     if device.kind == "cuda":
+        host = on_host(config, setting.model, stored, batch_tokens=int(plan.padded_tokens.max()))
+        process = as_json(on_device(device), host)
         reserved = tiers(trace_origins(config, setting, prediction.steps_of_peak, target), device.memory_bytes)
     with atomic_directory(out) as aside:
         write_json(aside / "verdict.json", found.verdict.as_json(chosen))
@@ -135,13 +138,16 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         states = list(closed_form(config, setting, target))
         write_json(aside / "explanation.json", {**explanation.as_json(), "states": states})
         write_json(aside / "tiers.json", reserved)
+        write_json(aside / "process.json", process)
         write_json(aside / "advice.json", found.as_json())
         write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])
         write_json(aside / "what_fits.json", inverse)
         write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
         rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in switches]
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)
-    write_json(metrics, _metrics(prediction, by_phase, device, reason, reserved, verdict=found.verdict))
+    host_bytes = None if process is None else process["host_needed_bytes"]
+    told = _metrics(prediction, by_phase, device, reason, reserved, verdict=found.verdict)
+    write_json(metrics, {**told, "host_bytes_predicted": host_bytes})
     if found.verdict.refusal is not None:
         click.echo(f"does not fit: {found.verdict.refusal}", err=True)
 

@@ -53,6 +53,7 @@ def _tiers(inputs: Inputs) -> list[str]:
         ("reserved, expandable segments", size(estimate["reserved_bytes_predicted_expandable"])),
         ("reserved", size(estimate["reserved_bytes_predicted"])),
         ("process, without margin", size(estimate["process_bytes_predicted"])),
+        ("RAM of the host, without margin", size(estimate["host_bytes_predicted"])),
     ]
     return [table((f"on {estimate['gpu']}", "predicted"), rows), ""]
 

@@ -70,6 +70,9 @@ def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
     assert (
         metrics["peak_bytes_predicted"] <= tiers["expandable"]["reserved_bytes"] <= metrics["process_bytes_predicted"]
     )
+    process = json.loads((workspace / "estimate" / "process.json").read_text())
+    assert metrics["host_bytes_predicted"] == process["host_needed_bytes"]
+    assert process["device"]["cuda_context"]["basis"] == "assumed" and process["device"]["nccl"]["bytes"] == 0
     assert metrics["predicted_by_phase"] == {
         phase: sum(parts.values()) for phase, parts in breakdown.items() if phase != "peak"
     }
@@ -126,7 +129,9 @@ def test_an_unknown_gpu_is_one_line_and_leaves_nothing_behind(workspace):
 def test_bf16_on_a_t4_is_one_line(workspace):
     """A precision the card cannot compute accepted."""
     lay_out(workspace, hardware__gpu="T4", train__precision="bf16")
-    assert told(run()).endswith("got bf16 for T4 (7.5); set train.precision to fp32")
+    line = told(run())
+    assert line.startswith("train.precision: bf16 needs compute capability 8.0 (Ampere) or later; got bf16 for T4; ")
+    assert "set train.precision to fp16" in line
 
 
 def test_list_gpus_needs_no_files(tmp_path, monkeypatch):

@@ -85,6 +85,7 @@ def metrics() -> dict[str, dict[str, Any]]:
             "reserved_bytes_predicted": None,
             "reserved_bytes_predicted_expandable": None,
             "process_bytes_predicted": None,
+            "host_bytes_predicted": None,
             "worst_phase": "backward",
             "fits": True,
             "gpu": "cpu",

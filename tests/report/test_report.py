@@ -161,6 +161,7 @@ def test_what_a_gpu_reserves_is_shown_and_a_cpu_has_no_such_row(place):
         "reserved_bytes_predicted": 150 * MIB,
         "reserved_bytes_predicted_expandable": 130 * MIB,
         "process_bytes_predicted": 291 * MIB,
+        "host_bytes_predicted": 512 * MIB,
     }
     write_inputs(place, found, [GENERATION])
     text = report(place)[1]

@@ -1,0 +1,109 @@
+"""What a GPU run's process takes beside PyTorch's blocks: the CUDA context, libraries, and RAM of the host.
+
+None of this can be traced. Every figure says whether it was measured, and on what, or is assumed; assumed ones have a
+margin, which is told beside them and never added in silence.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from stages.estimate.devices import Device
+from stages.estimate.kernels import CUBLAS_HANDLES, target_of
+from stages.estimate.states import model_shapes
+from stages.model.spec import ModelSpec
+from stages.step.loader import BATCHES_AHEAD
+from stages.units import MIB
+
+Basis = Literal["measured", "assumed", "documented", "derived"]
+
+IMPORTS_BYTES = 426 * MIB
+"""RAM of a process after the imports of stage train, measured with PyTorch 2.13 for CPUs."""
+CUDA_HOST_MARGIN_BYTES = 3072 * MIB
+"""What the CUDA libraries and the driver may add to it."""
+LOADING_THREADS = 4
+"""transformers moves so many weights to a GPU at a time; one where weights are packed on the way."""
+BATCH_TOKEN_BYTES = 100
+"""RAM of a batch, per token (see stages.step.loader)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A figure of process.json."""
+
+    bytes: int
+    margin_bytes: int
+    """So much more it may be; 0 for what is exact."""
+    basis: Basis
+    why: str
+
+
+def _context(margin_mib: int, basis: Basis, why: str) -> Part:
+    """A CUDA context: nothing but that of a T4 was measured, so its size stands for all, with a margin of their own."""
+    return Part(bytes=141 * MIB, margin_bytes=margin_mib * MIB, basis=basis, why=why)
+
+
+# By least compute capability, newest first: the first row that a GPU reaches is its own.
+CONTEXTS: tuple[tuple[tuple[int, int], Part], ...] = (
+    ((9, 0), _context(512, "assumed", "Hopper and later: that of a T4; more multiprocessors and kernels take more")),
+    ((8, 0), _context(384, "assumed", "Ampere and Ada: that of a T4; more multiprocessors and kernels take more")),
+    ((7, 5), _context(64, "measured", "a T4 with PyTorch's kernels; the margin is for other drivers")),
+    ((0, 0), _context(128, "assumed", "before Turing: that of a T4")),
+)
+
+
+def on_device(device: Device) -> dict[str, Part]:
+    """What the process takes on a GPU besides the blocks that PyTorch reserves, or inside them where it says so."""
+    context = next(part for capability, part in CONTEXTS if device.compute_capability >= capability)
+    workspaces = f"{CUBLAS_HANDLES} handles (forward, backward), PyTorch's default size; inside what tensors count"
+    cublas = Part(bytes=target_of(device).constant_bytes, margin_bytes=0, basis="documented", why=workspaces)
+    nccl = Part(bytes=0, margin_bytes=0, basis="derived", why="one GPU: no communicator is made")
+    return {"cuda_context": context, "cublas_workspaces": cublas, "nccl": nccl}
+
+
+def on_host(config: PretrainedConfig, spec: ModelSpec, stored: torch.dtype, *, batch_tokens: int) -> dict[str, Part]:
+    """RAM that a GPU run needs on its host.
+
+    Args:
+        config: the model's config.
+        spec: how it is loaded.
+        stored: type of the weights in its files.
+        batch_tokens: of the largest micro-batch.
+    """
+    shapes = model_shapes(config)
+    largest = max(parameter.values for parameter in shapes.parameters)
+    packed = spec.method in ("qlora", "int8_lora")
+    threads = 1 if packed else LOADING_THREADS
+    moving = f"{threads} weight(s) on their way, as stored and converted; the largest has {largest} values"
+    loading = threads * largest * (stored.itemsize + spec.dtype.itemsize)
+    batches = (1 + BATCHES_AHEAD) * batch_tokens * BATCH_TOKEN_BYTES
+    imports = "after imports, measured with PyTorch for CPUs; the margin is for CUDA's libraries"
+    return {
+        "process": Part(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=imports),
+        "loading": Part(bytes=loading, margin_bytes=0, basis="derived", why=moving),
+        "batches": Part(
+            bytes=batches, margin_bytes=0, basis="derived", why="one in use, and one thread's ahead; page-locked"
+        ),
+        "weight_files": Part(
+            bytes=shapes.values * stored.itemsize,
+            margin_bytes=0,
+            basis="derived",
+            why="pages of the files while they load: counted as resident, given back when memory runs short",
+        ),
+    }
+
+
+def needed_bytes(parts: dict[str, Part]) -> int:
+    """RAM that cannot be given back, without margins: loading is over before batches are made, yet both are counted."""
+    return sum(part.bytes for name, part in parts.items() if name != "weight_files")
+
+
+def as_json(device: dict[str, Part], host: dict[str, Part]) -> dict[str, Any]:
+    """The content of process.json."""
+    return {
+        "device": {name: asdict(part) for name, part in device.items()},
+        "host": {name: asdict(part) for name, part in host.items()},
+        "host_needed_bytes": needed_bytes(host),
+    }
