@@ -139,8 +139,8 @@ def _check_methods(params: Params) -> None:
         ),
         (
             lora.dora and (train.method != "lora" or lora.init != "default"),
-            f"train.lora.dora: is built for train.method=lora with train.lora.init=default; got {train.method}, "
-            f"{lora.init}; set it to false",
+            f"train.lora.dora: needs train.method=lora and train.lora.init=default: how peft unpacks other weights for "
+            f"it cannot be predicted, nor does it start elsewhere; got {train.method}, {lora.init}; set it to false",
         ),
         (
             train.merge and train.method == "full",

@@ -15,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from stages.estimate.kernels import Target
+from stages.estimate.neighbours import LIGHTER, with_method
 from stages.estimate.predict import Setting, predict
 from stages.estimate.shapes import TracedSteps, halved
 from stages.estimate.workload import Costs, Workload
@@ -220,12 +221,13 @@ def _candidates(run: Workload, costs: Costs, native_bf16: bool) -> Iterator[Cand
         switches.append([plain, _of_setting(run, f"train.loss_chunk={LOSS_CHUNK_TOKENS}", SAME, 2, {})])
     if run.setting.optimizer in ("adamw", "adamw_foreach"):
         switches.append([plain, _of_setting(run, "train.optimizer=adamw_8bit", ROUNDED, 3, {})])
-    if model.precision == "fp32" and native_bf16:
-        switches.append([plain, _of_setting(run, "train.precision=bf16", ROUNDED, 4, {"precision": "bf16"})])
-    lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "int8_lora": ("qlora",), "qlora": ()}[model.method]
+    if model.precision == "fp32" and (native_bf16 or model.adapted):  # Full weights stay fp32 under fp16.
+        half = "bf16" if native_bf16 else "fp16"
+        switches.append([plain, _of_setting(run, f"train.precision={half}", ROUNDED, 4, {"precision": half})])
+    changes = [with_method(run.setting, method) for method in LIGHTER[model.method]]
     methods = [
-        replace(_of_setting(run, f"train.method={m}", OTHER_WEIGHTS, 5 + k, {"method": m}), strength=1 + k)
-        for k, m in enumerate(lighter)
+        Option(flags=flags, effect=OTHER_WEIGHTS, ease=5 + k, strength=1 + k, run=replace(run, setting=setting))
+        for k, (setting, flags) in enumerate(changes)
     ]
     switches.append([plain, *methods])
     for options in product(*switches):

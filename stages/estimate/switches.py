@@ -7,6 +7,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from stages.estimate.kernels import Target
+from stages.estimate.neighbours import with_method, with_precision
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.shapes import halved
 from stages.params import Bucket, Method, OptimizerName, Precision
@@ -76,7 +77,14 @@ def _single_changes(setting: Setting, native_bf16: bool) -> Iterator[tuple[str, 
             yield f"optimizer={optimizer}", replace(setting, optimizer=optimizer)
     for precision in PRECISIONS:
         if precision != model.precision and (precision == "fp32" or native_bf16):
-            yield f"precision={precision}", replace(setting, model=replace(model, precision=precision))
+            changed, flags = with_precision(setting, precision)
+            yield _flag(flags), changed
     for method in METHODS:
         if method != model.method:
-            yield f"method={method}", replace(setting, model=replace(model, method=method))
+            changed, flags = with_method(setting, method)
+            yield _flag(flags), changed
+
+
+def _flag(flags: tuple[str, ...]) -> str:
+    """Flags as one, without the first section's name."""
+    return " ".join(flags).removeprefix("train.")

@@ -1,0 +1,36 @@
+"""Settings one switch away: none that params.yaml would refuse, and the flags lead to what was predicted."""
+
+import pytest
+
+from stages.estimate.neighbours import with_method, with_precision
+from stages.estimate.predict import predict
+from tests.estimate.common import CPU_TARGET, setting_of, shape
+from tests.estimate.test_states import llama
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({"method": "lora"}, ("train.method=qlora",)),
+        ({"method": "lora", "lora_dora": True}, ("train.method=qlora", "train.lora.dora=false")),
+        ({"method": "lora", "lora_init": "pissa"}, ("train.method=qlora", "train.lora.init=default")),
+        (
+            {"method": "full", "precision": "bf16", "master_weights": True},
+            ("train.method=qlora", "train.master_weights=false"),
+        ),
+    ],
+    ids=str,
+)
+def test_another_method_leaves_behind_what_it_excludes(changes, flags):
+    """Advice to set a flag that is refused, or a trace of a form that is not built."""
+    found, told = with_method(setting_of(**changes), "qlora")
+    assert told == flags
+    plain = setting_of(method="qlora", precision=changes.get("precision", "fp32"))
+    steps = ((shape(2, 32, 40),),)
+    peaks = [predict(llama(tied=True), setting, steps, CPU_TARGET).peak.bytes for setting in (found, plain)]
+    assert peaks[0] == peaks[1]
+
+
+def test_another_type_leaves_master_weights_behind():
+    found, told = with_precision(setting_of(method="full", precision="bf16", master_weights=True), "fp32")
+    assert found == setting_of(method="full") and told == ("train.precision=fp32", "train.master_weights=false")
