@@ -224,10 +224,9 @@ def _candidates(run: Workload, costs: Costs, native_bf16: bool) -> Iterator[Cand
     if model.precision == "fp32" and (native_bf16 or model.adapted):  # Full weights stay fp32 under fp16.
         half = "bf16" if native_bf16 else "fp16"
         switches.append([plain, _of_setting(run, f"train.precision={half}", ROUNDED, 4, {"precision": half})])
-    changes = [with_method(run.setting, method) for method in LIGHTER[model.method]]
     methods = [
         Option(flags=flags, effect=OTHER_WEIGHTS, ease=5 + k, strength=1 + k, run=replace(run, setting=setting))
-        for k, (setting, flags) in enumerate(changes)
+        for k, (setting, flags) in enumerate(with_method(run.setting, method) for method in LIGHTER[model.method])
     ]
     switches.append([plain, *methods])
     for options in product(*switches):

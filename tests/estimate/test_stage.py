@@ -157,3 +157,13 @@ def test_the_remedy_of_smaller_batches_is_the_one_that_works_in_this_mode(mode, 
     """A refused run told to lower bucket.max_tokens, which bounds nothing in mode fixed."""
     bucket = Bucket(mode=mode, max_tokens=tokens, pad_multiple=8, constant_shape=False, fixed_rows=rows)
     assert halving_flag(bucket, 128) == (None if label is None else f"bucket.{label}")
+
+
+@pytest.mark.parametrize(("gpu", "precision"), [("T4", "fp16"), ("24GiB", None)])
+def test_auto_precision_is_chosen_said_and_passed_on(workspace, gpu, precision):
+    """Train and evaluate must compute in the type that was predicted, whatever the machine they run on."""
+    lay_out(workspace, hardware__gpu=gpu, train__precision="auto", train__method="lora")
+    done = run()
+    assert done.exit_code == 0, done.output
+    chosen = json.loads((workspace / "estimate/verdict.json").read_text())["precision"]
+    assert chosen == (precision or "bf16") and f"train.precision: auto is {chosen}: " in done.output
