@@ -13,13 +13,12 @@ from matplotlib.figure import Figure
 from transformers import LlamaConfig
 
 from stages.estimate.devices import resolve_gpu
-from stages.estimate.explain import trace_origins
 from stages.estimate.kernels import target_of
 from stages.estimate.predict import Setting
 from stages.estimate.replay import Replay, replay
-from stages.estimate.runs import timeline_of
 from stages.estimate.step_units import step_units
-from stages.estimate.templates import RunModel, fit
+from stages.estimate.templates import RunModel
+from stages.estimate.traced_runs import fit_run, kind_of
 from stages.model.spec import ModelSpec
 from stages.step.batches import BatchShape
 from stages.units import GIB
@@ -51,33 +50,26 @@ SETTING = Setting(
     max_grad_norm=1.0,
 )
 STEPS, SHORTEST, LONGEST, ROWS, MULTIPLE, SEED = 60, 64, 1024, 2, 8, 5
-TRACED_LENGTHS = ((1000, 400), (136, 904, 72), (512, 200), (88, 160, 320, 40), (328, 264))
-"""Of the micro-batches of a step: first and later ones, and updates after two to four."""
-
-Shape = tuple[int, int, int]
 
 
 def fitted() -> RunModel:
     """The events of any run of the setting."""
-    target = target_of(resolve_gpu(GPU)[0])
-    timelines = []
-    for number, lengths in enumerate(TRACED_LENGTHS, start=1):
-        shapes = [
-            BatchShape(rows=number + place, length=length, supervised=length - number * number, joined_lengths=None)
-            for place, length in enumerate(lengths)
-        ]
-        timelines.append(timeline_of(trace_origins(CONFIG, SETTING, (tuple(shapes),), target), SETTING.loss_chunk))
-    return fit(timelines)
+    return fit_run(CONFIG, SETTING, target_of(resolve_gpu(GPU)[0]), (), [_batch(ROWS, LONGEST)])
 
 
-def orders() -> dict[str, list[Shape]]:
+def _batch(rows: int, length: int) -> BatchShape:
+    """A micro-batch whose tokens are all trained."""
+    return BatchShape(rows=rows, length=length, supervised=rows * length, joined_lengths=None)
+
+
+def orders() -> dict[str, list[BatchShape]]:
     """One micro-batch a step, in every order, and the same rows within a budget of tokens, largest first."""
     chance = random.Random(SEED)
     lengths = [chance.randrange(SHORTEST, LONGEST + 1, MULTIPLE) for _ in range(STEPS - 1)] + [LONGEST]
-    batches = [(ROWS, length, length) for length in sorted(lengths)]
+    batches = [_batch(ROWS, length) for length in sorted(lengths)]
     shuffled = chance.sample(batches, len(batches))
-    planned = [(ROWS * LONGEST // length, length, length) for _, length, _ in shuffled]
-    planned.sort(key=lambda batch: batch[1] != LONGEST)
+    planned = [_batch(ROWS * LONGEST // batch.length, batch.length) for batch in shuffled]
+    planned.sort(key=lambda batch: batch.length != LONGEST)
     return {"ascending": batches, "random": shuffled, "descending": batches[::-1], "planned": planned}
 
 
@@ -86,7 +78,7 @@ def staircase(model: RunModel) -> dict[tuple[str, str], Replay]:
     return {
         (order, kind): replay(
             model,
-            [step_units([batch], SETTING.loss_chunk) for batch in batches],
+            [step_units([batch], kind_of(SETTING)) for batch in batches],
             expandable=kind == "expandable",
             capacity_bytes=None,
         )

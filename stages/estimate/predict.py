@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from stages.errors import UserError
 from stages.estimate.depth import NotRepeated, Place, Window, WindowTrace, deep_peaks, deep_windows
 from stages.estimate.kernels import Target
 from stages.estimate.layers import Repetition, find_repetition, with_layers
+from stages.estimate.origins import OriginTrace
 from stages.estimate.shapes import TracedSteps, only
 from stages.estimate.trace import (
     ADAPTERS,
@@ -88,6 +89,8 @@ class Prediction:
     """The first micro-batch and, where another one set the peak, that one in its position: enough to see it again."""
     layers_traced: str
     """Which layers were, and why no others."""
+    shallow: tuple[tuple[int, OriginTrace], ...] = field(default=(), compare=False, repr=False)
+    """Traces of models of fewer layers, by their number, where they were asked to remember origins; else none."""
 
     @property
     def worst_phase(self) -> str:
@@ -125,8 +128,8 @@ def shallow_windows(
     steps: TracedSteps,
     target: Target,
     repetition: Repetition,
-) -> tuple[dict[Place, Window], Windows]:
-    """The windows of the steps, from traces of the model with fewer layers; and the deepest of these traces.
+) -> tuple[dict[Place, Window], tuple[tuple[int, Windows], ...]]:
+    """The windows of the steps, from traces of the model with fewer layers; and these traces by number of layers.
 
     Raises:
         NotRepeated: they do not tell.
@@ -134,7 +137,8 @@ def shallow_windows(
     """
     shallow = (with_layers(config, depth) for depth in repetition.depths)
     traces = [_traced(kind, each, setting, steps, target)[0] for each in shallow]
-    return deep_windows(traces, repetition, target.granularity_bytes), traces[-1]
+    by_depth = tuple(zip(repetition.depths, traces, strict=True))
+    return deep_windows(traces, repetition, target.granularity_bytes), by_depth
 
 
 def from_windows(windows: Mapping[Place, Window], steps: TracedSteps, target: Target, reason: str) -> Prediction:

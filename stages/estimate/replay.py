@@ -7,7 +7,8 @@ from typing import Protocol
 import numpy as np
 
 from stages.estimate.allocator import UNIT_BYTES, CachingAllocator, OutOfMemory, Snapshot
-from stages.estimate.templates import BIRTH, FIRST, LATER, UPDATE, RunModel, Template, Unit
+from stages.estimate.cut import FIRST, LATER, UPDATE, Unit
+from stages.estimate.templates import BIRTH, RunModel, Template
 
 
 @dataclass(frozen=True, kw_only=True)

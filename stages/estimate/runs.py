@@ -1,19 +1,27 @@
-"""A traced run as the timeline of a replay: exact sizes, cut into the units of the plan."""
+"""A traced run as the timeline of a replay: exact sizes and origins, cut into the units of the plan."""
 
-from stages.estimate.origins import OriginTrace
-from stages.estimate.step_units import step_units
-from stages.estimate.templates import Timeline, Unit
+import re
+from collections.abc import Hashable
+from functools import cache
+
+from stages.estimate.cut import Timeline, Unit
+from stages.estimate.origins import Origin, OriginTrace
+from stages.estimate.step_units import StepKind, step_units
 
 CLIP = "clip"
 """The phase with which a step's update begins."""
+SCALAR, HEAD = "scalar", "head"
+"""In place of an operation, for single values and for what is shaped like the head's weight."""
 
 
-def timeline_of(trace: OriginTrace, loss_chunk: int | None) -> Timeline:
-    """The events of whole steps of padded rows, with sizes before rounding.
+def timeline_of(trace: OriginTrace, kind: StepKind, *, layers: int, vocab_size: int) -> Timeline:
+    """The events of whole steps, with sizes before rounding.
 
     Args:
         trace: of any number of steps.
-        loss_chunk: trained positions whose logits existed at once, None for all.
+        kind: of the setting's steps.
+        layers: of the traced model.
+        vocab_size: of the traced model.
     """
     events = tuple(
         (storage, trace.exact_bytes[storage] * (1 if change > 0 else -1)) for storage, change in trace.events
@@ -24,7 +32,26 @@ def timeline_of(trace: OriginTrace, loss_chunk: int | None) -> Timeline:
     for update in updates:
         own = [(start, shape) for start, shape in begun if start < update]
         begun = begun[len(own) :]
-        shapes = [(shape.rows, shape.length, shape.supervised) for _, shape in own]
         starts = [*(start for start, _ in own), update]
-        marks += zip(starts, step_units(shapes, loss_chunk), strict=True)
-    return Timeline(events=events, units=tuple(marks))
+        marks += zip(starts, step_units([shape for _, shape in own], kind), strict=True)
+    kinds = {storage: _kind(origin, vocab_size) for storage, origin in trace.origins.items()}
+    return Timeline(events=events, units=tuple(marks), kinds=kinds, layers=layers)
+
+
+def _kind(origin: Origin, vocab_size: int) -> Hashable:
+    """What made a storage, with no number of a layer: those of all layers are of one kind.
+
+    So are those that are summed up chunk by chunk, whatever operation made them: the losses and the head's gradients.
+    """
+    operation = origin.operation
+    if origin.shape == ():
+        operation = SCALAR
+    elif origin.shape is not None and len(origin.shape) == 2 and origin.shape[0] == vocab_size:
+        operation = HEAD
+    return operation, _without_numbers(origin.module), origin.phase
+
+
+@cache
+def _without_numbers(module: str) -> str:
+    """A module's path with * for every number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)

@@ -1,61 +1,29 @@
-"""The events of a step for every shape, from traces of a few.
+"""The events of a step for every shape and depth, from traces of a few.
 
 The step makes and frees the same tensors in the same order whatever the shapes, and the bytes of each are a constant
 plus whole multiples of a few figures of the shape (its tokens, its supervised tokens, …). A traced run is cut into
 units: what exists before the first step, the first micro-batch of a step, a later one, and the update that ends it.
-Each unit's bytes are fitted from several traces and must be met by all of them exactly; the units of any sequence of
-batches can then be put one after the other (`stages.estimate.replay`). Peaks are never extrapolated, only sizes.
+More layers, and more chunks of the loss, insert the same blocks once more (`stages.estimate.program`). Each tensor's
+bytes are fitted from several traces and must be met by all of them exactly; the units of any sequence of batches can
+then be put one after the other (`stages.estimate.replay`). Peaks are never extrapolated, only sizes.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, groupby
-from typing import Final, Literal
 
 import numpy as np
 
-FIRST: Final = "first"
-LATER: Final = "later"
-UPDATE: Final = "update"
-Role = Literal["first", "later", "update"]
+from stages.estimate.cut import FREE, MAKE, UPDATE, Living, NotAffine, Piece, Role, Timeline, Token, Unit, cut, left_by
+from stages.estimate.loops import find_loops
+from stages.estimate.program import LAYERS, TRACED_TURNS, Counts, Program, count_births, find_program
+from stages.estimate.sizes import Tie, fit_sizes, tell_apart
+
 BIRTH = -1
-MOST_TERMS = 2
-"""Figures of the shape in the size of one tensor."""
-
-
-class NotAffine(Exception):
-    """The traces do not determine the events of other shapes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """A part of a step."""
-
-    role: Role
-    """first or later micro-batch of its step, or its update."""
-    kind: Hashable
-    """Units of a kind have the same events in the same order: how often loops run belongs here."""
-    figures: Mapping[str, int]
-    """What its tensors' sizes depend on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """A traced run."""
-
-    events: Sequence[tuple[int, int]]
-    """(storage, bytes): positive when it is made, negative when it is freed."""
-    units: Sequence[tuple[int, Unit]]
-    """The number of events before each unit, and the unit; the events before the first exist before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Events:
-    """A unit's events, without sizes.
-
-    What is freed with no birth in between is in a fixed order, because Python's varies from build to build: blocks
-    freed in any order leave the allocator the same.
-    """
+    """A unit's events, without sizes."""
 
     actions: tuple[int, ...]
     """BIRTH, or what is freed: the number of a birth of this unit, or a place in `foreign` as -2 - place."""
@@ -67,23 +35,16 @@ class Events:
     """Births of this unit that it does not free."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tie:
-    """A figure that went along with another one in all traces, or was constant: nothing is known where it does not."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SiteSizes:
+    """Bytes of the births of every site, for any figures."""
 
-    figure: str
-    like: str | None
-    """The other figure; None for a constant."""
-    base: int
-    like_base: int
-    rise: int
-    run: int
-    """figure - base : like - like_base = rise : run."""
-
-    def holds(self, figures: Mapping[str, int]) -> bool:
-        """Whether it does so in these figures too."""
-        other = 0 if self.like is None else figures[self.like]
-        return (figures[self.figure] - self.base) * self.run == (other - self.like_base) * self.rise
+    constant: np.ndarray
+    """Bytes that depend on no figure, int64, by site."""
+    slopes: Mapping[str, np.ndarray]
+    """Bytes per unit of a figure, int64, by site; figures no birth depends on are left out."""
+    ties: tuple[Tie, ...]
+    """What the traces could not tell apart."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,12 +52,10 @@ class Template:
     """The events of a kind of unit, for any figures."""
 
     events: Events
-    constant: np.ndarray
-    """Bytes of each birth that depend on no figure, int64."""
-    slopes: Mapping[str, np.ndarray]
-    """Bytes of each birth per unit of a figure, int64; figures no birth depends on are left out."""
-    ties: tuple[Tie, ...]
-    """What the traces could not tell apart."""
+    layers: int
+    sizes_by_site: SiteSizes
+    sites: np.ndarray
+    """Of each birth."""
 
     def sizes(self, unit: Unit) -> np.ndarray:
         """Bytes of each birth, in order, int64.
@@ -104,176 +63,230 @@ class Template:
         Raises:
             NotAffine: figures differ that went together in all traces.
         """
-        for tie in self.ties:
-            if not tie.holds(unit.figures):
+        figures = {**unit.figures, LAYERS: self.layers}
+        for tie in self.sizes_by_site.ties:
+            if tie.figure != LAYERS and not tie.holds(figures):
                 known = "constant" if tie.like is None else f"tied to {tie.like}"
                 raise NotAffine(
                     f"{tie.figure} was {known} in all traces of {unit.role} units; got {dict(unit.figures)}"
                 )
-        return self.constant + sum(slope * unit.figures[name] for name, slope in self.slopes.items())
+        known_sizes = self.sizes_by_site
+        total = known_sizes.constant + sum(slope * figures[name] for name, slope in known_sizes.slopes.items())
+        return total[self.sites]
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunModel:
     """The events of any run of one setting."""
 
-    before_bytes: tuple[int, ...]
-    """Sizes of what exists before the first step, in order."""
-    templates: Mapping[tuple[Role, Hashable], Template]
-    """By role and kind of unit."""
+    def __init__(
+        self,
+        before_bytes: Sequence[int],
+        programs: Mapping[tuple[Role, Hashable], tuple[Program, SiteSizes]],
+        layers: int,
+    ):
+        """What exists before the first step, in order, and the programs of units by role and kind."""
+        self.before_bytes, self._programs, self._layers = tuple(before_bytes), programs, layers
+        self._templates: dict[tuple[Role, Hashable, int], Template] = {}
+        self._left: dict[str, tuple[Hashable, ...]] = {}
 
     def template(self, unit: Unit) -> Template:
         """The events of a unit.
 
         Raises:
-            NotAffine: no unit of this role and kind was traced.
+            NotAffine: no unit of this role and kind was traced, or its loops run as often as no trace tells.
         """
-        if (unit.role, unit.kind) not in self.templates:
-            raise NotAffine(f"no {unit.role} unit of kind {unit.kind!r} was traced")
-        return self.templates[unit.role, unit.kind]
+        key = (unit.role, unit.kind, unit.chunks)
+        if key not in self._templates:
+            if key[:2] not in self._programs:
+                raise NotAffine(f"no {unit.role} unit of kind {unit.kind!r} was traced")
+            program, sizes = self._programs[key[:2]]
+            tokens, sites = program.unroll(Counts(layers=self._layers, chunks=unit.chunks))
+            events, left = _resolve(tokens, self._left_by)
+            if left != self._left_by(unit.role):
+                raise NotAffine(f"{unit.role} units of kind {unit.kind!r} leave other tensors")
+            found = np.array(sites, dtype=np.int64)
+            self._templates[key] = Template(events=events, layers=self._layers, sizes_by_site=sizes, sites=found)
+        return self._templates[key]
+
+    def _left_by(self, role: str) -> tuple[Hashable, ...]:
+        """Kinds of what units of a role leave."""
+        if role not in self._left:
+            program = next(program for (known, _), (program, _) in self._programs.items() if known == role)
+            tokens, _ = program.unroll(Counts(layers=self._layers, chunks=program.counts.chunks))
+            living = Living()
+            born = 0
+            kinds: list[Hashable] = []
+            for token in tokens:
+                if token[0] == MAKE:
+                    living.add(token[1], born)
+                    kinds.append(token[1])
+                    born += 1
+                elif token[0] == FREE:
+                    living.take(token[1], _number(token[2]))
+            self._left[role] = tuple(kinds[number] for number in living.numbers)
+        return self._left[role]
 
 
-def fit(timelines: Sequence[Timeline]) -> RunModel:
+def fit(timelines: Sequence[Timeline], layers: int | None = None) -> RunModel:
     """Find the events of any run from traces of a few shapes.
 
     For n figures in the size of one tensor, n + 2 traces of different shapes are needed: the last checks the others.
-    Every step has at least two micro-batches, so that the update's frees are all seen.
+    Where models of several depths were traced, those are three at one distance, of one shape; all other shapes are of
+    the least. Of a loss in chunks, units of three consecutive numbers of them that are alike otherwise are needed.
+    Steps have at least two micro-batches, so that the update's frees are all seen; updates after one are left out where
+    that is so.
+
+    Args:
+        timelines: the traces.
+        layers: of the model whose run is asked for; None for that of the traces.
 
     Raises:
         NotAffine: the events of a kind differ, their sizes are no such sums, or the shapes cannot tell figures apart.
     """
-    before: set[tuple[int, ...]] = set()
-    seen: dict[tuple[Role, Hashable], list[tuple[Unit, Events, np.ndarray]]] = {}
+    befores: dict[int, set[tuple[tuple[Hashable, int], ...]]] = {}
+    by_kind: dict[tuple[Role, Hashable], list[Piece]] = {}
     for timeline in timelines:
-        start_bytes, units = _cut(timeline)
-        before.add(start_bytes)
-        for unit, events, sizes in units:
-            seen.setdefault((unit.role, unit.kind), []).append((unit, events, sizes))
-    if len(before) != 1:
+        before, pieces = cut(timeline)
+        befores.setdefault(timeline.layers, set()).add(before)
+        for piece in pieces:
+            by_kind.setdefault((piece.unit.role, piece.unit.kind), []).append(piece)
+    wanted = min(befores) if layers is None else layers
+    for key in [key for key in by_kind if key[0] == UPDATE]:
+        by_kind[key] = _after_several(by_kind[key])
+    programs = {key: find_program(pieces, _named(key)) for key, pieces in by_kind.items()}
+    sizes: dict[tuple[Role, Hashable], SiteSizes] = {}
+    for keys in _with_equal_births(programs, by_kind):
+        pooled = [(programs[key], piece) for key in keys for piece in by_kind[key]]
+        found = _fit_sites(pooled, _named(keys[0]))
+        sizes |= {key: found for key in keys}
+    fitted = {key: (program, sizes[key]) for key, program in programs.items()}
+    return RunModel(_before_bytes(befores, wanted), fitted, wanted)
+
+
+def _named(key: tuple[Role, Hashable]) -> str:
+    """A kind of unit as it is told."""
+    return f"{key[0]} units of kind {key[1]!r}"
+
+
+def _after_several(updates: Sequence[Piece]) -> list[Piece]:
+    """Updates of steps with several micro-batches, where every depth has one; else all."""
+    several = [piece for piece in updates if piece.unit.figures.get("micro_batches", 2) > 1]
+    return several if {piece.layers for piece in several} == {piece.layers for piece in updates} else list(updates)
+
+
+def _before_bytes(befores: Mapping[int, set[tuple[tuple[Hashable, int], ...]]], layers: int) -> list[int]:
+    """Sizes of what exists before the first step.
+
+    Raises:
+        NotAffine: traces of a depth begin with different states, or depths do not tell of `layers`.
+    """
+    if any(len(found) != 1 for found in befores.values()):
         raise NotAffine("the traces begin with different states")
-    return RunModel(before_bytes=before.pop(), templates={key: _fit_kind(key, found) for key, found in seen.items()})
-
-
-def _cut(timeline: Timeline) -> tuple[tuple[int, ...], list[tuple[Unit, Events, np.ndarray]]]:
-    """Sizes of what exists before the first step, and each unit with its events and the sizes of its births.
-
-    Raises:
-        NotAffine: something is freed before the first step, or outlives its unit in a way no rule is known for.
-    """
-    first = timeline.units[0][0]
-    if any(change < 0 for _, change in timeline.events[:first]):
-        raise NotAffine("something is freed before the first step")
-    outlived: dict[int, tuple[str, int]] = {storage: ("", 0) for storage, _ in timeline.events[:first]}
-    ends = [start for start, _ in timeline.units[1:]] + [len(timeline.events)]
-    cut = []
-    for (start, unit), end in zip(timeline.units, ends, strict=True):
-        events, sizes, survivors = _cut_unit(timeline.events[start:end], outlived)
-        outlived |= {storage: (unit.role, rank) for rank, storage in enumerate(survivors)}
-        cut.append((unit, events, sizes))
-    return tuple(change for _, change in timeline.events[:first]), cut
-
-
-def _cut_unit(
-    events: Sequence[tuple[int, int]], outlived: dict[int, tuple[str, int]]
-) -> tuple[Events, np.ndarray, list[int]]:
-    """One unit's events and sizes, and the storages that outlive it.
-
-    `outlived` has the role of earlier units and the rank there of what they left, and loses what this unit frees.
-
-    Raises:
-        NotAffine: see `_cut`.
-    """
-    alive: dict[int, int] = {}
-    actions: list[int] = []
-    foreign: list[tuple[str, int]] = []
+    depths = sorted(befores)
+    states = [next(iter(befores[depth])) for depth in depths]
+    if len(depths) == 1:
+        turns, insertions = layers - depths[0], []
+    elif len(depths) == TRACED_TURNS:
+        turns, insertions = (layers - depths[0]) // (depths[1] - depths[0]), find_loops(*states)
+    else:
+        raise NotAffine(f"depths {depths} are not three at one distance")
+    if turns and not insertions:
+        raise NotAffine(f"{layers} layers do not follow from those traced")
     sizes: list[int] = []
-    for born, run in groupby(events, key=lambda event: event[1] > 0):
-        if born:
-            for storage, size in run:
-                alive[storage] = len(sizes)
-                sizes.append(size)
-                actions.append(BIRTH)
-            continue
-        freed = {storage for storage, _ in run}
-        origins = sorted({outlived.pop(storage) for storage in freed - alive.keys()})
-        if any(not role for role, _ in origins):
-            raise NotAffine("a step frees what existed before the first step")
-        if again := set(origins) & set(foreign):
-            raise NotAffine(f"what several {min(again)[0]} units left is not freed together")
-        actions += [-2 - len(foreign) - place for place in range(len(origins))]
-        foreign += origins
-        actions += sorted(alive.pop(storage) for storage in freed & alive.keys())
-    outliving = tuple(sorted(alive.values()))
-    found = Events(actions=tuple(actions), foreign=tuple(foreign), births=len(sizes), outliving=outliving)
-    return found, np.array(sizes, dtype=np.int64), sorted(alive, key=lambda storage: alive[storage])
+    place = 0
+    for insertion in insertions:
+        sizes += [size for _, size in states[0][place : insertion.place]]
+        sizes += [size for _, size in insertion.block] * turns
+        place = insertion.place
+    return [*sizes, *(size for _, size in states[0][place:])]
 
 
-def _fit_kind(key: tuple[Role, Hashable], found: Sequence[tuple[Unit, Events, np.ndarray]]) -> Template:
-    """One kind's events, and the sums that give all sizes seen.
+def _with_equal_births(
+    programs: Mapping[tuple[Role, Hashable], Program], by_kind: Mapping[tuple[Role, Hashable], Sequence[Piece]]
+) -> list[list[tuple[Role, Hashable]]]:
+    """Kinds in groups that make the same tensors in the same order at the same sites, whatever they free."""
+    groups: dict[Hashable, list[tuple[Role, Hashable]]] = {}
+    for key, program in programs.items():
+        births = tuple(token[1] for token in program.base if token[0] == MAKE)
+        blocks = tuple(
+            (block.loop, block.sites, tuple(token[1] for token in block.tokens if token[0] == MAKE))
+            for block in program.blocks
+        )
+        figures = tuple(sorted(by_kind[key][0].unit.figures))
+        single = tuple(
+            (part.sites, count_births(program.base[: part.start]), count_births(program.base[: part.end]))
+            for part in program.single
+        )
+        groups.setdefault((births, blocks, single, figures), []).append(key)
+    return list(groups.values())
+
+
+def _fit_sites(pooled: Sequence[tuple[Program, Piece]], what: str) -> SiteSizes:
+    """The sums that give all sizes seen.
 
     Raises:
         NotAffine: see `fit`.
     """
-    what = f"{key[0]} units of kind {key[1]!r}"
-    events = found[0][1]
-    if any(other != events for _, other, _ in found[1:]):
-        raise NotAffine(f"{what} make or free tensors in different orders")
-    names = sorted(found[0][0].figures)
-    samples = list({tuple(unit.figures[name] for name in names): (unit, sizes) for unit, _, sizes in found}.values())
-    free, ties = _tell_apart(names, [unit.figures for unit, _ in samples])
-    figures_SF = np.array([[unit.figures[name] for name in free] for unit, _ in samples], dtype=np.int64)
-    constant, slopes_FB = _fit_sizes(figures_SF, np.stack([sizes for _, sizes in samples]), what)
+    count = 1 + max(max(program.all_sites, default=-1) for program, _ in pooled)
+    names = sorted(pooled[0][1].unit.figures)
+    if len({piece.layers for _, piece in pooled}) > 1:
+        names.append(LAYERS)
+    samples: dict[tuple[int, ...], np.ndarray] = {}
+    for program, piece in pooled:
+        figures = {**piece.unit.figures, LAYERS: piece.layers}
+        sites = np.array(program.unroll(Counts(layers=piece.layers, chunks=piece.unit.chunks))[1], dtype=np.int64)
+        found = samples.setdefault(tuple(figures[name] for name in names), np.full(count, -1, dtype=np.int64))
+        fresh = found[sites] < 0
+        found[sites[fresh]] = np.array(piece.sizes, dtype=np.int64)[fresh]
+        if (found[sites] != piece.sizes).any():
+            raise NotAffine(f"{what}: tensors of a loop differ in size from turn to turn")
+    figures_SF, sizes_SB = (
+        np.array(list(samples), dtype=np.int64).reshape(len(samples), -1),
+        np.stack(list(samples.values())),
+    )
+    free, ties = tell_apart(names, [dict(zip(names, row, strict=True)) for row in figures_SF.tolist()])
+    figures_SF = figures_SF[:, [names.index(name) for name in free]]
+    constant, slopes_FB = np.zeros(count, np.int64), np.zeros((len(free), count), np.int64)
+    seen_SB = sizes_SB >= 0
+    for mask in np.unique(seen_SB, axis=1).T:
+        chosen = np.flatnonzero((seen_SB == mask[:, None]).all(axis=0))
+        constant[chosen], slopes_FB[:, chosen] = fit_sizes(figures_SF[mask], sizes_SB[np.ix_(mask, chosen)], what)
     slopes = {name: slope for name, slope in zip(free, slopes_FB, strict=True) if slope.any()}
-    return Template(events=events, constant=constant, slopes=slopes, ties=tuple(ties))
+    return SiteSizes(constant=constant, slopes=slopes, ties=tuple(ties))
 
 
-def _tell_apart(names: Sequence[str], samples: Sequence[Mapping[str, int]]) -> tuple[list[str], list[Tie]]:
-    """The figures that vary on their own, and how the others go along with one of them."""
-    free: list[str] = []
-    ties = []
-    for name in names:
-        if tie := next((t for like in (None, *free) if (t := _tie(name, like, samples)) is not None), None):
-            ties.append(tie)
-        else:
-            free.append(name)
-    return free, ties
+def _number(value: Hashable) -> int:
+    """The number in a token."""
+    assert isinstance(value, int)
+    return value
 
 
-def _tie(name: str, like: str | None, samples: Sequence[Mapping[str, int]]) -> Tie | None:
-    """How a figure follows another one in all samples, or that it is constant; None where it does not."""
-    base = samples[0]
-    if like is None:
-        tie = Tie(figure=name, like=None, base=base[name], like_base=0, rise=0, run=1)
-    else:
-        other = next(sample for sample in samples if sample[like] != base[like])
-        rise, run = other[name] - base[name], other[like] - base[like]
-        tie = Tie(figure=name, like=like, base=base[name], like_base=base[like], rise=rise, run=run)
-    return tie if all(tie.holds(sample) for sample in samples) else None
-
-
-def _fit_sizes(figures_SF: np.ndarray, sizes_SB: np.ndarray, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """Constants (B,) and slopes (F, B), whole numbers that give the sizes (S, B) of S different samples exactly.
-
-    Each birth gets the sum with the fewest figures; one sample more than it has terms must agree with it.
+def _resolve(
+    tokens: Sequence[Token], left_by_role: Callable[[str], Sequence[Hashable]]
+) -> tuple[Events, tuple[Hashable, ...]]:
+    """Tokens as actions, and the kinds of what outlives the unit.
 
     Raises:
-        NotAffine: there are no such numbers.
+        NotAffine: what is freed does not exist.
     """
-    (S, F), B = figures_SF.shape, sizes_SB.shape[1]
-    constant, slopes = sizes_SB[0].copy(), np.zeros((F, B), dtype=np.int64)
-    unexplained = np.flatnonzero((sizes_SB != constant).any(axis=0))
-    for terms in range(1, min(MOST_TERMS, S - 2) + 1):
-        for chosen in map(list, combinations(range(F), terms)):
-            figures = figures_SF[:, chosen]
-            design = np.column_stack([np.ones(S), figures])
-            if np.linalg.matrix_rank(design) <= terms:
-                continue
-            solution = np.rint(np.linalg.lstsq(design, sizes_SB[:, unexplained], rcond=None)[0]).astype(np.int64)
-            exact = (solution[0] + figures @ solution[1:] == sizes_SB[:, unexplained]).all(axis=0)
-            constant[unexplained[exact]] = solution[0][exact]
-            slopes[np.ix_(chosen, unexplained[exact])] = solution[1:][:, exact]
-            unexplained = unexplained[~exact]
-    if len(unexplained):
-        seen = sizes_SB[:, unexplained[0]].tolist()
-        raise NotAffine(f"birth {unexplained[0]} of {what}: {seen} bytes are no sum of figures of its {S} shapes")
-    return constant, slopes
+    living = Living()
+    left: dict[str, Living] = {}
+    actions: list[int] = []
+    foreign: list[tuple[str, int]] = []
+    kinds: list[Hashable] = []
+    for token in tokens:
+        if token[0] == MAKE:
+            living.add(token[1], len(kinds))
+            kinds.append(token[1])
+            actions.append(BIRTH)
+        elif token[0] == FREE:
+            actions.append(living.take(token[1], _number(token[2])))
+        else:
+            role = str(token[1])
+            if role not in left:
+                left[role] = left_by(left_by_role(role))
+            actions.append(-2 - len(foreign))
+            foreign.append((role, left[role].take(token[2], _number(token[3]))))
+    outliving = tuple(living.numbers)
+    events = Events(actions=tuple(actions), foreign=tuple(foreign), births=len(kinds), outliving=outliving)
+    return events, tuple(kinds[number] for number in outliving)

@@ -7,6 +7,7 @@ the fullest instant of each window, in the order of the step: layers between the
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 from transformers import PretrainedConfig
@@ -44,11 +45,11 @@ def predict_explained(
     repetition, reason = find_repetition(config, setting.model)
     if repetition is not None:
         try:
-            windows, _ = shallow_windows(OriginWindowTrace, config, setting, steps, target, repetition)
+            windows, shallow = shallow_windows(OriginWindowTrace, config, setting, steps, target, repetition)
         except NotRepeated:
             pass  # `predict` finds the same, traces all layers, and says why.
         else:
-            prediction = from_windows(windows, steps, target, reason)
+            prediction = replace(from_windows(windows, steps, target, reason), shallow=shallow)
             return prediction, _explain(windows, prediction, repetition, steps, target.granularity_bytes)
     prediction = predict(config, setting, steps, target)
     return prediction, explain(trace_origins(config, setting, prediction.steps_of_peak, target))

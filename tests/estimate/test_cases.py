@@ -11,11 +11,11 @@ from stages.errors import UserError
 from stages.estimate.devices import precision_on, resolve_gpu
 from stages.estimate.predict import Setting, predict
 from stages.estimate.replay import Replay, replay
-from stages.estimate.step_units import step_units
-from stages.estimate.templates import RunModel, fit
+from stages.estimate.step_units import StepKind, step_units
+from stages.estimate.templates import RunModel
+from stages.estimate.traced_runs import fit_run
 from stages.units import GIB
 from tests.estimate.common import gpu_target, setting_of, shape
-from tests.estimate.recorder import record
 from tests.estimate.test_states import LLAMA_3_1_8B
 
 LLAMA_2_7B = LlamaConfig(
@@ -57,15 +57,6 @@ def memory_gib(gpu: str) -> float:
 LENGTHS = tuple(range(192, 1537, 96))
 """Padded lengths of 15 batches of two rows."""
 TOKEN_BUDGET = 3072
-TRACED = (
-    (
-        ((2, 384, 384), (1, 700, 300)),
-        ((3, 500, 500), (2, 640, 700), (2, 1000, 900)),
-        ((1, 2900, 1500), (1, 900, 100), (3, 360, 444), (4, 700, 1100)),
-    ),
-    (((7, 300, 500), (1, 1500, 1200)),),
-    (((2, 1100, 600), (1, 200, 100)),),
-)
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +64,13 @@ def wide() -> RunModel:
     """The events of two layers of an 8B with all logits at once: LoRA in bf16, no checkpointing."""
     config = LlamaConfig(**{**LLAMA_3_1_8B.to_dict(), "num_hidden_layers": 2})
     setting = setting_of(method="lora", precision="bf16", lora_rank=16, loss_chunk=None)
-    return fit([record(config, setting, gpu_target("A100-80GB"), steps) for steps in TRACED])
+    return fit_run(config, setting, gpu_target("A100-80GB"), (), [shape(2, 700, 700)])
 
 
 def played(model: RunModel, batches: Sequence[tuple[int, int]], *, expandable: bool = False) -> Replay:
     """One batch of (rows, length) in each step."""
-    steps = [step_units(((rows, length, rows * length // 2),), None) for rows, length in batches]
+    kind = StepKind(loss_chunk=None, embedding_trained=False)
+    steps = [step_units([shape(rows, length, rows * length // 2)], kind) for rows, length in batches]
     return replay(model, steps, expandable=expandable, capacity_bytes=None)
 
 

@@ -5,43 +5,46 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import GemmaConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from stages.estimate.allocator import CachingAllocator
+from stages.estimate.cut import NotAffine, Timeline, Unit
+from stages.estimate.explain import trace_origins
+from stages.estimate.layers import with_layers
 from stages.estimate.replay import replay, stitched_events
-from stages.estimate.step_units import step_units
-from stages.estimate.templates import NotAffine, RunModel, Timeline, Unit, fit
+from stages.estimate.step_units import StepKind, step_units
+from stages.estimate.templates import RunModel, fit
+from stages.estimate.traced_runs import fit_run, kind_of
 from stages.units import MIB
-from tests.estimate.common import gpu_target, setting_of
+from tests.estimate.common import gpu_target, setting_of, shape
 from tests.estimate.recorder import record
 
-WIDE = LlamaConfig(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=1024,
-    tie_word_embeddings=True,
-)
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+LAYERS = 6
 KIB = 1024
 CHUNK = 64
-# Rows, length, supervised tokens: two chunks each; 2, 3, 2 and 4 micro-batches in a step.
-TRACED = (
-    (((2, 96, 100), (3, 200, 90)), ((4, 64, 70), (1, 333, 128), (2, 256, 101))),
-    (((1, 130, 66), (5, 77, 99)), ((3, 300, 110), (2, 48, 67), (3, 140, 71), (7, 19, 93))),
-)
 PLAN = (
-    ((3, 111, 80),),
-    ((1, 500, 128), (2, 40, 65), (2, 99, 77), (6, 100, 127), (2, 31, 90)),
-    ((2, 96, 100), (1, 64, 65)),
-    ((3, 111, 80),),
-    ((3, 111, 80),),
+    (shape(10, 399, 299), shape(13, 256, 65), shape(50, 64, 400)),
+    (shape(31, 123, 64),),
+    (shape(31, 123, 64),),
 )
-SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "H100 qlora": ("H100", {"method": "qlora", "precision": "bf16", "grad_ckpt": True, "optimizer": "adamw_8bit"}),
-    "T4 full": ("T4", {"method": "full", "precision": "fp32", "loss_chunk": None}),
-}
+"""One chunk of the loss to seven; as few tokens as the embedding's backward does not sort, and more."""
+WORST = ((PLAN[0][0], PLAN[0][2]), (PLAN[1][0],))
+
+
+def config_of(kind: type[PretrainedConfig] = LlamaConfig, layers: int = LAYERS, **values: Any) -> PretrainedConfig:
+    return kind(**SIZES, num_hidden_layers=layers, vocab_size=1024, **values)
+
+
+def case_of(*, gpu: str = "H100", kind: type[PretrainedConfig] = LlamaConfig, ties: bool = True, **values: Any) -> Any:
+    """A model of runs fitted to shallow traces, the plan's units, and its direct trace through every layer."""
+    values = {"method": "qlora", "precision": "bf16", "grad_ckpt": True, "loss_chunk": CHUNK} | values
+    setting, target = setting_of(**values), gpu_target(gpu)
+    config = config_of(kind, tie_word_embeddings=ties)
+    shallow = [(depth, trace_origins(with_layers(config, depth), setting, WORST, target)) for depth in (3, 4, 5)]
+    model = fit_run(config, setting, target, shallow, [batch for step in PLAN for batch in step])
+    units = [step_units(step, kind_of(setting)) for step in PLAN]
+    return model, units, record(config, setting, target, PLAN)
 
 
 def canonical(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -52,20 +55,43 @@ def canonical(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [event for born, run in runs for event in (run if born else sorted(run))]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("H100 qlora", marks=pytest.mark.slow), "T4 full"])
-def case(request):
+CASES: dict[str, dict[str, Any]] = {
+    "qlora": {"optimizer": "adamw_8bit"},
+    "full": {"method": "full", "grad_ckpt": False},
+}
+SLOW_CASES: dict[str, dict[str, Any]] = {
+    "lora without checkpoints": {"method": "lora", "grad_ckpt": False},
+    "qlora without checkpoints": {"grad_ckpt": False, "loss_chunk": None},
+    "full with checkpoints": {"method": "full", "optimizer": "adamw_8bit", "ties": False},
+    "T4 lora": {"gpu": "T4", "method": "lora", "precision": "fp32", "loss_chunk": None},
+    "T4 full": {"gpu": "T4", "method": "full", "precision": "fp32", "loss_chunk": None},
+    "Qwen2 qlora": {"kind": Qwen2Config, "ties": False},
+    "Qwen2 full": {"kind": Qwen2Config, "method": "full", "loss_chunk": None},
+    "Gemma lora": {"kind": GemmaConfig, "method": "lora"},
+    "Gemma full": {"kind": GemmaConfig, "method": "full", "grad_ckpt": False},
+}
+
+
+@pytest.fixture(scope="module")
+def case():
     """A fitted model of runs, the plan's units, and the plan's direct trace."""
-    gpu, values = SETTINGS[request.param]
-    setting = setting_of(**({"loss_chunk": CHUNK} | values))
-    target = gpu_target(gpu)
-    model = fit([record(WIDE, setting, target, steps) for steps in TRACED])
-    direct = record(WIDE, setting, target, PLAN)
-    return model, [step_units(shapes, setting.loss_chunk) for shapes in PLAN], direct
+    return case_of(**CASES["qlora"])
 
 
 def test_the_stitched_events_are_those_of_a_direct_trace(case):
-    """A tensor stretched by the wrong figure, freed at the wrong moment, or left out."""
+    """A tensor stretched by the wrong figure, freed at the wrong moment, or left out; a layer or chunk too few."""
     model, steps, direct = case
+    assert canonical(stitched_events(model, steps)) == canonical(direct.events)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [*(pytest.param(CASES[name], id=name) for name in ("full",))]
+    + [pytest.param(values, id=name, marks=pytest.mark.slow) for name, values in SLOW_CASES.items()],
+)
+def test_so_they_are_in_other_settings_and_models(values):
+    """The same, for what is trained, how it is recomputed, and whose layers they are."""
+    model, steps, direct = case_of(**values)
     assert canonical(stitched_events(model, steps)) == canonical(direct.events)
 
 
@@ -96,6 +122,8 @@ def test_the_replay_is_that_of_a_direct_trace_step_by_step(case, expandable):
 def test_the_step_that_runs_out_of_memory_is_told(case):
     """A plan that dies in its second step reported as fitting, or as dying at once."""
     model, steps, _ = case
+    big = step_units([shape(60, 400, 640)], StepKind(loss_chunk=CHUNK, embedding_trained=False))
+    steps = [steps[1], big, steps[1]]
     peaks = [step.reserved_peak_bytes for step in replay(model, steps, expandable=True, capacity_bytes=None).steps]
     assert peaks[0] < peaks[1]
     found = replay(model, steps, expandable=True, capacity_bytes=peaks[0])
@@ -105,10 +133,11 @@ def test_the_step_that_runs_out_of_memory_is_told(case):
 
 
 def test_a_kind_of_unit_that_was_not_traced_is_refused(case):
-    """Three chunks of loss replayed as two."""
+    """Three tokens replayed as three thousand, which another kernel multiplies."""
     model, _, _ = case
-    with pytest.raises(NotAffine, match=r"no first unit of kind \(5, False\) was traced"):
-        replay(model, [step_units([(3, 111, 300)], CHUNK)], expandable=False, capacity_bytes=None)
+    steps = [step_units([shape(1, 3, 2)], StepKind(loss_chunk=CHUNK, embedding_trained=False))]
+    with pytest.raises(NotAffine, match="no first unit of kind 'few tokens' was traced"):
+        replay(model, steps, expandable=False, capacity_bytes=None)
 
 
 def unit(role: str = "first", **figures: int) -> Unit:
@@ -146,7 +175,7 @@ def test_sizes_that_are_no_such_sum_are_refused():
 def test_too_few_shapes_to_check_a_sum_are_refused():
     """Two points taken for the proof of a line."""
     with pytest.raises(NotAffine, match="no sum of figures of its 2 shapes"):
-        fit([line((unit(tokens=t), [(0, 4 * t)])) for t in (10, 20)])
+        fit([line((unit(tokens=t), [(0, 8 + 4 * t)])) for t in (10, 20)])
 
 
 def test_figures_that_went_together_must_go_on_so():

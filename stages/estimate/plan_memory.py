@@ -1,0 +1,206 @@
+"""What the whole plan reserves on a GPU, step by step, by either kind of segments, and the step at which it would end.
+
+The longest run of first steps whose events are played in bounded time is replayed, and behind it every further step
+that holds one of the plan's worst micro-batches. How many steps that is, is told.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PretrainedConfig
+
+from stages.bucket.plan import Plan
+from stages.bucket.worst import worst_steps
+from stages.estimate.cut import NotAffine, Unit
+from stages.estimate.kernels import EMBEDDING_SORT_TOKENS, Target
+from stages.estimate.predict import Prediction, Setting
+from stages.estimate.replay import Replay, replay
+from stages.estimate.step_units import step_units
+from stages.estimate.templates import RunModel
+from stages.estimate.tiers import ALLOCATORS, CONTEXT_BYTES
+from stages.estimate.traced_runs import LONGEST_TRACED, fit_run, kind_of
+from stages.model.attention import FLASH_CAPABILITY, VARLEN_READY
+from stages.step.batches import BatchShape
+from stages.units import GIB
+
+MOST_EVENTS = 600_000
+"""Allocations and frees that are played for each kind of segments: about two seconds. A number, so that it is the same
+on every machine."""
+MOST_TRACED_LAYERS = 12
+"""A model whose layers do not tell of each other is traced whole up to so many."""
+RESERVED_COLUMNS = ("step", "allocated_gib", "reserved_gib", "reserved_expandable_gib", "retries")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanMemory:
+    """The replay of a plan."""
+
+    steps: tuple[int, ...]
+    """Numbers of the optimizer steps that were played, ascending."""
+    planned_steps: int
+    unlimited: Mapping[str, Replay]
+    """By kind of segments, with all memory there is."""
+    limited: Mapping[str, Replay]
+    """The same within the device's memory less the context."""
+
+    def reserved_bytes(self, allocator: str) -> int:
+        """The most that is reserved at any instant."""
+        return max(step.reserved_peak_bytes for step in self.unlimited[allocator].steps)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The most that tensors take."""
+        return max(step.allocated_peak_bytes for step in next(iter(self.unlimited.values())).steps)
+
+    def failing_step(self, allocator: str) -> int | None:
+        """The optimizer step, from 0, in which memory ends; None where it does not."""
+        found = self.limited[allocator]
+        return None if found.out_of_memory is None else self.steps[len(found.steps)]
+
+    def retries(self, allocator: str) -> int:
+        """How often cached blocks would be given back on the device."""
+        return sum(step.retries for step in self.limited[allocator].steps)
+
+    def as_json(self) -> dict[str, Any]:
+        """Its part of tiers.json."""
+        found: dict[str, Any] = {"replayed_steps": len(self.steps), "planned_steps": self.planned_steps}
+        for name in ALLOCATORS:
+            ended = self.limited[name].out_of_memory
+            found[name] = {
+                "reserved_bytes": self.reserved_bytes(name),
+                "settled_at_step": self.steps[self.unlimited[name].settled_step],
+                "retries": self.retries(name),
+                "out_of_memory_at_step": self.failing_step(name),
+                "out_of_memory": None if ended is None else str(ended),
+            }
+        return found
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The content of reserved.csv."""
+        native, expandable = self.unlimited["native"].steps, self.unlimited["expandable"].steps
+        limited = self.limited["native"].steps
+        return [
+            {
+                "step": step,
+                "allocated_gib": round(native[place].allocated_peak_bytes / GIB, 6),
+                "reserved_gib": round(native[place].reserved_peak_bytes / GIB, 6),
+                "reserved_expandable_gib": round(expandable[place].reserved_peak_bytes / GIB, 6),
+                "retries": limited[place].retries if place < len(limited) else None,
+            }
+            for place, step in enumerate(self.steps)
+        ]
+
+
+def replay_plan(
+    plan: Plan,
+    lengths: np.ndarray,
+    config: PretrainedConfig,
+    setting: Setting,
+    target: Target,
+    prediction: Prediction,
+    *,
+    windowed: bool,
+    capacity_bytes: int,
+) -> tuple[PlanMemory | None, str]:
+    """Replay a plan; None where that cannot be done exactly. And the steps that were played, or why none were.
+
+    Args:
+        plan: the run.
+        lengths: tokens of every training row.
+        config: of the model.
+        setting: what is trained, and how.
+        target: the GPU's rules.
+        prediction: of the same run.
+        windowed: the model makes masks.
+        capacity_bytes: all of the device's memory.
+    """
+    reason = _why_not(plan, config, setting, target, prediction, windowed=windowed)
+    if reason is not None:
+        return None, f"worst micro-batches only: {reason}"
+    try:
+        model = fit_run(config, setting, target, prediction.shallow, _examples(plan, lengths, setting))
+        numbers, steps = _bounded(plan, lengths, setting, model)
+        unlimited = {
+            name: replay(model, steps, expandable=grows, capacity_bytes=None) for name, grows in ALLOCATORS.items()
+        }
+        limited = {
+            name: _within(model, steps, found, ALLOCATORS[name], capacity_bytes) for name, found in unlimited.items()
+        }
+    except NotAffine as error:
+        return None, f"worst micro-batches only: {error}"
+    found = PlanMemory(steps=numbers, planned_steps=len(plan.steps), unlimited=unlimited, limited=limited)
+    if len(numbers) == found.planned_steps:
+        return found, f"all {len(numbers)} steps replayed"
+    return (
+        found,
+        f"{len(numbers)} of {found.planned_steps} steps replayed: the first ones and all that hold a worst micro-batch",
+    )
+
+
+def _within(
+    model: RunModel, steps: Sequence[Sequence[Unit]], free: Replay, expandable: bool, capacity_bytes: int
+) -> Replay:
+    """The replay within a capacity: the same as without one where that is never reached."""
+    usable = capacity_bytes - CONTEXT_BYTES
+    if max(step.reserved_peak_bytes for step in free.steps) <= usable:
+        return free
+    return replay(model, steps, expandable=expandable, capacity_bytes=usable)
+
+
+def _why_not(
+    plan: Plan, config: PretrainedConfig, setting: Setting, target: Target, prediction: Prediction, *, windowed: bool
+) -> str | None:
+    """Why sizes of other shapes would not follow; None where they do."""
+    if windowed:
+        return "the model makes masks, which grow with the square of the length"
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    if window is not None and window <= LONGEST_TRACED:
+        return f"a window of {window} tokens is shorter than the shapes that are traced"
+    one_kernel = (
+        VARLEN_READY and setting.model.precision != "fp32" and (target.capability or (0, 0)) >= FLASH_CAPABILITY
+    )
+    if plan.flat and not one_kernel:
+        return "joined rows are attended to one after the other here, as many times as there are rows"
+    layers = config.get_text_config().num_hidden_layers
+    if not prediction.shallow and layers > MOST_TRACED_LAYERS:
+        return f"every shape would have to be traced with {prediction.layers_traced}"
+    return None
+
+
+def _examples(plan: Plan, lengths: np.ndarray, setting: Setting) -> list[BatchShape]:
+    """A micro-batch of every kind in the plan: the smallest, and the largest on either side of each threshold."""
+    tokens = plan.padded_tokens
+    below = np.flatnonzero(tokens <= EMBEDDING_SORT_TOKENS)
+    numbers = {int(tokens.argmin()), int(tokens.argmax())}
+    if len(below):
+        numbers.add(int(below[tokens[below].argmax()]))
+    return [BatchShape.of(plan.micro_batch(number), lengths) for number in sorted(numbers)]
+
+
+def _bounded(
+    plan: Plan, lengths: np.ndarray, setting: Setting, model: RunModel
+) -> tuple[tuple[int, ...], list[list[Unit]]]:
+    """The steps that are played, by number, and their units.
+
+    Raises:
+        NotAffine: a unit is beyond what was traced.
+    """
+    kind = kind_of(setting)
+    numbers: list[int] = []
+    steps: list[list[Unit]] = []
+
+    def play(number: int) -> int:
+        numbers.append(number)
+        shapes = [BatchShape.of(micro_batch, lengths) for micro_batch in plan.steps[number]]
+        steps.append(step_units(shapes, kind))
+        return sum(len(model.template(unit).events.actions) for unit in steps[-1])
+
+    events = 0
+    while len(numbers) < len(plan.steps) and events < MOST_EVENTS:
+        events += play(len(numbers))
+    for number in worst_steps(plan, lengths):
+        if number >= len(steps) and number not in numbers:
+            play(number)
+    return tuple(numbers), steps
