@@ -18,6 +18,7 @@ from stages.estimate.devices import GIB, GPUS, Device, precision_on, resolve_gpu
 from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, trace_origins
 from stages.estimate.kernels import target_of
 from stages.estimate.phases import Surroundings, generation_shape, heldout_shape, other_phases, stored_dtype
+from stages.estimate.plan_memory import RESERVED_COLUMNS, replay_plan
 from stages.estimate.predict import Prediction, Setting
 from stages.estimate.process import as_json, on_device, on_host
 from stages.estimate.shapes import longest_row, traced_steps
@@ -112,7 +113,19 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     if p.train.precision == "auto":
         chosen = precision
         click.echo(f"train.precision: auto is {precision}: {why}")
-    found = answer(run, prediction, device, p)
+    memory, replayed = None, None
+    if device.kind == "cuda":
+        memory, replayed = replay_plan(
+            plan,
+            lengths,
+            config,
+            setting,
+            target,
+            prediction,
+            windowed=windowed,
+            capacity_bytes=device.memory_bytes,
+        )
+    found = answer(run, prediction, device, p, memory)
     inverse = _inverse(run, device, prediction.peak.bytes, p)
     around = Surroundings(
         stored_dtype=stored,
@@ -138,6 +151,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         states = list(closed_form(config, setting, target))
         write_json(aside / "explanation.json", {**explanation.as_json(), "states": states})
         write_json(aside / "tiers.json", reserved)
+        write_csv(aside / "reserved.csv", RESERVED_COLUMNS, [] if memory is None else memory.rows())
         write_json(aside / "process.json", process)
         write_json(aside / "advice.json", found.as_json())
         write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])
@@ -147,7 +161,8 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)
     host_bytes = None if process is None else process["host_needed_bytes"]
     told = _metrics(prediction, by_phase, device, reason, reserved, verdict=found.verdict)
-    write_json(metrics, {**told, "host_bytes_predicted": host_bytes})
+    told |= {"host_bytes_predicted": host_bytes, "reserved_replayed": replayed}
+    write_json(metrics, told if memory is None else {**told, **memory.metrics()})
     if found.verdict.refusal is not None:
         click.echo(f"does not fit: {found.verdict.refusal}", err=True)
 

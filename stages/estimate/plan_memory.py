@@ -49,33 +49,32 @@ class PlanMemory:
         """The most that is reserved at any instant."""
         return max(step.reserved_peak_bytes for step in self.unlimited[allocator].steps)
 
-    @property
-    def allocated_bytes(self) -> int:
-        """The most that tensors take."""
-        return max(step.allocated_peak_bytes for step in next(iter(self.unlimited.values())).steps)
-
     def failing_step(self, allocator: str) -> int | None:
         """The optimizer step, from 0, in which memory ends; None where it does not."""
         found = self.limited[allocator]
         return None if found.out_of_memory is None else self.steps[len(found.steps)]
 
+    def first_step_above(self, count_bytes: int) -> int | None:
+        """The optimizer step, from 0, in which tensors first take more; None where none does."""
+        played = zip(self.steps, self.unlimited["native"].steps, strict=True)
+        return next((number for number, step in played if step.allocated_peak_bytes > count_bytes), None)
+
     def retries(self, allocator: str) -> int:
         """How often cached blocks would be given back on the device."""
         return sum(step.retries for step in self.limited[allocator].steps)
 
-    def as_json(self) -> dict[str, Any]:
-        """Its part of tiers.json."""
-        found: dict[str, Any] = {"replayed_steps": len(self.steps), "planned_steps": self.planned_steps}
-        for name in ALLOCATORS:
-            ended = self.limited[name].out_of_memory
-            found[name] = {
-                "reserved_bytes": self.reserved_bytes(name),
-                "settled_at_step": self.steps[self.unlimited[name].settled_step],
-                "retries": self.retries(name),
-                "out_of_memory_at_step": self.failing_step(name),
-                "out_of_memory": None if ended is None else str(ended),
-            }
-        return found
+    def metrics(self) -> dict[str, Any]:
+        """Its part of metrics/estimate.json, in place of what the worst micro-batches alone reserve."""
+        return {
+            "reserved_bytes_predicted": self.reserved_bytes("native"),
+            "reserved_bytes_predicted_expandable": self.reserved_bytes("expandable"),
+            "process_bytes_predicted": self.reserved_bytes("native") + CONTEXT_BYTES,
+            "reserved_settled_step": self.steps[self.unlimited["native"].settled_step],
+            "retries_predicted": self.retries("native"),
+            "retries_predicted_expandable": self.retries("expandable"),
+            "out_of_memory_step": self.failing_step("native"),
+            "out_of_memory_step_expandable": self.failing_step("expandable"),
+        }
 
     def rows(self) -> list[dict[str, Any]]:
         """The content of reserved.csv."""

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from stages.estimate.advice import Remedy
 from stages.estimate.devices import Device
+from stages.estimate.plan_memory import PlanMemory
 from stages.estimate.predict import Prediction
 from stages.params import Precision
 from stages.step.batches import BatchShape
@@ -14,6 +15,8 @@ from stages.units import readable_size
 LARGEST_CATEGORIES = 3
 MOST_REMEDIES = 3
 TIGHT = " of headroom, without which it would fit"
+EXPANDABLE = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+SMALLER = "lower bucket.max_tokens"
 NO_REMEDY = "no change of the known switches makes it fit: choose a larger device"
 
 
@@ -48,12 +51,24 @@ def usable_bytes(device: Device, headroom_percent: float) -> int:
 
 
 def judge(
-    prediction: Prediction, device: Device, remedies: Sequence[Remedy], *, headroom_percent: float, enforce: bool
+    prediction: Prediction,
+    device: Device,
+    remedies: Sequence[Remedy],
+    *,
+    headroom_percent: float,
+    enforce: bool,
+    memory: PlanMemory | None = None,
 ) -> Verdict:
-    """Hold a prediction against a device; `remedies` are told, best first, where the run does not fit."""
+    """Hold a prediction against a device.
+
+    Tensors must leave the headroom free. What the allocator reserves may take all of the device, since cached blocks
+    are given back before a request fails: it is held against the device by a replay that does so, where there is one
+    (`memory`). `remedies` are told, best first, where tensors do not fit.
+    """
     usable = usable_bytes(device, headroom_percent)
     if prediction.peak.bytes <= usable:
-        return Verdict(enforce=enforce, state="fits", refusal=None)
+        refusal = None if memory is None else _reserved_too_much(memory, device)
+        return Verdict(enforce=enforce, state="does not fit" if refusal else "fits", refusal=refusal)
     by_size = sorted(prediction.peak.by_category.items(), key=lambda item: (-item[1], item[0]))
     largest = ", ".join(f"{category} {readable_size(size)}" for category, size in by_size[:LARGEST_CATEGORIES])
     told = [f"{r.switches} ({readable_size(r.peak_bytes)}, {r.slowdown:.2f}x time)" for r in remedies[:MOST_REMEDIES]]
@@ -62,17 +77,33 @@ def judge(
     capacity = f"{readable_size(device.memory_bytes)} less {headroom_percent:g}%{TIGHT if tight else ''}"
     refusal = (
         f"hardware.gpu: predicted peak {readable_size(prediction.peak.bytes)} (in {prediction.worst_phase}"
-        f"{_first_failure(prediction, usable)}) exceeds the {readable_size(usable)} usable on {device.name} "
+        f"{_first_failure(prediction, usable, memory)}) exceeds the {readable_size(usable)} usable on {device.name} "
         f"({capacity}); largest: {largest}; {remedy}"
     )
     return Verdict(enforce=enforce, state="tight" if tight else "does not fit", refusal=refusal)
 
 
-def _first_failure(prediction: Prediction, usable: int) -> str:
+def _first_failure(prediction: Prediction, usable: int, memory: PlanMemory | None) -> str:
     """Where the run would stop: the first phase above what is usable, and the micro-batch that is in work then."""
     phase = next(phase for phase, peak in prediction.by_phase.items() if peak.bytes > usable)
     told = "" if phase == prediction.worst_phase else f", too much from {phase} on"
-    return f"{told}, micro-batch of {describe(prediction.steps_of_peak[-1][-1])}"
+    step = None if memory is None else memory.first_step_above(usable)
+    at = "" if step is None else f", at optimizer step {step}"
+    return f"{told}, micro-batch of {describe(prediction.steps_of_peak[-1][-1])}{at}"
+
+
+def _reserved_too_much(memory: PlanMemory, device: Device) -> str | None:
+    """Why a run whose tensors fit ends for want of memory all the same; None where it does not."""
+    step, error = memory.failing_step("native"), memory.limited["native"].out_of_memory
+    if step is None:
+        return None
+    remedy = SMALLER
+    if memory.failing_step("expandable") is None:
+        remedy = f"{EXPANDABLE}, with which it fits, and estimate.enforce=false"
+    return (
+        f"hardware.gpu: tensors fit {device.name}, but blocks of other sizes stay reserved between them: out of memory "
+        f"at optimizer step {step} ({error}); {remedy}"
+    )
 
 
 def describe(shape: BatchShape) -> str:
