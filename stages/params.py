@@ -16,6 +16,7 @@ Method = Literal["full", "lora", "qlora", "int8_lora"]
 Precision = Literal["bf16", "fp16", "fp32", "pure_bf16"]
 AnyPrecision = Literal["auto", "bf16", "fp16", "fp32", "pure_bf16"]
 QuantType = Literal["nf4", "fp4"]
+GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = Literal["default", "pissa", "loftq"]
 OptimizerName = Literal[
     "adamw",
@@ -201,6 +202,10 @@ class Train(Section):
     """Method full in bf16: update an fp32 copy of the weights."""
     grad_ckpt: bool
     """Recompute activations layer by layer in backward."""
+    grad_ckpt_policy: GradCkptPolicy
+    """What is recomputed: every layer | one in grad_ckpt_every | all but outputs of products and attention."""
+    grad_ckpt_every: Annotated[int, Field(ge=2)]
+    """Read when grad_ckpt_policy is every_n: one layer in so many is recomputed, the others keep what they made."""
     optimizer: OptimizerName
     """How gradients become updates; decides the bytes of state kept for each trained value."""
     lr: PositiveFloat

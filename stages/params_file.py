@@ -128,6 +128,16 @@ def _check_methods(params: Params) -> None:
             "with train.master_weights=true; use adamw",
         ),
         (
+            train.grad_ckpt_policy != "full" and not train.grad_ckpt,
+            f"train.grad_ckpt_policy: has an effect only with train.grad_ckpt=true; got {train.grad_ckpt_policy} with "
+            "train.grad_ckpt=false; set train.grad_ckpt=true, or the policy to full",
+        ),
+        (
+            train.grad_ckpt_policy == "selective" and train.method == "int8_lora",
+            "train.grad_ckpt_policy: selective cannot see into bitsandbytes' 8-bit products; got selective with "
+            "train.method=int8_lora; use full or every_n",
+        ),
+        (
             lora.init == "pissa" and train.method != "lora",
             f"train.lora.init: pissa changes the frozen weights, which must not be quantised after; got pissa with "
             f"train.method={train.method}; use lora, or default",

@@ -96,6 +96,11 @@ def test_a_wrong_value_is_told_in_one_line(values: dict[str, Any], dotted: str, 
     [
         ({"lora.init": "loftq", "method": "lora"}, r"train\.lora\.init: loftq starts from what 4 bits lost; .*=lora"),
         ({"lora.init": "pissa", "lora.dora": True, "method": "lora"}, r"train\.lora\.dora: .*got lora, pissa"),
+        ({"grad_ckpt_policy": "selective"}, r"train\.grad_ckpt_policy: has an effect only with train\.grad_ckpt=true"),
+        (
+            {"grad_ckpt_policy": "selective", "grad_ckpt": True, "method": "int8_lora"},
+            r"train\.grad_ckpt_policy: selective cannot see into .*; use full or every_n",
+        ),
         ({"merge": True, "method": "full"}, r"train\.merge: has an effect only with adapters"),
         ({"master_weights": True, "method": "full"}, r"train\.master_weights: .*; got true with full and fp32"),
         (

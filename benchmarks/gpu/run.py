@@ -15,7 +15,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase
 from stages.model.adapters import add_adapters
 from stages.model.attention import ATTENTION, JoinedRows
-from stages.model.load import enable_checkpointing
+from stages.model.checkpointing import enable_checkpointing
 from stages.model.quantize import keep_trainable_on_cpu, quantisation
 from stages.model.spec import ModelSpec
 from stages.step.batches import IGNORED, Batch, BatchShape, join_rows

@@ -1,6 +1,7 @@
 """Whether a model's layers are alike, so that a few of them tell of all: compared by structure, never by name."""
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +53,10 @@ def find_repetition(config: PretrainedConfig, spec: ModelSpec) -> tuple[Repetiti
     signatures = _signatures(config)
     if signatures is None or len(signatures) != count:
         return None, f"all {count} layers: they stand in no list of their own"
-    period = next((p for p in range(1, count) if signatures[p:] == signatures[:-p]), count)
+    alike = next((p for p in range(1, count) if signatures[p:] == signatures[:-p]), count)
+    period = math.lcm(alike, spec.recomputed_every if spec.grad_ckpt else 1)
     repetition = Repetition(layers=count, period=period)
-    if period == count or not repetition.pays:
+    if alike == count or not repetition.pays:
         return None, f"all {count} layers: they are not alike, or repeat too seldom"
     deepest = repetition.depths[-1]
     if _signatures(with_layers(config, deepest)) != signatures[:deepest]:

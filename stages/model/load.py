@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from stages.errors import UserError
 from stages.model.adapters import add_adapters
 from stages.model.attention import caps_scores, training_attention
+from stages.model.checkpointing import enable_checkpointing
 from stages.model.loading_threads import loading_threads
 from stages.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta
 from stages.model.spec import ModelSpec, WeightsSpec
@@ -219,29 +220,6 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
     keep_trainable_on_cpu(adapted)
     _materialize(adapted, device)
     return adapted.train()
-
-
-def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Recompute each decoder layer in backward when asked (Chen et al. 2016, arXiv 1604.06174)."""
-    if not spec.grad_ckpt:
-        return
-    # The generator's state (5 KB a layer, and a copy from the device on CUDA) is needed for dropout alone.
-    dropout = spec.lora_dropout > 0 or _has_dropout(model.config)
-    # bitsandbytes' 8-bit product keeps its inputs where checkpointing by hooks does not see them.
-    reentrant = spec.method == "int8_lora"
-    kwargs = {"use_reentrant": reentrant, "preserve_rng_state": dropout}
-    if reentrant:  # Recomputed layers whose inputs need no gradient would give none to their adapters.
-        model.enable_input_require_grads()
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(kwargs)
-    else:  # transformers < 5.20
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-
-
-def _has_dropout(config: PretrainedConfig) -> bool:
-    """Whether a dropout of the model is above zero (attention_dropout, resid_pdrop, classifier_dropout, …)."""
-    values = config.get_text_config().to_dict()
-    return any(isinstance(v, float) and v > 0 for key, v in values.items() if "drop" in key)
 
 
 def _own_memory(model: nn.Module) -> None:

@@ -56,6 +56,8 @@ def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
     The same layers are skipped (head and tied weights), so shapes and bytes equal those of a really quantised model.
     """
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation(spec))
+    # By these peft picks its adapters for quantised layers, as it does for a loaded model.
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             _hold_4bit_weight(module, spec)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stages.params import ALL_LINEAR, LoraInit, Method, Params, Precision, QuantType
+from stages.params import ALL_LINEAR, GradCkptPolicy, LoraInit, Method, Params, Precision, QuantType
 
 DTYPES = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -82,6 +82,9 @@ class ModelSpec(WeightsSpec):
     """Everything that decides which tensors a model has and which of them are trained."""
 
     grad_ckpt: bool
+    grad_ckpt_policy: GradCkptPolicy = "full"
+    grad_ckpt_every: int = 2
+    """Read with policy every_n."""
     lora_rank: int
     lora_alpha: int
     lora_dropout: float
@@ -101,6 +104,8 @@ class ModelSpec(WeightsSpec):
             quant_type=train.quant.type,
             double_quant=train.quant.double,
             grad_ckpt=train.grad_ckpt,
+            grad_ckpt_policy=train.grad_ckpt_policy,
+            grad_ckpt_every=train.grad_ckpt_every,
             lora_rank=lora.rank,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
@@ -110,6 +115,11 @@ class ModelSpec(WeightsSpec):
             lora_init=lora.init,
             seed=params.seed,
         )
+
+    @property
+    def recomputed_every(self) -> int:
+        """With `grad_ckpt`, a layer in so many is recomputed, from the first on."""
+        return self.grad_ckpt_every if self.grad_ckpt_policy == "every_n" else 1
 
     @property
     def keeps_start(self) -> bool:

@@ -47,6 +47,18 @@ def of_all_layers(
 
 CASES: dict[str, Any] = {
     "qlora, recomputed, padded": (llama, PADDED, H100, {"method": "qlora", "precision": "bf16", "grad_ckpt": True}),
+    "lora, every other layer recomputed": (
+        lambda: llama(20),
+        PADDED,
+        H100,
+        {"method": "lora", "grad_ckpt": True, "grad_ckpt_policy": "every_n"},
+    ),
+    "qlora, products kept": (
+        llama,
+        PADDED,
+        H100,
+        {"precision": "bf16", "method": "qlora", "grad_ckpt": True, "grad_ckpt_policy": "selective"},
+    ),
     "lora, joined rows": (llama, JOINED, H100, {"method": "lora", "precision": "bf16"}),
     "full, 8-bit, all logits": (llama, PADDED, H100, {"method": "full", "optimizer": "adamw_8bit", "loss_chunk": None}),
     "full, CPU": (llama, WINDOWED, CPU_TARGET, {"method": "full", "grad_ckpt": True}),
@@ -54,7 +66,7 @@ CASES: dict[str, Any] = {
 }
 
 
-SLOW = ("lora, joined rows", "full, 8-bit, all logits")
+SLOW = ("qlora, products kept", "lora, joined rows", "full, 8-bit, all logits")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])

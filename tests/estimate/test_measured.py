@@ -78,6 +78,20 @@ def test_prediction_holds_for_joined_rows(small_llama, method, grad_ckpt, optimi
     check(small_llama, setting_of(method=method, grad_ckpt=grad_ckpt, optimizer=optimizer), JOINED)
 
 
+POLICIES = [
+    {"method": "lora", "grad_ckpt_policy": "every_n"},
+    {"method": "full", "grad_ckpt_policy": "selective"},
+    {"method": "lora", "grad_ckpt_policy": "selective"},
+    {"method": "qlora", "grad_ckpt_policy": "selective"},
+]
+
+
+@pytest.mark.parametrize("changes", POLICIES, ids=str)
+def test_prediction_holds_for_every_policy_of_recomputation(small_llama, changes):
+    """What a policy keeps traced as recomputed, or the other way round."""
+    check(small_llama, setting_of(grad_ckpt=True, **changes))
+
+
 FORMS: list[dict[str, Any]] = [
     {"method": "lora", "lora_dora": True},
     {"method": "lora", "lora_dora": True, "grad_ckpt": True},

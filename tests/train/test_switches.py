@@ -45,6 +45,15 @@ MEMORY_ONLY = [
     Row(switch="grad_ckpt=true", method="lora", model={"grad_ckpt": True}),
     Row(switch="grad_ckpt=true", method="qlora", model={"grad_ckpt": True}),
     Row(switch="grad_ckpt=true", method="int8_lora", model={"grad_ckpt": True}),
+    *(
+        Row(
+            switch=f"grad_ckpt=true grad_ckpt_policy={policy}",
+            method=method,
+            model={"grad_ckpt": True, "grad_ckpt_policy": policy},
+        )
+        for policy in ("every_n", "selective")
+        for method in ("full", "lora", "qlora")
+    ),
     Row(switch="loss_chunk=16", chunk=16, loss_bound=1e-5, weights_bound=1e-4),
     Row(switch="smaller bucket.max_tokens", sizes=(1,) * 8, loss_bound=1e-5, weights_bound=1e-4),
 ]
