@@ -1,0 +1,62 @@
+"""What is recomputed by each policy, and that the policies lie between keeping all and keeping nothing."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from stages.model.load import load_model
+from stages.step.loss import summed_loss
+from tests.small_model import CPU, spec_of
+from tests.step.common import cut
+
+aten = torch.ops.aten
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def backward_counts(directory, **spec) -> dict[str, int]:
+    model = load_model(directory, spec_of(**spec), CPU)
+    loss = summed_loss(model, cut([8])[0], None)
+    with Counted() as counted:
+        loss.backward()
+    return counted.counts
+
+
+def test_a_layer_in_n_is_recomputed(small_llama):
+    """A policy that is taken and changes nothing."""
+    for every, recomputed in ((2, [True, False]), (3, [True, False])):
+        spec = spec_of(grad_ckpt=True, grad_ckpt_policy="every_n", grad_ckpt_every=every)
+        layers = [m for m in load_model(small_llama, spec, CPU).modules() if isinstance(m, GradientCheckpointingLayer)]
+        assert [layer.gradient_checkpointing for layer in layers] == recomputed
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_selective_recomputes_neither_products_of_weights_nor_attention(small_llama, method):
+    """Products run twice though their outputs were kept; adapters' outputs kept, which are as large as a layer's."""
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    plain, full, selective = (
+        backward_counts(small_llama, method=method, **changes)
+        for changes in (
+            {},
+            {"grad_ckpt": True},
+            {"grad_ckpt": True, "grad_ckpt_policy": "selective"},
+        )
+    )
+    assert attention not in plain and full[attention] == 2 and attention not in selective
+    if method == "full":
+        assert selective["mm"] == plain["mm"] < full["mm"]
+    else:  # Of seven adapted layers in each of two: their own product and the adapter's first one, not its second.
+        assert full["mm"] - selective["mm"] == 2 * 7 * 2
+    assert selective["silu"] == full["silu"] == 2
