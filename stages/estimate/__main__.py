@@ -18,7 +18,7 @@ from stages.estimate.devices import GIB, GPUS, Device, precision_on, resolve_gpu
 from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, trace_origins
 from stages.estimate.kernels import target_of
 from stages.estimate.phases import Surroundings, generation_shape, heldout_shape, other_phases, stored_dtype
-from stages.estimate.plan_memory import RESERVED_COLUMNS, replay_plan
+from stages.estimate.plan_memory import RESERVED_COLUMNS, replay_plan, tensors_alone
 from stages.estimate.predict import Prediction, Setting
 from stages.estimate.process import as_json, on_device, on_host
 from stages.estimate.shapes import longest_row, traced_steps
@@ -151,7 +151,8 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         states = list(closed_form(config, setting, target))
         write_json(aside / "explanation.json", {**explanation.as_json(), "states": states})
         write_json(aside / "tiers.json", reserved)
-        write_csv(aside / "reserved.csv", RESERVED_COLUMNS, [] if memory is None else memory.rows())
+        by_step = [tensors_alone(prediction.peak.bytes)] if memory is None else memory.rows()
+        write_csv(aside / "reserved.csv", RESERVED_COLUMNS, by_step)
         write_json(aside / "process.json", process)
         write_json(aside / "advice.json", found.as_json())
         write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])

@@ -1,7 +1,7 @@
 """What the whole plan reserves on a GPU, step by step, by either kind of segments, and the step at which it would end.
 
-The longest run of first steps whose events are played in bounded time is replayed, and behind it every further step
-that holds one of the plan's worst micro-batches. How many steps that is, is told.
+As many first steps are replayed as bounded time allows, and behind them, as far as it allows as much again, the further
+steps that hold one of the plan's worst micro-batches. How many steps that is, is told.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,6 +92,11 @@ class PlanMemory:
         ]
 
 
+def tensors_alone(peak_bytes: int) -> dict[str, Any]:
+    """The one row of reserved.csv where no plan was replayed: a plot of an empty file fails."""
+    return {"step": 0, "allocated_gib": round(peak_bytes / GIB, 6)}
+
+
 def replay_plan(
     plan: Plan,
     lengths: np.ndarray,
@@ -132,10 +137,8 @@ def replay_plan(
     found = PlanMemory(steps=numbers, planned_steps=len(plan.steps), unlimited=unlimited, limited=limited)
     if len(numbers) == found.planned_steps:
         return found, f"all {len(numbers)} steps replayed"
-    return (
-        found,
-        f"{len(numbers)} of {found.planned_steps} steps replayed: the first ones and all that hold a worst micro-batch",
-    )
+    part = "the first ones and those that hold a worst micro-batch"
+    return found, f"{len(numbers)} of {found.planned_steps} steps replayed: {part}"
 
 
 def _within(
@@ -199,7 +202,8 @@ def _bounded(
     events = 0
     while len(numbers) < len(plan.steps) and events < MOST_EVENTS:
         events += play(len(numbers))
+    events = 0
     for number in worst_steps(plan, lengths):
-        if number >= len(steps) and number not in numbers:
-            play(number)
+        if number >= numbers[-1] + 1 and events < MOST_EVENTS:
+            events += play(number)
     return tuple(numbers), steps

@@ -46,7 +46,7 @@ def _kind(origin: Origin, vocab_size: int) -> Hashable:
     operation = origin.operation
     if origin.shape == ():
         operation = SCALAR
-    elif origin.shape is not None and len(origin.shape) == 2 and origin.shape[0] == vocab_size:
+    elif origin.shape is not None and len(origin.shape) == 2 and origin.shape[0] == vocab_size != origin.shape[1]:
         operation = HEAD
     return operation, _without_numbers(origin.module), origin.phase
 

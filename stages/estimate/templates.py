@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stages.estimate.cut import FREE, MAKE, UPDATE, Living, NotAffine, Piece, Role, Timeline, Token, Unit, cut, left_by
+from stages.estimate.find_program import find_program
 from stages.estimate.loops import find_loops
-from stages.estimate.program import LAYERS, TRACED_TURNS, Counts, Program, count_births, find_program
+from stages.estimate.program import LAYERS, TRACED_TURNS, Counts, Program, count_births
 from stages.estimate.sizes import Tie, fit_sizes, tell_apart
 
 BIRTH = -1

@@ -25,8 +25,8 @@ TOKENS_ABOVE_MOST = (300, 600, 900, 1200)
 """By which the traced shapes of many tokens exceed the embedding's threshold, at least."""
 TOKENS_OF_SOME = (2200, 2331, 2584, 2664)
 """Of the traced shapes below it, at least."""
-LAST_CHUNK_SHARES = (2, 3, 4, 5)
-"""The last chunk of each shape is the chunk divided by this."""
+LAST_CHUNK_SHARES = (3, 5, 7, 11)
+"""The last chunk of each shape is the chunk divided by this: hardly ever as large as a vocabulary."""
 SUPERVISED = (100, 77, 181, 53)
 """Where the loss is not in chunks."""
 TracedKind = tuple[Role, str]

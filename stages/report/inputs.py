@@ -33,6 +33,8 @@ class Inputs:
     """The largest tensors at the peak instant, and the closed form of what stays."""
     timeline: list[dict[str, str]]
     """Bytes by category over the events of the worst step, in GiB."""
+    reserved: list[dict[str, str]]
+    """Memory by optimizer step in plan order, in GiB; reserved cells are empty where no whole plan was replayed."""
     verdict: Mapping[str, Any]
     switches: list[dict[str, str]]
     """Predicted peak of the run and of its neighbours one switch away."""
@@ -58,6 +60,7 @@ def read_inputs(*, locks: Path, metrics: Path, estimate: Path, train: Path, eval
         breakdown=read_json(estimate / "breakdown.json"),
         explanation=read_json(estimate / "explanation.json"),
         timeline=read_csv(estimate / "timeline.csv"),
+        reserved=read_csv(estimate / "reserved.csv"),
         verdict=read_json(estimate / "verdict.json"),
         switches=read_csv(estimate / "switches.csv"),
         curves=read_csv(train / "curves.csv"),

@@ -55,7 +55,19 @@ def _tiers(inputs: Inputs) -> list[str]:
         ("process, without margin", size(estimate["process_bytes_predicted"])),
         ("RAM of the host, without margin", size(estimate["host_bytes_predicted"])),
     ]
-    return [table((f"on {estimate['gpu']}", "predicted"), rows), ""]
+    return [table((f"on {estimate['gpu']}", "predicted"), rows), "", *_plan(inputs)]
+
+
+def _plan(inputs: Inputs) -> list[str]:
+    """What the plan reserves step by step, and from which step on no more."""
+    estimate = inputs.estimate
+    lines = [f"Reserved over the plan: {estimate['reserved_replayed']}."]
+    if not inputs.reserved[0]["reserved_gib"]:
+        return [*lines, ""]
+    lines.append(f"From optimizer step {estimate['reserved_settled_step']} on what is reserved stays the same.")
+    if estimate["retries_predicted"]:
+        lines.append(f"Cached blocks are given back {estimate['retries_predicted']} times for want of memory.")
+    return [" ".join(lines), "", "![Predicted memory of the plan](reserved.png)", ""]
 
 
 def _phases(inputs: Inputs, metrics: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -20,10 +20,12 @@ COLORS = [*PALETTE[::2], *PALETTE[1::2]]
 
 
 def draw(directory: Path, inputs: Inputs) -> None:
-    """Write memory.png, timeline.png, switches.png and loss.png."""
+    """Write memory.png, timeline.png, switches.png, loss.png and, where a GPU's plan was replayed, reserved.png."""
     _save(directory / "memory.png", 3.6, lambda axes: _memory(axes, inputs))
     _save(directory / "timeline.png", 3.6, lambda axes: _timeline(axes, inputs))
     _save(directory / "switches.png", 1.2 + 0.3 * len(inputs.switches), lambda axes: _switches(axes, inputs))
+    if inputs.reserved[0]["reserved_gib"]:
+        _save(directory / "reserved.png", 3.6, lambda axes: _reserved(axes, inputs))
     _save(directory / "loss.png", 3.6, lambda axes: _loss(axes, inputs))
 
 
@@ -84,6 +86,19 @@ def _timeline(axes: Axes, inputs: Inputs) -> None:
     axes.set(xlabel="allocations and frees", ylabel=unit, title="Predicted memory over the worst step, by category")
     axes.margins(x=0)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small", reverse=True)
+
+
+def _reserved(axes: Axes, inputs: Inputs) -> None:
+    """What tensors take and what the allocator reserves for them, by optimizer step in plan order."""
+    steps = [int(record["step"]) for record in inputs.reserved]
+    lines = {"reserved_gib": "reserved", "reserved_expandable_gib": "reserved, expandable segments"}
+    lines["allocated_gib"] = "tensors"
+    sizes = {name: [float(record[name]) * GIB for record in inputs.reserved] for name in lines}
+    divisor, unit = reading_unit(round(max(map(max, sizes.values()))))
+    for name, label in lines.items():
+        axes.plot(steps, [size / divisor for size in sizes[name]], label=label, drawstyle="steps-post", lw=1.4)
+    axes.set(xlabel="optimizer step", ylabel=unit, title="Predicted memory of the plan, step by step", ylim=(0, None))
+    axes.legend(frameon=False)
 
 
 def _switches(axes: Axes, inputs: Inputs) -> None:

@@ -12,6 +12,7 @@ from stages.estimate.__main__ import main
 from stages.estimate.switches import halving_flag
 from stages.files import sha256_file
 from stages.params import Bucket
+from stages.units import GIB
 from tests.estimate.common import plan_of
 from tests.token_files import write_index
 from tests.workspace import invoke, lay_out, told
@@ -73,6 +74,11 @@ def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
     process = json.loads((workspace / "estimate" / "process.json").read_text())
     assert metrics["host_bytes_predicted"] == process["host_needed_bytes"]
     assert process["device"]["cuda_context"]["basis"] == "assumed" and process["device"]["nccl"]["bytes"] == 0
+    reserved = list(csv.DictReader((workspace / "estimate" / "reserved.csv").read_text().splitlines()))
+    assert metrics["reserved_replayed"] == "all 2 steps replayed" and [row["step"] for row in reserved] == ["0", "1"]
+    assert max(float(row["reserved_gib"]) for row in reserved) * GIB == pytest.approx(
+        metrics["reserved_bytes_predicted"], abs=1024
+    )
     assert metrics["predicted_by_phase"] == {
         phase: sum(parts.values()) for phase, parts in breakdown.items() if phase != "peak"
     }

@@ -162,11 +162,36 @@ def test_what_a_gpu_reserves_is_shown_and_a_cpu_has_no_such_row(place):
         "reserved_bytes_predicted_expandable": 130 * MIB,
         "process_bytes_predicted": 291 * MIB,
         "host_bytes_predicted": 512 * MIB,
+        "reserved_replayed": "worst micro-batches only: it is a test",
     }
     write_inputs(place, found, [GENERATION])
     text = report(place)[1]
+    assert "Reserved over the plan: worst micro-batches only: it is a test." in text
     assert "| reserved, expandable segments | 0.127 GiB |" in text
     assert "| process, without margin | 0.2842 GiB |" in text
+
+
+def test_what_the_plan_reserves_is_drawn_where_it_was_replayed(place):
+    """A staircase that nobody sees, or a picture of nothing on a CPU."""
+    gpu = {
+        **dict.fromkeys(("reserved_bytes_predicted", "reserved_bytes_predicted_expandable"), 150 * MIB),
+        **{"process_bytes_predicted": 291 * MIB, "host_bytes_predicted": 512 * MIB},
+        **{"reserved_replayed": "all 3 steps replayed", "reserved_settled_step": 1, "retries_predicted": 2},
+    }
+    found = metrics()
+    found["estimate"] |= gpu
+    write_inputs(place, found, [GENERATION])
+    text = report(place)[1]
+    assert "Reserved over the plan: all 3 steps replayed." in text and "reserved.png" not in text
+    rows = "".join(f"{step},0.1,0.{step + 1},0.1,0\n" for step in range(3))
+    header = "step,allocated_gib,reserved_gib,reserved_expandable_gib,retries\n"
+    (place / "data/estimate/reserved.csv").write_text(header + rows)
+    text = report(place)[1]
+    assert "From optimizer step 1 on what is reserved stays the same." in text and "given back 2 times" in text
+    picture = (place / "data/report/reserved.png").read_bytes()
+    (place / "data/estimate/reserved.csv").write_text(header + rows.replace("0.3", "0.2"))
+    report(place)
+    assert (place / "data/report/reserved.png").read_bytes() != picture
 
 
 def test_the_peak_is_taken_apart(place):
