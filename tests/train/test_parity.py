@@ -51,8 +51,8 @@ def example(ids: Any, spans: Any) -> dict[str, torch.Tensor]:
 def test_the_trainer_of_transformers_learns_the_same(small_llama: Path, tmp_path: Path):
     """Padding by mask, mean loss, clipping, decay: each a place where two loops part. Only rounding may.
 
-    The Trainer runs the eight rows as one batch, ours as two micro-batches, so sums are rounded in another order; Adam's
-    division by small second moments then widens that from 1e-7 to some 1e-5 over the steps.
+    The Trainer runs the eight rows as one batch, ours as two micro-batches, so sums are rounded in another order;
+    Adam's division by small second moments then widens that from 1e-7 to some 1e-5 over the steps.
     """
     results, weights = run(small_llama, cut([3, 5]), steps=STEPS, optim=OPTIM, method="full")
     ours = [result.loss.item() for result in results]
