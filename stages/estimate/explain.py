@@ -175,8 +175,12 @@ def timeline_row(event: int, phase: str, sizes: Mapping[str, int]) -> Mapping[st
 
 def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> Iterator[dict[str, Any]]:
     """What stays from step to step, by arithmetic alone: category, why, bytes; managed memory comes last."""
-    given = (model_shapes(config), setting.model, setting.optimizer)
-    form = {"cuda": target.foreach, "master_weights": setting.master_weights}
-    for line in (*state_lines(*given, **form), *paged_lines(*given, **form)):
+    shapes, spec, optimizer = model_shapes(config), setting.model, setting.optimizer
+    cuda, masters = target.foreach, setting.master_weights
+    lines = (
+        *state_lines(shapes, spec, optimizer, cuda=cuda, master_weights=masters),
+        *paged_lines(shapes, spec, optimizer, cuda=cuda, master_weights=masters),
+    )
+    for line in lines:
         size = line.total_bytes(target.granularity_bytes)
         yield {"category": line.category, "why": line.what, "tensors": len(line.tensor_bytes), "bytes": size}

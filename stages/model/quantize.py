@@ -2,6 +2,8 @@
 
 import logging
 
+from typing import Any
+
 import bitsandbytes as bnb
 import torch
 from bitsandbytes.functional import QuantState
@@ -57,7 +59,8 @@ def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
     """
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation(spec))
     # By these peft picks its adapters for quantised layers, as it does for a loaded model.
-    model.is_loaded_in_4bit, model.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"
+    marks: Any = model
+    marks.is_loaded_in_4bit, marks.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             _hold_4bit_weight(module, spec)

@@ -33,12 +33,14 @@ WORST = ((PLAN[0][0], PLAN[0][2]), (PLAN[1][0],))
 
 
 def config_of(kind: type[PretrainedConfig] = LlamaConfig, layers: int = LAYERS, **values: Any) -> PretrainedConfig:
-    return kind(**SIZES, num_hidden_layers=layers, vocab_size=1024, **values)
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": layers, "vocab_size": 1024, **values}
+    return kind(**sizes)
 
 
 def case_of(*, gpu: str = "H100", kind: type[PretrainedConfig] = LlamaConfig, ties: bool = True, **values: Any) -> Any:
     """A model of runs fitted to shallow traces, the plan's units, and its direct trace through every layer."""
-    values = {"method": "qlora", "precision": "bf16", "grad_ckpt": True, "loss_chunk": CHUNK} | values
+    plain: dict[str, Any] = {"method": "qlora", "precision": "bf16", "grad_ckpt": True, "loss_chunk": CHUNK}
+    values = plain | values
     setting, target = setting_of(**values), gpu_target(gpu)
     config = config_of(kind, tie_word_embeddings=ties)
     shallow = [(depth, trace_origins(with_layers(config, depth), setting, WORST, target)) for depth in (3, 4, 5)]

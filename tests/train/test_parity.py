@@ -21,11 +21,12 @@ class InOrder(Trainer):
     losses: list[float]
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)
+        data: Any = self.train_dataset
+        return SequentialSampler(data)
 
     def compute_loss(self, *arguments: Any, **named: Any) -> Any:
         """The Trainer's own, noted."""
-        loss = super().compute_loss(*arguments, **named)
+        loss: Any = super().compute_loss(*arguments, **named)
         self.losses.append(loss.item())
         return loss
 
