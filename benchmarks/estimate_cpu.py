@@ -38,6 +38,7 @@ from stages.model.load import load_model, read_config
 from stages.model.quantize import BLOCK_WEIGHTS
 from stages.model.spec import ModelSpec
 from stages.step.batches import IGNORED, Batch, BatchShape, join_rows
+from stages.step.offload import make_offload
 from stages.step.optim import build_optimizer
 from stages.step.scale import LossScaler
 from stages.step.step import StepSpec, training_step
@@ -151,6 +152,7 @@ def real_batch(wanted: BatchShape, vocabulary: int) -> Batch:
 
 def count(directory: Path, setting: Setting, steps: TracedSteps) -> Measured:
     """Load and train for real under the CPU's meter, as train does."""
+    offload = make_offload(setting.offload_activations, CPU, directory)
     optim = replace(optim_of(setting), lr=1e-3, weight_decay=0.01)
     spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=False)
     scaler = LossScaler() if setting.model.scales_loss else None
@@ -171,6 +173,7 @@ def count(directory: Path, setting: Setting, steps: TracedSteps) -> Measured:
                 phase=meter.phase,
                 guard=lambda losses, norm: None,
                 scaler=scaler,
+                offload=offload,
             )
     return meter.result()
 

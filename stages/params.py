@@ -16,6 +16,7 @@ Method = Literal["full", "lora", "qlora", "int8_lora"]
 Precision = Literal["bf16", "fp16", "fp32", "pure_bf16"]
 AnyPrecision = Literal["auto", "bf16", "fp16", "fp32", "pure_bf16"]
 QuantType = Literal["nf4", "fp4"]
+OffloadActivations = Literal["none", "cpu", "disk"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = Literal["default", "pissa", "loftq"]
 OptimizerName = Literal[
@@ -206,6 +207,8 @@ class Train(Section):
     """What is recomputed: every layer | one in grad_ckpt_every | all but outputs of products and attention."""
     grad_ckpt_every: Annotated[int, Field(ge=2)]
     """Read when grad_ckpt_policy is every_n: one layer in so many is recomputed, the others keep what they made."""
+    offload_activations: OffloadActivations
+    """Where what backward needs of the layers waits: on the device, in pinned host memory, in a file in scratch/."""
     optimizer: OptimizerName
     """How gradients become updates; decides the bytes of state kept for each trained value."""
     lr: PositiveFloat

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from stages.errors import UserError
 from stages.estimate.depth import NotRepeated, Place, Window, WindowTrace, deep_peaks, deep_windows
 from stages.estimate.kernels import Target
 from stages.estimate.layers import Repetition, find_repetition, with_layers
+from stages.estimate.offloaded import counting, offloaded_bytes
 from stages.estimate.origins import OriginTrace
 from stages.estimate.shapes import TracedSteps, only
 from stages.estimate.trace import (
@@ -35,7 +36,7 @@ from stages.estimate.trace import (
 from stages.model.load import fake_model
 from stages.model.quantize import quantisation_tensors
 from stages.model.spec import ModelSpec
-from stages.params import OptimizerName, Params, Precision
+from stages.params import OffloadActivations, OptimizerName, Params, Precision
 from stages.step.batches import Batch, empty_batch
 from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
 from stages.step.optimizers import device_state
@@ -66,6 +67,7 @@ class Setting:
     loss_chunk: int | None
     max_grad_norm: float | None
     master_weights: bool = False
+    offload_activations: OffloadActivations = "none"
 
     @classmethod
     def from_params(cls, params: Params, precision: Precision) -> "Setting":
@@ -76,6 +78,7 @@ class Setting:
             loss_chunk=params.train.loss_chunk,
             max_grad_norm=params.train.max_grad_norm,
             master_weights=params.train.master_weights,
+            offload_activations=params.train.offload_activations,
         )
 
 
@@ -89,6 +92,8 @@ class Prediction:
     """The first micro-batch and, where another one set the peak, that one in its position: enough to see it again."""
     layers_traced: str
     """Which layers were, and why no others."""
+    offloaded_bytes: int = 0
+    """The most that is away from the device at once: pinned host memory, or a file."""
     shallow: tuple[tuple[int, OriginTrace], ...] = field(default=(), compare=False, repr=False)
     """Traces of models of fewer layers, by their number, where they were asked to remember origins; else none."""
 
@@ -113,12 +118,18 @@ def predict(config: PretrainedConfig, setting: Setting, steps: TracedSteps, targ
     repetition, reason = find_repetition(config, setting.model)
     if repetition is not None:
         try:
-            windows, _ = shallow_windows(WindowTrace, config, setting, steps, target, repetition)
-            return from_windows(windows, steps, target, reason)
+            windows, shallow = shallow_windows(WindowTrace, config, setting, steps, target, repetition)
+            away = offloaded_bytes([each for _, each in shallow], repetition)
+            return replace(from_windows(windows, steps, target, reason), offloaded_bytes=away)
         except NotRepeated as error:
             reason = f"all {repetition.layers} layers: {error}"
     trace, position = _traced(MemoryTrace, config, setting, steps, target)
-    return Prediction(by_phase=trace.peaks(), steps_of_peak=only(steps, *position), layers_traced=reason)
+    return Prediction(
+        by_phase=trace.peaks(),
+        steps_of_peak=only(steps, *position),
+        layers_traced=reason,
+        offloaded_bytes=trace.offloaded_peak_bytes,
+    )
 
 
 def shallow_windows(
@@ -192,6 +203,7 @@ def trace_steps(
     trace.begin_run(model)
     spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=target.foreach)
     scaler = LossScaler(finite=lambda norm: True) if setting.model.scales_loss else None
+    store, offload = counting(trace, setting.offload_activations)
     highest_bytes, position = 0, (0, 0)
 
     def batches(step: int) -> Iterator[Batch]:
@@ -216,7 +228,9 @@ def trace_steps(
                 ),
                 guard=lambda losses, norm: None,
                 scaler=scaler,
+                offload=offload,
             )
+    trace.offloaded_peak_bytes = store.peak_bytes
     return position
 
 

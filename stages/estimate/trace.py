@@ -96,6 +96,8 @@ class MemoryTrace(TorchDispatchMode):
         self._module_depth = 0
         self._peaks: dict[str, tuple[int, int]] = {}
         self.current_bytes = 0
+        self.offloaded_peak_bytes = 0
+        """The most that was away from the device at once, in host memory or in a file."""
 
     def hold(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Count tensors that exist, or say better what counted ones are for."""

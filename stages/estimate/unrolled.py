@@ -16,6 +16,7 @@ from stages.estimate.depth import AFTER, BEFORE, Label, NotRepeated, Place, Wind
 from stages.estimate.explain import Explanation, explain, largest_holdings, timeline_row, trace_origins
 from stages.estimate.kernels import Target
 from stages.estimate.layers import Repetition, find_repetition
+from stages.estimate.offloaded import offloaded_bytes
 from stages.estimate.origins import OriginTrace
 from stages.estimate.predict import Prediction, Setting, from_windows, predict, refuse_experts, shallow_windows
 from stages.estimate.shapes import TracedSteps
@@ -46,10 +47,11 @@ def predict_explained(
     if repetition is not None:
         try:
             windows, shallow = shallow_windows(OriginWindowTrace, config, setting, steps, target, repetition)
+            away = offloaded_bytes([each for _, each in shallow], repetition)
         except NotRepeated:
             pass  # `predict` finds the same, traces all layers, and says why.
         else:
-            prediction = replace(from_windows(windows, steps, target, reason), shallow=shallow)
+            prediction = replace(from_windows(windows, steps, target, reason), shallow=shallow, offloaded_bytes=away)
             return prediction, _explain(windows, prediction, repetition, steps, target.granularity_bytes)
     prediction = predict(config, setting, steps, target)
     return prediction, explain(trace_origins(config, setting, prediction.steps_of_peak, target))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from stages.errors import UserError
 from stages.model.attention import JoinedRows, joined_forward
 from stages.step.batches import Batch, join_rows
+from stages.step.offload import Offload, layers_saved
 
 PROBE_TOKENS = 8
 OTHER_ORDER = 0.02
@@ -51,15 +52,17 @@ def decoder_hidden(
         return decoder(input_ids=input_ids_BT, use_cache=False, **arguments).last_hidden_state
 
 
-def summed_loss(model: nn.Module, batch: Batch, chunk: int | None) -> torch.Tensor:
+def summed_loss(model: nn.Module, batch: Batch, chunk: int | None, offload: Offload | None = None) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of a micro-batch, an fp32 scalar.
 
     The decoder runs without a mask (rows are right-padded, attention is causal) and without a KV cache. With `chunk`
     set, only trained positions reach the head, `chunk` of them at a time, and their logits are recomputed in backward:
-    at most chunk × V logits exist. Without it the logits of all B × T positions exist at once.
+    at most chunk × V logits exist. Without it the logits of all B × T positions exist at once. What the decoder keeps
+    for backward goes to `offload`; logits do not, as backward begins with them.
     """
     lm = causal_lm(model)
-    hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
+    with layers_saved(offload, lm):
+        hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
     if chunk is None:
         logits_MV = head_logits(lm, hidden_BTD).flatten(0, 1)
         return F.cross_entropy(logits_MV, batch.targets_BT.flatten(), reduction="sum", ignore_index=-100)

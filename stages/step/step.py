@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from stages.model.spec import ModelSpec
 from stages.step.batches import Batch
 from stages.step.loss import summed_loss
+from stages.step.offload import Offload
 from stages.step.optim import trained_parameters
 from stages.step.scale import LossScaler
 
@@ -52,17 +53,19 @@ def training_step(
     phase: Phase,
     guard: Guard,
     scaler: LossScaler | None = None,
+    offload: Offload | None = None,
 ) -> StepResult:
     """Run one optimizer step over its micro-batches; gradients are released at the end.
 
     Each micro-batch's summed loss is divided by the trained tokens of the *whole* step, so any cut of the same rows
     gives the same gradients. `batches` is consumed lazily: one micro-batch is on the device at a time. With a `scaler`
-    an update whose gradients overflowed is left out, and the guard is shown a norm of 0.
+    an update whose gradients overflowed is left out, and the guard is shown a norm of 0. `offload` keeps activations
+    away from the device between forward and backward.
     """
     losses: list[torch.Tensor] = []
     for batch in batches:
         with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type):
-            loss = summed_loss(model, batch, spec.loss_chunk) / supervised_tokens
+            loss = summed_loss(model, batch, spec.loss_chunk, offload) / supervised_tokens
         del batch
         losses.append(loss.detach())
         with phase("backward"):

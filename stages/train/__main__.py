@@ -13,6 +13,7 @@ from stages.model.precision import precision_of
 from stages.model.spec import ModelSpec
 from stages.pin.locate import model_directory, verify_files
 from stages.step.batches import refuse_other_tokens, refuse_several_ranks
+from stages.step.offload import make_offload
 from stages.step.optim import OptimSpec
 from stages.step.optimizers import paging_note
 from stages.step.step import StepSpec
@@ -25,6 +26,7 @@ from stages.train.metrics import train_metrics
 from stages.train.save import Merge, save_tuned
 
 PATH = click.Path(path_type=Path)
+SCRATCH = Path("scratch")
 
 
 @click.command(cls=StageCommand)
@@ -83,6 +85,7 @@ def main(
             max_grad_norm=params.train.max_grad_norm,
             foreach=device.type == "cuda",
         ),
+        offload=make_offload(params.train.offload_activations, device, SCRATCH),
         heldout_every_steps=params.train.heldout_every_steps,
         heldout_rows=params.train.heldout_rows,
         measured_steps=measured_steps(plan, rows.lengths),

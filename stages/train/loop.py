@@ -23,6 +23,7 @@ from stages.model.spec import ModelSpec
 from stages.step.batches import Batch
 from stages.step.loader import load
 from stages.step.loss import check_head, check_joined_rows
+from stages.step.offload import Offload
 from stages.step.optim import OptimSpec, build_optimizer, learning_rate
 from stages.step.scale import LossScaler
 from stages.step.step import StepSpec, training_step
@@ -64,6 +65,8 @@ class TrainJob:
     model_spec: ModelSpec
     optim_spec: OptimSpec
     step_spec: StepSpec
+    offload: Offload | None
+    """Where activations are between forward and backward; None = on the device."""
     heldout_every_steps: int | None
     heldout_rows: int
     measured_steps: frozenset[int]
@@ -172,6 +175,7 @@ def _run_step(
         phase=meter.phase,
         guard=guard,
         scaler=scaler,
+        offload=job.offload,
     )
     # Reading the scalars waits for the device, so the time is that of the whole step.
     loss, grad_norm = result.loss.item(), result.grad_norm.item()

@@ -26,6 +26,7 @@ def setting_of(
     loss_chunk: int | None = 32,
     max_grad_norm: float | None = 1.0,
     master_weights: bool = False,
+    offload_activations: str = "none",
     **model: Any,
 ) -> Setting:
     return Setting(
@@ -34,6 +35,7 @@ def setting_of(
         loss_chunk=loss_chunk,
         max_grad_norm=max_grad_norm,
         master_weights=master_weights,
+        offload_activations=offload_activations,  # type: ignore[arg-type]
     )
 
 

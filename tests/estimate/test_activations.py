@@ -31,3 +31,13 @@ def test_policies_lie_between_keeping_everything_and_keeping_nothing(method: str
     assert kept > every_4th > every_2nd > full
     assert kept > selective > full
     assert kept - every_2nd == pytest.approx((kept - full) / 2, rel=0.1)
+
+
+def test_offload_takes_the_inputs_of_recomputed_layers_off_the_device():
+    """A device figure that still holds what is on the host, or a host figure that forgets it."""
+    stay, away = (predicted(method="qlora", grad_ckpt=True, offload_activations=where) for where in ("none", "cpu"))
+    hidden_bytes = 2048 * 4096 * 2
+    final_norm_bytes = 2 * hidden_bytes  # In fp32, beside the inputs of 32 layers; and what has a value per token.
+    assert stay.offloaded_bytes == 0
+    assert 0 <= away.offloaded_bytes - (32 * hidden_bytes + final_norm_bytes) < 1 << 20
+    assert stay.peak.bytes - away.peak.bytes == pytest.approx(31 * hidden_bytes, rel=0.1)

@@ -92,6 +92,21 @@ def test_prediction_holds_for_every_policy_of_recomputation(small_llama, changes
     check(small_llama, setting_of(grad_ckpt=True, **changes))
 
 
+SENT_AWAY = [
+    {"method": "full"},
+    {"method": "full", "grad_ckpt": True},
+    {"method": "lora", "grad_ckpt": True, "grad_ckpt_policy": "every_n"},
+    {"method": "qlora", "grad_ckpt": True, "grad_ckpt_policy": "selective"},
+    {"method": "int8_lora", "grad_ckpt": True},
+]
+
+
+@pytest.mark.parametrize("changes", SENT_AWAY, ids=str)
+def test_prediction_holds_for_activations_on_disk(small_llama, changes):
+    """Memory that is traced as given back and is held, or fetched twice as often."""
+    check(small_llama, setting_of(offload_activations="disk", **changes))
+
+
 FORMS: list[dict[str, Any]] = [
     {"method": "lora", "lora_dora": True},
     {"method": "lora", "lora_dora": True, "grad_ckpt": True},

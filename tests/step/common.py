@@ -9,6 +9,7 @@ import torch
 
 from stages.model.load import load_model
 from stages.step.batches import Batch, collate
+from stages.step.offload import Offload
 from stages.step.optim import OptimSpec, build_optimizer
 from stages.step.scale import LossScaler
 from stages.step.step import StepResult, StepSpec, training_step
@@ -43,6 +44,7 @@ def run(
     chunk: int | None = None,
     steps: int = 3,
     optim: OptimSpec = OPTIM,
+    offload: Offload | None = None,
     **spec: Any,
 ) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     """A few steps over the same micro-batches; results and trained parameters."""
@@ -62,6 +64,7 @@ def run(
             phase=lambda name: contextlib.nullcontext(),
             guard=lambda losses, norm: None,
             scaler=scaler,
+            offload=offload,
         )
         for _ in range(steps)
     ]

@@ -62,6 +62,7 @@ def losses(directory: Path, tokens: tuple[TokenRows, TokenRows], plan: Plan, thr
         model_spec=spec_of(method="lora"),
         optim_spec=OptimSpec(name="adamw", lr=1e-2, weight_decay=0.0, schedule="constant", warmup_fraction=0.0),
         step_spec=StepSpec(loss_chunk=16, max_grad_norm=1.0, foreach=False),
+        offload=None,
         heldout_every_steps=2,
         heldout_rows=5,
         measured_steps=frozenset(),

@@ -1,0 +1,136 @@
+"""Activations sent away come back as they were, once for all who need them, and weights stay."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.errors import UserError
+from stages.model.load import load_model
+from stages.step.loss import summed_loss
+from stages.step.offload import DiskStore, HostStore, Offload, make_offload
+from tests.small_model import CPU, spec_of
+from tests.step.common import assert_equal, cut, run
+
+
+class Watched(HostStore):
+    """Remembers what was sent."""
+
+    def __init__(self):
+        super().__init__(CPU)
+        self.sent: list[torch.Tensor] = []
+        self.fetched = 0
+
+    def put(self, values):
+        self.sent.append(values.clone())
+        return super().put(values)
+
+    def get(self, handle):
+        self.fetched += 1
+        return super().get(handle)
+
+
+@pytest.mark.parametrize("grad_ckpt", [False, True])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", "int8_lora"])
+def test_losses_and_weights_are_equal_to_the_last_bit(small_llama, tmp_path, method, grad_ckpt):
+    """Values that come back otherwise, or in another order of memory: another kernel rounds differently."""
+    spec = {"method": method, "grad_ckpt": grad_ckpt, "lora_dropout": 0.1}
+    plain, weights = run(small_llama, cut([3, 5]), chunk=16, **spec)
+    for choice in ("disk", "host"):
+        store = DiskStore(CPU, tmp_path) if choice == "disk" else HostStore(CPU)
+        results, found = run(small_llama, cut([3, 5]), chunk=16, offload=Offload(store), **spec)
+        assert [r.loss.item() for r in results] == [r.loss.item() for r in plain]
+        assert [r.grad_norm.item() for r in results] == [r.grad_norm.item() for r in plain]
+        assert_equal(found, weights, 0)
+
+
+def test_what_is_saved_twice_is_sent_once_and_weights_not_at_all(small_llama):
+    """Weights copied in every step; the input of three projections kept three times."""
+    model, store = load_model(small_llama, spec_of(method="full"), CPU), Watched()
+    with torch.no_grad():  # Norms of weight 1 give back what they took.
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.mul_(1.5)
+    loss = summed_loss(model, cut([8])[0], None, Offload(store))
+    largest = max(tensor.numel() for tensor in model.parameters())
+    assert store.sent and store.fetched == 0
+    assert all(values.numel() != largest for values in store.sent)
+    kept = [values for values in store.sent if values.dtype == torch.float32]
+    hidden = [values for values in kept if values.numel() == 8 * 27 * 64]
+    assert len({values.numpy().tobytes() for values in hidden}) == len(hidden)
+    loss.backward()
+    assert store.fetched > len(store.sent)
+
+
+def test_recomputed_layers_send_their_inputs_alone(small_llama):
+    """Recomputation and offload that do not work together: layers' insides sent as well."""
+    sizes = {}
+    for grad_ckpt in (False, True):
+        model, store = load_model(small_llama, spec_of(grad_ckpt=grad_ckpt), CPU), Watched()
+        summed_loss(model, cut([8])[0], 16, Offload(store)).backward()
+        sizes[grad_ckpt] = sum(values.nbytes for values in store.sent)
+    hidden_bytes = 8 * 27 * 64 * 4
+    assert 2 * hidden_bytes <= sizes[True] < 5 * hidden_bytes < sizes[False]
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_was_there(small_llama):
+    """A freed activation's address, met again by another one: its copy must not serve for both."""
+    offload = Offload(HostStore(CPU))
+    with offload.saving(torch.nn.Linear(1, 1)):
+        packed = []
+        for number in range(50):
+            values = torch.full((512,), float(number), requires_grad=True)
+            packed.append((number, values.exp()))
+            del values
+    for number, result in packed:
+        result.sum().backward()
+        assert result[0].item() == pytest.approx(torch.tensor(float(number)).exp().item())
+    changed = torch.ones(512)
+    first = offload._pack(changed)
+    changed.mul_(2)
+    second = offload._pack(changed)
+    assert offload._unpack(first)[0] == 1 and offload._unpack(second)[0] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_any_layout_and_type_comes_back(tmp_path, dtype):
+    """Transposed, cut-out and expanded tensors laid out otherwise."""
+    whole = (torch.arange(32 * 64 * 2).reshape(32, 64, 2) % 7 > 3).to(dtype)
+    for store in (HostStore(CPU), DiskStore(CPU, tmp_path)):
+        offload = Offload(store)
+        for view in (whole.transpose(0, 2), whole[3:, 5:50], whole[:, :1].expand(32, 64, 2)):
+            packed = offload._pack(view)
+            assert not isinstance(packed, torch.Tensor)
+            back = offload._unpack(packed)
+            assert torch.equal(back, view) and back.stride() == view.stride()
+
+
+def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(small_llama, tmp_path):
+    """A disk that fills up in the course of a run, or stays full after it."""
+    store = DiskStore(CPU, tmp_path / "scratch")
+    sizes = []
+    for steps in (1, 3):
+        run(small_llama, cut([8]), steps=steps, offload=Offload(store))
+        gc.collect()
+        sizes.append(os.fstat(store._file.fileno()).st_size)
+    assert sizes[0] == sizes[1] > 0
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path):
+    """A traceback out of backward."""
+    store = DiskStore(CPU, tmp_path)
+    store._file.close()
+    store._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    with pytest.raises(UserError, match=r"train\.offload_activations: disk must have room .*No space left"):
+        store.put(torch.zeros(512))
+    store._file.close()
+
+
+def test_a_cpu_sends_nothing_to_itself(tmp_path: Path):
+    """A switch that costs copies and saves nothing."""
+    with pytest.raises(UserError, match=r"train\.offload_activations: .* use disk or none"):
+        make_offload("cpu", CPU, tmp_path)
+    assert make_offload("none", CPU, tmp_path) is None
