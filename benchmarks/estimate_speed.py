@@ -16,14 +16,19 @@ import json, resource, sys, time
 import torch
 torch.set_num_threads(1)
 from transformers import LlamaConfig
+import numpy as np
+from stages.bucket.plan import MicroBatch, Plan
 from stages.estimate.advice import advise
 from stages.estimate.devices import resolve_gpu
 from stages.estimate.kernels import target_of
+from stages.estimate.plan_memory import replay_plan
 from stages.estimate.predict import Setting, predict
+from stages.estimate.unrolled import predict_explained
 from stages.estimate.verdict import usable_bytes
 from stages.estimate.workload import Costs, Workload, full_batch, largest_steps
 from stages.model.spec import ModelSpec
 
+STEPS, MICRO_BATCHES = 10000, 8
 case = json.loads(sys.argv[1])
 config = LlamaConfig(**case["config"], vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False)
 spec = ModelSpec(method=case["method"], precision="bf16", grad_ckpt=case["grad_ckpt"], lora_rank=16, lora_alpha=32,
@@ -33,15 +38,26 @@ device, _ = resolve_gpu(case["gpu"])
 target = target_of(device)
 steps = largest_steps(full_batch("bucketed", 2048, max_tokens=8192, fixed_rows=1), several=True)
 start, cpu = time.perf_counter(), time.process_time()
-found = predict(config, setting, steps, target)
-remedies = None
+remedies = replayed = None
+if case["search"]:
+    found = predict(config, setting, steps, target)
+else:  # As the stage: the peak taken apart, and the whole plan replayed.
+    found, _ = predict_explained(config, setting, steps, target)
+    lengths = [8, 2048] + [8 * (29 + 37 * number % 227) for number in range(STEPS * MICRO_BATCHES - 2)]
+    rows = [1] + [8192 // length for length in lengths[1:]]
+    plan = Plan.of([MicroBatch(epoch=0, step=place // MICRO_BATCHES, rows=np.arange(count), length=length,
+                               supervised=count * (length - 1))
+                    for place, (count, length) in enumerate(zip(rows, lengths))])
+    memory, replayed = replay_plan(plan, np.full(8192, 8), config, setting, target, found, windowed=False,
+                                   capacity_bytes=device.memory_bytes)
+    assert memory is not None, replayed
 if case["search"]:
     run = Workload(config=config, setting=setting, steps=found.steps_of_peak, mode="bucketed", max_tokens=8192,
                    fixed_rows=1, longest=2048, tokens_per_step=65536, micro_batches_per_step=8)
     remedies = advise(run, Costs(run, device, target), target, usable_bytes=usable_bytes(device, 8.0),
                       native_bf16=True, progress=False)
 print(json.dumps({"peak_bytes": found.peak.bytes, "found": None if remedies is None else len(remedies),
-                  "cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - start,
+                  "replayed": replayed, "cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - start,
                   "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 """
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}

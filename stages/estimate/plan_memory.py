@@ -25,9 +25,9 @@ from stages.model.attention import FLASH_CAPABILITY, VARLEN_READY
 from stages.step.batches import BatchShape
 from stages.units import GIB
 
-MOST_EVENTS = 600_000
-"""Allocations and frees that are played for each kind of segments: about two seconds. A number, so that it is the same
-on every machine."""
+MOST_EVENTS = 300_000
+"""Allocations and frees of the first steps that are played for each kind of segments, and as many again of the worst
+ones: a second in all. A number, so that it is the same on every machine."""
 MOST_TRACED_LAYERS = 12
 """A model whose layers do not tell of each other is traced whole up to so many."""
 RESERVED_COLUMNS = ("step", "allocated_gib", "reserved_gib", "reserved_expandable_gib", "retries")

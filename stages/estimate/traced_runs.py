@@ -80,16 +80,17 @@ def fit_run(
 
 
 def _traced_steps(example: BatchShape, kind: StepKind) -> TracedSteps:
-    """Steps of two to four micro-batches of an example's kind: every number of chunks, and other shapes."""
+    """Steps of an example's kind: every number of chunks, as first and as later micro-batch, and other shapes.
+
+    As few as tell: their trace is the larger part of the time that the replay of a plan takes.
+    """
     base, *others = _shapes(example, kind)
     if kind.loss_chunk is None:
         return ((base, base), (others[0], others[1], others[2]), (others[1], others[2], base, others[0]))
     counts = range(1, FEWEST_CHUNKS + TRACED_TURNS)
     one, two, three, four = (_with_chunks(base, count, kind.loss_chunk) for count in counts)
-    middle, pair, single = (
-        _with_chunks(shape, count, kind.loss_chunk) for shape, count in zip(others, (3, 2, 1), strict=True)
-    )
-    return ((one, one), (two, two, middle), (three, three, pair, single), (four, four))
+    several = _with_chunks(others[0], FEWEST_CHUNKS + 1, kind.loss_chunk)
+    return ((one, one), (two, two, several), (three, three, four, others[1]), (four,))
 
 
 def _shapes(example: BatchShape, kind: StepKind) -> list[BatchShape]:

@@ -64,7 +64,7 @@ def _plan(inputs: Inputs) -> list[str]:
     lines = [f"Reserved over the plan: {estimate['reserved_replayed']}."]
     if not inputs.reserved[0]["reserved_gib"]:
         return [*lines, ""]
-    lines.append(f"From optimizer step {estimate['reserved_settled_step']} on what is reserved stays the same.")
+    lines.append(f"What is reserved changes last in optimizer step {estimate['reserved_settled_step']} of these.")
     if estimate["retries_predicted"]:
         lines.append(f"Cached blocks are given back {estimate['retries_predicted']} times for want of memory.")
     return [" ".join(lines), "", "![Predicted memory of the plan](reserved.png)", ""]

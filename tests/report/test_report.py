@@ -187,7 +187,7 @@ def test_what_the_plan_reserves_is_drawn_where_it_was_replayed(place):
     header = "step,allocated_gib,reserved_gib,reserved_expandable_gib,retries\n"
     (place / "data/estimate/reserved.csv").write_text(header + rows)
     text = report(place)[1]
-    assert "From optimizer step 1 on what is reserved stays the same." in text and "given back 2 times" in text
+    assert "What is reserved changes last in optimizer step 1 of these." in text and "given back 2 times" in text
     picture = (place / "data/report/reserved.png").read_bytes()
     (place / "data/estimate/reserved.csv").write_text(header + rows.replace("0.3", "0.2"))
     report(place)
