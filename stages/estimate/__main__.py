@@ -36,6 +36,7 @@ from stages.model.load import attention_window, read_config, refuse_joined_rows,
 from stages.params import Params
 from stages.pin.locate import config_directory
 from stages.step.batches import refuse_other_tokens, refuse_several_ranks
+from stages.step.offload import refuse_offload
 from stages.step.tokens import read_lengths
 
 PATH = click.Path(path_type=Path)
@@ -96,6 +97,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         refuse_joined_rows(config, longest)
     windowed = caps_scores(config) or longest >= (attention_window(config) or math.inf)
     steps = traced_steps(plan, lengths, tiled=device.kind == "cuda", windowed=windowed)
+    refuse_offload(p.train.offload_activations, device.kind)
     setting = Setting.from_params(p, precision)
     target = target_of(device)
     prediction, explanation = predict_explained(config, setting, steps, target)
@@ -142,7 +144,9 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
     reserved = process = None
     if device.kind == "cuda":
-        host = on_host(config, setting.model, stored, batch_tokens=int(plan.padded_tokens.max()))
+        pinned = prediction.offloaded_bytes if setting.offload_activations == "cpu" else 0
+        batch_tokens = int(plan.padded_tokens.max())
+        host = on_host(config, setting.model, stored, batch_tokens=batch_tokens, pinned_bytes=pinned)
         process = as_json(on_device(device), host)
         reserved = tiers(trace_origins(config, setting, prediction.steps_of_peak, target), device.memory_bytes)
     with atomic_directory(out) as aside:
@@ -215,6 +219,7 @@ def _metrics(
     return {
         "peak_bytes_predicted": prediction.peak.bytes,
         "peak_gib_predicted": round(prediction.peak.bytes / GIB, 6),
+        "offloaded_bytes_predicted": prediction.offloaded_bytes,
         "predicted_by_phase": {phase: peak.bytes for phase, peak in by_phase.items()},
         "reserved_bytes_predicted": None if reserved is None else reserved["native"]["reserved_bytes"],
         "reserved_bytes_predicted_expandable": None if reserved is None else reserved["expandable"]["reserved_bytes"],

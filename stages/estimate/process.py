@@ -63,7 +63,9 @@ def on_device(device: Device) -> dict[str, Part]:
     return {"cuda_context": context, "cublas_workspaces": cublas, "nccl": nccl}
 
 
-def on_host(config: PretrainedConfig, spec: ModelSpec, stored: torch.dtype, *, batch_tokens: int) -> dict[str, Part]:
+def on_host(
+    config: PretrainedConfig, spec: ModelSpec, stored: torch.dtype, *, batch_tokens: int, pinned_bytes: int = 0
+) -> dict[str, Part]:
     """RAM that a GPU run needs on its host.
 
     Args:
@@ -71,6 +73,7 @@ def on_host(config: PretrainedConfig, spec: ModelSpec, stored: torch.dtype, *, b
         spec: how it is loaded.
         stored: type of the weights in its files.
         batch_tokens: of the largest micro-batch.
+        pinned_bytes: of activations that wait there.
     """
     shapes = model_shapes(config)
     largest = max(parameter.values for parameter in shapes.parameters)
@@ -80,7 +83,9 @@ def on_host(config: PretrainedConfig, spec: ModelSpec, stored: torch.dtype, *, b
     loading = threads * largest * (stored.itemsize + spec.dtype.itemsize)
     batches = (1 + BATCHES_AHEAD) * batch_tokens * BATCH_TOKEN_BYTES
     imports = "after imports, measured with PyTorch for CPUs; the margin is for CUDA's libraries"
+    pinned = {} if not pinned_bytes else {"activations": _activations(pinned_bytes)}
     return {
+        **pinned,
         "process": Part(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=imports),
         "loading": Part(bytes=loading, margin_bytes=0, basis="derived", why=moving),
         "batches": Part(
@@ -93,6 +98,12 @@ def on_host(config: PretrainedConfig, spec: ModelSpec, stored: torch.dtype, *, b
             why="pages of the files while they load: counted as resident, given back when memory runs short",
         ),
     }
+
+
+def _activations(count: int) -> Part:
+    """What train.offload_activations=cpu keeps there."""
+    why = "what layers keep for backward, page-locked in blocks of powers of two"
+    return Part(bytes=count, margin_bytes=0, basis="derived", why=why)
 
 
 def needed_bytes(parts: dict[str, Part]) -> int:

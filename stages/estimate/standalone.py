@@ -18,6 +18,7 @@ from stages.estimate.workload import Workload, full_batch, largest_steps
 from stages.model.load import read_config, refuse_joined_rows, refuse_long_rows
 from stages.params import Params, Precision, round_up
 from stages.pin.locate import TINY, TINY_DIRECTORY
+from stages.step.offload import refuse_offload
 from stages.units import readable_size
 
 CONFIG_FILE = "config.json"
@@ -39,6 +40,7 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device, reason = resolve_gpu(gpu or p.hardware.gpu)
     precision, _ = precision_on(device, p.train.precision)
+    refuse_offload(p.train.offload_activations, device.kind)
     directory = find_model(p.model.name if model is None else str(model))
     config = read_config(directory)
     run = workload_of(p, config, precision)
@@ -49,6 +51,8 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     yield f"run        {train}, loss_chunk={p.train.loss_chunk}, micro-batches of {describe(run.steps[-1][-1])}"
     prediction = predict(config, run.setting, run.steps, target_of(device))
     yield from _peaks(prediction)
+    if prediction.offloaded_bytes:
+        yield f"{p.train.offload_activations:<11}{readable_size(prediction.offloaded_bytes):>10}  activations there"
     yield from _verdict(run, prediction, device, p)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     inverse = turn_round(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)

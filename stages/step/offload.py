@@ -149,7 +149,7 @@ class DiskStore:
         if not self._held:  # Backward has fetched all: the next micro-batch writes over it.
             self._end = 0
         place = _Place(start=self._end, count=values.numel(), dtype=values.dtype)
-        left, at = memoryview(values.cpu().view(torch.uint8).numpy()), self._end
+        left, at = values.cpu().view(torch.uint8).numpy().data, self._end
         try:
             while left:
                 written = os.pwrite(self._file.fileno(), left, at)
@@ -166,7 +166,7 @@ class DiskStore:
     def get(self, handle: _Place) -> torch.Tensor:
         """See Store."""
         host = torch.empty(handle.count, dtype=handle.dtype)
-        left, at = memoryview(host.view(torch.uint8).numpy()), handle.start
+        left, at = host.view(torch.uint8).numpy().data, handle.start
         while left:
             count = os.preadv(self._file.fileno(), [left], at)
             if not count:

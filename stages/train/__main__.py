@@ -19,7 +19,7 @@ from stages.step.optimizers import paging_note
 from stages.step.step import StepSpec
 from stages.step.tokens import TokenRows
 from stages.train.card import model_card
-from stages.train.device import check_device, training_device
+from stages.train.device import check_device, check_offload, training_device
 from stages.train.loop import CURVE_COLUMNS, TrainJob, measured_steps, train
 from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
@@ -61,7 +61,9 @@ def main(
     torch.set_num_threads(params.run.cpu_threads or torch.get_num_threads())
     device = training_device()
     spec = ModelSpec.from_params(params, precision_of(params, verdict))
-    check_device(device, spec, read_json(verdict), read_json(estimate))
+    predicted = read_json(estimate)
+    check_device(device, spec, read_json(verdict), predicted)
+    check_offload(params.train.offload_activations, predicted["offloaded_bytes_predicted"], SCRATCH)
     if note := paging_note(params.train.optimizer, device):
         click.echo(f"note: {note}", err=True)
     lock = read_json(model_lock)

@@ -1,6 +1,8 @@
 """The device a run really has, checked against the prediction before anything is loaded."""
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -8,6 +10,7 @@ import torch
 
 from stages.errors import UserError
 from stages.model.spec import ModelSpec
+from stages.params import OffloadActivations
 from stages.units import readable_size
 
 
@@ -32,11 +35,7 @@ def check_device(
     """
     if verdict["refusal"]:
         raise UserError(verdict["refusal"])
-    if (
-        device.type == "cuda"
-        and spec.needs_native_bf16
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    if device.type == "cuda" and spec.needs_native_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise UserError(f"train.precision: {name} has no native bf16; got {spec.precision}; use fp16")
     if not verdict["enforce"]:
@@ -47,4 +46,27 @@ def check_device(
         raise UserError(
             f"hardware.gpu: the run needs {readable_size(predicted)} (predicted for {estimate['gpu']}) but "
             f"{readable_size(free)} are free on {device} here; free some, change the run, or set estimate.enforce=false"
+        )
+
+
+def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) -> None:
+    """Refuse to send activations where there is no room for them.
+
+    Args:
+        choice: train.offload_activations.
+        needed_bytes: the most that is predicted to be away at once.
+        scratch: the directory of files.
+
+    Raises:
+        UserError: naming what is needed and what is free.
+    """
+    if choice == "none":
+        return
+    where = "in memory" if choice == "cpu" else f"below {scratch.resolve()}"
+    scratch.mkdir(parents=True, exist_ok=True)
+    free = psutil.virtual_memory().available if choice == "cpu" else shutil.disk_usage(scratch).free
+    if needed_bytes > free:
+        raise UserError(
+            f"train.offload_activations: {choice} must have room for activations; {readable_size(needed_bytes)} are "
+            f"predicted and {readable_size(free)} are free {where}; free some, set train.grad_ckpt=true, or use none"
         )

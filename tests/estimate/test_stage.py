@@ -125,6 +125,23 @@ def test_looking_at_another_gpu_changes_no_byte_of_the_verdict(workspace):
     assert texts[0] == texts[1]
 
 
+def test_activations_on_the_host_are_counted_there(workspace):
+    """A host that is said to need no more for taking what the device gives up."""
+    found = {}
+    for where in ("none", "cpu"):
+        lay_out(workspace, hardware__gpu="24GiB", train__offload_activations=where)
+        result = run()
+        assert result.exit_code == 0, result.output
+        found[where] = read(workspace)[3]
+        assert found[where]["reserved_replayed"].startswith("all 2 steps")
+    away = found["cpu"]["offloaded_bytes_predicted"]
+    assert found["none"]["offloaded_bytes_predicted"] == 0 < away
+    assert found["cpu"]["host_bytes_predicted"] - found["none"]["host_bytes_predicted"] == away
+    assert found["cpu"]["peak_bytes_predicted"] < found["none"]["peak_bytes_predicted"]
+    lay_out(workspace, train__offload_activations="cpu", hardware__gpu="auto")
+    assert told(run()).startswith("train.offload_activations: cpu takes activations off a GPU; got cpu where training")
+
+
 def test_an_unknown_gpu_is_one_line_and_leaves_nothing_behind(workspace):
     """A directory half written, or a traceback."""
     lay_out(workspace, hardware__gpu="RTX-409")

@@ -9,7 +9,7 @@ import torch
 from stages.bucket.plan import MicroBatch, Plan
 from stages.errors import UserError
 from stages.model.load import load_model
-from stages.train.device import check_device
+from stages.train.device import check_device, check_offload
 from stages.train.heldout import heldout_batches
 from stages.train.loop import measured_steps, refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from tests.small_model import CPU, spec_of
@@ -54,6 +54,17 @@ def test_the_device_at_hand_is_checked_too():
     with pytest.raises(UserError, match=r"hardware\.gpu: the run needs .* are free on cpu here"):
         check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**60, "gpu": "A100-80GB"})
     check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 1, "gpu": "A100-80GB"})
+
+
+@pytest.mark.parametrize(("choice", "where"), [("cpu", "in memory"), ("disk", "below .*scratch")])
+def test_activations_are_sent_where_there_is_room_for_them(tmp_path: Path, choice, where):
+    """A machine that swaps itself to death, or a disk that is full after an hour."""
+    check_offload("none", 2**60, tmp_path)
+    check_offload(choice, 2**10, tmp_path / "scratch")
+    with pytest.raises(
+        UserError, match=rf"train\.offload_activations: {choice} must have room .* free {where}; free some"
+    ):
+        check_offload(choice, 2**60, tmp_path / "scratch")
 
 
 def test_heldout_batches_keep_the_budget_and_lose_no_row(tmp_path: Path):
