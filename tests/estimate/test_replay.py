@@ -16,7 +16,7 @@ from stages.estimate.step_units import StepKind, step_units
 from stages.estimate.templates import RunModel, fit
 from stages.estimate.traced_runs import fit_run, kind_of
 from stages.units import MIB
-from tests.estimate.common import gpu_target, setting_of, shape
+from tests.estimate.common import gpu_target, joined, setting_of, shape
 from tests.estimate.recorder import record
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -37,16 +37,19 @@ def config_of(kind: type[PretrainedConfig] = LlamaConfig, layers: int = LAYERS, 
     return kind(**sizes)
 
 
-def case_of(*, gpu: str = "H100", kind: type[PretrainedConfig] = LlamaConfig, ties: bool = True, **values: Any) -> Any:
+def case_of(
+    *, gpu: str = "H100", kind: type[PretrainedConfig] = LlamaConfig, ties: bool = True, plan: Any = PLAN, **values: Any
+) -> Any:
     """A model of runs fitted to shallow traces, the plan's units, and its direct trace through every layer."""
     plain: dict[str, Any] = {"method": "qlora", "precision": "bf16", "grad_ckpt": True, "loss_chunk": CHUNK}
     values = plain | values
     setting, target = setting_of(**values), gpu_target(gpu)
     config = config_of(kind, tie_word_embeddings=ties)
-    shallow = [(depth, trace_origins(with_layers(config, depth), setting, WORST, target)) for depth in (3, 4, 5)]
-    model = fit_run(config, setting, target, shallow, [batch for step in PLAN for batch in step])
-    units = [step_units(step, kind_of(setting)) for step in PLAN]
-    return model, units, record(config, setting, target, PLAN)
+    worst = WORST if plan is PLAN else plan[:1]
+    shallow = [(depth, trace_origins(with_layers(config, depth), setting, worst, target)) for depth in (3, 4, 5)]
+    model = fit_run(config, setting, target, shallow, [batch for step in plan for batch in step])
+    units = [step_units(step, kind_of(setting)) for step in plan]
+    return model, units, record(config, setting, target, plan)
 
 
 def canonical(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -70,6 +73,8 @@ SLOW_CASES: dict[str, dict[str, Any]] = {
     "Qwen2 qlora": {"kind": Qwen2Config, "ties": False},
     "Qwen2 full": {"kind": Qwen2Config, "method": "full", "loss_chunk": None},
     "Gemma lora": {"kind": GemmaConfig, "method": "lora"},
+    "joined rows": {"method": "lora", "plan": JOINED_PLAN},
+    "joined rows, full": {"method": "full", "plan": JOINED_PLAN},
     "Gemma full": {"kind": GemmaConfig, "method": "full", "grad_ckpt": False},
 }
 
