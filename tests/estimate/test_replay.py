@@ -37,6 +37,12 @@ def config_of(kind: type[PretrainedConfig] = LlamaConfig, layers: int = LAYERS, 
     return kind(**sizes)
 
 
+JOINED_PLAN = (
+    (joined((300, 200, 77, 9), 400), joined((123,) * 9, 65)),
+    (joined((901, 33, 2), 200), joined((5,) * 900, 64)),
+)
+
+
 def case_of(
     *, gpu: str = "H100", kind: type[PretrainedConfig] = LlamaConfig, ties: bool = True, plan: Any = PLAN, **values: Any
 ) -> Any:
