@@ -143,7 +143,7 @@ def test_qlora_70b_fits_one_48_gb_card_up_to_a_length():
 
 def test_bf16_on_a_p4_is_refused():
     """7B in 4 bits on 8 GB cards with bf16 set: a card that only imitates bf16, found out hours later."""
-    with pytest.raises(UserError, match=r"bf16 for P4 \(6.1\); set train.precision to fp32"):
+    with pytest.raises(UserError, match="got bf16 for P4; set train.precision to fp16"):
         precision_on(resolve_gpu("P4")[0], "bf16")
 
 

@@ -1,6 +1,5 @@
 """What no trace can tell: each figure says where it comes from."""
 
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from benchmarks.estimate_cpu import SMALL
 from stages.estimate.devices import GPUS, resolve_gpu
 from stages.estimate.process import CONTEXTS, IMPORTS_BYTES, as_json, needed_bytes, on_device, on_host
 from stages.units import MIB
+from tests.processes import run_bounded
 from tests.small_model import spec_of
 
 CODE = "import psutil, stages.train.__main__; print(psutil.Process().memory_info().rss)"
@@ -45,5 +45,5 @@ def test_a_process_takes_after_imports_what_is_stated():
     """A constant that the imports have outgrown."""
     if torch.version.cuda is not None:
         pytest.skip("PyTorch for CUDA: the constant was measured with that for CPUs, its margin is for this")
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=120)
+    done = run_bounded([sys.executable, "-c", CODE], check=True)
     assert int(done.stdout) == pytest.approx(IMPORTS_BYTES, rel=0.3)
