@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Stages run `python -m stages.<name>`: the environment's python must come first.
 WITH_VENV := PATH="$(abspath $(BIN)):$$PATH"
 PYTHON_FILES := stages data/synth benchmarks tests
+# Each process holds about a gigabyte; a module's tests share what they prepare, so it stays in one of them.
+PARALLEL := --numprocesses 2 --dist loadscope
 
 .PHONY: run test test-all lint compare plots clean
 
@@ -15,10 +17,10 @@ run: $(VENV)/.installed
 		"git config user.name you && git config user.email you@example.org"
 
 test: $(VENV)/.installed-test
-	$(WITH_VENV) python -m pytest -m "not slow"
+	$(WITH_VENV) python -m pytest $(PARALLEL) -m "not slow"
 
 test-all: $(VENV)/.installed-test
-	$(WITH_VENV) python -m pytest
+	$(WITH_VENV) python -m pytest $(PARALLEL)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check $(PYTHON_FILES)

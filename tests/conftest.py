@@ -1,11 +1,21 @@
 """Fixtures shared by all rooms' tests."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: several processes that each use all cores would mostly wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC_DATA = ROOT.parent / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest module, so that one worker runs it while another runs the rest."""
+    items.sort(key=lambda item: "pipeline" not in item.path.parts)
 
 
 @pytest.fixture(scope="session")
