@@ -16,6 +16,7 @@ Method = Literal["full", "lora", "qlora", "int8_lora"]
 Precision = Literal["bf16", "fp16", "fp32", "pure_bf16"]
 AnyPrecision = Literal["auto", "bf16", "fp16", "fp32", "pure_bf16"]
 QuantType = Literal["nf4", "fp4"]
+AttentionName = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex"]
 OffloadActivations = Literal["none", "cpu", "disk"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = Literal["default", "pissa", "loftq"]
@@ -209,6 +210,8 @@ class Train(Section):
     """Read when grad_ckpt_policy is every_n: one layer in so many is recomputed, the others keep what they made."""
     offload_activations: OffloadActivations
     """Where what backward needs of the layers waits: on the device, in pinned host memory, in a file in scratch/."""
+    attention: AttentionName
+    """Kernels of attention; `auto` is sdpa, or eager where a model caps its scores."""
     optimizer: OptimizerName
     """How gradients become updates; decides the bytes of state kept for each trained value."""
     lr: PositiveFloat

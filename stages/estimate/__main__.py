@@ -14,7 +14,7 @@ from stages.declared import read_params
 from stages.errors import StageCommand, UserError
 from stages.estimate.advice import ADVICE_COLUMNS
 from stages.estimate.answer import answer
-from stages.estimate.devices import GIB, GPUS, Device, precision_on, resolve_gpu
+from stages.estimate.devices import GIB, GPUS, Device, attention_on, precision_on, resolve_gpu
 from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, trace_origins
 from stages.estimate.kernels import target_of
 from stages.estimate.phases import Surroundings, generation_shape, heldout_shape, other_phases, stored_dtype
@@ -31,7 +31,7 @@ from stages.estimate.verdict import Verdict
 from stages.estimate.what_fits import turn_round
 from stages.estimate.workload import Workload
 from stages.files import atomic_directory, read_json, write_csv, write_json
-from stages.model.attention import caps_scores
+from stages.model.attention import keeps_scores
 from stages.model.load import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from stages.params import Params
 from stages.pin.locate import config_directory
@@ -95,10 +95,12 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     refuse_long_rows(config, longest)
     if plan.flat:
         refuse_joined_rows(config, longest)
-    windowed = caps_scores(config) or longest >= (attention_window(config) or math.inf)
+    beyond_window = longest >= (attention_window(config) or math.inf)
+    windowed = keeps_scores(config, p.train.attention) or beyond_window
     steps = traced_steps(plan, lengths, tiled=device.kind == "cuda", windowed=windowed)
     refuse_offload(p.train.offload_activations, device.kind)
     setting = Setting.from_params(p, precision)
+    attention = attention_on(device, config, setting.model, masked=beyond_window and not plan.flat)
     target = target_of(device)
     prediction, explanation = predict_explained(config, setting, steps, target)
     switches = trace_switches(
@@ -166,7 +168,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)
     host_bytes = None if process is None else process["host_needed_bytes"]
     told = _metrics(prediction, by_phase, device, reason, reserved, verdict=found.verdict)
-    told |= {"host_bytes_predicted": host_bytes, "reserved_replayed": replayed}
+    told |= {"attention": attention, "host_bytes_predicted": host_bytes, "reserved_replayed": replayed}
     write_json(metrics, told if memory is None else {**told, **memory.metrics()})
     if found.verdict.refusal is not None:
         click.echo(f"does not fit: {found.verdict.refusal}", err=True)

@@ -8,9 +8,12 @@ from typing import Literal
 
 import psutil
 import torch
+from transformers import PretrainedConfig
 
 from stages.errors import UserError
+from stages.model.attention_choice import choose_attention
 from stages.model.precision import choose_precision
+from stages.model.spec import ModelSpec
 from stages.params import AnyPrecision, Precision
 from stages.units import GIB, MIB
 
@@ -174,6 +177,18 @@ def _container_limit() -> int | None:
             text = path.read_text().strip()
             return int(text) if text.isdigit() else None
     return None
+
+
+def attention_on(device: Device, config: PretrainedConfig, spec: ModelSpec, *, masked: bool) -> str:
+    """The kernels of attention on a device, and why; `masked` as in stages.model.attention_choice.
+
+    Raises:
+        UserError: what train.attention asks for cannot run there.
+    """
+    kernels, reason = choose_attention(
+        config, spec, kind=device.kind, capability=device.compute_capability, masked=masked
+    )
+    return f"{kernels}: {reason}"
 
 
 def precision_on(device: Device, asked: AnyPrecision) -> tuple[Precision, str]:

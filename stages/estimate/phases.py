@@ -6,7 +6,7 @@ load in the tests.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
@@ -94,8 +94,9 @@ def other_phases(
     heldout = peak_of_loss(
         config, setting, around.in_training, target, lambda model, batch: summed_loss(model, batch, setting.loss_chunk)
     )
+    plain = replace(setting, model=replace(setting.model, attention="auto"))  # As stage evaluate loads it.
     evaluate = peak_of_loss(
-        config, setting, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)
+        config, plain, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)
     )
     answers = around.generation
     generate = {} if answers is None else {GENERATE: peak_of_answers(config, setting, answers, target)}

@@ -9,13 +9,13 @@ from transformers import PretrainedConfig
 
 from stages.errors import UserError
 from stages.estimate.answer import answer
-from stages.estimate.devices import Device, precision_on, resolve_gpu
+from stages.estimate.devices import Device, attention_on, precision_on, resolve_gpu
 from stages.estimate.kernels import target_of
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.verdict import describe, usable_bytes
 from stages.estimate.what_fits import Largest, turn_round
 from stages.estimate.workload import Workload, full_batch, largest_steps
-from stages.model.load import read_config, refuse_joined_rows, refuse_long_rows
+from stages.model.load import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from stages.params import Params, Precision, round_up
 from stages.pin.locate import TINY, TINY_DIRECTORY
 from stages.step.offload import refuse_offload
@@ -44,11 +44,15 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     directory = find_model(p.model.name if model is None else str(model))
     config = read_config(directory)
     run = workload_of(p, config, precision)
+    beyond_window = run.longest >= (attention_window(config) or math.inf)
+    masked = beyond_window and p.bucket.mode != "packed"
+    attention = attention_on(device, config, run.setting.model, masked=masked)
     headroom = p.estimate.headroom_percent
     yield f"device     {device.name}: {readable_size(device.memory_bytes)}, less {headroom:g}% ({reason})"
     yield f"model      {directory}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers"
     train = f"{p.train.method}, {precision}, {p.train.optimizer}, grad_ckpt={str(p.train.grad_ckpt).lower()}"
     yield f"run        {train}, loss_chunk={p.train.loss_chunk}, micro-batches of {describe(run.steps[-1][-1])}"
+    yield f"attention  {attention}"
     prediction = predict(config, run.setting, run.steps, target_of(device))
     yield from _peaks(prediction)
     if prediction.offloaded_bytes:

@@ -16,14 +16,21 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from stages.params import AttentionName
+
 ATTENTION = "lean_sdpa"
 CAPPED_ATTENTION = "lean_capped"
 """The same function, under a name that transformers does not refuse to models with capped scores."""
+EAGER_ATTENTION = "lean_eager"
+"""All length × length scores, by products of PyTorch's own."""
+FLASH_ATTENTION = "lean_fa2"
+"""As lean_sdpa, and PyTorch may choose no kernel but FlashAttention-2."""
 FLASH_CAPABILITY = (8, 0)
 FLASH_MAX_HEAD_SIZE = 256
 FLASH_HEAD_SIZE_MULTIPLE = 8
@@ -69,7 +76,7 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *args: Any,
+    *,
     joined_rows: JoinedRows | None = None,
     softcap: float | None = None,
     **kwargs: Any,
@@ -77,7 +84,7 @@ def _attention(
     """Attention of one layer; shapes as in transformers' attention interface."""
     if softcap is not None:
         assert joined_rows is None  # refuse_joined_rows saw to it.
-        return _capped(module, query, key, value, attention_mask, softcap, *args, **kwargs), None
+        return _by_scores(module, query, key, value, attention_mask, softcap=softcap, **kwargs), None
     capability = _capability(query)
     flash = capability is not None and takes_flash(query, capability)
     if joined_rows is not None and flash and VARLEN_READY and not kwargs.get("dropout"):
@@ -87,30 +94,56 @@ def _attention(
         groups = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     if joined_rows is None:
-        return _kernel(module, query, key, value, attention_mask, *args, **kwargs)
+        return _kernel(module, query, key, value, attention_mask, **kwargs)
     rows = zip(*(tensor.split(joined_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([_kernel(module, *row, None, *args, **kwargs)[0] for row in rows], dim=1), None
+    return torch.cat([_kernel(module, *row, None, **kwargs)[0] for row in rows], dim=1), None
 
 
-def _capped(
+def _eager_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    softcap: float,
+    *,
+    joined_rows: JoinedRows | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer by its scores; joined rows one after the other."""
+    if joined_rows is None:
+        return _by_scores(module, query, key, value, attention_mask, **kwargs), None
+    rows = zip(*(tensor.split(joined_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([_by_scores(module, *row, None, **kwargs) for row in rows], dim=1), None
+
+
+def _flash_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of one layer by FlashAttention-2 or not at all."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return _attention(*args, **kwargs)
+
+
+def _by_scores(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attention whose scores are bent to ±softcap (Gemma 2), (B, H, T, D) → (B, T, H, D): no fused kernel does it.
+    """Attention, its scores bent to ±softcap where one is given (Gemma 2): no fused kernel does that.
 
-    All length × length scores exist, and backward keeps them. `attention_mask` is bool, True where a token may look.
+    (B, H, T, D) → (B, T, H, D). All length × length scores exist, and backward keeps them. `attention_mask` is bool,
+    True where a token may look.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores_BHTT = torch.tanh(torch.matmul(query * (scale / softcap), key.transpose(2, 3))) * softcap
+    scores_BHTT = torch.matmul(query * (scale / (softcap or 1.0)), key.transpose(2, 3))
+    if softcap is not None:
+        scores_BHTT = torch.tanh(scores_BHTT) * softcap
     if attention_mask is None:
         attention_mask = torch.ones(scores_BHTT.shape[-2:], dtype=torch.bool, device=query.device).tril()
     # Not -inf: padding on the left may look at nothing, and must not become NaN.
@@ -125,9 +158,16 @@ def caps_scores(config: PretrainedConfig) -> bool:
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
-def training_attention(config: PretrainedConfig) -> str:
-    """The attention of every training step of a model."""
-    return CAPPED_ATTENTION if caps_scores(config) else ATTENTION
+def keeps_scores(config: PretrainedConfig, asked: AttentionName) -> bool:
+    """Whether all length × length scores exist in training."""
+    return asked == "eager" or caps_scores(config)
+
+
+def training_attention(config: PretrainedConfig, asked: AttentionName = "auto") -> str:
+    """The attention of every training step of a model; `asked` is train.attention."""
+    if caps_scores(config):
+        return CAPPED_ATTENTION
+    return {"eager": EAGER_ATTENTION, "flash_attention_2": FLASH_ATTENTION}.get(asked, ATTENTION)
 
 
 def generation_attention(config: PretrainedConfig) -> str:
@@ -215,6 +255,11 @@ def attention_kernel(kernel: Kernel, capability: tuple[int, int]) -> Iterator[No
         _kernel, _traced_capability = before
 
 
-for name in (ATTENTION, CAPPED_ATTENTION):
-    AttentionInterface.register(name, _attention)
+for name, function in {
+    ATTENTION: _attention,
+    CAPPED_ATTENTION: _attention,
+    EAGER_ATTENTION: _eager_attention,
+    FLASH_ATTENTION: _flash_attention,
+}.items():
+    AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, _mask)

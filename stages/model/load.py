@@ -140,7 +140,7 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
-    model = load_base(directory, spec, device)
+    model = load_base(directory, spec, device, training_attention(read_config(directory), spec.attention))
     adapted: nn.Module = model
     if spec.adapted:
         adapted = add_adapters(model, spec, on_meta=False)
@@ -205,7 +205,7 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         try:
             model = AutoModelForCausalLM.from_config(
-                config, dtype=spec.dtype, attn_implementation=training_attention(config)
+                config, dtype=spec.dtype, attn_implementation=training_attention(config, spec.attention)
             )
         except (ValueError, KeyError) as error:
             reason = str(error).splitlines()[0].partition(". ")[0]

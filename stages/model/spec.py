@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stages.params import ALL_LINEAR, GradCkptPolicy, LoraInit, Method, Params, Precision, QuantType
+from stages.params import ALL_LINEAR, AttentionName, GradCkptPolicy, LoraInit, Method, Params, Precision, QuantType
 
 DTYPES = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -85,6 +85,8 @@ class ModelSpec(WeightsSpec):
     grad_ckpt_policy: GradCkptPolicy = "full"
     grad_ckpt_every: int = 2
     """Read with policy every_n."""
+    attention: AttentionName = "auto"
+    """As asked: which kernels run is the device's to say (stages.model.attention_choice)."""
     lora_rank: int
     lora_alpha: int
     lora_dropout: float
@@ -104,6 +106,7 @@ class ModelSpec(WeightsSpec):
             quant_type=train.quant.type,
             double_quant=train.quant.double,
             grad_ckpt=train.grad_ckpt,
+            attention=train.attention,
             grad_ckpt_policy=train.grad_ckpt_policy,
             grad_ckpt_every=train.grad_ckpt_every,
             lora_rank=lora.rank,

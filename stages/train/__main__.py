@@ -9,6 +9,7 @@ from stages.bucket.plan import read_plan
 from stages.declared import parameter_values, read_params
 from stages.errors import StageCommand
 from stages.files import atomic_directory, read_json, write_csv, write_json, write_text
+from stages.model.load import read_config
 from stages.model.precision import precision_of
 from stages.model.spec import ModelSpec
 from stages.pin.locate import model_directory, verify_files
@@ -19,7 +20,7 @@ from stages.step.optimizers import paging_note
 from stages.step.step import StepSpec
 from stages.step.tokens import TokenRows
 from stages.train.card import model_card
-from stages.train.device import check_device, check_offload, training_device
+from stages.train.device import check_attention, check_device, check_offload, training_device
 from stages.train.loop import CURVE_COLUMNS, TrainJob, measured_steps, train
 from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
@@ -68,6 +69,7 @@ def main(
         click.echo(f"note: {note}", err=True)
     lock = read_json(model_lock)
     directory = model_directory(lock)
+    check_attention(device, read_config(directory), spec)
     verify_files(directory, lock["files"])
     plan = read_plan(batches / "plan.arrow")
     refuse_several_ranks(plan)

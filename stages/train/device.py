@@ -7,8 +7,10 @@ from typing import Any
 
 import psutil
 import torch
+from transformers import PretrainedConfig
 
 from stages.errors import UserError
+from stages.model.attention_choice import choose_attention
 from stages.model.spec import ModelSpec
 from stages.params import OffloadActivations
 from stages.units import readable_size
@@ -47,6 +49,17 @@ def check_device(
             f"hardware.gpu: the run needs {readable_size(predicted)} (predicted for {estimate['gpu']}) but "
             f"{readable_size(free)} are free on {device} here; free some, change the run, or set estimate.enforce=false"
         )
+
+
+def check_attention(device: torch.device, config: PretrainedConfig, spec: ModelSpec) -> None:
+    """Refuse attention that the device at hand cannot run; masks were looked at by stage estimate.
+
+    Raises:
+        UserError: naming what it lacks.
+    """
+    cuda = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
+    choose_attention(config, spec, kind="cuda" if cuda else "cpu", capability=capability, masked=False)
 
 
 def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) -> None:

@@ -92,6 +92,12 @@ def test_prediction_holds_for_every_policy_of_recomputation(small_llama, changes
     check(small_llama, setting_of(grad_ckpt=True, **changes))
 
 
+@pytest.mark.parametrize("steps", [STEPS, JOINED], ids=["padded", "joined"])
+def test_prediction_holds_for_attention_by_scores(small_llama, steps):
+    """Scores traced that training never has, or missed."""
+    check(small_llama, setting_of(method="lora", attention="eager"), steps)
+
+
 SENT_AWAY = [
     {"method": "full"},
     {"method": "full", "grad_ckpt": True},

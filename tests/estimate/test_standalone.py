@@ -31,7 +31,9 @@ def test_everything_is_told_without_a_pipeline(workspace):
     result = ask("--model", "model", "--gpu", "T4")
     assert result.exit_code == 0, result.stderr
     told_of = [line.split()[0] for line in result.stdout.splitlines()]
-    assert told_of == ("device model run forward backward clip optimizer verdict smallest longest budget".split())
+    assert told_of == (
+        "device model run attention forward backward clip optimizer verdict smallest longest budget".split()
+    )
     assert "verdict    fits: " in result.stdout and "smallest   P4 " in result.stdout
     assert "longest    256 tokens, limited by the model's 256 positions" in result.stdout
     assert sorted(workspace.rglob("*")) == before

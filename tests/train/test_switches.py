@@ -54,6 +54,7 @@ MEMORY_ONLY = [
         for policy in ("every_n", "selective")
         for method in ("full", "lora", "qlora")
     ),
+    Row(switch="attention=eager", model={"attention": "eager"}, loss_bound=1e-5, weights_bound=1e-4),
     Row(switch="loss_chunk=16", chunk=16, loss_bound=1e-5, weights_bound=1e-4),
     Row(switch="smaller bucket.max_tokens", sizes=(1,) * 8, loss_bound=1e-5, weights_bound=1e-4),
 ]

@@ -1,0 +1,99 @@
+"""train.attention: what is chosen and why, what cannot run told in one line, and every kernel of one result."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.estimate_cpu import FAMILIES, SMALL
+from stages.errors import UserError
+from stages.estimate.predict import predict
+from stages.estimate.trace import MemoryTrace
+from stages.model.attention import FLASH_ATTENTION, keeps_scores, training_attention
+from stages.model.attention_choice import choose_attention
+from stages.model.load import load_model
+from stages.step.loss import causal_lm, decoder_hidden
+from tests.estimate.common import gpu_target, setting_of, shape
+from tests.small_model import CPU, VOCABULARY, spec_of
+
+LLAMA = LlamaConfig(**SMALL)
+GEMMA = FAMILIES["Gemma 2"]
+H100: dict[str, Any] = {"kind": "cuda", "capability": (9, 0), "masked": False}
+T4: dict[str, Any] = {"kind": "cuda", "capability": (7, 5), "masked": False}
+RAM: dict[str, Any] = {"kind": "cpu", "capability": (0, 0), "masked": False}
+
+
+FLASH = "FlashAttention-2, as PyTorch has it"
+EFFICIENT = "PyTorch's memory-efficient kernel: flash needs compute capability 8.0 (Ampere) or later"
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "changes", "found"),
+    [
+        (LLAMA, RAM, {}, ("sdpa", "PyTorch's flash kernel for CPUs")),
+        (LLAMA, H100, {"precision": "bf16"}, ("sdpa", FLASH)),
+        (LLAMA, H100, {"precision": "bf16", "attention": "flash_attention_2"}, ("flash_attention_2", FLASH)),
+        (LLAMA, T4, {"precision": "fp16"}, ("sdpa", EFFICIENT)),
+        (LLAMA, H100, {"attention": "eager"}, ("eager", "as asked")),
+        (GEMMA, H100, {"precision": "bf16"}, ("eager", "the model caps its scores, which no fused kernel does")),
+    ],
+)
+def test_what_is_chosen_and_why(config, device, changes, found):
+    assert choose_attention(config, spec_of(**changes), **device) == found
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "changes", "message"),
+    [
+        (LLAMA, RAM, {"attention": "flex"}, "flex has no backward pass on a CPU"),
+        (LLAMA, H100, {"attention": "flex"}, "flex makes its kernels at run time"),
+        (LLAMA, RAM, {"attention": "flash_attention_2"}, "flash_attention_2 needs a GPU"),
+        (LLAMA, T4, {"attention": "flash_attention_2"}, "needs compute capability 8.0"),
+        (LLAMA, H100, {"attention": "flash_attention_2"}, "needs 16 bits, not train.precision=fp32"),
+        (LLAMA, {**H100, "masked": True}, {"attention": "flash_attention_2", "precision": "bf16"}, "takes no mask"),
+        (GEMMA, H100, {"attention": "sdpa"}, "gemma2 caps its scores"),
+    ],
+)
+def test_what_cannot_run_is_one_line(config, device, changes, message):
+    """Another kernel taken in silence, or an error from the middle of the first step."""
+    with pytest.raises(UserError, match=rf"^train\.attention: .*{message}.*use auto$") as told:
+        choose_attention(config, spec_of(**changes), **device)
+    assert "\n" not in str(told.value)
+
+
+def test_eager_is_what_transformers_computes(small_llama):
+    """Another scale, or tokens that see later ones; held against the code of the model itself."""
+    ids = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
+    ours = load_model(small_llama, spec_of(method="full", attention="eager"), CPU)
+    theirs = AutoModelForCausalLM.from_pretrained(small_llama, attn_implementation="eager", dtype=torch.float32)
+    found, wanted = decoder_hidden(causal_lm(ours), ids), theirs.train().model(ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for hidden in (found, wanted):
+        hidden.square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def test_scores_are_the_square_of_the_length_and_flash_is_not(monkeypatch):
+    """A kernel that is chosen and not traced."""
+    ran: set[str] = set()
+    dispatch = MemoryTrace.__torch_dispatch__
+
+    def watched(self, func, types, args=(), kwargs=None):
+        ran.add(func.overloadpacket.__name__)
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(MemoryTrace, "__torch_dispatch__", watched)
+    peaks, target = {}, gpu_target("H100")
+    for name in ("auto", "flash_attention_2", "eager"):
+        ran.clear()
+        setting = setting_of(precision="bf16", attention=name)
+        steps = [((shape(1, length, length - 1),),) for length in (512, 1024)]
+        peaks[name] = [predict(LLAMA, setting, step, target).peak.bytes - target.constant_bytes for step in steps]
+        assert ("_scaled_dot_product_flash_attention" in ran) is (name != "eager")
+    assert peaks["auto"] == peaks["flash_attention_2"]
+    assert peaks["auto"][1] < 2.1 * peaks["auto"][0] and peaks["eager"][1] > 3 * peaks["eager"][0]
+    assert keeps_scores(LLAMA, "eager") and not keeps_scores(LLAMA, "auto") and keeps_scores(GEMMA, "auto")
+    assert training_attention(LLAMA, "flash_attention_2") == FLASH_ATTENTION
