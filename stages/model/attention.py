@@ -113,7 +113,7 @@ def _eager_attention(
     if joined_rows is None:
         return _by_scores(module, query, key, value, attention_mask, **kwargs), None
     rows = zip(*(tensor.split(joined_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([_by_scores(module, *row, None, **kwargs) for row in rows], dim=1), None
+    return torch.cat([_by_scores(module, q, k, v, None, **kwargs) for q, k, v in rows], dim=1), None
 
 
 def _flash_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,7 +1,6 @@
 """Frozen weights in 4 and in 8 bits (bitsandbytes; Dettmers et al., arXiv 2305.14314 and 2208.07339)."""
 
 import logging
-
 from typing import Any
 
 import bitsandbytes as bnb
