@@ -178,8 +178,8 @@ def test_experts_are_refused_rather_than_guessed():
 def test_a_step_that_reads_values_is_refused_in_one_line(monkeypatch):
     """A number made up where the trace could not follow."""
 
-    def loss_that_looks(model, batch, chunk):
-        return summed_loss(model, batch, chunk) * batch.input_ids_BT.sum().item()
+    def loss_that_looks(model, batch, chunk, offload):
+        return summed_loss(model, batch, chunk, offload) * batch.input_ids_BT.sum().item()
 
     monkeypatch.setattr("stages.step.step.summed_loss", loss_that_looks)
     with pytest.raises(UserError, match="model.name: the step of llama cannot be traced .DataDependentOutputException"):
