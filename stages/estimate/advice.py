@@ -7,7 +7,7 @@ rule out what cannot fit; the strongest combination of a class is traced first, 
 is left.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from stages.estimate.kernels import Target
-from stages.estimate.neighbours import LIGHTER, with_method
+from stages.estimate.neighbours import LIGHTER, lighter_activations, with_method, with_precision
 from stages.estimate.predict import Setting, predict
 from stages.estimate.shapes import TracedSteps, halved
 from stages.estimate.workload import Costs, Workload
@@ -215,34 +215,32 @@ def _candidates(run: Workload, costs: Costs, native_bf16: bool) -> Iterator[Cand
     model = run.setting.model
     plain = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
     switches = [[plain, *_budgets(run)]]
-    if not model.grad_ckpt:
-        switches.append([plain, _of_setting(run, "train.grad_ckpt=true", SAME, 1, {"grad_ckpt": True})])
+    switches.append([plain, *_in_turn(run, lighter_activations(run.setting, cuda=costs.cuda), SAME, 1)])
     if run.setting.loss_chunk is None:
-        switches.append([plain, _of_setting(run, f"train.loss_chunk={LOSS_CHUNK_TOKENS}", SAME, 2, {})])
+        chunked = replace(run.setting, loss_chunk=LOSS_CHUNK_TOKENS)
+        switches.append([plain, *_in_turn(run, [(chunked, (f"train.loss_chunk={LOSS_CHUNK_TOKENS}",))], SAME, 4)])
     if run.setting.optimizer in ("adamw", "adamw_foreach"):
-        switches.append([plain, _of_setting(run, "train.optimizer=adamw_8bit", ROUNDED, 3, {})])
+        small = replace(run.setting, optimizer="adamw_8bit")
+        switches.append([plain, *_in_turn(run, [(small, ("train.optimizer=adamw_8bit",))], ROUNDED, 5)])
     if model.precision == "fp32" and (native_bf16 or model.adapted):  # Full weights stay fp32 under fp16.
-        half = "bf16" if native_bf16 else "fp16"
-        switches.append([plain, _of_setting(run, f"train.precision={half}", ROUNDED, 4, {"precision": half})])
-    methods = [
-        Option(flags=flags, effect=OTHER_WEIGHTS, ease=5 + k, strength=1 + k, run=replace(run, setting=setting))
-        for k, (setting, flags) in enumerate(with_method(run.setting, method) for method in LIGHTER[model.method])
-    ]
-    switches.append([plain, *methods])
+        half = with_precision(run.setting, "bf16" if native_bf16 else "fp16")
+        switches.append([plain, *_in_turn(run, [half], ROUNDED, 6)])
+    methods = [with_method(run.setting, method) for method in LIGHTER[model.method]]
+    switches.append([plain, *_in_turn(run, methods, OTHER_WEIGHTS, 7)])
     for options in product(*switches):
         if any(option.flags for option in options):
             changed = _combined(run, options)
             yield Candidate(options=options, run=changed, slowdown=costs.slowdown(changed))
 
 
-def _of_setting(run: Workload, flag: str, effect: int, ease: int, model: Mapping[str, Any]) -> Option:
-    """An option that changes the setting."""
-    setting: Setting = replace(run.setting, model=replace(run.setting.model, **model))
-    if flag.startswith("train.loss_chunk"):
-        setting = replace(setting, loss_chunk=LOSS_CHUNK_TOKENS)
-    if flag.startswith("train.optimizer"):
-        setting = replace(setting, optimizer="adamw_8bit")
-    return Option(flags=(flag,), effect=effect, ease=ease, strength=1, run=replace(run, setting=setting))
+def _in_turn(
+    run: Workload, settings: Sequence[tuple[Setting, tuple[str, ...]]], effect: int, ease: int
+) -> list[Option]:
+    """Options of one switch, from settings and their flags, each further along it than the one before."""
+    return [
+        Option(flags=flags, effect=effect, ease=ease + k, strength=1 + k, run=replace(run, setting=setting))
+        for k, (setting, flags) in enumerate(settings)
+    ]
 
 
 def _combined(run: Workload, options: Sequence[Option]) -> Workload:
@@ -297,4 +295,4 @@ def _shorter(run: Workload, length: int, strength: int) -> Option:
         micro_batches_per_step=run.tokens_per_step / length,
     )
     flags = (f"data.max_length={length}", f"bucket.max_tokens={length}")
-    return Option(flags=flags, effect=LESS_DATA, ease=7, strength=strength, run=shorter)
+    return Option(flags=flags, effect=LESS_DATA, ease=9, strength=strength, run=shorter)

@@ -19,6 +19,10 @@ BANDWIDTH_SHARE = 0.8
 """Assumed share of peak bandwidth that element-wise kernels reach."""
 LINK_SHARE = 0.8
 """Assumed share of the link's bandwidth that copies from and to pinned host memory reach."""
+DISK_BYTES_PER_SECOND = 2 * GIGA
+"""Assumed rate at which a solid-state disk takes activations, and gives them back."""
+SELECTIVE_SHARE = 0.1
+"""Assumed share of a forward pass that policy selective runs again: all but products of weights and attention."""
 HOST_BYTES_PER_SECOND = 20 * GIGA
 """Assumed rate at which a CPU updates weights in host memory."""
 OPTIMIZER_8BIT_PASSES = 2
@@ -112,6 +116,10 @@ class StepWork:
     grad_ckpt: bool
     offloaded_optimizer: bool
     """The update runs on the host: gradients go there and weights come back."""
+    recomputed_share: float = 1.0
+    """With grad_ckpt, of the forward pass's products and attention."""
+    offload_to_disk: bool = False
+    """Activations go on to a file."""
     offloaded_activations_bytes: int
     """Bytes that a step's forward passes send to the host and its backward passes fetch again."""
 
@@ -130,11 +138,11 @@ def speed_of(gpu: str) -> Speed:
 
 
 def step_seconds(work: StepWork, speed: Speed) -> dict[str, float]:
-    """Seconds of each part of a step: products, attention, weights (unpacking, reading), update, link."""
+    """Seconds of each part of a step: products, attention, weights (unpacking, reading), update, link, disk."""
     element_bytes = FP32_BYTES if work.precision == "fp32" else 2
     flops = (speed.fp32_flops if work.precision == "fp32" else speed.half_flops) * ARITHMETIC_SHARE
     bandwidth = speed.bytes_per_second * BANDWIDTH_SHARE
-    recomputed = PASSES_FORWARD if work.grad_ckpt else 0
+    recomputed = PASSES_FORWARD * work.recomputed_share if work.grad_ckpt else 0
     # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
     backward = PASSES_BACKWARD if work.method == "full" else 1
     passes = PASSES_FORWARD + backward + recomputed
@@ -148,6 +156,7 @@ def step_seconds(work: StepWork, speed: Speed) -> dict[str, float]:
         "weights": _weight_bytes(work, passes, element_bytes) / bandwidth,
         "update": _update_seconds(work, element_bytes, bandwidth),
         "link": _link_bytes(work, element_bytes) / (speed.link_bytes_per_second * LINK_SHARE),
+        "disk": 2 * work.offloaded_activations_bytes / DISK_BYTES_PER_SECOND if work.offload_to_disk else 0.0,
     }
 
 
@@ -157,7 +166,7 @@ def relative_slowdown(work: StepWork, than: StepWork, speed: Speed) -> float:
     return seconds / other
 
 
-def _weight_bytes(work: StepWork, passes: int, element_bytes: int) -> float:
+def _weight_bytes(work: StepWork, passes: float, element_bytes: int) -> float:
     """Bytes moved for the weights of all passes; unpacking reads a weight, writes a value, and reads it back."""
     moved = element_bytes + {"qlora": 0.5 + element_bytes, "int8_lora": 1 + element_bytes}.get(work.method, 0)
     return moved * work.parameters * passes * work.micro_batches

@@ -1,4 +1,4 @@
-"""Settings that differ in a method or a type, without what those exclude."""
+"""Settings that differ in a switch, without what it excludes."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +15,7 @@ LIGHTER: Mapping[Method, tuple[Method, ...]] = {
 """Methods that hold less than one, the nearest first."""
 PLAIN_START = "train.lora.init=default"
 PLAIN_LENGTHS = "train.lora.dora=false"
+FULL_POLICY = "train.grad_ckpt_policy=full"
 NO_MASTERS = "train.master_weights=false"
 
 
@@ -35,3 +36,30 @@ def with_precision(setting: Setting, precision: Precision) -> tuple[Setting, tup
     """The setting in another type, and the flags that lead there: master weights belong to bf16."""
     flags = (f"train.precision={precision}",) + ((NO_MASTERS,) if setting.master_weights else ())
     return replace(setting, model=replace(setting.model, precision=precision), master_weights=False), flags
+
+
+def without_checkpoints(setting: Setting) -> tuple[Setting, tuple[str, ...]]:
+    """The setting that recomputes nothing, and the flags that lead there: a policy belongs to recomputation."""
+    model = replace(setting.model, grad_ckpt=False, grad_ckpt_policy="full")
+    flags = ("train.grad_ckpt=false",) + (() if setting.model.grad_ckpt_policy == "full" else (FULL_POLICY,))
+    return replace(setting, model=model), flags
+
+
+def lighter_activations(setting: Setting, *, cuda: bool) -> list[tuple[Setting, tuple[str, ...]]]:
+    """Settings that keep less for backward on the device, each less than the one before, and the flags to each.
+
+    Products kept, nothing kept but layers' inputs, these on the host of a GPU.
+    """
+    model, flags = setting.model, () if setting.model.grad_ckpt else ("train.grad_ckpt=true",)
+    found: list[tuple[Setting, tuple[str, ...]]] = []
+    if not model.grad_ckpt and model.method != "int8_lora":
+        selective = replace(model, grad_ckpt=True, grad_ckpt_policy="selective")
+        found.append((replace(setting, model=selective), (*flags, "train.grad_ckpt_policy=selective")))
+    if model.grad_ckpt and model.grad_ckpt_policy != "full":
+        flags = (FULL_POLICY,)
+    full = replace(setting, model=replace(model, grad_ckpt=True, grad_ckpt_policy="full"))
+    if full != setting:
+        found.append((full, flags))
+    if cuda and setting.offload_activations == "none":
+        found.append((replace(full, offload_activations="cpu"), (*flags, "train.offload_activations=cpu")))
+    return found

@@ -7,7 +7,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from stages.estimate.kernels import Target
-from stages.estimate.neighbours import with_method, with_precision
+from stages.estimate.neighbours import lighter_activations, with_method, with_precision, without_checkpoints
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.shapes import halved
 from stages.params import Bucket, Method, OptimizerName, Precision
@@ -47,7 +47,9 @@ def trace_switches(
     `native_bf16` says whether the device offers precision bf16; `progress` shows a bar on standard error.
     """
     steps = current.steps_of_peak
-    changes = [(f"train.{flag}", changed, steps) for flag, changed in _single_changes(setting, native_bf16)]
+    changes = [
+        (f"train.{flag}", changed, steps) for flag, changed in _single_changes(setting, native_bf16, target.foreach)
+    ]
     fewer = halved(steps)
     if fewer is not None and smaller_batch is not None:
         changes.insert(0, (smaller_batch, setting, fewer))
@@ -65,11 +67,16 @@ def halving_flag(bucket: Bucket, longest: int) -> str | None:
     return f"bucket.max_tokens={bucket.max_tokens // 2}" if bucket.max_tokens // 2 >= longest else None
 
 
-def _single_changes(setting: Setting, native_bf16: bool) -> Iterator[tuple[str, Setting]]:
+def _single_changes(setting: Setting, native_bf16: bool, cuda: bool) -> Iterator[tuple[str, Setting]]:
     """Every setting that differs in one parameter of `train`."""
     model = setting.model
-    grad_ckpt = not model.grad_ckpt
-    yield f"grad_ckpt={str(grad_ckpt).lower()}", replace(setting, model=replace(model, grad_ckpt=grad_ckpt))
+    if model.grad_ckpt:
+        changed, flags = without_checkpoints(setting)
+        yield _flag(flags), changed
+        for changed, flags in lighter_activations(setting, cuda=cuda):
+            yield _flag(flags), changed
+    else:
+        yield "grad_ckpt=true", replace(setting, model=replace(model, grad_ckpt=True))
     chunk = LOSS_CHUNK_TOKENS if setting.loss_chunk is None else None
     yield f"loss_chunk={'null' if chunk is None else chunk}", replace(setting, loss_chunk=chunk)
     for optimizer in OPTIMIZERS:

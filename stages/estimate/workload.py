@@ -5,17 +5,20 @@ from typing import Literal
 
 from transformers import PretrainedConfig
 
-from stages.estimate.cost import Speed, StepWork, relative_slowdown, speed_of
+from stages.estimate.cost import SELECTIVE_SHARE, Speed, StepWork, relative_slowdown, speed_of
 from stages.estimate.devices import GPUS, Device
 from stages.estimate.kernels import Target
 from stages.estimate.predict import Setting
 from stages.estimate.shapes import TracedSteps
 from stages.estimate.states import Line, ModelShapes, model_shapes, state_bytes, state_lines
 from stages.estimate.trace import GRADIENTS
+from stages.model.spec import ModelSpec
 from stages.step.batches import BatchShape
 
 RANKED_AS = "A100-80GB"
 """The GPU by whose speed changes are ranked where the device's own is not known: their order hardly depends on it."""
+VALUES_KEPT = 28
+"""Values that a layer keeps for backward, by its width: of Llama-3.1-8B with LoRA in bf16, traced."""
 FIRST = BatchShape(rows=1, length=8, supervised=7, joined_lengths=None)
 """A micro-batch so small that the one behind it sets the peak."""
 
@@ -65,6 +68,22 @@ def ranking_speed(device: Device) -> tuple[Speed, str]:
     return speed_of(RANKED_AS), f"by the speed of {RANKED_AS}: that of {device.name} is not known"
 
 
+def _recomputed_share(model: ModelSpec) -> float:
+    """Of a forward pass, where anything is recomputed."""
+    return SELECTIVE_SHARE if model.grad_ckpt_policy == "selective" else 1 / model.recomputed_every
+
+
+def _offloaded_bytes(run: Workload) -> int:
+    """About what a step's forward passes send away: the input of a recomputed layer, and all that another one keeps."""
+    text, model = run.config.get_text_config(), run.setting.model
+    if run.setting.offload_activations == "none":
+        return 0
+    recomputed = 1 / model.recomputed_every if model.grad_ckpt else 0.0
+    values = recomputed + (1 - recomputed) * VALUES_KEPT
+    element_bytes = (model.autocast_dtype or model.dtype).itemsize
+    return round(values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step * element_bytes)
+
+
 class Costs:
     """What a run holds at least and how long its steps take, beside the run that is changed."""
 
@@ -73,6 +92,11 @@ class Costs:
         self._run, self._target = run, target
         self._shapes: ModelShapes = model_shapes(run.config)
         self._speed, self.reason = ranking_speed(device)
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the run is for a GPU."""
+        return self._target.foreach
 
     def lines(self, setting: Setting) -> tuple[Line, ...]:
         """The states of a setting by closed form."""
@@ -112,6 +136,8 @@ class Costs:
             precision=model.precision,
             optimizer=run.setting.optimizer,
             grad_ckpt=model.grad_ckpt,
+            recomputed_share=_recomputed_share(model),
             offloaded_optimizer=False,
-            offloaded_activations_bytes=0,
+            offload_to_disk=run.setting.offload_activations == "disk",
+            offloaded_activations_bytes=_offloaded_bytes(run),
         )

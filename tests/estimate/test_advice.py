@@ -10,6 +10,7 @@ from stages.estimate import advice, what_fits
 from stages.estimate.advice import Remedy, advise
 from stages.estimate.devices import resolve_gpu
 from stages.estimate.kernels import target_of
+from stages.estimate.neighbours import lighter_activations
 from stages.estimate.predict import predict
 from stages.estimate.what_fits import Largest, largest_fitting, longest_row, smallest_gpu
 from stages.estimate.workload import Costs, Workload, full_batch, largest_steps
@@ -53,6 +54,34 @@ def ask(run: Workload, usable_bytes: int) -> list[Remedy]:
     return advise(run, Costs(run, H100, TARGET), TARGET, usable_bytes=usable_bytes, native_bf16=True, progress=False)
 
 
+def changes(remedy: Remedy) -> set[str]:
+    """The switches of a remedy: recomputing some is no part of recomputing all."""
+    some = any(flag.startswith("train.grad_ckpt_policy=") for flag in remedy.flags)
+    return set(remedy.flags) - ({"train.grad_ckpt=true"} if some else set())
+
+
+def test_recomputation_and_offload_are_offered_in_turn():
+    """Activations sent over the link where recomputing is enough; a switch offered where it can have no effect."""
+
+    def flags(*, cuda: bool = True, **setting: Any) -> list[tuple[str, ...]]:
+        return [flags for _, flags in lighter_activations(setting_of(**setting), cuda=cuda)]
+
+    on, selective = "train.grad_ckpt=true", "train.grad_ckpt_policy=selective"
+    away, full = "train.offload_activations=cpu", "train.grad_ckpt_policy=full"
+    assert flags() == [(on, selective), (on,), (on, away)]
+    assert flags(cuda=False) == [(on, selective), (on,)]
+    assert flags(method="int8_lora") == [(on,), (on, away)]
+    assert flags(grad_ckpt=True) == [(away,)]
+    assert flags(grad_ckpt=True, grad_ckpt_policy="every_n") == [(full,), (full, away)]
+    assert flags(grad_ckpt=True, offload_activations="disk") == []
+    costs = Costs(workload(), H100, TARGET)
+    settings = [setting for setting, _ in lighter_activations(workload().setting, cuda=True)]
+    slowdowns = [costs.slowdown(replace(workload(), setting=setting)) for setting in settings]
+    assert 1 < slowdowns[0] < slowdowns[1] < slowdowns[2]
+    peaks = [peak(replace(workload(), setting=setting)) for setting in settings]
+    assert peak(workload()) > peaks[0] > peaks[1] > peaks[2]
+
+
 def test_what_is_advised_fits_and_the_least_harmful_comes_first():
     """A remedy that does not fit, one with a change too many, or other weights where a smaller budget would do."""
     run = workload(method="full", loss_chunk=None)
@@ -63,7 +92,7 @@ def test_what_is_advised_fits_and_the_least_harmful_comes_first():
     effects = [advice.EFFECTS.index(remedy.effect) for remedy in found]
     assert effects == sorted(effects)
     for one in found:
-        assert not any(set(other.flags) < set(one.flags) for other in found)
+        assert not any(changes(other) < changes(one) for other in found)
     same = [remedy.slowdown for remedy in found if remedy.effect == advice.EFFECTS[0]]
     assert same == pytest.approx(sorted(same), abs=2 * advice.SAME_SPEED)
 
