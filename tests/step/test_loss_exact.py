@@ -1,0 +1,90 @@
+"""The chunked loss against arithmetic in fp64, and the logits that exist while held-out losses are computed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+from stages.evaluate.heldout import row_losses
+from stages.model.load import load_model
+from stages.step.loss import causal_lm, decoder_hidden, summed_loss
+from stages.train.heldout import heldout_batches, heldout_loss
+from stages.train.measure import MEMORY_EVENT
+from tests.small_model import CPU, VOCABULARY, spec_of
+from tests.step.common import cut
+from tests.token_files import heldout
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference of all gradients, as a share of their norm."""
+    assert found.keys() == exact.keys()
+    apart = torch.stack([(found[name] - exact[name]).norm() for name in exact]).norm()
+    return (apart / torch.stack([value.norm() for value in exact.values()]).norm()).item()
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-6), ("bf16", 2e-2)])
+@pytest.mark.parametrize("chunk", [1, 16, 10_000])
+def test_gradients_of_the_chunked_loss_are_those_of_fp64(small_llama, precision, bound, chunk):
+    """A chunk counted twice, or sums rounded to 16 bits: a loss that looks right and gradients that are not."""
+    batch = cut([8])[0]
+    model = load_model(small_llama, spec_of(method="full", precision=precision), CPU)
+    exact_model = load_model(small_llama, spec_of(method="full"), CPU).double()
+    lm = causal_lm(exact_model)
+    logits = lm.get_output_embeddings()(decoder_hidden(lm, batch.input_ids_BT)).flatten(0, 1)
+    exact = F.cross_entropy(logits, batch.targets_BT.flatten(), reduction="sum", ignore_index=-100)
+    exact.backward()
+    losses, errors = {}, {}
+    for name, size in (("whole", None), ("chunked", chunk)):
+        model.zero_grad()
+        loss = summed_loss(model, batch, size)
+        loss.backward()
+        losses[name], errors[name] = loss.item(), error(gradients(model), gradients(exact_model))
+    assert losses["chunked"] == pytest.approx(exact.item(), rel=bound)
+    # In bf16 the head's gradient is rounded after every chunk: at worst, one token each, that shows.
+    assert errors["chunked"] < bound and errors["chunked"] < (1.5 if chunk == 1 else 1.2) * errors["whole"]
+
+
+def largest_allocation(compute: Callable[[], Any]) -> int:
+    """Bytes of the largest block that PyTorch's allocator gave."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compute()
+    events = profiler.profiler.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == MEMORY_EVENT)
+
+
+def test_held_out_losses_never_hold_the_logits_of_a_batch(small_llama, tmp_path):
+    """All logits of an evaluation batch at once, the most common way to run out of memory at its end."""
+    rows = heldout(tmp_path, [(list(range(3, 123)), [0, 120], None)] * 8)
+    spec = spec_of(method="full")
+    model = load_model(small_llama, spec, CPU)
+    all_logits = 8 * 120 * VOCABULARY * 4
+
+    def in_training(chunk: int | None) -> float:
+        return heldout_loss(model, heldout_batches(rows, 8, 8 * 120, 0), spec, chunk, CPU)
+
+    def in_evaluate() -> np.ndarray:
+        with tqdm(disable=True) as bar:
+            return row_losses(
+                model,
+                spec,
+                rows,
+                list(range(8)),
+                max_tokens=8 * 120,
+                logits_chunk=32,
+                pad_id=0,
+                device=CPU,
+                progress=bar,
+            )
+
+    assert largest_allocation(lambda: in_training(None)) >= all_logits
+    assert largest_allocation(lambda: in_training(32)) < all_logits
+    assert largest_allocation(in_evaluate) < all_logits
