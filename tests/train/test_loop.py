@@ -9,6 +9,7 @@ import pytest
 from stages.bucket.plan import MicroBatch, Plan
 from stages.errors import UserError
 from stages.step.batches import refuse_several_ranks
+from stages.step.offload import DiskStore, Offload
 from stages.step.optim import OptimSpec
 from stages.step.step import StepSpec
 from stages.step.tokens import TokenRows
@@ -50,7 +51,9 @@ def plan_of(tokens: TokenRows, *, flat: bool, broken_step: int | None = None) ->
     return Plan.of(planned)
 
 
-def losses(directory: Path, tokens: tuple[TokenRows, TokenRows], plan: Plan, threads: int) -> list[Any]:
+def losses(
+    directory: Path, tokens: tuple[TokenRows, TokenRows], plan: Plan, threads: int, offload: Offload | None = None
+) -> list[Any]:
     """Losses, held-out losses and gradient norms of a whole run."""
     rows, held = tokens
     job = TrainJob(
@@ -62,7 +65,7 @@ def losses(directory: Path, tokens: tuple[TokenRows, TokenRows], plan: Plan, thr
         model_spec=spec_of(method="lora"),
         optim_spec=OptimSpec(name="adamw", lr=1e-2, weight_decay=0.0, schedule="constant", warmup_fraction=0.0),
         step_spec=StepSpec(loss_chunk=16, max_grad_norm=1.0, foreach=False),
-        offload=None,
+        offload=offload,
         heldout_every_steps=2,
         heldout_rows=5,
         measured_steps=frozenset(),
@@ -80,6 +83,14 @@ def test_reading_ahead_changes_no_bit_of_a_run(small_llama: Path, tokens, flat: 
     alone = losses(small_llama, tokens, plan, 0)
     assert len(alone) == 3 * STEPS and alone[0] > 1
     assert losses(small_llama, tokens, plan, 2) == alone
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_activations_on_disk_change_no_bit_of_a_run(small_llama: Path, tokens, tmp_path: Path, flat: bool):
+    """A held-out pass between two steps, or joined rows, that meet what another micro-batch sent away."""
+    plan = plan_of(tokens[0], flat=flat)
+    store = DiskStore(CPU, tmp_path)
+    assert losses(small_llama, tokens, plan, 0, Offload(store)) == losses(small_llama, tokens, plan, 0)
 
 
 def test_a_packed_run_has_the_losses_of_the_padded_run(small_llama: Path, tokens):
