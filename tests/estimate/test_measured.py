@@ -113,6 +113,11 @@ def test_prediction_holds_for_activations_on_disk(small_llama, changes):
     check(small_llama, setting_of(offload_activations="disk", **changes))
 
 
+def test_prediction_holds_for_joined_rows_on_disk(small_llama):
+    """Rows of one tensor sent away row by row, and fetched whole."""
+    check(small_llama, setting_of(offload_activations="disk", method="lora"), JOINED)
+
+
 FORMS: list[dict[str, Any]] = [
     {"method": "lora", "lora_dora": True},
     {"method": "lora", "lora_dora": True, "grad_ckpt": True},
