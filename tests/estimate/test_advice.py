@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from stages.estimate import advice, what_fits
+from stages.estimate import advice, switches, what_fits
 from stages.estimate.advice import Remedy, advise
 from stages.estimate.devices import resolve_gpu
 from stages.estimate.kernels import target_of
@@ -80,6 +80,21 @@ def test_recomputation_and_offload_are_offered_in_turn():
     assert 1 < slowdowns[0] < slowdowns[1] < slowdowns[2]
     peaks = [peak(replace(workload(), setting=setting)) for setting in settings]
     assert peak(workload()) > peaks[0] > peaks[1] > peaks[2]
+
+
+def test_single_changes_of_a_recomputing_run_can_be_given_as_they_stand():
+    """A policy left behind by grad_ckpt=false, which params.yaml refuses."""
+
+    def flags(**setting: Any) -> list[str]:
+        return [flag for flag, _ in switches._single_changes(setting_of(**setting), True, cuda=True)]
+
+    assert flags()[0] == "grad_ckpt=true"
+    assert flags(grad_ckpt=True)[:2] == ["grad_ckpt=false", "offload_activations=cpu"]
+    assert flags(grad_ckpt=True, grad_ckpt_policy="selective")[:3] == [
+        "grad_ckpt=false train.grad_ckpt_policy=full",
+        "grad_ckpt_policy=full",
+        "grad_ckpt_policy=full train.offload_activations=cpu",
+    ]
 
 
 def test_what_is_advised_fits_and_the_least_harmful_comes_first():
