@@ -77,11 +77,6 @@ class GpuCase:
         return f"{self.model}, {self.method}, {switches}, {self.layout}"
 
     @property
-    def needs_bitsandbytes(self) -> bool:
-        """4-bit weights or 8-bit moments."""
-        return self.method == "qlora" or self.optimizer == "adamw_8bit"
-
-    @property
     def setting(self) -> Setting:
         """What is traced and run."""
         spec = ModelSpec(
@@ -121,7 +116,7 @@ LAYOUTS: Mapping[str, TracedSteps] = {
 
 
 def cases() -> Iterator[GpuCase]:
-    """The matrix, those without bitsandbytes first."""
+    """The matrix."""
     for optimizer in ("adamw", "adamw_8bit"):
         for model in BIG:
             for method, grad_ckpt, layout in (

@@ -1,10 +1,9 @@
 """Peak memory on a CUDA machine, by phase, against the prediction of the same commit made in the same run.
 
 `python -m benchmarks.gpu.memory` writes its file after each configuration and goes on where it stopped, so that it can
-run in short stretches. It needs no network, no data and no weights: only PyTorch, transformers and peft; configurations
-that need bitsandbytes are skipped with that reason where it is missing. `--device cpu` shows on small models that it
-works. Three tiers: tensors (max_memory_allocated), reserved (by the caching allocator), process (all that the driver
-counts, CUDA's context included).
+run in short stretches. It needs no network, data, weights or DVC: only PyTorch, transformers, peft, bitsandbytes and
+pydantic. `--device cpu` shows on small models that it works. Three tiers: tensors (max_memory_allocated), reserved (by
+the caching allocator), process (all that the driver counts, CUDA's context included).
 """
 
 import os
@@ -14,24 +13,18 @@ from statistics import mean
 from typing import Any
 
 import click
-import peft  # noqa: F401  These three ask for bitsandbytes when they are imported: before the stand-in is there.
 import psutil
 import torch
-import transformers.integrations.bitsandbytes
-import transformers.quantizers.auto  # noqa: F401
 
-from benchmarks.gpu.absent import imports_without_absent, is_absent
-
-with imports_without_absent():
-    from benchmarks.form import RESULTS, Row, commit, format_table, machine, versions
-    from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase, cases, small_cases
-    from benchmarks.gpu.run import Run, measure_case
-    from stages.estimate.devices import Device, resolve_gpu
-    from stages.estimate.explain import trace_origins
-    from stages.estimate.kernels import target_of
-    from stages.estimate.predict import Prediction, predict
-    from stages.estimate.tiers import reserve
-    from stages.files import read_json, write_json
+from benchmarks.form import RESULTS, Row, commit, format_table, machine, versions
+from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase, cases, small_cases
+from benchmarks.gpu.run import Run, measure_case
+from stages.estimate.devices import Device, resolve_gpu
+from stages.estimate.explain import trace_origins
+from stages.estimate.kernels import target_of
+from stages.estimate.predict import Prediction, predict
+from stages.estimate.tiers import reserve
+from stages.files import read_json, write_json
 
 OUT = RESULTS / "gpu_memory.json"
 SPARE_SHARE = 0.04
@@ -99,8 +92,6 @@ class Results:
 
 def compare(case: GpuCase, device: torch.device) -> Row:
     """A configuration predicted, then measured; or why it was not measured."""
-    if case.needs_bitsandbytes and is_absent("bitsandbytes"):
-        return {"name": case.name, "skipped": "bitsandbytes is not installed here"}
     here = _device_here(device)
     target = target_of(here)
     config, steps = MODELS[case.model], LAYOUTS[case.layout]

@@ -135,9 +135,9 @@ def test_the_basic_three_save_more_than_half():
 def test_qlora_70b_fits_one_48_gb_card_up_to_a_length():
     """A 70B promised to a card that it leaves in the middle of a run."""
     setting = setting_of(precision="bf16", **QLORA)
-    lengths = (2048, 4992, 5120)
+    lengths = (2048, 5376, 5632)
     peaks = [peak_gib(LLAMA_3_1_70B, setting, "A6000", length) for length in lengths]
-    assert round(peaks[0], 1) == 41.9
+    assert round(peaks[0], 1) == 41.8
     assert peaks[1] < memory_gib("A6000") < peaks[2]
 
 
