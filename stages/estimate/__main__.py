@@ -1,7 +1,7 @@
 """Predict the peak memory of training before training: `python -m stages.estimate`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,17 @@ from stages.bucket.plan import Plan, read_plan
 from stages.declared import read_params
 from stages.errors import StageCommand, UserError
 from stages.estimate.advice import ADVICE_COLUMNS
-from stages.estimate.answer import answer
+from stages.estimate.answer import Answer, answer
 from stages.estimate.devices import GIB, GPUS, Device, attention_on, precision_on, resolve_gpu
-from stages.estimate.explain import TIMELINE_COLUMNS, closed_form, trace_origins
+from stages.estimate.explain import TIMELINE_COLUMNS, Explanation, closed_form, trace_origins
 from stages.estimate.kernels import target_of
 from stages.estimate.phases import Surroundings, generation_shape, heldout_shape, other_phases, stored_dtype
-from stages.estimate.plan_memory import RESERVED_COLUMNS, replay_plan, tensors_alone
+from stages.estimate.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_plan, tensors_alone
 from stages.estimate.predict import Prediction, Setting
 from stages.estimate.process import as_json, on_device, on_host
 from stages.estimate.shapes import longest_row, traced_steps
 from stages.estimate.standalone import tell_what_fits
-from stages.estimate.switches import halving_flag, trace_switches
+from stages.estimate.switches import Switch, halving_flag, trace_switches
 from stages.estimate.tiers import tiers
 from stages.estimate.trace import Peak
 from stages.estimate.unrolled import predict_explained
@@ -131,7 +131,29 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         )
     found = answer(run, prediction, device, p, memory)
     inverse = _inverse(run, device, prediction.peak.bytes, p)
-    around = Surroundings(
+    around = _surroundings(p, plan, config, stored, longest)
+    by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
+    process, reserved = _beside_tensors(config, setting, prediction, plan, device, stored)
+    with atomic_directory(out) as aside:
+        write_json(aside / "verdict.json", found.verdict.as_json(chosen))
+        write_json(aside / "breakdown.json", _breakdown(by_phase, prediction.peak))
+        states = list(closed_form(config, setting, target))
+        write_json(aside / "explanation.json", {**explanation.as_json(), "states": states})
+        write_json(aside / "tiers.json", reserved)
+        write_json(aside / "process.json", process)
+        write_json(aside / "what_fits.json", inverse)
+        _write_tables(aside, found, explanation, switches, memory, prediction.peak.bytes)
+    host_bytes = None if process is None else process["host_needed_bytes"]
+    told = _metrics(prediction, by_phase, device, reason, reserved, verdict=found.verdict)
+    told |= {"attention": attention, "host_bytes_predicted": host_bytes, "reserved_replayed": replayed}
+    write_json(metrics, told if memory is None else {**told, **memory.metrics()})
+    if found.verdict.refusal is not None:
+        click.echo(f"does not fit: {found.verdict.refusal}", err=True)
+
+
+def _surroundings(p: Params, plan: Plan, config: PretrainedConfig, stored: torch.dtype, longest: int) -> Surroundings:
+    """What runs besides the training step."""
+    return Surroundings(
         stored_dtype=stored,
         in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), longest),
         evaluation=heldout_shape(p.evaluate.max_tokens, longest),
@@ -143,35 +165,36 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
             positions=getattr(config.get_text_config(), "max_position_embeddings", None),
         ),
     )
-    by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
-    reserved = process = None
-    if device.kind == "cuda":
-        pinned = prediction.offloaded_bytes if setting.offload_activations == "cpu" else 0
-        batch_tokens = int(plan.padded_tokens.max())
-        host = on_host(config, setting.model, stored, batch_tokens=batch_tokens, pinned_bytes=pinned)
-        process = as_json(on_device(device), host)
-        reserved = tiers(trace_origins(config, setting, prediction.steps_of_peak, target), device.memory_bytes)
-    with atomic_directory(out) as aside:
-        write_json(aside / "verdict.json", found.verdict.as_json(chosen))
-        write_json(aside / "breakdown.json", _breakdown(by_phase, prediction.peak))
-        states = list(closed_form(config, setting, target))
-        write_json(aside / "explanation.json", {**explanation.as_json(), "states": states})
-        write_json(aside / "tiers.json", reserved)
-        by_step = [tensors_alone(prediction.peak.bytes)] if memory is None else memory.rows()
-        write_csv(aside / "reserved.csv", RESERVED_COLUMNS, by_step)
-        write_json(aside / "process.json", process)
-        write_json(aside / "advice.json", found.as_json())
-        write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])
-        write_json(aside / "what_fits.json", inverse)
-        write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
-        rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in switches]
-        write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)
-    host_bytes = None if process is None else process["host_needed_bytes"]
-    told = _metrics(prediction, by_phase, device, reason, reserved, verdict=found.verdict)
-    told |= {"attention": attention, "host_bytes_predicted": host_bytes, "reserved_replayed": replayed}
-    write_json(metrics, told if memory is None else {**told, **memory.metrics()})
-    if found.verdict.refusal is not None:
-        click.echo(f"does not fit: {found.verdict.refusal}", err=True)
+
+
+def _beside_tensors(
+    config: PretrainedConfig, setting: Setting, prediction: Prediction, plan: Plan, device: Device, stored: torch.dtype
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """(process.json, tiers.json) of a GPU; nothing for a CPU, which reserves nothing."""
+    if device.kind != "cuda":
+        return None, None
+    pinned = prediction.offloaded_bytes if setting.offload_activations == "cpu" else 0
+    host = on_host(config, setting.model, stored, batch_tokens=int(plan.padded_tokens.max()), pinned_bytes=pinned)
+    origins = trace_origins(config, setting, prediction.steps_of_peak, target_of(device))
+    return as_json(on_device(device), host), tiers(origins, device.memory_bytes)
+
+
+def _write_tables(
+    aside: Path,
+    found: Answer,
+    explanation: Explanation,
+    switches: Sequence[Switch],
+    memory: PlanMemory | None,
+    peak_bytes: int,
+) -> None:
+    """Advice, and the data of the plots."""
+    write_json(aside / "advice.json", found.as_json())
+    write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])
+    by_step = [tensors_alone(peak_bytes)] if memory is None else memory.rows()
+    write_csv(aside / "reserved.csv", RESERVED_COLUMNS, by_step)
+    write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
+    rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in switches]
+    write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)
 
 
 def _workload(
