@@ -4,35 +4,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from stages.param_types import (
+    AnyPrecision,
+    AttentionName,
+    Format,
+    GradCkptPolicy,
+    LoraInit,
+    Method,
+    NonNegativeFloat,
+    OffloadActivations,
+    OptimizerName,
+    PositiveFloat,
+    PositiveInt,
+    QuantType,
+    Share,
+    Text,
+)
+
 HUB_PREFIX = "hf://"
 ALL_LINEAR = "all-linear"
-
-Text = Annotated[str, Field(min_length=1)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-Method = Literal["full", "lora", "qlora", "int8_lora"]
-Precision = Literal["bf16", "fp16", "fp32", "pure_bf16"]
-AnyPrecision = Literal["auto", "bf16", "fp16", "fp32", "pure_bf16"]
-QuantType = Literal["nf4", "fp4"]
-AttentionName = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex"]
-OffloadActivations = Literal["none", "cpu", "disk"]
-GradCkptPolicy = Literal["full", "every_n", "selective"]
-LoraInit = Literal["default", "pissa", "loftq"]
-OptimizerName = Literal[
-    "adamw",
-    "adamw_foreach",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "paged_adamw_32bit",
-    "lion",
-    "lion_8bit",
-    "adafactor",
-    "ademamix_8bit",
-    "sgd",
-]
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 
 class Section(BaseModel):

@@ -8,7 +8,7 @@ apply to both sides of a comparison: use `relative_slowdown`, and nothing else, 
 from dataclasses import dataclass
 
 from stages.errors import UserError
-from stages.params import Method, OptimizerName, Precision
+from stages.param_types import Method, OptimizerName, Precision
 from stages.step.optimizers import OPTIMIZERS
 
 TERA, GIGA = 10**12, 10**9

@@ -14,7 +14,7 @@ from stages.errors import UserError
 from stages.model.attention_choice import choose_attention
 from stages.model.precision import choose_precision
 from stages.model.spec import ModelSpec
-from stages.params import AnyPrecision, Precision
+from stages.param_types import AnyPrecision, Precision
 from stages.units import GIB, MIB
 
 SIZE_UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stages.estimate.predict import Setting
-from stages.params import Method, Precision
+from stages.param_types import Method, Precision
 
 LIGHTER: Mapping[Method, tuple[Method, ...]] = {
     "full": ("lora", "qlora"),

@@ -9,7 +9,7 @@ import torch
 from stages.estimate.depth import NotRepeated
 from stages.estimate.layers import Repetition
 from stages.estimate.trace import ACTIVATIONS, MemoryTrace
-from stages.params import OffloadActivations
+from stages.param_types import OffloadActivations
 from stages.step.offload import Offload
 
 

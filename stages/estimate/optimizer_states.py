@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stages.model.quantize import BYTE_LEVELS
-from stages.params import OptimizerName
+from stages.param_types import OptimizerName
 from stages.step.optimizers import OPTIMIZERS, OptimizerKind, is_paged
 
 FP32_BYTES = 4

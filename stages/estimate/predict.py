@@ -36,7 +36,8 @@ from stages.estimate.trace import (
 from stages.model.load import fake_model
 from stages.model.quantize import quantisation_tensors
 from stages.model.spec import ModelSpec
-from stages.params import OffloadActivations, OptimizerName, Params, Precision
+from stages.param_types import OffloadActivations, OptimizerName, Precision
+from stages.params import Params
 from stages.step.batches import Batch, empty_batch
 from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
 from stages.step.optimizers import device_state

@@ -16,7 +16,8 @@ from stages.estimate.verdict import describe, usable_bytes
 from stages.estimate.what_fits import Largest, turn_round
 from stages.estimate.workload import Workload, full_batch, largest_steps
 from stages.model.load import attention_window, read_config, refuse_joined_rows, refuse_long_rows
-from stages.params import Params, Precision, round_up
+from stages.param_types import Precision
+from stages.params import Params, round_up
 from stages.pin.locate import TINY, TINY_DIRECTORY
 from stages.step.offload import refuse_offload
 from stages.units import readable_size

@@ -18,7 +18,8 @@ from stages.estimate.optimizer_states import optimizer_tensors
 from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from stages.model.quantize import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from stages.model.spec import ModelSpec
-from stages.params import ALL_LINEAR, OptimizerName
+from stages.param_types import OptimizerName
+from stages.params import ALL_LINEAR
 
 FP32_BYTES = 4
 PAGED = "paged_optimizer"

@@ -10,7 +10,8 @@ from stages.estimate.kernels import Target
 from stages.estimate.neighbours import lighter_activations, with_method, with_precision, without_checkpoints
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.shapes import halved
-from stages.params import Bucket, Method, OptimizerName, Precision
+from stages.param_types import Method, OptimizerName, Precision
+from stages.params import Bucket
 
 CURRENT = "current"
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")

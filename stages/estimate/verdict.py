@@ -8,7 +8,7 @@ from stages.estimate.advice import Remedy
 from stages.estimate.devices import Device
 from stages.estimate.plan_memory import PlanMemory
 from stages.estimate.predict import Prediction
-from stages.params import Precision
+from stages.param_types import Precision
 from stages.step.batches import BatchShape
 from stages.units import readable_size
 

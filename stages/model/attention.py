@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from stages.params import AttentionName
+from stages.param_types import AttentionName
 
 ATTENTION = "lean_sdpa"
 CAPPED_ATTENTION = "lean_capped"

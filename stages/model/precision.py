@@ -5,7 +5,8 @@ from typing import Literal
 
 from stages.errors import UserError
 from stages.files import read_json
-from stages.params import AnyPrecision, Params, Precision
+from stages.param_types import AnyPrecision, Precision
+from stages.params import Params
 
 
 def choose_precision(

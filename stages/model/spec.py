@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from stages.params import ALL_LINEAR, AttentionName, GradCkptPolicy, LoraInit, Method, Params, Precision, QuantType
+from stages.param_types import AttentionName, GradCkptPolicy, LoraInit, Method, Precision, QuantType
+from stages.params import ALL_LINEAR, Params
 
 DTYPES = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stages.errors import UserError
-from stages.params import OffloadActivations
+from stages.param_types import OffloadActivations
 from stages.units import readable_size
 
 SMALLEST_BYTES = 1024

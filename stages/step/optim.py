@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from stages.params import OptimizerName, Params
+from stages.param_types import OptimizerName
+from stages.params import Params
 from stages.step.master import MasterWeights
 from stages.step.optimizers import OPTIMIZERS, make_state
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor
 
-from stages.params import OptimizerName
+from stages.param_types import OptimizerName
 from stages.step.master import MasterWeights
 
 # Each optimizer's published constants.

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from stages.errors import UserError
 from stages.model.attention_choice import choose_attention
 from stages.model.spec import ModelSpec
-from stages.params import OffloadActivations
+from stages.param_types import OffloadActivations
 from stages.units import readable_size
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stages.model.load import load_model
-from stages.params import OptimizerName
+from stages.param_types import OptimizerName
 from stages.step.loss import summed_loss
 from stages.step.optim import OptimSpec, build_optimizer
 from stages.step.optimizers import OPTIMIZERS, device_state, paging_note

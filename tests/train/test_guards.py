@@ -10,8 +10,9 @@ from stages.bucket.plan import MicroBatch, Plan
 from stages.errors import UserError
 from stages.model.load import load_model
 from stages.train.device import check_device, check_offload
+from stages.train.guards import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from stages.train.heldout import heldout_batches
-from stages.train.loop import measured_steps, refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
+from stages.train.loop import measured_steps
 from tests.small_model import CPU, spec_of
 from tests.token_files import heldout
 

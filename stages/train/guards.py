@@ -1,0 +1,57 @@
+"""What stops a run that would learn nothing: losses, gradients and weights that are not finite, dead adapters."""
+
+import torch
+from torch import nn
+
+from stages.bucket.plan import MicroBatch
+from stages.errors import UserError
+
+
+def refuse_non_finite(
+    losses: list[torch.Tensor], grad_norm: torch.Tensor, step: int, micro_batches: list[MicroBatch]
+) -> None:
+    """Stop before the update when a loss or the gradient is not finite.
+
+    Raises:
+        UserError: naming the step, the micro-batch and its rows.
+    """
+    finite = torch.isfinite(torch.stack([*losses, grad_norm.to(losses[0].dtype)])).tolist()
+    if all(finite):
+        return
+    index = finite.index(False)
+    if index == len(losses):
+        raise UserError(
+            f"train.lr: gradient must be finite; its norm is {grad_norm.item()} at optimizer step {step} "
+            f"(losses of its {len(losses)} micro-batches are finite); lower train.lr or set train.max_grad_norm"
+        )
+    rows = micro_batches[index].rows.tolist()
+    shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
+    raise UserError(
+        f"train.lr: loss must be finite; it is {losses[index].item()} at optimizer step {step}, micro-batch {index} "
+        f"(training rows {shown}); lower train.lr, or look at those rows"
+    )
+
+
+def refuse_dead_adapters(model: nn.Module) -> None:
+    """Refuse adapters without a gradient in the first step: they would learn nothing, with a normal-looking loss.
+
+    Raises:
+        UserError: naming the first such layer.
+    """
+    for name, parameter in model.named_parameters():
+        if "lora_B." in name and (parameter.grad is None or not parameter.grad.any()):
+            raise UserError(
+                f"train.lora.targets: every adapter must receive a gradient; that of {name} is zero in the first step; "
+                "leave its layer out, or set train.grad_ckpt=false"
+            )
+
+
+def refuse_broken_weights(model: nn.Module, steps: int) -> None:
+    """Refuse to save weights that are not finite: the last update can break them after its loss was checked.
+
+    Raises:
+        UserError: naming the first such parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not torch.isfinite(parameter).all():
+            raise UserError(f"train.lr: weights must be finite; {name} is not after {steps} steps; lower train.lr")
