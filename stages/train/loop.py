@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -31,7 +30,7 @@ from stages.step.tokens import TokenRows
 from stages.train.guards import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.measure import Meter
-from stages.units import readable_size
+from stages.train.monitor import MEMORY_COLUMNS, Monitor, memory_text
 
 CONTROL_STEPS = 4
 """Steps measured besides those that can be the worst."""
@@ -47,8 +46,9 @@ CURVE_COLUMNS = (
     "supervised_tokens",
     "padded_tokens",
     "micro_batches",
-    "allocated_bytes",
-    "rss_bytes",
+    "largest_micro_batch_tokens",
+    "longest_row",
+    *MEMORY_COLUMNS,
     "measured",
     "seconds",
 )
@@ -87,6 +87,8 @@ class TrainResult:
     """One row per optimizer step, keys `CURVE_COLUMNS`."""
     skipped_steps: int | None
     """Updates left out because fp16 gradients overflowed; None where the loss is not scaled."""
+    memory_by_phase: Mapping[str, Mapping[str, int | None]]
+    """The most seen at the ends of each phase."""
 
 
 def measured_steps(plan: Plan, lengths: np.ndarray) -> frozenset[int]:
@@ -110,6 +112,7 @@ def train(job: TrainJob, meter: Meter) -> TrainResult:
         UserError: the model cannot be loaded, or a loss or gradient is not finite.
     """
     curves: list[dict[str, Any]] = []
+    monitor = Monitor(job.device, meter)
     scaler = LossScaler() if job.model_spec.scales_loss else None
     stream = load(
         job.rows,
@@ -123,13 +126,18 @@ def train(job: TrainJob, meter: Meter) -> TrainResult:
             with meter.window(f"step {step}") if step in job.measured_steps else nullcontext():
                 if step == 0:
                     model, optimizer = _load(job, meter)
-                row = _run_step(job, model, optimizer, scaler, step, stream, meter)
-            row["allocated_bytes"] = meter.peak_bytes_of_step()
+                row = _run_step(job, model, optimizer, scaler, step, stream, monitor)
+            row |= monitor.step()
             _maybe_heldout(job, model, step, row, bar)
             curves.append(row)
             _show(bar, row)
     refuse_broken_weights(model, len(job.plan.steps))
-    return TrainResult(model=model, curves=curves, skipped_steps=None if scaler is None else scaler.skipped_steps)
+    return TrainResult(
+        model=model,
+        curves=curves,
+        skipped_steps=None if scaler is None else scaler.skipped_steps,
+        memory_by_phase=monitor.by_phase(),
+    )
 
 
 def _load(job: TrainJob, meter: Meter) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -151,7 +159,7 @@ def _run_step(
     scaler: LossScaler | None,
     step: int,
     stream: Generator[Batch],
-    meter: Meter,
+    monitor: Monitor,
 ) -> dict[str, Any]:
     """One optimizer step, over the next batches of the stream, and its row of the curves."""
     micro_batches = job.plan.steps[step]
@@ -173,7 +181,7 @@ def _run_step(
         supervised_tokens=supervised,
         model_spec=job.model_spec,
         spec=job.step_spec,
-        phase=meter.phase,
+        phase=monitor.phase,
         guard=guard,
         scaler=scaler,
         offload=job.offload,
@@ -191,7 +199,8 @@ def _run_step(
         "supervised_tokens": supervised,
         "padded_tokens": sum(micro_batch.padded_tokens for micro_batch in micro_batches),
         "micro_batches": len(micro_batches),
-        "rss_bytes": psutil.Process().memory_info().rss,
+        "largest_micro_batch_tokens": max(micro_batch.padded_tokens for micro_batch in micro_batches),
+        "longest_row": max(int(job.rows.lengths[m.rows].max(initial=0)) for m in micro_batches),
         "measured": step in job.measured_steps,
         "seconds": seconds,
     }
@@ -200,9 +209,7 @@ def _run_step(
 def _show(bar: Any, row: dict[str, Any]) -> None:
     """Loss, speed and memory in the progress bar."""
     speed = row["tokens"] / row["seconds"]
-    allocated = row["allocated_bytes"]
-    memory = f"rss {readable_size(row['rss_bytes'])}" if allocated is None else f"peak {readable_size(allocated)}"
-    bar.set_postfix_str(f"loss {row['loss']:.4f}, {speed:,.0f} tokens/s, {memory}", refresh=False)
+    bar.set_postfix_str(f"loss {row['loss']:.4f}, {speed:,.0f} tokens/s, {memory_text(row)}", refresh=False)
     bar.update()
 
 

@@ -39,5 +39,6 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
         "measured_by_phase": by_phase,
         "peak_reserved_bytes": measured.peak_reserved_bytes,
         "peak_measured_how": measured.how,
+        "memory_by_phase": result.memory_by_phase,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
