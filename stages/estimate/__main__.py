@@ -24,7 +24,7 @@ from stages.estimate.process import as_json, on_device, on_host
 from stages.estimate.shapes import longest_row, traced_steps
 from stages.estimate.standalone import tell_what_fits
 from stages.estimate.switches import Switch, halving_flag, trace_switches
-from stages.estimate.tiers import tiers
+from stages.estimate.tiers import tiers, tiers_metrics
 from stages.estimate.trace import Peak
 from stages.estimate.unrolled import predict_explained
 from stages.estimate.verdict import Verdict
@@ -132,6 +132,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     found = answer(run, prediction, device, p, memory)
     inverse = _inverse(run, device, prediction.peak.bytes, p)
     around = _surroundings(p, plan, config, stored, longest)
+            expandable=p.train.expandable_segments,
     by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
     process, reserved = _beside_tensors(config, setting, prediction, plan, device, stored)
     with atomic_directory(out) as aside:
@@ -144,7 +145,8 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         write_json(aside / "what_fits.json", inverse)
         _write_tables(aside, found, explanation, switches, memory, prediction.peak.bytes)
     host_bytes = None if process is None else process["host_needed_bytes"]
-    told = _metrics(prediction, by_phase, device, reason, reserved, verdict=found.verdict)
+    told = _metrics(prediction, by_phase, device, reason, verdict=found.verdict)
+    told |= tiers_metrics(reserved, p.train.expandable_segments)
     told |= {"attention": attention, "host_bytes_predicted": host_bytes, "reserved_replayed": replayed}
     write_json(metrics, told if memory is None else {**told, **memory.metrics()})
     if found.verdict.refusal is not None:
@@ -246,9 +248,6 @@ def _metrics(
         "peak_gib_predicted": round(prediction.peak.bytes / GIB, 6),
         "offloaded_bytes_predicted": prediction.offloaded_bytes,
         "predicted_by_phase": {phase: peak.bytes for phase, peak in by_phase.items()},
-        "reserved_bytes_predicted": None if reserved is None else reserved["native"]["reserved_bytes"],
-        "reserved_bytes_predicted_expandable": None if reserved is None else reserved["expandable"]["reserved_bytes"],
-        "process_bytes_predicted": None if reserved is None else reserved["native"]["process_bytes"],
         "worst_phase": prediction.worst_phase,
         "fits": verdict.fits,
         "verdict": verdict.state,

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from stages.estimate.advice import Remedy, advise
+from stages.estimate.advice import EFFECTS, SAME, Remedy, advise
 from stages.estimate.devices import Device
 from stages.estimate.kernels import target_of
 from stages.estimate.plan_memory import PlanMemory
 from stages.estimate.predict import Prediction
+from stages.estimate.tiers import ALLOCATORS
 from stages.estimate.verdict import Verdict, judge, usable_bytes
 from stages.estimate.workload import Costs, Workload
 from stages.params import Params
@@ -21,7 +22,7 @@ class Answer:
     remedies: tuple[Remedy, ...]
     """Best first; none where the run fits."""
     ranked: str | None
-    """How remedies were ranked; None where the run fits."""
+    """How remedies were ranked; None where nothing was."""
 
     def as_json(self) -> dict[str, Any]:
         """The content of advice.json."""
@@ -34,17 +35,35 @@ def answer(
 ) -> Answer:
     """Hold a prediction against a device, and look for changes only where its tensors do not fit.
 
-    `memory` is the replay of the whole plan, where there is one.
+    `memory` is the replay of the whole plan, where there is one: it tells whether the other kind of segments holds a
+    run whose tensors fit but not the segments they lie in.
     """
     headroom, enforce = p.estimate.headroom_percent, p.estimate.enforce
     usable, target = usable_bytes(device, headroom), target_of(device)
     if prediction.peak.bytes <= usable:
-        verdict = judge(prediction, device, (), headroom_percent=headroom, enforce=enforce, memory=memory)
-        return Answer(verdict=verdict, remedies=(), ranked=None)
+        other = () if memory is None else other_segments(memory, prediction)
+        verdict = judge(prediction, device, other, headroom_percent=headroom, enforce=enforce, memory=memory)
+        return Answer(verdict=verdict, remedies=other, ranked=None)
     costs = Costs(run, device, target)
     remedies = advise(run, costs, target, usable_bytes=usable, native_bf16=device.native_bf16, progress=p.run.progress)
     return Answer(
         verdict=judge(prediction, device, remedies, headroom_percent=headroom, enforce=enforce, memory=memory),
         remedies=tuple(remedies),
         ranked=f"by what is learnt, then {costs.reason}",
+    )
+
+
+def other_segments(memory: PlanMemory, prediction: Prediction) -> tuple[Remedy, ...]:
+    """The other kind of segments, where memory ends in those of the run and not in these; it costs no time."""
+    if memory.failing_step(memory.chosen) is None:
+        return ()
+    return tuple(
+        Remedy(
+            flags=(f"train.expandable_segments={str(expands).lower()}",),
+            peak_bytes=prediction.peak.bytes,
+            slowdown=1.0,
+            effect=EFFECTS[SAME],
+        )
+        for kind, expands in ALLOCATORS.items()
+        if kind != memory.chosen and memory.failing_step(kind) is None
     )

@@ -19,7 +19,7 @@ from stages.estimate.predict import Prediction, Setting
 from stages.estimate.replay import Replay, replay
 from stages.estimate.step_units import step_units
 from stages.estimate.templates import RunModel
-from stages.estimate.tiers import ALLOCATORS, CONTEXT_BYTES
+from stages.estimate.tiers import ALLOCATORS, CONTEXT_BYTES, segments_of
 from stages.estimate.traced_runs import LONGEST_TRACED, fit_run, kind_of
 from stages.model.attention import FLASH_CAPABILITY, VARLEN_READY
 from stages.step.batches import BatchShape
@@ -40,6 +40,8 @@ class PlanMemory:
     steps: tuple[int, ...]
     """Numbers of the optimizer steps that were played, ascending."""
     planned_steps: int
+    chosen: str
+    """The kind of segments that the run has: train.expandable_segments."""
     unlimited: Mapping[str, Replay]
     """By kind of segments, with all memory there is."""
     limited: Mapping[str, Replay]
@@ -65,21 +67,20 @@ class PlanMemory:
 
     def metrics(self) -> dict[str, Any]:
         """Its part of metrics/estimate.json, in place of what the worst micro-batches alone reserve."""
-        return {
-            "reserved_bytes_predicted": self.reserved_bytes("native"),
-            "reserved_bytes_predicted_expandable": self.reserved_bytes("expandable"),
-            "process_bytes_predicted": self.reserved_bytes("native") + CONTEXT_BYTES,
-            "reserved_settled_step": self.steps[self.unlimited["native"].settled_step],
-            "retries_predicted": self.retries("native"),
-            "retries_predicted_expandable": self.retries("expandable"),
-            "out_of_memory_step": self.failing_step("native"),
-            "out_of_memory_step_expandable": self.failing_step("expandable"),
+        told: dict[str, Any] = {
+            "process_bytes_predicted": self.reserved_bytes(self.chosen) + CONTEXT_BYTES,
+            "reserved_settled_step": self.steps[self.unlimited[self.chosen].settled_step],
         }
+        for suffix, allocator in (("", self.chosen), *((f"_{name}", name) for name in ALLOCATORS)):
+            told[f"reserved_bytes_predicted{suffix}"] = self.reserved_bytes(allocator)
+            told[f"retries_predicted{suffix}"] = self.retries(allocator)
+            told[f"out_of_memory_step{suffix}"] = self.failing_step(allocator)
+        return told
 
     def rows(self) -> list[dict[str, Any]]:
         """The content of reserved.csv."""
         native, expandable = self.unlimited["native"].steps, self.unlimited["expandable"].steps
-        limited = self.limited["native"].steps
+        limited = self.limited[self.chosen].steps
         return [
             {
                 "step": step,
@@ -106,6 +107,7 @@ def replay_plan(
     prediction: Prediction,
     *,
     windowed: bool,
+    expandable: bool,
     capacity_bytes: int,
 ) -> tuple[PlanMemory | None, str]:
     """Replay a plan; None where that cannot be done exactly. And the steps that were played, or why none were.
@@ -118,6 +120,7 @@ def replay_plan(
         target: the GPU's rules.
         prediction: of the same run.
         windowed: the model makes masks.
+        expandable: the kind of segments that the run has.
         capacity_bytes: all of the device's memory.
     """
     reason = _why_not(plan, config, setting, target, prediction, windowed=windowed)
@@ -134,7 +137,13 @@ def replay_plan(
         }
     except NotAffine as error:
         return None, f"worst micro-batches only: {error}"
-    found = PlanMemory(steps=numbers, planned_steps=len(plan.steps), unlimited=unlimited, limited=limited)
+    found = PlanMemory(
+        steps=numbers,
+        planned_steps=len(plan.steps),
+        chosen=segments_of(expandable),
+        unlimited=unlimited,
+        limited=limited,
+    )
     if len(numbers) == found.planned_steps:
         return found, f"all {len(numbers)} steps replayed"
     part = "the first ones and those that hold a worst micro-batch"

@@ -18,7 +18,12 @@ CONTEXT_BYTES = 141 * MIB
 CONTEXT_MARGIN_BYTES = 384 * MIB
 """Newer GPUs and drivers hold up to so much more (more multiprocessors, more kernels); not measured here."""
 ALLOCATORS = {"native": False, "expandable": True}
-"""Whether segments expand: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is not set, or it is."""
+"""Whether segments expand, by kind: train.expandable_segments."""
+
+
+def segments_of(expandable: bool) -> str:
+    """The kind of segments that train.expandable_segments asks for."""
+    return next(name for name, expands in ALLOCATORS.items() if expands == expandable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,3 +104,16 @@ def tiers(trace: OriginTrace, capacity_bytes: int) -> dict[str, Any]:
             "process_margin_bytes": CONTEXT_MARGIN_BYTES,
         }
     return found
+
+
+def tiers_metrics(reserved: Mapping[str, Any] | None, expandable: bool) -> dict[str, Any]:
+    """Part of metrics/estimate.json: what the worst micro-batches reserve, in the run's own segments and in each kind.
+
+    `reserved` is the content of tiers.json; None for a CPU, which reserves nothing.
+    """
+    kinds = {"": segments_of(expandable), **{f"_{name}": name for name in ALLOCATORS}}
+    told = {
+        f"reserved_bytes_predicted{suffix}": None if reserved is None else reserved[kind]["reserved_bytes"]
+        for suffix, kind in kinds.items()
+    }
+    return {**told, "process_bytes_predicted": None if reserved is None else reserved[kinds[""]]["process_bytes"]}

@@ -15,7 +15,6 @@ from stages.units import readable_size
 LARGEST_CATEGORIES = 3
 MOST_REMEDIES = 3
 TIGHT = " of headroom, without which it would fit"
-EXPANDABLE = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 SMALLER = "lower bucket.max_tokens"
 NO_REMEDY = "no change of the known switches makes it fit: choose a larger device"
 
@@ -63,16 +62,15 @@ def judge(
 
     Tensors must leave the headroom free. What the allocator reserves may take all of the device, since cached blocks
     are given back before a request fails: it is held against the device by a replay that does so, where there is one
-    (`memory`). `remedies` are told, best first, where tensors do not fit.
+    (`memory`). `remedies` are told, best first, where the run does not fit.
     """
     usable = usable_bytes(device, headroom_percent)
     if prediction.peak.bytes <= usable:
-        refusal = None if memory is None else _reserved_too_much(memory, device)
+        refusal = None if memory is None else _reserved_too_much(memory, device, remedies)
         return Verdict(enforce=enforce, state="does not fit" if refusal else "fits", refusal=refusal)
     by_size = sorted(prediction.peak.by_category.items(), key=lambda item: (-item[1], item[0]))
     largest = ", ".join(f"{category} {readable_size(size)}" for category, size in by_size[:LARGEST_CATEGORIES])
-    told = [f"{r.switches} ({readable_size(r.peak_bytes)}, {r.slowdown:.2f}x time)" for r in remedies[:MOST_REMEDIES]]
-    remedy = f"would fit: {'; '.join(told)}" if told else NO_REMEDY
+    remedy = _would_fit(remedies) or NO_REMEDY
     tight = prediction.peak.bytes <= device.memory_bytes
     capacity = f"{readable_size(device.memory_bytes)} less {headroom_percent:g}%{TIGHT if tight else ''}"
     refusal = (
@@ -92,17 +90,20 @@ def _first_failure(prediction: Prediction, usable: int, memory: PlanMemory | Non
     return f"{told}, micro-batch of {describe(prediction.steps_of_peak[-1][-1])}{at}"
 
 
-def _reserved_too_much(memory: PlanMemory, device: Device) -> str | None:
+def _would_fit(remedies: Sequence[Remedy]) -> str | None:
+    """The first few remedies; None where there is none."""
+    told = [f"{r.switches} ({readable_size(r.peak_bytes)}, {r.slowdown:.2f}x time)" for r in remedies[:MOST_REMEDIES]]
+    return f"would fit: {'; '.join(told)}" if told else None
+
+
+def _reserved_too_much(memory: PlanMemory, device: Device, remedies: Sequence[Remedy]) -> str | None:
     """Why a run whose tensors fit ends for want of memory all the same; None where it does not."""
-    step, error = memory.failing_step("native"), memory.limited["native"].out_of_memory
+    step, error = memory.failing_step(memory.chosen), memory.limited[memory.chosen].out_of_memory
     if step is None:
         return None
-    remedy = SMALLER
-    if memory.failing_step("expandable") is None:
-        remedy = f"{EXPANDABLE}, with which it fits, and estimate.enforce=false"
     return (
         f"hardware.gpu: tensors fit {device.name}, but blocks of other sizes stay reserved between them: out of memory "
-        f"at optimizer step {step} ({error}); {remedy}"
+        f"at optimizer step {step} ({error}); {_would_fit(remedies) or SMALLER}"
     )
 
 

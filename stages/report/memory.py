@@ -51,7 +51,8 @@ def _tiers(inputs: Inputs) -> list[str]:
     rows = [
         ("tensors", size(estimate["peak_bytes_predicted"])),
         ("reserved, expandable segments", size(estimate["reserved_bytes_predicted_expandable"])),
-        ("reserved", size(estimate["reserved_bytes_predicted"])),
+        ("reserved, fixed segments", size(estimate["reserved_bytes_predicted_native"])),
+        ("reserved, as train.expandable_segments says", size(estimate["reserved_bytes_predicted"])),
         ("process, without margin", size(estimate["process_bytes_predicted"])),
         ("RAM of the host, without margin", size(estimate["host_bytes_predicted"])),
     ]

@@ -91,7 +91,10 @@ def _timeline(axes: Axes, inputs: Inputs) -> None:
 def _reserved(axes: Axes, inputs: Inputs) -> None:
     """What tensors take and what the allocator reserves for them, by optimizer step in plan order."""
     steps = [int(record["step"]) for record in inputs.reserved]
-    lines = {"reserved_gib": "reserved", "reserved_expandable_gib": "reserved, expandable segments"}
+    lines = {
+        "reserved_gib": "reserved, fixed segments",
+        "reserved_expandable_gib": "reserved, expandable segments",
+    }
     lines["allocated_gib"] = "tensors"
     sizes = {name: [float(record[name]) * GIB for record in inputs.reserved] for name in lines}
     divisor, unit = reading_unit(round(max(map(max, sizes.values()))))

@@ -62,6 +62,8 @@ def main(
     torch.set_num_threads(params.run.cpu_threads or torch.get_num_threads())
     device = training_device()
     spec = ModelSpec.from_params(params, precision_of(params, verdict))
+    if note := use_segments(params.train.expandable_segments, device):
+        click.echo(f"note: {note}", err=True)
     predicted = read_json(estimate)
     check_device(device, spec, read_json(verdict), predicted)
     check_offload(params.train.offload_activations, predicted["offloaded_bytes_predicted"], SCRATCH)

@@ -7,6 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from stages.estimate import plan_memory as module
+from stages.estimate.answer import other_segments
 from stages.estimate.devices import Device
 from stages.estimate.plan_memory import PlanMemory, replay_plan
 from stages.estimate.shapes import traced_steps
@@ -37,9 +38,19 @@ def prediction():
     return predict_explained(CONFIG, SETTING, steps, H100)[0]
 
 
-def played(prediction, *, plan=PLAN, setting=SETTING, target=H100, windowed=False, capacity_bytes=80 * GIB):
+def played(
+    prediction, *, plan=PLAN, setting=SETTING, target=H100, windowed=False, expandable=False, capacity_bytes=80 * GIB
+):
     return replay_plan(
-        plan, LENGTHS, CONFIG, setting, target, prediction, windowed=windowed, capacity_bytes=capacity_bytes
+        plan,
+        LENGTHS,
+        CONFIG,
+        setting,
+        target,
+        prediction,
+        windowed=windowed,
+        expandable=expandable,
+        capacity_bytes=capacity_bytes,
     )
 
 
@@ -63,7 +74,7 @@ def test_every_step_has_a_row_and_the_metrics_are_their_maximum(memory):
     rows = memory.rows()
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     told = memory.metrics()
-    for column, name in (("reserved_gib", ""), ("reserved_expandable_gib", "_expandable")):
+    for column, name in (("reserved_gib", "_native"), ("reserved_expandable_gib", "_expandable")):
         highest = max(row[column] for row in rows)
         assert highest == pytest.approx(told[f"reserved_bytes_predicted{name}"] / GIB, abs=1e-6)
         assert told[f"retries_predicted{name}"] == 0 and told[f"out_of_memory_step{name}"] is None
@@ -71,7 +82,8 @@ def test_every_step_has_a_row_and_the_metrics_are_their_maximum(memory):
 
 def judged(memory: PlanMemory, prediction, capacity_bytes: int):
     device = Device(name="card", kind="cuda", memory_bytes=capacity_bytes, compute_capability=(9, 0))
-    return judge(prediction, device, (), headroom_percent=0.0, enforce=True, memory=memory)
+    other = other_segments(memory, prediction)
+    return judge(prediction, device, other, headroom_percent=0.0, enforce=True, memory=memory)
 
 
 def test_a_run_whose_blocks_do_not_fit_is_refused_at_its_step(memory, prediction):
@@ -86,7 +98,19 @@ def test_a_run_whose_blocks_do_not_fit_is_refused_at_its_step(memory, prediction
     assert refusal.endswith("lower bucket.max_tokens")
     eased = replace(found, limited={**found.limited, "expandable": memory.limited["expandable"]})
     refusal = judged(eased, prediction, capacity).refusal
-    assert refusal is not None and "expandable_segments:True, with which it fits" in refusal
+    assert refusal is not None and "; would fit: -S train.expandable_segments=true (" in refusal
+    growing = replace(eased, chosen="expandable")
+    assert judged(growing, prediction, capacity).state == "fits" and not other_segments(growing, prediction)
+    assert growing.metrics()["out_of_memory_step"] is None and growing.metrics()["out_of_memory_step_native"] == step
+
+
+def test_the_figures_of_the_run_are_those_of_its_own_segments(memory):
+    """A run with segments that grow, held against what segments of fixed sizes would reserve."""
+    fixed, growing = memory.metrics(), replace(memory, chosen="expandable").metrics()
+    for name, told in (("native", fixed), ("expandable", growing)):
+        assert told["reserved_bytes_predicted"] == told[f"reserved_bytes_predicted_{name}"]
+        assert told["process_bytes_predicted"] == told["reserved_bytes_predicted"] + CONTEXT_BYTES
+    assert fixed["reserved_bytes_predicted"] > growing["reserved_bytes_predicted"]
 
 
 def test_blocks_that_are_given_back_in_time_are_no_refusal(memory, prediction):

@@ -77,7 +77,7 @@ def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
     reserved = list(csv.DictReader((workspace / "estimate" / "reserved.csv").read_text().splitlines()))
     assert metrics["reserved_replayed"] == "all 2 steps replayed" and [row["step"] for row in reserved] == ["0", "1"]
     assert max(float(row["reserved_gib"]) for row in reserved) * GIB == pytest.approx(
-        metrics["reserved_bytes_predicted"], abs=1024
+        metrics["reserved_bytes_predicted_native"], abs=1024
     )
     assert metrics["predicted_by_phase"] == {
         phase: sum(parts.values()) for phase, parts in breakdown.items() if phase != "peak"

@@ -84,6 +84,7 @@ def metrics() -> dict[str, dict[str, Any]]:
             "predicted_by_phase": by_phase,
             "reserved_bytes_predicted": None,
             "reserved_bytes_predicted_expandable": None,
+            "reserved_bytes_predicted_native": None,
             "process_bytes_predicted": None,
             "host_bytes_predicted": None,
             "worst_phase": "backward",

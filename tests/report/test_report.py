@@ -160,6 +160,7 @@ def test_what_a_gpu_reserves_is_shown_and_a_cpu_has_no_such_row(place):
         "gpu": "L4",
         "reserved_bytes_predicted": 150 * MIB,
         "reserved_bytes_predicted_expandable": 130 * MIB,
+        "reserved_bytes_predicted_native": 150 * MIB,
         "process_bytes_predicted": 291 * MIB,
         "host_bytes_predicted": 512 * MIB,
         "reserved_replayed": "worst micro-batches only: it is a test",
@@ -174,7 +175,7 @@ def test_what_a_gpu_reserves_is_shown_and_a_cpu_has_no_such_row(place):
 def test_what_the_plan_reserves_is_drawn_where_it_was_replayed(place):
     """A staircase that nobody sees, or a picture of nothing on a CPU."""
     gpu = {
-        **dict.fromkeys(("reserved_bytes_predicted", "reserved_bytes_predicted_expandable"), 150 * MIB),
+        **dict.fromkeys((f"reserved_bytes_predicted{kind}" for kind in ("", "_expandable", "_native")), 150 * MIB),
         **{"process_bytes_predicted": 291 * MIB, "host_bytes_predicted": 512 * MIB},
         **{"reserved_replayed": "all 3 steps replayed", "reserved_settled_step": 1, "retries_predicted": 2},
     }

@@ -1,0 +1,74 @@
+"""Segments that grow: set for a GPU, and never against what the user's environment says."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from stages.model.segments import use_segments
+from tests.conftest import ROOT
+from tests.processes import run_bounded
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def settings():
+    """Reads PyTorch's allocator settings, and sets them back after the test."""
+    before = torch._C._accelerator_getAllocatorSettings()
+    yield torch._C._accelerator_getAllocatorSettings
+    torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_the_parameter_reaches_the_allocator_and_other_settings_stay(settings, expandable: bool):
+    """A parameter that PyTorch never hears of: its environment was read before any parameter."""
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:100")
+    assert use_segments(expandable, CUDA) is None
+    assert settings() == f"max_split_size_mb:100,expandable_segments:{expandable}"
+
+
+def test_a_cpu_is_left_alone(settings):
+    before = settings()
+    assert use_segments(True, torch.device("cpu")) is None and settings() == before
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("asked", "expandable", "told"),
+    [
+        ("expandable_segments:False", True, "False: false is kept"),
+        ("garbage_collection_threshold:0.8, expandable_segments: True", False, "True: true is kept"),
+        ("backend:cudaMallocAsync", True, "PyTorch's allocator is not in use"),
+        ("expandable_segments:True", True, None),
+    ],
+)
+def test_what_the_environment_says_is_kept_and_told(variable: str, asked: str, expandable: bool, told: str | None):
+    """A user's own setting overruled, or followed in silence: the prediction is then for other segments."""
+    code = (
+        "import torch; from stages.model.segments import use_segments\n"
+        "settings = torch._C._accelerator_getAllocatorSettings\n"
+        "before = settings()\n"
+        f"print(use_segments({expandable}, torch.device('cuda', 0)))\n"
+        "assert settings() == before, settings()"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")} | {variable: asked}
+    done = run_bounded([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    assert told in done.stdout if told is not None else done.stdout.strip() == "None"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("expandable", [True, False])
+def test_a_gpu_reserves_in_the_segments_asked_for(expandable: bool):
+    """A setting that is heard too late: the first segment shows."""
+    code = (
+        "import torch; from stages.model.segments import use_segments\n"
+        f"use_segments({expandable}, torch.device('cuda', 0))\n"
+        "held = torch.empty(1 << 20, device='cuda')\n"
+        "print(torch.cuda.memory_snapshot()[0]['is_expandable'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")}
+    done = run_bounded([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    assert done.stdout.split()[-1] == str(expandable)
