@@ -238,11 +238,10 @@ def _metrics(
     by_phase: Mapping[str, Peak],
     device: Device,
     reason: str,
-    reserved: dict[str, Any] | None,
     *,
     verdict: Verdict,
 ) -> dict[str, Any]:
-    """The content of metrics/estimate.json; `reserved` is what a GPU reserves, None on a CPU, which does not."""
+    """The content of metrics/estimate.json, tiers apart."""
     return {
         "peak_bytes_predicted": prediction.peak.bytes,
         "peak_gib_predicted": round(prediction.peak.bytes / GIB, 6),

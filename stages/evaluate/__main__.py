@@ -16,6 +16,7 @@ from stages.evaluate.metrics import evaluate_metrics, generation_lines
 from stages.files import atomic_directory, read_json, write_json, write_text
 from stages.model.load import read_config
 from stages.model.precision import precision_of
+from stages.model.segments import use_segments
 from stages.model.spec import WeightsSpec
 from stages.params import Params
 from stages.pin.locate import model_directory, verify_files

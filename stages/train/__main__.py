@@ -12,6 +12,7 @@ from stages.files import atomic_directory, read_json, write_csv, write_json, wri
 from stages.model.load import read_config
 from stages.model.precision import precision_of
 from stages.model.spec import ModelSpec
+from stages.model.segments import use_segments
 from stages.pin.locate import model_directory, verify_files
 from stages.step.batches import refuse_other_tokens, refuse_several_ranks
 from stages.step.offload import make_offload
