@@ -200,9 +200,9 @@ class Train(Section):
     """Read when grad_ckpt_policy is every_n: one layer in so many is recomputed, the others keep what they made."""
     offload_activations: OffloadActivations
     """Where what backward needs of the layers waits: on the device, in pinned host memory, in a file in scratch/."""
-    attention: AttentionName
     expandable_segments: bool
     """A GPU's memory is reserved in segments that grow, in place of segments of fixed sizes."""
+    attention: AttentionName
     """Kernels of attention; `auto` is sdpa, or eager where a model caps its scores."""
     optimizer: OptimizerName
     """How gradients become updates; decides the bytes of state kept for each trained value."""

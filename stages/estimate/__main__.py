@@ -127,12 +127,12 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
             target,
             prediction,
             windowed=windowed,
+            expandable=p.train.expandable_segments,
             capacity_bytes=device.memory_bytes,
         )
     found = answer(run, prediction, device, p, memory)
     inverse = _inverse(run, device, prediction.peak.bytes, p)
     around = _surroundings(p, plan, config, stored, longest)
-            expandable=p.train.expandable_segments,
     by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
     process, reserved = _beside_tensors(config, setting, prediction, plan, device, stored)
     with atomic_directory(out) as aside:

@@ -50,9 +50,9 @@ def main(
     p = read_params()
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lock = read_json(model_lock)
     if note := use_segments(p.train.expandable_segments, device):
         click.echo(f"note: {note}", err=True)
+    lock = read_json(model_lock)
     base = model_directory(lock)
     verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))

@@ -11,8 +11,8 @@ from stages.errors import StageCommand
 from stages.files import atomic_directory, read_json, write_csv, write_json, write_text
 from stages.model.load import read_config
 from stages.model.precision import precision_of
-from stages.model.spec import ModelSpec
 from stages.model.segments import use_segments
+from stages.model.spec import ModelSpec
 from stages.pin.locate import model_directory, verify_files
 from stages.step.batches import refuse_other_tokens, refuse_several_ranks
 from stages.step.offload import make_offload
@@ -62,9 +62,9 @@ def main(
     params = read_params()
     torch.set_num_threads(params.run.cpu_threads or torch.get_num_threads())
     device = training_device()
-    spec = ModelSpec.from_params(params, precision_of(params, verdict))
     if note := use_segments(params.train.expandable_segments, device):
         click.echo(f"note: {note}", err=True)
+    spec = ModelSpec.from_params(params, precision_of(params, verdict))
     predicted = read_json(estimate)
     check_device(device, spec, read_json(verdict), predicted)
     check_offload(params.train.offload_activations, predicted["offloaded_bytes_predicted"], SCRATCH)
