@@ -154,6 +154,20 @@ def join_rows(lengths: Sequence[int] | np.ndarray, total: int, *, pin_memory: bo
     return JoinedRows(lengths=bounds, offsets=offsets, positions_BT=positions_BT)
 
 
+IDLE_TOKENS = 8
+"""Length of the row of a process that has nothing to compute in a turn: the shortest that suits every kernel."""
+
+
+def idle_batch(pad_id: int) -> Batch:
+    """One row of padding without a target: its loss is 0, and it passes through the model with those of the others."""
+    return Batch(
+        input_ids_BT=torch.full((1, IDLE_TOKENS), pad_id, dtype=torch.int64),
+        targets_BT=torch.full((1, IDLE_TOKENS), IGNORED, dtype=torch.int64),
+        supervised_index_N=torch.empty(0, dtype=torch.int64),
+        joined_rows=None,
+    )
+
+
 def read_batch(tokens: TokenRows, micro_batch: MicroBatch, pad_id: int, *, pin_memory: bool = False) -> Batch:
     """The tensors of a planned micro-batch.
 

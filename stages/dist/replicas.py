@@ -1,0 +1,109 @@
+"""Every process holds all weights (train.sharding ddp and zero1): DDP sums the gradients as backward makes them."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
+
+from stages.dist.whole import Parts, Whole
+from stages.dist.world import World
+from stages.errors import UserError
+from stages.step.team import NamedParameters, Result, named_trained
+
+
+class Replicas:
+    """A team (stages.step.team) of equals: same weights, same summed gradients."""
+
+    def __init__(self, model: nn.Module, world: World, device: torch.device, *, owners: bool):
+        """Put `model`, which is on `device`, beside the others.
+
+        Args:
+            model: with the same weights in every process.
+            world: which process this is.
+            device: where it computes.
+            owners: each tensor is updated by one process, which alone holds its optimizer state, and sent to the
+                others (stage 1 of Rajbhandari et al. 2020, arXiv 1910.02054).
+
+        Raises:
+            UserError: there are fewer trained tensors than owners.
+        """
+        self.rank, self.size = world.rank, world.size
+        self._trained = named_trained(model)
+        # Gradients are views into the buffers that are sent: a copy of them all would stay for the whole run.
+        self._ddp = DistributedDataParallel(
+            Whole(model),
+            device_ids=[device.index] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+        self._ddp.register_comm_hook(None, _sum)
+        self._owners = assign_owners([p.numel() for _, p in self._trained], world.size) if owners else None
+        self.mine: nn.Module = model
+        if self._owners is not None:
+            pairs = zip(self._trained, self._owners, strict=True)
+            self.mine = Parts([p for (_, p), owner in pairs if owner == world.rank])
+
+    def run(self, compute: Callable[[nn.Module], Result]) -> Result:
+        """See Team."""
+        return self._ddp(compute)
+
+    def turn(self, *, last: bool) -> AbstractContextManager[object]:
+        """See Team."""
+        return nullcontext() if last else self._ddp.no_sync()
+
+    def trained(self) -> NamedParameters:
+        """See Team."""
+        return self._trained
+
+    def norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
+        """See Team: every process holds all gradients."""
+        return get_total_norm(list(gradients), foreach=foreach)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """See Team."""
+        dist.all_reduce(values)
+        return values
+
+    def finish(self, *, updated: bool) -> None:
+        """See Team."""
+        if updated and self._owners is not None:
+            pairs = zip(self._trained, self._owners, strict=True)
+            sent: list[Any] = [dist.broadcast(p.detach(), src=owner, async_op=True) for (_, p), owner in pairs]
+            for work in sent:
+                work.wait()
+        for _, parameter in self._trained:
+            parameter.grad = None
+
+
+def _sum(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sum gradients over all processes. DDP's own mean would divide what is divided by the step's tokens already."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def assign_owners(sizes: list[int], count: int) -> list[int]:
+    """The process that updates each tensor: the largest first, each to the one that has least so far.
+
+    Whole tensors, so that the update is bit for bit the one of a single process with every optimizer: also of those
+    that scale by blocks (8 bits) or by rows and columns (Adafactor).
+
+    Raises:
+        UserError: there are fewer tensors than processes.
+    """
+    if len(sizes) < count:
+        raise UserError(
+            f"train.sharding: zero1 gives each GPU whole tensors to update; got {len(sizes)} trained tensors for {count} "
+            "GPUs; use ddp"
+        )
+    load = [0] * count
+    owners = [0] * len(sizes)
+    for tensor in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        owner = min(range(count), key=lambda process: (load[process], process))
+        owners[tensor], load[owner] = owner, load[owner] + sizes[tensor]
+    return owners

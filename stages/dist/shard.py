@@ -1,0 +1,74 @@
+"""How the GPUs of a run share its weights: train.sharding."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from stages.dist.replicas import Replicas
+from stages.dist.shards import REPLICATE, SHARD, Shards
+from stages.dist.world import World
+from stages.errors import UserError
+from stages.param_types import Sharding
+from stages.params import Params
+from stages.step.team import Alone, Team
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSpec:
+    """What of sharing is a parameter."""
+
+    mode: Sharding
+    group_gpus: int | None = None
+    """Mode hsdp: GPUs that hold a copy of the weights together; None = those of a node."""
+
+    @classmethod
+    def from_params(cls, params: Params) -> "ShardSpec":
+        """Read train.sharding and train.shard_group_gpus."""
+        return cls(mode=params.train.sharding, group_gpus=params.train.shard_group_gpus)
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether no GPU ever holds all weights: they are then loaded in the host's memory first."""
+        return self.mode in ("zero2", "zero3", "hsdp")
+
+
+def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> Team:
+    """Share a loaded model as asked.
+
+    Args:
+        model: with the same weights in every process; on `device`, or in the host's memory where weights are cut.
+        world: which process this is.
+        spec: how.
+        device: where this process computes.
+
+    Raises:
+        UserError: the processes cannot be divided so.
+    """
+    if world.size == 1:
+        return Alone(model)
+    if not spec.cuts_weights:
+        return Replicas(model, world, device, owners=spec.mode == "zero1")
+    return Shards(
+        model,
+        world,
+        device,
+        _mesh(world, spec, device),
+        reshard=spec.mode != "zero2",
+        # Adapters' gradients are small: they wait for the last micro-batch. All weights' would be the largest of all.
+        sum_every_turn=all(parameter.requires_grad for parameter in model.parameters()),
+    )
+
+
+def _mesh(world: World, spec: ShardSpec, device: torch.device) -> DeviceMesh:
+    """The processes in a row, or in groups that each hold all weights."""
+    if spec.mode != "hsdp":
+        return init_device_mesh(device.type, (world.size,), mesh_dim_names=(SHARD,))
+    group = world.local_size if spec.group_gpus is None else spec.group_gpus
+    if world.size % group or not 1 < group < world.size:
+        raise UserError(
+            f"train.shard_group_gpus: must be a divisor of the GPUs, above 1 and below all; got {group} of {world.size}; "
+            "set it, or use train.sharding=zero3 (one group of all) or ddp (groups of one)"
+        )
+    return init_device_mesh(device.type, (world.size // group, group), mesh_dim_names=(REPLICATE, SHARD))

@@ -1,0 +1,106 @@
+"""Every process holds a part of each weight (train.sharding zero2, zero3 and hsdp), by FSDP2 (fully_shard).
+
+A decoder layer is made whole just before it computes. Optimizers see the local parts as plain tensors: they know
+nothing of the others, so any that updates value by value works.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from stages.dist.whole import Parts, Whole
+from stages.dist.world import World
+from stages.step.team import NamedParameters, Result, named_trained
+
+SHARD, REPLICATE = "shard", "replicate"
+"""Dimensions of the mesh."""
+
+
+class Shards:
+    """A team (stages.step.team) whose members hold a part of each weight."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        device: torch.device,
+        mesh: DeviceMesh,
+        *,
+        reshard: bool,
+        sum_every_turn: bool,
+    ):
+        """Cut the weights of `model`, layer by layer: what is not yet cut may be in the host's memory.
+
+        Args:
+            model: with the same weights in every process.
+            world: which process this is.
+            device: where it computes; each layer is moved there before it is cut.
+            mesh: the processes, with a dimension `SHARD`, and `REPLICATE` where groups of them hold the same.
+            reshard: give a layer's other parts back after its forward, and gather them again for backward.
+            sum_every_turn: keep no more than a part of the gradients between micro-batches, for a sum after each.
+        """
+        self.rank, self.size = world.rank, world.size
+        self._group = mesh.get_group(SHARD)
+        self._sum_every_turn = sum_every_turn
+        self._model = model
+        for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+            fully_shard(layer.to(device), mesh=mesh, reshard_after_forward=reshard)
+        # The root (embedding, last norm, head) stays whole from forward to backward, which begins with it.
+        whole = fully_shard(Whole(model.to(device)), mesh=mesh, reshard_after_forward=False)
+        assert isinstance(whole, FSDPModule)
+        self._whole = whole
+        self._sharded = [module for module in whole.modules() if isinstance(module, FSDPModule)]
+        for module in self._sharded:  # A mean would divide what is divided by the step's tokens already.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self._cut = [(name, parameter) for name, parameter in named_trained(model) if isinstance(parameter, DTensor)]
+        self._parts = [(name, nn.Parameter(cut.detach().to_local())) for name, cut in self._cut]
+        # Of a tensor with fewer rows than there are members, some hold nothing.
+        self.mine: nn.Module = Parts([part for _, part in self._parts if part.numel()])
+
+    def run(self, compute: Callable[[nn.Module], Result]) -> Result:
+        """See Team."""
+        result = self._whole(compute)
+        if not torch.is_grad_enabled():  # No backward will follow, after which weights would be given back.
+            for module in self._sharded:
+                module.reshard()
+        return result
+
+    def turn(self, *, last: bool) -> AbstractContextManager[object]:
+        """See Team."""
+        self._whole.set_requires_gradient_sync(last or self._sum_every_turn)
+        self._whole.set_requires_all_reduce(last)
+        return nullcontext()
+
+    def trained(self) -> NamedParameters:
+        """See Team: gradients are handed on to the parts, so that whoever is done with one frees it."""
+        for (_, cut), (_, part) in zip(self._cut, self._parts, strict=True):
+            if cut.grad is not None:
+                assert isinstance(cut.grad, DTensor)
+                part.grad, cut.grad = cut.grad.to_local(), None
+        return self._parts
+
+    def norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
+        """See Team."""
+        held = list(gradients)
+        squared = get_total_norm(held, foreach=foreach).to(held[0].device, torch.float32).square()
+        dist.all_reduce(squared, group=self._group)
+        return squared.sqrt()
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """See Team."""
+        dist.all_reduce(values)
+        return values
+
+    def finish(self, *, updated: bool) -> None:
+        """See Team: each part is updated where it is."""
+        for _, part in self._parts:
+            part.grad = None

@@ -1,0 +1,97 @@
+"""The processes of a run: one for each GPU, or one alone."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from stages.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Which of the run's processes this one is."""
+
+    rank: int
+    """Of all processes, from 0."""
+    size: int
+    """Processes of the run."""
+    local_rank: int
+    """Of the processes on this node, from 0: its GPU."""
+    local_size: int
+    """Processes on this node."""
+
+    @classmethod
+    def here(cls) -> "World":
+        """As torchrun's environment tells it; a process that torchrun did not start is alone."""
+        if not under_torchrun():
+            return ALONE
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process shows progress and writes the outputs."""
+        return self.rank == 0
+
+
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun's agent started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def check_size(world: World, num_gpus: int) -> None:
+    """Hold the number of processes to the one that was planned for.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    if world.size != num_gpus:
+        raise UserError(
+            f"hardware.num_gpus: must be the number of processes; got {num_gpus} where torchrun started {world.size}; "
+            f"set hardware.num_gpus={world.size}, or start as many processes (python -m stages.train does)"
+        )
+
+
+def check_devices(world: World, device_type: str) -> None:
+    """Refuse more processes on this node than it has GPUs; without any, processes share the CPU.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    if device_type == "cuda" and world.local_size > torch.cuda.device_count():
+        raise UserError(
+            f"hardware.num_gpus: must be at most the GPUs here; got {world.local_size} for "
+            f"{torch.cuda.device_count()}; lower hardware.num_gpus, or start torchrun on several nodes"
+        )
+
+
+@contextmanager
+def joined(world: World, device: torch.device, timeout_seconds: float) -> Iterator[None]:
+    """Join the other processes for the length of the block; alone there is nothing to join.
+
+    Args:
+        world: which process this is.
+        device: where its tensors are: NCCL links GPUs, gloo CPUs.
+        timeout_seconds: after which one that waits for the others gives up.
+    """
+    if world.size == 1:
+        yield
+        return
+    gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if gpu else "gloo",
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if gpu else None,
+    )
+    yield
+    # Not after a fault: taking leave waits for the others, who wait for this one.
+    dist.destroy_process_group()
