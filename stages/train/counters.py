@@ -18,6 +18,11 @@ import torch
 STATM = Path("/proc/self/statm")
 """Linux: pages of the process, in the order size, resident, shared."""
 PAGE_BYTES = mmap.PAGESIZE
+CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+"""Limit and use of memory in a container: cgroup v2, then v1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +33,7 @@ class Held:
     """In live tensors (on a CPU: in live blocks of malloc)."""
     reserved_bytes: int | None
     """What the allocator has from the driver or the system, free blocks included."""
-    retries: int
+    retries: int | None
     """How often, since the process began, cached blocks were given back for want of memory."""
 
 
@@ -41,6 +46,10 @@ class Counters(ABC):
     @abstractmethod
     def read(self) -> Held:
         """What is held now."""
+
+    def left_bytes(self) -> int:
+        """What could still be held beside it: on a CPU, the memory left to the process."""
+        return host_left_bytes()
 
     def pinned_bytes(self) -> int | None:
         """Page-locked memory of the host, what is kept for later use included; None where there is none to count."""
@@ -66,6 +75,12 @@ class CudaCounters(Counters):
             reserved_bytes=counts["reserved_bytes"]["all"]["current"],
             retries=counts["num_alloc_retries"],
         )
+
+    def left_bytes(self) -> int:
+        """What the driver has left, and what is reserved and free."""
+        held = self.read()
+        assert held.held_bytes is not None and held.reserved_bytes is not None
+        return torch.cuda.mem_get_info(self._device)[0] + held.reserved_bytes - held.held_bytes
 
     def pinned_bytes(self) -> int | None:
         """Page-locked memory of the host."""
@@ -110,7 +125,7 @@ class MallocCounters(Counters):
         """What is held now: blocks on heaps, and blocks large enough to be mapped by themselves."""
         counts = self._mallinfo2()
         mapped = counts.hblkhd
-        return Held(held_bytes=counts.uordblks + mapped, reserved_bytes=counts.arena + mapped, retries=0)
+        return Held(held_bytes=counts.uordblks + mapped, reserved_bytes=counts.arena + mapped, retries=None)
 
 
 class NoCounters(Counters):
@@ -120,7 +135,7 @@ class NoCounters(Counters):
 
     def read(self) -> Held:
         """Nothing is known."""
-        return Held(held_bytes=None, reserved_bytes=None, retries=0)
+        return Held(held_bytes=None, reserved_bytes=None, retries=None)
 
 
 def make_counters(device: torch.device) -> Counters:
@@ -151,3 +166,12 @@ class Resident:
         with open(STATM, "rb", buffering=0) as file:
             _, resident, shared = map(int, file.read().split()[:3])
         return resident * PAGE_BYTES, (resident - shared) * PAGE_BYTES
+
+
+def host_left_bytes() -> int:
+    """Memory that processes can still take here: of the machine, or of the container if that has less."""
+    left = psutil.virtual_memory().available
+    for limit, used in CGROUPS:
+        if limit.exists() and (most := limit.read_text().strip()).isdigit():
+            left = min(left, max(0, int(most) - int(used.read_text())))
+    return left

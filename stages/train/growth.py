@@ -32,7 +32,7 @@ HELD, PEAK, RESERVED, ANONYMOUS, RESIDENT = (
     "rss_bytes",
 )
 SHAPES = ("largest_micro_batch_tokens", "tokens", "longest_row")
-"""Of the batches. A step's tokens count where those of its largest micro-batch, which decide its peak, are not known."""
+"""Of the batches. A step's tokens count where those of its largest micro-batch, which decide the peak, are unknown."""
 SURE = 0.9995
 """Confidence of a cause. A run is looked at many times in several series: see the false alarms in the tests."""
 WARM_UP_SHARE = 0.25
@@ -46,9 +46,11 @@ FRAGMENT_BYTES, FRAGMENT_SHARE = 20 * MIB, 0.05
 FALLS_SHARE = 0.25
 """Of its rises: what CUDA's allocator has reserved it seldom gives back, so what falls more often is something else."""
 RECORD_SHARE = 0.01
-"""A batch is a new longest one if it is longer by more than this."""
+"""A batch is a new longest one if it is longer by more than this …"""
+LONG_SHARE = 0.95
+"""… and among the longest if it has so much of the longest before it."""
 EXPLAINED_SHARE = 0.8
-"""Of the growth that must come with new longest batches."""
+"""Of the growth that must come with batches among the longest."""
 SETTLED_SHARE = 0.2
 """Of the growth: a plateau has less in its second half."""
 LEAST_STEPS = 12
@@ -139,6 +141,15 @@ def _records(series: _Series) -> np.ndarray:
     return found
 
 
+def _longest(series: _Series) -> np.ndarray:
+    """Whether each point's batch is a new longest one, or among the longest in every shape that varies."""
+    varying = [shape for shape in series.shapes if shape.min() < shape.max()]
+    if not varying:
+        return np.zeros(len(series.steps), dtype=bool)
+    near = [shape >= LONG_SHARE * np.maximum.accumulate(shape) for shape in varying]
+    return _records(series) | np.logical_and.reduce(near)
+
+
 def _leak(rows: Rows) -> Growth | None:
     """Steady growth at equal shape: of what is held, else of the peaks, else of the process."""
     for name in (HELD, PEAK, ANONYMOUS, RESIDENT):
@@ -191,7 +202,7 @@ def _fragmentation(rows: Rows) -> Growth | None:
 
 
 def _length(rows: Rows) -> Growth | None:
-    """Growth that comes with new longest batches."""
+    """Growth that comes with batches longer than those before."""
     series = next((s for name in (PEAK, RESERVED, ANONYMOUS, RESIDENT, HELD) if (s := _series(rows, name))), None)
     if series is None or not series.shapes:
         return None
@@ -200,10 +211,10 @@ def _length(rows: Rows) -> Growth | None:
     growth = float(rises.sum())
     if growth < max(GROWTH_BYTES, GROWTH_SHARE * float(highest[0])):
         return None
-    longest = _records(series)[1:]
+    longest = _longest(series)[1:]
     if rises[longest].sum() < EXPLAINED_SHARE * growth:
         return None
-    # A rise that matters: else noise below a new record would count as much as a jump.
+    # A rise that matters: else noise would count as much as a jump.
     jumps = rises > growth / len(rises) / 2
     met = meet_confidence(int((jumps & longest).sum()), int(jumps.sum()), int(longest.sum()), len(rises))
     together = max(ranks_agree(series.values, shape) for shape in series.shapes)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from stages.step.optim import trained_parameters
+from stages.train.growth import Growth, classify
 from stages.train.loop import TrainResult
 from stages.train.measure import LOAD, Measured
 from stages.units import GIB
@@ -40,5 +41,16 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
         "peak_reserved_bytes": measured.peak_reserved_bytes,
         "peak_measured_how": measured.how,
         "memory_by_phase": result.memory_by_phase,
+        "growth": growth_figures(classify(curves)[0]),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }
+
+
+def growth_figures(growth: Growth) -> dict[str, Any]:
+    """What memory did over the run, and how sure its cause is."""
+    return {
+        "cause": growth.cause,
+        "series": growth.series,
+        "slope_bytes_per_step": growth.slope_bytes_per_step,
+        "confidence": growth.confidence,
     }

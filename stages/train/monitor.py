@@ -1,13 +1,15 @@
 """Memory as it moves while a run goes on: after every phase, and a row of the curves after every step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from stages.train.counters import Resident, make_counters
+from stages.train.counters import Resident, host_left_bytes, make_counters
+from stages.train.growth import ANONYMOUS, RESIDENT, Rows
+from stages.train.growth_advice import GrowthWatch, growth_line
 from stages.train.measure import Meter
 from stages.units import readable_size
 
@@ -31,13 +33,13 @@ class PhaseMemory:
     reserved_bytes: int | None = None
     unused_bytes: int | None = None
     """Reserved and not held."""
-    alloc_retries: int = 0
-    """In all ends of the phase together."""
+    alloc_retries: int | None = None
+    """Since the phase before, all of them together."""
     rss_bytes: int = 0
 
 
 class Monitor:
-    """Watches one run. It keeps a few figures a phase; what it says of steps is in their rows alone."""
+    """Watches one run. It keeps a few figures a phase; what it knows of steps is in their rows alone."""
 
     def __init__(self, device: torch.device, meter: Meter):
         """Watch a run on `device` whose peaks `meter` measures."""
@@ -46,11 +48,7 @@ class Monitor:
         self._resident = Resident()
         self._phases: dict[str, PhaseMemory] = {}
         self._retries_at_phase = self._retries_at_step = self._counters.read().retries
-
-    @property
-    def how(self) -> str:
-        """What counts what is held, for people."""
-        return self._counters.how
+        self._growth = GrowthWatch()
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """The step's Phase hook: measured by the meter, then looked at as it ends."""
@@ -69,7 +67,8 @@ class Monitor:
         if held.reserved_bytes is not None and held.held_bytes is not None:
             known.reserved_bytes = max(known.reserved_bytes or 0, held.reserved_bytes)
             known.unused_bytes = max(known.unused_bytes or 0, held.reserved_bytes - held.held_bytes)
-        known.alloc_retries += held.retries - self._retries_at_phase
+        if held.retries is not None:
+            known.alloc_retries = (known.alloc_retries or 0) + _since(self._retries_at_phase, held.retries)
         self._retries_at_phase = held.retries
         known.rss_bytes = max(known.rss_bytes, self._resident.read()[0])
 
@@ -77,7 +76,8 @@ class Monitor:
         """What the curves say of memory at the end of a step; call once a step, after the meter's window."""
         held = self._counters.read()
         rss, anonymous = self._resident.read()
-        retries, self._retries_at_step = held.retries - self._retries_at_step, held.retries
+        retries = None if held.retries is None else _since(self._retries_at_step, held.retries)
+        self._retries_at_step = held.retries
         return {
             "allocated_bytes": self._meter.peak_bytes_of_step(),
             "held_bytes": held.held_bytes,
@@ -88,9 +88,23 @@ class Monitor:
             "pinned_bytes": self._counters.pinned_bytes(),
         }
 
+    def tell_growth(self, curves: Rows, say: Callable[[str], object]) -> None:
+        """Say why memory grows, each cause once, when it is sure; looks at the rows now and then only."""
+        for growth in self._growth.look(curves):
+            say(f"warning: {growth_line(growth, curves, self._left_bytes)}")
+
+    def _left_bytes(self, series: str) -> int:
+        """Memory that a series can still grow into."""
+        return host_left_bytes() if series in (ANONYMOUS, RESIDENT) else self._counters.left_bytes()
+
     def by_phase(self) -> dict[str, dict[str, int | None]]:
         """The most seen at the ends of each phase, for the metrics."""
         return {name: asdict(memory) for name, memory in self._phases.items()}
+
+
+def _since(before: int | None, now: int) -> int:
+    """How far a count has come."""
+    return now - (before or 0)
 
 
 def memory_text(row: dict[str, Any]) -> str:

@@ -19,7 +19,9 @@ LEAST_POINTS = 3 * BLOCKS
 WALK_WIDENING = math.sqrt(1.5)
 """Of a random walk, levels of neighbouring stretches share part of their path: their differences correlate by 1/4."""
 STEADY_SHARE = 2 / 3
-"""Of the mean growth that the last third must still have: a filling cache has less."""
+"""Of the mean growth that the last third must still have: a filling cache has less …"""
+SLOWING_SHARE, SLOWING_ERRORS = 0.9, 1.5
+"""… and of the first third's, where it falls short of it by more standard errors than chance alone would often do."""
 MOVES_WITH_TIME = 0.5
 """Correlation of lengths and time above which one cannot be told from the other."""
 SUREST = 0.999999
@@ -48,7 +50,10 @@ def steady_trend(steps: np.ndarray, values: np.ndarray) -> Trend:
     times, levels = block_levels(steps, values)
     slopes = np.diff(levels) / np.diff(times)
     mean, scatter = float(slopes.mean()), float(slopes.std(ddof=1)) * WALK_WIDENING
-    last = float(slopes[-(len(slopes) // 3) :].mean())
+    third = len(slopes) // 3
+    first, last = float(slopes[:third].mean()), float(slopes[-third:].mean())
+    error = float(slopes.std(ddof=1)) * math.sqrt(2 / third)
+    slowing = last < SLOWING_SHARE * first and first - last > SLOWING_ERRORS * error
     if scatter > 0:
         surely = 1 - t_tail(mean / scatter * math.sqrt(len(slopes)), len(slopes) - 1)
     else:
@@ -57,7 +62,7 @@ def steady_trend(steps: np.ndarray, values: np.ndarray) -> Trend:
         slope_per_step=float(np.median(slopes)),
         growth=mean * float(steps[-1] - steps[0]),
         confidence=min(surely, SUREST),
-        steady=mean > 0 and last >= STEADY_SHARE * mean,
+        steady=mean > 0 and last >= STEADY_SHARE * mean and not slowing,
     )
 
 

@@ -1,0 +1,108 @@
+"""What growth means and what to do, in one line; and when a run is looked at for it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stages.train.growth import HELD, PEAK, RESERVED, SHAPES, Cause, Growth, Rows, classify
+from stages.units import readable_size
+
+FIRST_LOOK_STEPS, NEXT_LOOK = 48, 1.5
+"""A run is looked at after so many steps, then whenever it is so many times as long: a bounded cost a step, and few
+chances of a false alarm."""
+
+REMEDIES: Mapping[Cause, str] = {
+    "fragmentation": "`dvc exp run -S train.expandable_segments=true` lets segments grow; where it is true already, "
+    "`-S bucket.mode=packed -S bucket.constant_shape=true` makes all batches of one shape",
+    "plateau": "nothing to do: it has settled",
+    "flat": "nothing to do",
+    "unclear": "no cause is sure; look again after more steps",
+    "too_short": "a curve of more steps tells more",
+}
+"""What helps, where no figure is needed to say it."""
+
+
+class GrowthWatch:
+    """Looks at the rows of a run now and then, and tells each cause once."""
+
+    def __init__(self) -> None:
+        """Nothing told yet. What a resumed run has rows of is told again, to whoever reads it now."""
+        self._told: set[Cause] = set()
+        self._next_look = FIRST_LOOK_STEPS
+
+    def look(self, rows: Rows) -> list[Growth]:
+        """Causes of growth not told before, if it is time to look."""
+        if len(rows) < self._next_look:
+            return []
+        while self._next_look <= len(rows):
+            self._next_look = round(self._next_look * NEXT_LOOK)
+        found = [one for one in classify(rows) if one.cause in ("leak", "fragmentation", "length")]
+        new = [one for one in found if one.cause not in self._told]
+        self._told.update(one.cause for one in new)
+        return new
+
+
+def growth_line(growth: Growth, rows: Rows, left_bytes: Callable[[str], int | None]) -> str:
+    """Cause, figures, confidence and remedy.
+
+    Args:
+        growth: what was found.
+        rows: in which it was found.
+        left_bytes: memory that a series can still grow into, by its column; None where that is not known.
+    """
+    if growth.series is None:
+        return f"{growth.cause.replace('_', ' ')}: {len(rows)} steps with memory; {REMEDIES[growth.cause]}"
+    figures = (
+        f"{growth.cause}: {_meaning(growth)} {readable_size(max(0, round(growth.slope_bytes_per_step)))} a step, "
+        f"{readable_size(max(0, growth.growth_bytes))} over steps {growth.first_step}-{growth.last_step}"
+    )
+    if growth.confidence is not None:
+        figures += f", confidence {100 * growth.confidence:.4g} %"
+    if growth.cause == "leak":
+        return f"{figures}{_end(growth, left_bytes(growth.series))}; {_leak_remedy(growth.series)}"
+    if growth.cause == "length":
+        return f"{figures}; {_length_remedy(rows)}"
+    return f"{figures}; {REMEDIES[growth.cause]}"
+
+
+def _meaning(growth: Growth) -> str:
+    """The series and how it moves."""
+    if growth.cause == "fragmentation":
+        return "what is reserved beyond the most that tensors took grows by"
+    if growth.cause == "length":
+        return f"{growth.series} grows as batches get longer, by"
+    if growth.cause == "leak":
+        shape = "at equal batch shape" if growth.at_equal_shape else "(batch shapes unknown)"
+        return f"{growth.series} grows steadily {shape} by"
+    return f"{growth.series} grows by"
+
+
+def _end(growth: Growth, left_bytes: int | None) -> str:
+    """When memory will be spent."""
+    if left_bytes is None or growth.slope_bytes_per_step <= 0:
+        return ""
+    steps = int(max(0, left_bytes) / growth.slope_bytes_per_step)
+    return f"; the {readable_size(max(0, left_bytes))} left are spent about step {growth.last_step + steps}"
+
+
+def _leak_remedy(series: str) -> str:
+    """A leak is a fault of code: what to leave out to find it."""
+    if series in (HELD, PEAK, RESERVED):
+        tried = (
+            "`dvc exp run -S train.optimizer=adamw -S train.attention=sdpa` leaves out kernels that are not PyTorch's"
+        )
+    else:
+        tried = "`dvc exp run -S run.loader_threads=0` leaves out the threads that read ahead"
+    return f"steps keep nothing by design, so code keeps it that should not: {tried}"
+
+
+def _length_remedy(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Smaller batches, the largest first."""
+    for shape, parameter in zip(SHAPES, ("bucket.max_tokens", "bucket.max_tokens", "data.max_length"), strict=True):
+        known = [row[shape] for row in rows if row.get(shape) is not None]
+        if known:
+            longest = int(max(known))
+            return (
+                f"`dvc exp run -S bucket.mode=bucketed -S {parameter}={longest}` takes the largest batch first: "
+                f"memory is flat from then on; fewer than {longest} tokens lower it"
+            )
+    raise AssertionError("growth by length is never found without lengths")
