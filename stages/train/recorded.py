@@ -102,7 +102,7 @@ def _number(place: str, cell: str) -> float:
     return value
 
 
-def explain(path: Path, left_gib: float | None) -> list[str]:
+def explained(path: Path, left_gib: float | None) -> list[str]:
     """One line for each cause of growth in a recorded curve.
 
     Args:
