@@ -17,6 +17,11 @@ class UserError(Exception):
     The message is one line: the dotted parameter or file:line, the rule, the value got, the remedy.
     """
 
+    def __init__(self, message: str, *details: str):
+        """Say `message`, and below it a few lines where one cannot hold what the user needs."""
+        super().__init__(message)
+        self.details = details
+
 
 class StageCommand(click.Command):
     """A click command that ends a `UserError` as one line on standard error and exit code 1."""
@@ -31,4 +36,6 @@ class StageCommand(click.Command):
             return super().invoke(ctx)
         except UserError as error:
             click.echo(f"error: {' '.join(str(error).split())}", err=True)
+            for line in error.details:
+                click.echo(f"  {line}", err=True)
             sys.exit(1)

@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from stages.bucket.plan import MicroBatch, Plan
+from stages.bucket.smaller import cut_smaller
 from stages.step.batches import Batch, read_batch
 from stages.step.tokens import TokenRows
 
@@ -21,6 +22,7 @@ def load(
     pad_id: int,
     pin_memory: bool = False,
     threads: int = 0,
+    most_tokens: int | None = None,
 ) -> Generator[Batch]:
     """The batches of one rank from a step on, in the plan's order.
 
@@ -36,20 +38,24 @@ def load(
         pad_id: token in the padding.
         pin_memory: make batches in page-locked memory.
         threads: threads that read ahead.
+        most_tokens: where given, micro-batches of more padded tokens are cut smaller than planned.
 
     Raises:
         UserError: the plan was made for other tokens, or the tokens are damaged.
     """
-    planned = _planned(plan, start_step, rank)
+    planned = _planned(tokens, plan, start_step, rank, most_tokens)
     if threads:
         return _read_ahead(tokens, planned, pad_id, pin_memory, threads)
     return (read_batch(tokens, micro_batch, pad_id, pin_memory=pin_memory) for micro_batch in planned)
 
 
-def _planned(plan: Plan, start_step: int, rank: int) -> Iterator[MicroBatch]:
+def _planned(
+    tokens: TokenRows, plan: Plan, start_step: int, rank: int, most_tokens: int | None
+) -> Iterator[MicroBatch]:
     """The micro-batches of a rank from a step on, without those that hold no row."""
     for step in range(start_step, len(plan.steps)):
-        yield from (one for one in plan.steps[step] if one.rank == rank and len(one.rows))
+        own = [one for one in plan.steps[step] if one.rank == rank and len(one.rows)]
+        yield from own if most_tokens is None else cut_smaller(own, most_tokens, tokens.lengths, tokens.supervised)
 
 
 def _read_ahead(

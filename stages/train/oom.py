@@ -1,0 +1,219 @@
+"""Where memory ended: which exceptions say so, and what was seen at that instant, as plain numbers.
+
+An exception holds the frames it passed, and with them every tensor of the step. What is kept here holds none, so that
+the memory is free again once the exception is gone.
+"""
+
+import errno
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stages.bucket.plan import MicroBatch
+from stages.model.quantize import quantisation_tensors
+from stages.step.step import Phase
+from stages.train.counters import make_counters
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+READING = "reading"
+"""Between phases: a batch is made, or copied to the device."""
+SAYINGS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+"""Of exceptions without a type of their own: PyTorch's CPU allocator, and libraries beside CUDA's allocator."""
+SIZES = {"bytes": 1, "byte": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+MOST_SEGMENTS, MOST_BLOCKS = 64, 64
+"""In a snapshot: the largest segments, and of each the largest blocks."""
+STATUS = ("VmPeak", "VmSize", "VmHWM", "VmRSS", "RssAnon", "RssFile", "VmData", "VmSwap")
+"""Lines of Linux's /proc/self/status."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory has ended, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in SAYINGS)
+
+
+def asked_bytes(message: str) -> int | None:
+    """What was asked for when memory ended, where the allocator says it."""
+    found = re.search(r"allocate:? ([0-9.]+) ?(bytes?|[KMGT]iB)\b", message)
+    return None if found is None else int(float(found[1]) * SIZES[found[2]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Memory ended: where, and what was there."""
+
+    message: str
+    """What the allocator said, in one line."""
+    asked_bytes: int | None
+    """What it could not give."""
+    phase: str
+    """`load`, `reading`, a phase of the step, `held-out loss` or `save`."""
+    step: int | None
+    """The optimizer step, from 0; None where none was begun."""
+    number: int | None
+    """The micro-batch in work, from 0; None where none was."""
+    micro_batches: int
+    """Of that step."""
+    rows: int
+    padded_tokens: int
+    length: int
+    """Of that micro-batch: rows, tokens with padding, tokens of each row (or of all, joined)."""
+    joined: bool
+    held_bytes: int | None
+    """Tensors (on a CPU: what the process took since the run began); None where nothing counts it."""
+    reserved_bytes: int | None
+    by_category: Mapping[str, int]
+    """Bytes of weights, gradients and optimizer; what else is held, is the rest."""
+    free_bytes: int | None
+    """Of the device."""
+    total_bytes: int | None
+    updates_begun: bool
+    """Weights may be changed: the update was under way, or is made in backward."""
+    snapshot: Mapping[str, Any]
+    """More, for the file: see `snapshot_of`."""
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether smaller micro-batches can help: it was one's own memory, and no weight was changed yet."""
+        return self.phase in (FORWARD, BACKWARD) and self.rows > 1 and not self.updates_begun
+
+
+class Whereabouts:
+    """What a run is doing. Keeps the model and its optimizer, to see what they hold when memory ends."""
+
+    def __init__(self, device: torch.device, *, updates_in_backward: bool):
+        """Begin before the model is loaded: what is held now is not the run's."""
+        self._device, self._counters = device, make_counters(device)
+        self._updates_in_backward = updates_in_backward
+        self._held_before = self._counters.read().held_bytes
+        self.phase_name = READING
+        self.step: int | None = None
+        self._number: int | None = None
+        self._micro_batches: Sequence[MicroBatch] = ()
+        self._model: nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def holds(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """The model is loaded."""
+        self._model, self._optimizer = model, optimizer
+
+    def begin_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """A step begins, or begins again."""
+        self.step, self._micro_batches, self._number = step, micro_batches, None
+
+    def watching(self, phase: Phase) -> Phase:
+        """The step's Phase hook that also tells here what runs."""
+
+        @contextmanager
+        def watched(name: str) -> Iterator[None]:
+            if name == FORWARD:
+                self._number = 0 if self._number is None else self._number + 1
+            with self.inside(name), phase(name):
+                yield
+
+        return watched
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """A named part of the run; where it ends by an exception, that is where the run is."""
+        self.phase_name = name
+        yield
+        self.phase_name = READING
+
+    def failure(self, error: BaseException) -> Failure:
+        """What is there now; call while the exception is handled."""
+        held = self._counters.read()
+        cuda = self._device.type == "cuda"
+        free, total = torch.cuda.mem_get_info(self._device) if cuda else (None, None)
+        one = None if self._number is None else self._micro_batches[self._number]
+        message = " ".join(str(error).split()) or type(error).__name__
+        since = None if held.held_bytes is None else held.held_bytes - (self._held_before or 0)
+        return Failure(
+            message=message,
+            asked_bytes=asked_bytes(message),
+            phase=self.phase_name,
+            step=self.step,
+            number=self._number,
+            micro_batches=len(self._micro_batches),
+            rows=0 if one is None else len(one.rows),
+            padded_tokens=0 if one is None else one.padded_tokens,
+            length=0 if one is None else one.length,
+            joined=one is not None and one.flat,
+            held_bytes=since,
+            reserved_bytes=held.reserved_bytes if cuda else None,
+            by_category=self._by_category(),
+            free_bytes=free,
+            total_bytes=total,
+            updates_begun=self.phase_name == OPTIMIZER or (self._updates_in_backward and self.phase_name == BACKWARD),
+            snapshot=snapshot_of(self._device),
+        )
+
+    def _by_category(self) -> dict[str, int]:
+        """Bytes that lie on the device, by what holds them."""
+        if self._model is None or self._optimizer is None:
+            return {}
+        parameters = list(self._model.parameters())
+        states = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        held = {
+            "weights": [*parameters, *self._model.buffers(), *quantisation_tensors(self._model)],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer": states,
+        }
+        return {name: self._bytes_of(tensors) for name, tensors in held.items()}
+
+    def _bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of the storages of tensors, each counted once."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if self._is_here(t)}
+        return sum(storages.values())
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._device.type
+
+
+def snapshot_of(device: torch.device) -> dict[str, Any]:
+    """Memory in detail, bounded in size: the allocator's largest segments on a GPU, the system's counts on a CPU."""
+    if device.type != "cuda":
+        return {"process_status": _process_status()}
+    segments = sorted(torch.cuda.memory_snapshot(), key=lambda segment: -segment["total_size"])
+    return {
+        "segments": [_segment(segment) for segment in segments[:MOST_SEGMENTS]],
+        "segments_left_out": max(0, len(segments) - MOST_SEGMENTS),
+    }
+
+
+def _segment(segment: Mapping[str, Any]) -> dict[str, Any]:
+    """One segment with its largest blocks."""
+    blocks = sorted(segment["blocks"], key=lambda block: -block["size"])
+    return {
+        "bytes": segment["total_size"],
+        "allocated_bytes": segment["allocated_size"],
+        "kind": segment["segment_type"],
+        "expandable": segment.get("is_expandable", False),
+        "blocks": [{"bytes": block["size"], "state": block["state"]} for block in blocks[:MOST_BLOCKS]],
+        "blocks_left_out": max(0, len(blocks) - MOST_BLOCKS),
+    }
+
+
+def _process_status() -> dict[str, int] | None:
+    """Bytes by name, as Linux tells them; None elsewhere."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            lines = [line.split() for line in file]
+    except FileNotFoundError:
+        return None
+    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[0].rstrip(":") in STATUS}

@@ -1,0 +1,141 @@
+"""What the user is told when memory has ended: where, predicted beside measured, and what would fit."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.errors import UserError
+from stages.files import write_json
+from stages.train.oom import READING, Failure
+from stages.units import GIB, readable_size
+
+MOST_CATEGORIES = 4
+MOST_COMMANDS = 3
+WHAT_FITS = "python -m stages.estimate --what-fits --gpu"
+SPLIT = "dvc exp run -S run.oom_recovery=split"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What stage estimate wrote. It is looked at when memory has ended, and decides no result."""
+
+    metrics: Mapping[str, Any]
+    """metrics/estimate.json."""
+    breakdown: Mapping[str, Mapping[str, int]]
+    """breakdown.json: bytes by category, by phase; empty where the file is not there."""
+    advice: Mapping[str, Any]
+    """advice.json; empty where the file is not there."""
+
+
+def read_forecast(metrics: Mapping[str, Any], directory: Path) -> Forecast:
+    """What `directory` (data/estimate) holds."""
+    found: list[dict[str, Any]] = []
+    for name in ("breakdown.json", "advice.json"):
+        path = directory / name
+        found.append(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
+    return Forecast(metrics=metrics, breakdown=found[0], advice=found[1])
+
+
+def out_of_memory(
+    failure: Failure, forecast: Forecast, *, device: str, split: bool, record: Path, kept: Callable[[], str]
+) -> UserError:
+    """The fault that ends the run; all that is known is also written to `record`.
+
+    Args:
+        failure: where memory ended.
+        forecast: of the run.
+        device: its name.
+        split: whether steps are already cut smaller.
+        record: a JSON file.
+        kept: tells what there is to go on from.
+    """
+    commands = would_fit(failure, forecast)
+    offered = [] if split or not failure.can_be_cut else [f"or let steps be cut smaller when memory ends: {SPLIT}"]
+    kept_line = kept()
+    lines = [
+        *_predicted(failure, forecast),
+        _measured(failure),
+        *commands,
+        *offered,
+        kept_line,
+        _recorded(record, {"failure": asdict(failure), "predicted": _by_phase(failure, forecast), "told": commands}),
+    ]
+    return UserError(f"bucket.max_tokens: {_where(failure, device)}; lower it, or change the run as below", *lines)
+
+
+def would_fit(failure: Failure, forecast: Forecast) -> list[str]:
+    """Lines with the cheapest changes that are predicted to fit, or with how to find some."""
+    advised = forecast.advice.get("remedies", [])
+    if not advised and failure.held_bytes is not None and failure.phase != "load":
+        # What was there when memory ended is what a change has to do with; those that change least come first.
+        changes = forecast.advice.get("single_changes", [])
+        advised = [change for change in changes if change["peak_bytes"] <= failure.held_bytes]
+    lines = [f"would fit: {one['command']} ({readable_size(one['peak_bytes'])})" for one in advised[:MOST_COMMANDS]]
+    if not lines and failure.held_bytes:
+        lines = [f"what would fit is told by: {WHAT_FITS} {failure.held_bytes / GIB:.2f}GiB"]
+    return lines or [f"what would fit is told by: {WHAT_FITS} and the size of the device"]
+
+
+def _where(failure: Failure, device: str) -> str:
+    """What the run was doing."""
+    asked = "" if failure.asked_bytes is None else f", where {readable_size(failure.asked_bytes)} more were asked for"
+    doing = f"in {failure.phase}" if failure.phase != READING else "where a batch was read"
+    if failure.step is None:
+        return f"memory of {device} ended {doing}{asked}"
+    place = f"{doing} of optimizer step {failure.step}"
+    if failure.number is not None:
+        size = (
+            f"{failure.rows} rows joined to {failure.length}"
+            if failure.joined
+            else f"{failure.rows} x {failure.length}"
+        )
+        place += f", micro-batch {failure.number} of {failure.micro_batches} ({size} tokens)"
+    return f"memory of {device} ended {place}{asked}"
+
+
+def _by_phase(failure: Failure, forecast: Forecast) -> Mapping[str, int]:
+    """Predicted bytes by category in the phase that failed; of the highest one where the phase is no predicted one."""
+    return forecast.breakdown.get(failure.phase) or forecast.breakdown.get("peak") or {}
+
+
+def _predicted(failure: Failure, forecast: Forecast) -> list[str]:
+    """The line of what was predicted; none where nothing is known."""
+    by_category = _by_phase(failure, forecast)
+    if not by_category:
+        return []
+    metrics = forecast.metrics
+    phase = failure.phase if failure.phase in forecast.breakdown else metrics["worst_phase"]
+    device = f"{metrics['gpu']} of {metrics['capacity_gib']:g} GiB"
+    total = readable_size(sum(by_category.values()))
+    return [f"predicted: {total} of tensors at most in {phase} ({_listed(by_category)}), for {device}"]
+
+
+def _measured(failure: Failure) -> str:
+    """The line of what was there."""
+    if failure.held_bytes is None:
+        return "measured: nothing counts memory on this system"
+    rest = failure.held_bytes - sum(failure.by_category.values())
+    by_category = {**failure.by_category, "activations and all else": max(rest, 0)}
+    reserved = "" if failure.reserved_bytes is None else f"; {readable_size(failure.reserved_bytes)} reserved"
+    free = ""
+    if failure.free_bytes is not None and failure.total_bytes is not None:
+        free = f"; {readable_size(failure.free_bytes)} of {readable_size(failure.total_bytes)} free on the device"
+    return f"measured: {readable_size(failure.held_bytes)} ({_listed(by_category)}){reserved}{free}"
+
+
+def _listed(by_category: Mapping[str, int]) -> str:
+    """The largest categories, largest first."""
+    by_size = sorted(by_category.items(), key=lambda item: (-item[1], item[0]))
+    shown: Sequence[tuple[str, int]] = [(name, size) for name, size in by_size if size][:MOST_CATEGORIES]
+    return ", ".join(f"{name} {readable_size(size)}" for name, size in shown)
+
+
+def _recorded(record: Path, content: Mapping[str, Any]) -> str:
+    """Write the file, and say where it is; a disk that refuses it must not hide that memory ended."""
+    try:
+        write_json(record, content)
+    except UserError as error:
+        return f"no details were written: {error}"
+    return f"details: {record}"
