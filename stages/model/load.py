@@ -10,8 +10,10 @@ from safetensors import SafetensorError
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.models.auto.auto_factory import _get_model_class
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from stages.errors import UserError
@@ -22,6 +24,7 @@ from stages.model.loading_threads import loading_threads
 from stages.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta
 from stages.model.spec import ModelSpec, WeightsSpec
 from stages.model.start import start_from_weights
+from stages.model.tensor_files import model_tensors
 
 # Each scales or bends the logits after the head; the step below the head would miss it.
 UNSUPPORTED_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap")
@@ -153,7 +156,7 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
 def load_base(
     directory: Path, spec: WeightsSpec, device: torch.device, attention: str | None = None
 ) -> PreTrainedModel:
-    """The base alone, with real weights in memory of its own (no page of the file stays mapped).
+    """The base alone, with real weights, read one at a time: each is converted and packed before the next is read.
 
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
@@ -164,14 +167,14 @@ def load_base(
     with warnings.catch_warnings(), loading_threads(device):
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(directory),
-                config=config,
+            kind, own_config = _causal_kind(config)
+            loaded: Any = kind.from_pretrained(
+                None,
+                state_dict=model_tensors(directory),
+                config=own_config,
                 dtype=spec.dtype,
                 attn_implementation=attention or training_attention(config),
                 device_map={"": device},
-                local_files_only=True,
-                use_safetensors=True,
                 output_loading_info=True,
                 **quantized,
             )
@@ -187,9 +190,25 @@ def load_base(
                 f"model.name: {directory}: {len(info[fault])} {fault.replace('_', ' ')}, "
                 f"first {sorted(info[fault])[0]}; the weights do not belong to config.json"
             )
+    model.generation_config = _generation_config(directory)
     keep_trainable_on_cpu(model)
-    _own_memory(model)
     return model
+
+
+def _causal_kind(config: PretrainedConfig) -> tuple[Any, PretrainedConfig]:
+    """The class of a causal model and the config it takes: of a model that also sees, the part for text."""
+    kind = _get_model_class(config, AutoModelForCausalLM._model_mapping)
+    text = config.sub_configs.get("text_config")
+    return kind, config.get_text_config() if text is not None and kind.config_class == text else config
+
+
+def _generation_config(directory: Path) -> GenerationConfig:
+    """How the model's makers generate with it: from their file, or what config.json says of it."""
+    if (directory / GENERATION_CONFIG_NAME).is_file():
+        return GenerationConfig.from_pretrained(str(directory), local_files_only=True)
+    return GenerationConfig.from_pretrained(
+        str(directory), config_file_name=CONFIG_NAME, local_files_only=True, _from_model_config=True
+    )
 
 
 def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
@@ -220,17 +239,6 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
     keep_trainable_on_cpu(adapted)
     _materialize(adapted, device)
     return adapted.train()
-
-
-def _own_memory(model: nn.Module) -> None:
-    """Copy CPU tensors out of the mapped weight file, keeping ties, so that memory is the allocator's to count."""
-    owned: dict[int, torch.Tensor] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device.type == "cpu" and id(tensor) not in owned:
-            tensor.data = tensor.data.clone()
-            if getattr(tensor, "CB", None) is not None:  # An 8-bit parameter names its own data twice.
-                tensor.CB = tensor.data  # type: ignore[attr-defined]
-            owned[id(tensor)] = tensor
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A model with its adapters merged: read and written file by file, so that one shard is in memory at a time.
+"""A model with its adapters merged: read and written tensor by tensor, so that one weight is in memory at a time.
 
 Shape legend: a weight is N × K; adapters of rank R are A (R × K) and B (N × R).
 """
@@ -11,8 +11,7 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers import initialization as init
 
@@ -22,6 +21,7 @@ from stages.model.load import read_config
 from stages.model.quantize import INT8_LARGEST, quantisation, quantize_on_meta
 from stages.model.spec import WeightsSpec
 from stages.model.start import PEFT_PREFIX
+from stages.model.tensor_files import StoredTensor, TensorForm, stored_tensors, write_tensors
 
 SUFFIX = ".safetensors"
 MERGED = "merged"
@@ -52,19 +52,20 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
         if not name.endswith(SUFFIX):
             shutil.copyfile(base / name, out / name)
             continue
-        merged: dict[str, torch.Tensor] = {}
-        with safe_open(base / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (a reader, no mapping)
-                layer = key.removesuffix(".weight")
-                stored = file.get_tensor(key)
-                merged[key] = stored
-                if layer in packed or layer in waiting:
-                    held_NK = _as_held(stored, spec, layer in packed)
-                    if layer in waiting:
-                        held_NK = _with_adapter(held_NK, layer, tensors, config)
-                        waiting.remove(layer)
-                    merged[key] = held_NK.to(stored.dtype)
-        save_file(merged, out / name, metadata={"format": "pt"})
+        stored = stored_tensors(base / name)
+        forms = {key: TensorForm(dtype=one.dtype, shape=one.shape) for key, one in stored.items()}
+
+        def merged(key: str, stored: Mapping[str, StoredTensor] = stored) -> torch.Tensor:
+            layer, weight = key.removesuffix(".weight"), stored[key].read()
+            if layer not in packed and layer not in waiting:
+                return weight
+            held_NK = _as_held(weight, spec, layer in packed)
+            if layer in waiting:
+                held_NK = _with_adapter(held_NK, layer, tensors, config)
+                waiting.remove(layer)
+            return held_NK.to(weight.dtype)
+
+        write_tensors(out / name, forms, merged)
     if waiting:
         raise UserError(
             f"train.merge: {base} holds no weight of its own for {sorted(waiting)[0]}, which has an adapter; set "

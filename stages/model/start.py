@@ -11,10 +11,10 @@ import bitsandbytes as bnb
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from safetensors import safe_open
 
 from stages.errors import UserError
 from stages.model.spec import ModelSpec
+from stages.model.tensor_files import StoredTensor, model_tensors
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -42,6 +42,7 @@ def start_from_weights(model: PeftModel, spec: ModelSpec, directory: Path) -> No
     """
     torch.manual_seed(spec.seed)
     start: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    stored = model_tensors(directory)
     for name, layer in adapted_layers(model):
         scale, weight = layer.scaling[ADAPTER], layer.get_base_layer().weight
         if spec.lora_init == "pissa":
@@ -49,7 +50,7 @@ def start_from_weights(model: PeftModel, spec: ModelSpec, directory: Path) -> No
             weight.copy_(weight.float() - scale * (B_NR @ A_RK))
             start[name] = (A_RK.cpu(), B_NR.cpu())
         else:
-            original = read_weight(directory, name).to(weight.device, torch.float32)
+            original = _original(stored, name).to(weight.device, torch.float32)
             packed = bnb.functional.dequantize_4bit(weight.data, weight.quant_state).float()
             A_RK, B_NR = _principal(original - packed, spec.lora_rank, scale)
         layer.lora_A[ADAPTER].weight.copy_(A_RK)
@@ -70,20 +71,14 @@ def adapted_layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
             yield name.removeprefix(PEFT_PREFIX), module
 
 
-def read_weight(directory: Path, layer: str) -> torch.Tensor:
-    """The weight of a layer as the model's files hold it.
-
-    Raises:
-        UserError: no file holds it under that name.
-    """
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            if f"{layer}.weight" in file.keys():  # noqa: SIM118 (a reader, no mapping)
-                return file.get_tensor(f"{layer}.weight")
-    raise UserError(
-        f"train.lora.init: loftq reads the weights as the files hold them; {directory} has no {layer}.weight; "
-        "use default"
-    )
+def _original(stored: Mapping[str, StoredTensor], layer: str) -> torch.Tensor:
+    """The weight of a layer as the model's files hold it."""
+    found = stored.get(f"{layer}.weight")
+    if found is None:
+        raise UserError(
+            f"train.lora.init: loftq reads the weights as the files hold them; they have no {layer}.weight; use default"
+        )
+    return found.read()
 
 
 def _principal(matrix_NK: torch.Tensor, rank: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

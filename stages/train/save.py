@@ -10,12 +10,15 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from stages.errors import UserError
 from stages.files import atomic_directory
 from stages.model.adapters import save_adapter
 from stages.model.merge import MERGED, write_merged
 from stages.model.spec import WeightsSpec
+from stages.model.tensor_files import SINGLE, write_held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,23 @@ class Merge:
     """How the base was held in training."""
     files: Sequence[str]
     """The base's files that a model is made of."""
+
+
+def save_full(model: PreTrainedModel, directory: Path) -> None:
+    """Write a model as `save_pretrained` does, in one file and tensor by tensor: no second copy of its weights.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    model.config.dtype = model.dtype
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(str(directory))
+    model.generation_config.save_pretrained(str(directory))
+    left_out = model._keys_to_ignore_on_save or ()
+    held = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    untied = remove_tied_weights_from_state_dict(held, model)
+    # Names and forms as the model's makers have them in their files, where transformers holds others.
+    write_held(directory / SINGLE, revert_weight_conversion(model, untied))
 
 
 def save_tuned(
@@ -57,7 +77,7 @@ def save_tuned(
                     (aside / MERGED).mkdir()
                     write_merged(directory, merge.files, aside, merge.spec, aside / MERGED)
             else:
-                cast(PreTrainedModel, model).save_pretrained(str(aside), safe_serialization=True)
+                save_full(cast(PreTrainedModel, model), aside)
         except SafetensorError as error:
             raise UserError(f"{out}: cannot be written ({error}); free space, then rerun") from error
         if not isinstance(model, PeftModel):
