@@ -19,6 +19,7 @@ OffloadState = Literal["none", "optimizer"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = Literal["default", "pissa", "loftq"]
+OomRecovery = Literal["none", "split"]
 OptimizerName = Literal[
     "adamw",
     "adamw_foreach",

@@ -13,10 +13,13 @@ from stages.param_types import (
     Method,
     NonNegativeFloat,
     OffloadActivations,
+    OffloadState,
+    OomRecovery,
     OptimizerName,
     PositiveFloat,
     PositiveInt,
     QuantType,
+    Sharding,
     Share,
     Text,
 )
@@ -206,6 +209,14 @@ class Train(Section):
     """Kernels of attention; `auto` is sdpa, or eager where a model caps its scores."""
     optimizer: OptimizerName
     """How gradients become updates; decides the bytes of state kept for each trained value."""
+    offload: OffloadState
+    """What of training is in the host's memory: nothing, or the optimizer with its state and its update."""
+    optimizer_in_backward: bool
+    """Method full, steps of one micro-batch: update each weight as soon as its gradient is whole, and free that."""
+    sharding: Sharding
+    """How GPUs share a run: what each holds of weights, gradients and optimizer state."""
+    shard_group_gpus: PositiveInt | None
+    """Read when sharding is hsdp: GPUs that hold one copy of the weights together; None = those of a node."""
     lr: PositiveFloat
     """Peak learning rate."""
     weight_decay: NonNegativeFloat
@@ -264,8 +275,16 @@ class Run(Section):
     """What those workers are."""
     tokenizer_engine: Literal["auto", "tokenizers", "tiktoken"]
     """What encodes text; `auto` takes tiktoken where it gives the same ids, checked in each run."""
+    oom_recovery: OomRecovery
+    """What train does when memory ends in a step: tell it, or cut the step's micro-batches smaller and go on."""
     loader_threads: Annotated[int, Field(ge=0)]
     """Threads that read batches ahead of training; 0 reads them in turn. The batches do not depend on it."""
+    checkpoint_seconds: PositiveFloat | None
+    """Seconds of training between two checkpoints; None makes one only when training is asked to stop."""
+    keep_checkpoints: PositiveInt
+    """Checkpoints kept of an unfinished run."""
+    rank_timeout_seconds: PositiveFloat
+    """Longest wait of one GPU's process for the others, after which the run ends."""
 
 
 class Params(Section):

@@ -2,14 +2,15 @@
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
 from stages.errors import UserError
-from stages.params import ALL_LINEAR, HUB_PREFIX, Data, Params, Source, named_sources, round_up
+from stages.params import ALL_LINEAR, HUB_PREFIX, Data, Params, Source, Train, named_sources, round_up
+from stages.params_sharing import check_sharing
 
 PARAMS_FILE = Path("params.yaml")
 
@@ -108,6 +109,7 @@ def _check_across_sections(params: Params) -> None:
         )
     _check_sources(params.data)
     _check_methods(params)
+    check_sharing(params)
     targets = params.train.lora.targets
     if ALL_LINEAR in targets and len(targets) > 1:
         raise UserError(f"train.lora.targets: {ALL_LINEAR} stands alone; got {targets}; drop it or the other names")
@@ -122,11 +124,7 @@ def _check_methods(params: Params) -> None:
             f"train.master_weights: has an effect only with train.method=full and train.precision=bf16; got true with "
             f"{train.method} and {train.precision}; set it to false",
         ),
-        (
-            train.master_weights and train.optimizer == "adamw_foreach",
-            "train.optimizer: adamw_foreach updates all tensors at once, master weights one by one; got adamw_foreach "
-            "with train.master_weights=true; use adamw",
-        ),
+        *_optimizer_faults(train),
         (
             train.grad_ckpt_policy != "full" and not train.grad_ckpt,
             f"train.grad_ckpt_policy: has an effect only with train.grad_ckpt=true; got {train.grad_ckpt_policy} with "
@@ -164,6 +162,43 @@ def _check_methods(params: Params) -> None:
     for broken, message in faults:
         if broken:
             raise UserError(message)
+
+
+def _optimizer_faults(train: Train) -> Iterator[tuple[bool, str]]:
+    """Where the update is made, and when: faults of `_check_methods`."""
+    one_by_one = {
+        "train.master_weights=true": train.master_weights,
+        "train.offload=optimizer": train.offload == "optimizer",
+        "train.optimizer_in_backward=true": train.optimizer_in_backward,
+    }
+    for switch, given in one_by_one.items():
+        yield (
+            given and train.optimizer == "adamw_foreach",
+            f"train.optimizer: adamw_foreach updates all tensors at once, {switch} one by one; got adamw_foreach; use "
+            "adamw",
+        )
+    yield (
+        train.offload == "optimizer" and train.optimizer.startswith("paged_"),
+        f"train.optimizer: a paged one moves its state to the host by itself, train.offload=optimizer keeps it there; "
+        f"got {train.optimizer} with both; use {train.optimizer.removeprefix('paged_').removesuffix('_32bit')}, or "
+        "train.offload=none",
+    )
+    if train.optimizer_in_backward:
+        yield (
+            train.method != "full",
+            f"train.optimizer_in_backward: frees gradients, which of adapters are small and looked at whole in the "
+            f"first step; got true with train.method={train.method}; set it to false, or use train.method=full",
+        )
+        yield (
+            train.max_grad_norm is not None,
+            f"train.optimizer_in_backward: updates before the norm of all gradients is known; got true with "
+            f"train.max_grad_norm={train.max_grad_norm}; leave train.max_grad_norm blank, or set it to false",
+        )
+        yield (
+            train.precision == "fp16",
+            "train.optimizer_in_backward: updates before fp16's overflow is known; got true with train.precision=fp16; "
+            "use bf16 or fp32, or set it to false",
+        )
 
 
 def _check_sources(data: Data) -> None:

@@ -1,6 +1,7 @@
 """Every process holds all weights (train.sharding ddp and zero1): DDP sums the gradients as backward makes them."""
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,12 +36,16 @@ class Replicas:
         self.rank, self.size = world.rank, world.size
         self._trained = named_trained(model)
         # Gradients are views into the buffers that are sent: a copy of them all would stay for the whole run.
-        self._ddp = DistributedDataParallel(
-            Whole(model),
-            device_ids=[device.index] if device.type == "cuda" else None,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "`broadcast_buffers` is deprecated", FutureWarning
+            )  # Before 2.13 its name.
+            self._ddp = DistributedDataParallel(
+                Whole(model),
+                device_ids=[device.index] if device.type == "cuda" else None,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
         self._ddp.register_comm_hook(None, _sum)
         self._owners = assign_owners([p.numel() for _, p in self._trained], world.size) if owners else None
         self.mine: nn.Module = model
@@ -79,6 +84,10 @@ class Replicas:
         for _, parameter in self._trained:
             parameter.grad = None
 
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Team."""
+        return ((name, parameter.detach()) for name, parameter in self._trained)
+
 
 def _sum(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum gradients over all processes. DDP's own mean would divide what is divided by the step's tokens already."""
@@ -98,8 +107,8 @@ def assign_owners(sizes: list[int], count: int) -> list[int]:
     """
     if len(sizes) < count:
         raise UserError(
-            f"train.sharding: zero1 gives each GPU whole tensors to update; got {len(sizes)} trained tensors for {count} "
-            "GPUs; use ddp"
+            f"train.sharding: zero1 gives each GPU whole tensors to update; got {len(sizes)} trained tensors for "
+            f"{count} GPUs; use ddp"
         )
     load = [0] * count
     owners = [0] * len(sizes)

@@ -12,6 +12,7 @@ from stages.dist.world import World
 from stages.errors import UserError
 from stages.param_types import Sharding
 from stages.params import Params
+from stages.params_sharing import CUTTING
 from stages.step.team import Alone, Team
 
 
@@ -31,7 +32,7 @@ class ShardSpec:
     @property
     def cuts_weights(self) -> bool:
         """Whether no GPU ever holds all weights: they are then loaded in the host's memory first."""
-        return self.mode in ("zero2", "zero3", "hsdp")
+        return self.mode in CUTTING
 
 
 def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> Team:
@@ -68,7 +69,7 @@ def _mesh(world: World, spec: ShardSpec, device: torch.device) -> DeviceMesh:
     group = world.local_size if spec.group_gpus is None else spec.group_gpus
     if world.size % group or not 1 < group < world.size:
         raise UserError(
-            f"train.shard_group_gpus: must be a divisor of the GPUs, above 1 and below all; got {group} of {world.size}; "
-            "set it, or use train.sharding=zero3 (one group of all) or ddp (groups of one)"
+            f"train.shard_group_gpus: must be a divisor of the GPUs, above 1 and below all; got {group} of "
+            f"{world.size}; set it, or use train.sharding=zero3 (one group of all) or ddp (groups of one)"
         )
     return init_device_mesh(device.type, (world.size // group, group), mesh_dim_names=(REPLICATE, SHARD))

@@ -4,8 +4,9 @@ A decoder layer is made whole just before it computes. Optimizers see the local 
 nothing of the others, so any that updates value by value works.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -54,21 +55,20 @@ class Shards:
         for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
             fully_shard(layer.to(device), mesh=mesh, reshard_after_forward=reshard)
         # The root (embedding, last norm, head) stays whole from forward to backward, which begins with it.
-        whole = fully_shard(Whole(model.to(device)), mesh=mesh, reshard_after_forward=False)
-        assert isinstance(whole, FSDPModule)
-        self._whole = whole
-        self._sharded = [module for module in whole.modules() if isinstance(module, FSDPModule)]
+        self._whole = fully_shard(Whole(model.to(device)), mesh=mesh, reshard_after_forward=False)
+        modules = cast(nn.Module, self._whole).modules()
+        self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
         for module in self._sharded:  # A mean would divide what is divided by the step's tokens already.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         self._cut = [(name, parameter) for name, parameter in named_trained(model) if isinstance(parameter, DTensor)]
-        self._parts = [(name, nn.Parameter(cut.detach().to_local())) for name, cut in self._cut]
+        self._parts = [(name, nn.Parameter(cast(DTensor, cut.detach()).to_local())) for name, cut in self._cut]
         # Of a tensor with fewer rows than there are members, some hold nothing.
         self.mine: nn.Module = Parts([part for _, part in self._parts if part.numel()])
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
         """See Team."""
-        result = self._whole(compute)
+        result = cast(nn.Module, self._whole)(compute)
         if not torch.is_grad_enabled():  # No backward will follow, after which weights would be given back.
             for module in self._sharded:
                 module.reshard()
@@ -104,3 +104,7 @@ class Shards:
         """See Team: each part is updated where it is."""
         for _, part in self._parts:
             part.grad = None
+
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Team: each is gathered when it is asked for."""
+        return ((name, cast(DTensor, cut.detach()).full_tensor()) for name, cut in self._cut)

@@ -1,6 +1,6 @@
 """The processes that share a training step, as the step sees them; a process on its own is a team of one."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
@@ -43,6 +43,9 @@ class Team(Protocol):
     def finish(self, *, updated: bool) -> None:
         """End the step: weights are alike everywhere, and gradients are let go."""
 
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The trained parameters whole, one after the other: hold one at a time, and take them all."""
+
 
 class Alone:
     """A process on its own."""
@@ -75,6 +78,10 @@ class Alone:
 
     def finish(self, *, updated: bool) -> None:
         """See Team."""
+
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Team."""
+        return ((name, parameter.detach()) for name, parameter in self.trained())
 
 
 def named_trained(model: nn.Module) -> NamedParameters:

@@ -58,6 +58,7 @@ def test_the_stage_writes_the_same_bytes_twice_and_other_rows_for_another_seed(w
 def test_the_stage_reports_what_its_plan_holds(workspace, mode):
     change("mode: bucketed", f"mode: {mode}")
     change("num_gpus: 1", "num_gpus: 2")
+    change("sharding: none", "sharding: ddp")
     change("tokens_per_step: 2048", "tokens_per_step: 8192")
     assert run_stage().exit_code == 0
     metrics, plan = json.loads(Path("metrics/bucket.json").read_text()), read_plan(Path("data/batches/plan.arrow"))
@@ -141,6 +142,7 @@ def test_more_gpus_than_a_step_has_rows_change_no_step(workspace, mode):
     before = rows_by_step(read_plan(Path("data/batches/plan.arrow")))
     change("mode: bucketed", f"mode: {mode}")
     change("num_gpus: 1", "num_gpus: 64")
+    change("sharding: none", "sharding: ddp")
     assert run_stage().exit_code == 0
     plan = read_plan(Path("data/batches/plan.arrow"))
     assert rows_by_step(plan) == before

@@ -1,0 +1,100 @@
+"""What a group of processes, or one, is asked to train: the same rows, cut and dealt as a case says."""
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.dist.shard import ShardSpec, make_team
+from stages.dist.world import World
+from stages.model.load import load_model
+from stages.step.batches import Batch, collate, idle_batch
+from stages.step.optim import OptimSpec, build_optimizer
+from stages.step.scale import LossScaler
+from stages.step.step import StepSpec, training_step
+from stages.step.team import Team
+from tests.small_model import CPU, spec_of
+from tests.step.common import rows
+
+PLAIN = {"name": "adamw", "lr": 2e-3, "weight_decay": 0.01, "schedule": "constant", "warmup_fraction": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A short run. All fields are plain values: a case travels as JSON."""
+
+    directory: str
+    """Of the model."""
+    mode: str = "ddp"
+    group_gpus: int | None = None
+    sizes: tuple[int, ...] = (8,)
+    """Rows of each micro-batch of a step, eight together."""
+    flat: bool = False
+    chunk: int | None = None
+    steps: int = 20
+    model: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run left."""
+
+    losses: list[float]
+    norms: list[float]
+    team: Team
+    optimizer: torch.optim.Optimizer
+    skipped: int | None
+
+
+def dealt(case: Case, world: World) -> tuple[list[Batch], int]:
+    """The micro-batches of one process, each turn one, and the trained tokens of them all."""
+    batches, start = [], 0
+    for size in case.sizes:
+        group = rows()[start : start + size]
+        lengths = [len(ids) for ids, _ in group]
+        batches.append(collate(group, sum(lengths) + 3 if case.flat else max(lengths), 0, flat=case.flat))
+        start += size
+    supervised = sum(len(batch.supervised_index_N) for batch in batches)
+    batches += [idle_batch(0)] * (-len(batches) % world.size)
+    return batches[world.rank :: world.size], supervised
+
+
+def learn(case: Case, world: World) -> Outcome:
+    """Train as the case says."""
+    model_spec = spec_of(**case.model)
+    team = make_team(
+        load_model(Path(case.directory), model_spec, CPU),
+        world,
+        ShardSpec(mode=case.mode, group_gpus=case.group_gpus),  # type: ignore[arg-type]
+        CPU,
+    )
+    optimizer = build_optimizer(team.mine, OptimSpec(**{**PLAIN, **case.optim}))
+    torch.manual_seed(0)
+    scaler = LossScaler() if model_spec.scales_loss else None
+    batches, supervised = dealt(case, world)
+    results = [
+        training_step(
+            team.mine,
+            optimizer,
+            iter(batches),
+            supervised_tokens=supervised,
+            model_spec=model_spec,
+            spec=StepSpec(loss_chunk=case.chunk, max_grad_norm=1.0, foreach=False),
+            phase=lambda name: contextlib.nullcontext(),
+            guard=lambda losses, norm: None,
+            scaler=scaler,
+            team=team,
+            turns=len(batches),
+        )
+        for _ in range(case.steps)
+    ]
+    return Outcome(
+        losses=[result.loss.item() for result in results],
+        norms=[result.grad_norm.item() for result in results],
+        team=team,
+        optimizer=optimizer,
+        skipped=None if scaler is None else scaler.skipped_steps,
+    )

@@ -1,0 +1,64 @@
+"""One process of a group: reads tasks, a JSON line each, and answers each with a line."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from stages.dist.world import World
+from tests.dist.cases import Case, learn
+
+TIMEOUT_SECONDS = 60
+"""Of a process that waits for the others: one of them failed."""
+
+
+def do_learn(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train a case; losses, norms, bytes of optimizer state, and a file of the weights."""
+    outcome = learn(Case(**arguments), world)
+    weights = {name: tensor.clone() for name, tensor in outcome.team.whole()}
+    path = directory / "weights.safetensors"
+    if world.leads:
+        save_file(weights, path)
+    state = [value for state in outcome.optimizer.state.values() for value in state.values()]
+    return {
+        "losses": outcome.losses,
+        "norms": outcome.norms,
+        "skipped": outcome.skipped,
+        "state_bytes": sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
+        "weights": str(path),
+    }
+
+
+TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {"learn": do_learn}
+
+
+def main() -> None:
+    """Join the group and work until standard input ends."""
+    directory = Path(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Whatever prints must not be taken for an answer.
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+    )
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(TASKS[asked["task"]](world, directory, asked["arguments"])), file=answers, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
