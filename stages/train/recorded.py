@@ -36,12 +36,9 @@ def read_recorded(path: Path) -> list[Row]:
             columns = _columns(path, next(lines, []))
             rows: list[Row] = []
             for cells in lines:
-                row = _row(f"{path}:{lines.line_num}", columns, cells)
-                if rows and row[STEP] <= rows[-1][STEP]:  # type: ignore[operator]
-                    raise UserError(
-                        f"{path}:{lines.line_num}: steps must rise; got {row[STEP]:g} after {rows[-1][STEP]:g}"
-                    )
-                rows.append(row)
+                place = f"{path}:{lines.line_num}"
+                rows.append(_row(place, columns, cells))
+                _check_step(place, rows[-2:])
     except OSError as error:
         raise UserError(f"{path}: must be a CSV file that can be read; {error.strerror}; name another") from None
     except (UnicodeDecodeError, csv.Error) as error:

@@ -1,0 +1,84 @@
+"""Recorded curves: those of other tools are read by documented names, and a bad file is told by its line."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from stages.errors import UserError
+from stages.files import write_csv
+from stages.train.__main__ import main
+from stages.train.loop import CURVE_COLUMNS
+from stages.train.recorded import explained, read_recorded
+from stages.units import GIB
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_units_are_read_off_the_names(tmp_path: Path):
+    path = written(
+        tmp_path / "curve.csv", "step,allocated_gib,reserved_mib,rss_bytes,gpu\n0,1.5,2048,7,a\n1,,2048,7,b\n"
+    )
+    assert read_recorded(path) == [
+        {"step": 0, "allocated_bytes": 1.5 * GIB, "held_reserved_bytes": 2 * GIB, "rss_bytes": 7},
+        {"step": 1, "allocated_bytes": None, "held_reserved_bytes": 2 * GIB, "rss_bytes": 7},
+    ]
+
+
+def test_a_curve_of_stage_train_is_read(tmp_path: Path):
+    """Columns renamed in the loop, and no longer known here."""
+    path = tmp_path / "curves.csv"
+    write_csv(path, CURVE_COLUMNS, [{name: step for name in CURVE_COLUMNS} for step in range(3)])
+    assert {"step", "allocated_bytes", "held_bytes", "held_reserved_bytes", "rss_bytes", "rss_anonymous_bytes"} < set(
+        read_recorded(path)[0]
+    )
+    assert {"largest_micro_batch_tokens", "tokens", "longest_row"} < set(read_recorded(path)[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"curve\.csv:1: a curve must have the column step and one of allocated_bytes, .*; got an empty file"),
+        ("step,loss\n0,1\n", r"curve\.csv:1: .*; got step, loss; rename its columns"),
+        ("rss_bytes\n0\n", r"curve\.csv:1: a curve must have the column step"),
+        ("step,rss_bytes,rss_mib\n0,1,1\n", r"curve\.csv:1: a column must stand once; rss_bytes is given twice"),
+        ("step,rss_bytes\n", r"curve\.csv: must hold a line for each step"),
+        ("step,rss_bytes\n0,1\n1\n", r"curve\.csv:3: a line must have 2 cells as the header; got 1"),
+        ("step,rss_bytes\n0,many\n", r"curve\.csv:2: rss_bytes must be a number of 0 or more; got 'many'"),
+        ("step,rss_bytes\n0,nan\n", r"curve\.csv:2: rss_bytes must be a number of 0 or more; got 'nan'"),
+        ("step,rss_bytes\n0,-1\n", r"curve\.csv:2: rss_bytes must be a number of 0 or more; got '-1'"),
+        ("step,rss_bytes\n,1\n", r"curve\.csv:2: step must be a number; the cell is empty"),
+        ("step,rss_bytes\n0,1\n0,1\n", r"curve\.csv:3: steps must rise; got 0 after 0"),
+        ('step,rss_bytes\n0,"1\n', r"curve\.csv: must be a CSV file in UTF-8"),
+    ],
+)
+def test_a_bad_file_is_told_by_its_line(tmp_path: Path, text: str, message: str):
+    with pytest.raises(UserError, match=message):
+        read_recorded(written(tmp_path / "curve.csv", text))
+
+
+def test_files_that_cannot_be_read_are_told(tmp_path: Path):
+    with pytest.raises(UserError, match=r"none\.csv: must be a CSV file that can be read; No such file"):
+        read_recorded(tmp_path / "none.csv")
+    (tmp_path / "bytes.csv").write_bytes(b"step,rss_bytes\n\xff,1\n")
+    with pytest.raises(UserError, match=r"bytes\.csv: must be a CSV file in UTF-8"):
+        read_recorded(tmp_path / "bytes.csv")
+
+
+def test_the_command_explains_and_trains_nothing(tmp_path: Path):
+    lines = "".join(f"{step},{1000 + 2 * step}\n" for step in range(100))
+    path = written(tmp_path / "curve.csv", f"step,rss_mib\n{lines}")
+    told = CliRunner().invoke(main, ["--explain", str(path), "--left-gib", "2"])
+    assert told.exit_code == 0
+    assert told.output.startswith("leak: rss_bytes grows steadily (batch shapes unknown) by 2 MiB a step")
+    assert "the 2 GiB left are spent about step 1123" in told.output
+    assert told.output.strip() == explained(path, 2)[0]
+
+
+def test_the_command_ends_in_one_line_on_a_bad_file(tmp_path: Path):
+    told = CliRunner().invoke(main, ["--explain", str(written(tmp_path / "curve.csv", "step,rss_mib\n0,x\n"))])
+    assert told.exit_code == 1
+    assert "curve.csv:2: rss_bytes must be a number" in told.output and "Traceback" not in told.output
