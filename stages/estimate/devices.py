@@ -3,7 +3,6 @@
 import difflib
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -11,6 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from stages.errors import UserError
+from stages.memory_group import memory_limits
 from stages.model.attention_choice import choose_attention
 from stages.model.precision import choose_precision
 from stages.model.spec import ModelSpec
@@ -24,8 +24,6 @@ LONGEST_SHOWN = 40
 """Characters of a wrong value that are told back."""
 BF16_CAPABILITY = (8, 0)
 """First compute capability with native bf16 (Ampere)."""
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Memory limit of a container: cgroup v2, then v1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,24 +157,15 @@ def _this_machine() -> tuple[Device, str]:
         )
         return device, "auto: the CUDA device of this machine"
     total = psutil.virtual_memory().total
-    limit = _container_limit()
-    if limit is not None and limit < total:
-        return _cpu(limit), "auto: no CUDA device here, so this container's memory limit"
+    limit_bytes = min((limit.limit_bytes for limit in memory_limits()), default=total)
+    if limit_bytes < total:
+        return _cpu(limit_bytes), "auto: no CUDA device here, so this container's memory limit"
     return _cpu(total), "auto: no CUDA device here, so this machine's RAM"
 
 
 def _cpu(memory_bytes: int) -> Device:
     """RAM as a device."""
     return Device(name="cpu", kind="cpu", memory_bytes=memory_bytes, compute_capability=(0, 0))
-
-
-def _container_limit() -> int | None:
-    """The memory limit of the container, or None where there is none."""
-    for path in CGROUP_LIMITS:
-        if path.is_file():
-            text = path.read_text().strip()
-            return int(text) if text.isdigit() else None
-    return None
 
 
 def attention_on(device: Device, config: PretrainedConfig, spec: ModelSpec, *, masked: bool) -> str:

@@ -1,13 +1,12 @@
 """Devices: names, sizes, this machine, and precisions that a device lacks."""
 
-from pathlib import Path
-
 import psutil
 import pytest
 
 from stages.errors import UserError
 from stages.estimate import devices
 from stages.estimate.devices import GIB, GPUS, precision_on, resolve_gpu
+from stages.memory_group import MemoryLimit
 
 
 def test_at_least_fifteen_gpus_are_known_with_memory_below_their_nominal_size():
@@ -141,18 +140,17 @@ def test_nonsense_is_refused_with_the_whole_list():
 def test_auto_is_this_machines_ram_where_there_is_no_gpu(monkeypatch):
     """A prediction held against a device that is not there."""
     monkeypatch.setattr(devices.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(devices, "CGROUP_LIMITS", ())
+    monkeypatch.setattr(devices, "memory_limits", lambda: [])
     device, reason = resolve_gpu("auto")
     assert (device.kind, device.memory_bytes) == ("cpu", psutil.virtual_memory().total)
     assert "RAM" in reason
 
 
-@pytest.mark.parametrize(("text", "limited"), [("1073741824\n", True), ("max\n", False)])
-def test_auto_respects_a_containers_limit(monkeypatch, tmp_path: Path, text, limited):
+@pytest.mark.parametrize(("limit_bytes", "limited"), [(2**30, True), (2**59, False)])
+def test_auto_respects_a_containers_limit(monkeypatch, limit_bytes, limited):
     """A container killed because the host has more memory than it may use."""
     monkeypatch.setattr(devices.torch.cuda, "is_available", lambda: False)
-    (tmp_path / "memory.max").write_text(text)
-    monkeypatch.setattr(devices, "CGROUP_LIMITS", (tmp_path / "missing", tmp_path / "memory.max"))
+    monkeypatch.setattr(devices, "memory_limits", lambda: [MemoryLimit(limit_bytes=limit_bytes, room_bytes=0)])
     device, reason = resolve_gpu("auto")
     assert (device.memory_bytes == 2**30) is limited
     assert ("container" in reason) is limited

@@ -1,0 +1,129 @@
+"""A run that was killed cannot speak: the next one says what can be known."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages.train.heartbeat import Heartbeat, heartbeat
+from tests.conftest import ROOT
+from tests.processes import killed_after
+from tests.test_memory_group import GROUP_V2, member, write
+
+ENDLESS = """
+import sys, time
+from pathlib import Path
+from stages.train.heartbeat import heartbeat
+with heartbeat(Path(sys.argv[1]), print, root=Path(sys.argv[2]), clock=iter(range(100)).__next__) as beats:
+    beats.begun(41)
+    print("running", flush=True)
+    time.sleep(600)
+"""
+
+
+def kills(root: Path, count: int) -> None:
+    write(root, "job/step", memory__events=f"oom_kill {count}\n")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A file system with a group in which the kernel has ended one process, and a number of the machine's start."""
+    root = member(tmp_path / "root", GROUP_V2)
+    kills(root, 1)
+    (root / "proc/sys/kernel/random").mkdir(parents=True)
+    (root / "proc/sys/kernel/random/boot_id").write_text("first\n")
+    return root
+
+
+@pytest.fixture
+def killed_run(tmp_path: Path, root: Path) -> Path:
+    """The directory that a run left when it was killed in step 41."""
+    directory = tmp_path / "running"
+    command = [sys.executable, "-c", ENDLESS, str(directory), str(root)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        with killed_after(process):
+            assert process.stdout.readline() == "running\n"
+            assert told_by(directory, root) == [], "it still runs"
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    return directory
+
+
+def told_by(directory: Path, root: Path) -> list[str]:
+    """What the next run says."""
+    told: list[str] = []
+    with heartbeat(directory, told.append, root=root):
+        pass
+    return told
+
+
+def test_a_kill_by_the_kernel_is_told_once_with_its_step(killed_run: Path, root: Path):
+    """A run gone without a trace: the user looks for a fault of the program."""
+    kills(root, 2)
+    (line,) = told_by(killed_run, root)
+    assert "ended at optimizer step 41, or soon after without a word" in line
+    assert "the kernel has since ended 1 process(es) of this container for want of RAM" in line
+    assert told_by(killed_run, root) == [] and list(killed_run.iterdir()) == []
+
+
+def test_another_end_is_not_called_one_for_want_of_memory(killed_run: Path, root: Path):
+    """A cause made up: a kill by hand taken for one by the kernel."""
+    (line,) = told_by(killed_run, root)
+    assert "for want of RAM the kernel has ended no process of this container since" in line
+
+
+def test_a_machine_that_was_started_anew_is_told(killed_run: Path, root: Path):
+    """Counters of another start compared with those of this one."""
+    (root / "proc/sys/kernel/random/boot_id").write_text("second\n")
+    kills(root, 9)
+    (line,) = told_by(killed_run, root)
+    assert line.endswith("this machine was started anew since")
+
+
+def test_without_counters_nothing_is_claimed(killed_run: Path, root: Path):
+    (root / "sys/fs/cgroup/job/step/memory.events").unlink()
+    (line,) = told_by(killed_run, root)
+    assert line.endswith("the system does not say whether memory had ended")
+
+
+def test_runs_of_other_machines_are_left_alone(killed_run: Path, root: Path):
+    """A scratch shared by machines: a run there told dead here."""
+    (file,) = killed_run.iterdir()
+    file.write_text(json.dumps({**json.loads(file.read_text()), "host": "elsewhere"}))
+    assert told_by(killed_run, root) == [] and file.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"pid": 1', b"{}", b"\xff\0"])
+def test_a_file_that_a_power_cut_left_is_no_traceback(tmp_path: Path, root: Path, content: bytes):
+    (tmp_path / "7.json").write_bytes(content)
+    (line,) = told_by(tmp_path, root)
+    assert line.endswith("is damaged") and list(tmp_path.glob("*.json")) == []
+
+
+def test_a_run_that_ends_by_a_fault_leaves_nothing(tmp_path: Path, root: Path):
+    """A fault that was told is told again as a death by the next run."""
+    with pytest.raises(KeyboardInterrupt), heartbeat(tmp_path / "running", print, root=root):
+        raise KeyboardInterrupt
+    assert list((tmp_path / "running").iterdir()) == []
+
+
+def test_it_writes_seldom_and_a_refusing_disk_ends_no_run(tmp_path: Path, root: Path):
+    """A write in every step of a fast run; hours lost for a file of 200 bytes."""
+    told: list[str] = []
+    now = [0.0]
+    beats = Heartbeat(tmp_path, told.append, root, lambda: now[0])
+    for step, seconds in ((1, 0.5), (2, 1.5), (3, 1.6)):
+        now[0] = seconds
+        beats.begun(step)
+    assert json.loads(beats.path.read_text())["step"] == 2 and told == []
+    beats.path.unlink()
+    beats.path.mkdir()
+    for seconds in (3.0, 5.0):
+        now[0] = seconds
+        beats.begun(9)
+    assert len(told) == 1 and "cannot be written (Is a directory); training goes on" in told[0]
