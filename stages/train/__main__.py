@@ -1,9 +1,12 @@
 """Fine-tune as planned: `python -m stages.train`."""
 
+import os
+import sys
 from pathlib import Path
 
 import click
 import torch
+from tqdm import tqdm
 
 from stages.bucket.plan import read_plan
 from stages.declared import parameter_values, read_params
@@ -22,10 +25,14 @@ from stages.step.step import StepSpec
 from stages.step.tokens import TokenRows
 from stages.train.card import model_card
 from stages.train.device import check_attention, check_device, check_offload, training_device
+from stages.train.identity import run_key
 from stages.train.loop import CURVE_COLUMNS, TrainJob, measured_steps, train
 from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
+from stages.train.orphan import end_with_parent
+from stages.train.resume import opened, scratch_root
 from stages.train.save import Merge, save_tuned
+from stages.train.signals import Stop, stopped_by_signals
 
 PATH = click.Path(path_type=Path)
 SCRATCH = Path("scratch")
@@ -59,6 +66,8 @@ def main(
     Refuses a run that is predicted not to fit (unless estimate.enforce is false), trains, and writes the weights, a
     model card, per-step curves and the measured peak memory.
     """
+    if "DVC_STAGE" in os.environ:
+        end_with_parent()
     params = read_params()
     torch.set_num_threads(params.run.cpu_threads or torch.get_num_threads())
     device = training_device()
@@ -74,7 +83,8 @@ def main(
     directory = model_directory(lock)
     check_attention(device, read_config(directory), spec)
     verify_files(directory, lock["files"])
-    plan = read_plan(batches / "plan.arrow")
+    plan_file = batches / "plan.arrow"
+    plan = read_plan(plan_file)
     refuse_several_ranks(plan)
     rows = TokenRows(tokens, "train")
     refuse_other_tokens(plan, rows.lengths)
@@ -100,17 +110,29 @@ def main(
         device=device,
         progress=params.run.progress,
     )
-    result = train(job, meter)
-    tokenizer_files = list(read_json(tokenizer_lock)["files"])
-    merge = Merge(spec=spec, files=[*lock["files"], *tokenizer_files]) if params.train.merge else None
-    save_tuned(result.model, lock["name"], directory, tokenizer_files, out, merge)
-    numbers = train_metrics(result, meter.result(), device)
     values = {key: value for key, value in parameter_values(params).items() if key != "run"}
-    with atomic_directory(curves) as aside:
-        write_csv(aside / "curves.csv", CURVE_COLUMNS, result.curves)
-        card = model_card(model_lock=lock, data_lock=read_json(data_lock), params=values, metrics=numbers)
-        write_text(aside / "MODEL_CARD.md", card)
-    write_json(metrics, numbers)
+    decided = {"seed": values["seed"], "train": values["train"], "precision": spec.precision}
+    read = {"tokens": tokens, "plan": plan_file, "model": model_lock, "tokenizer": tokenizer_lock, "data": data_lock}
+    stop = Stop()
+    with (
+        stopped_by_signals(stop),
+        opened(scratch_root() / run_key(decided, read, device), run=params.run, stop=stop, told=_told) as checkpoints,
+    ):
+        result = train(job, meter, checkpoints)
+        tokenizer_files = list(read_json(tokenizer_lock)["files"])
+        merge = Merge(spec=spec, files=[*lock["files"], *tokenizer_files]) if params.train.merge else None
+        save_tuned(result.model, lock["name"], directory, tokenizer_files, out, merge)
+        numbers = train_metrics(result, meter.result(), device)
+        with atomic_directory(curves) as aside:
+            write_csv(aside / "curves.csv", CURVE_COLUMNS, result.curves)
+            card = model_card(model_lock=lock, data_lock=read_json(data_lock), params=values, metrics=numbers)
+            write_text(aside / "MODEL_CARD.md", card)
+        write_json(metrics, numbers)
+
+
+def _told(line: str) -> None:
+    """A line for the user, above the progress bar where there is one."""
+    tqdm.write(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,26 +7,30 @@ from stages.bucket.plan import MicroBatch
 from stages.errors import UserError
 
 
+class Diverged(UserError):
+    """A loss, gradient or weight is no number any more."""
+
+
 def refuse_non_finite(
     losses: list[torch.Tensor], grad_norm: torch.Tensor, step: int, micro_batches: list[MicroBatch]
 ) -> None:
     """Stop before the update when a loss or the gradient is not finite.
 
     Raises:
-        UserError: naming the step, the micro-batch and its rows.
+        Diverged: naming the step, the micro-batch and its rows.
     """
     finite = torch.isfinite(torch.stack([*losses, grad_norm.to(losses[0].dtype)])).tolist()
     if all(finite):
         return
     index = finite.index(False)
     if index == len(losses):
-        raise UserError(
+        raise Diverged(
             f"train.lr: gradient must be finite; its norm is {grad_norm.item()} at optimizer step {step} "
             f"(losses of its {len(losses)} micro-batches are finite); lower train.lr or set train.max_grad_norm"
         )
     rows = micro_batches[index].rows.tolist()
     shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
-    raise UserError(
+    raise Diverged(
         f"train.lr: loss must be finite; it is {losses[index].item()} at optimizer step {step}, micro-batch {index} "
         f"(training rows {shown}); lower train.lr, or look at those rows"
     )
@@ -50,8 +54,12 @@ def refuse_broken_weights(model: nn.Module, steps: int) -> None:
     """Refuse to save weights that are not finite: the last update can break them after its loss was checked.
 
     Raises:
-        UserError: naming the first such parameter.
+        Diverged: naming the first such parameter.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not torch.isfinite(parameter).all():
-            raise UserError(f"train.lr: weights must be finite; {name} is not after {steps} steps; lower train.lr")
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    # Smallest and largest value, which are NaN where one is: unlike isfinite they need no memory of a weight's size.
+    ends = torch.stack([end.float() for weight in trained.values() for end in weight.aminmax()])
+    finite = torch.isfinite(ends).view(-1, 2).all(1).tolist()
+    if not all(finite):
+        name = list(trained)[finite.index(False)]
+        raise Diverged(f"train.lr: weights must be finite; {name} is not after {steps} steps; lower train.lr")

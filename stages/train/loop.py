@@ -1,9 +1,10 @@
 """The training loop: the plan's steps in order, each the one training step on real tensors."""
 
 import math
+import sys
 import time
-from collections.abc import Generator, Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,9 @@ from stages.train.guards import refuse_broken_weights, refuse_dead_adapters, ref
 from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.measure import Meter
 from stages.train.monitor import MEMORY_COLUMNS, Monitor, memory_text
+from stages.train.resume import NOTHING_KEPT, Keeper
+from stages.train.rng import redrawn_after_fault
+from stages.train.snapshot import Running
 
 CONTROL_STEPS = 4
 """Steps measured besides those that can be the worst."""
@@ -102,45 +106,54 @@ def measured_steps(plan: Plan, lengths: np.ndarray) -> frozenset[int]:
     return frozenset({*worst_steps(plan, lengths), *controls})
 
 
-def train(job: TrainJob, meter: Meter) -> TrainResult:
-    """Load the model and run every step of the plan.
+def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT) -> TrainResult:
+    """Load the model and run every step of the plan that `keeper` has not kept from an earlier process.
 
     The steps that can be the worst are measured, each in a window of its own; that of the first step, which is planned
     to hold the largest batch, also spans the model's loading.
 
     Raises:
         UserError: the model cannot be loaded, or a loss or gradient is not finite.
+        Stopped: the keeper was asked to stop.
     """
-    curves: list[dict[str, Any]] = []
-    monitor = Monitor(job.device, meter)
-    scaler = LossScaler() if job.model_spec.scales_loss else None
+    monitor, total = Monitor(job.device, meter), len(job.plan.steps)
     stream = load(
         job.rows,
         job.plan,
+        start_step=keeper.first_step,
         pad_id=job.pad_id,
         pin_memory=job.device.type == "cuda",
         threads=job.loader_threads,
     )
-    with closing(stream), tqdm(total=len(job.plan.steps), desc="train", unit="step", disable=not job.progress) as bar:
-        for step in range(len(job.plan.steps)):
-            with meter.window(f"step {step}") if step in job.measured_steps else nullcontext():
-                if step == 0:
-                    model, optimizer = _load(job, meter)
-                row = _run_step(job, model, optimizer, scaler, step, stream, monitor)
-            row |= monitor.step()
-            _maybe_heldout(job, model, step, row, bar)
-            curves.append(row)
-            _show(bar, row)
-    refuse_broken_weights(model, len(job.plan.steps))
+    with (
+        closing(stream),
+        tqdm(total=total, initial=keeper.first_step, desc="train", unit="step", disable=not job.progress) as bar,
+        ExitStack() as first_window,
+    ):
+        if keeper.first_step == 0:
+            first_window.enter_context(meter.window("step 0"))
+        run = _load(job, meter)
+        keeper.resume(run, total)
+        with keeper.keeping(run):
+            for step in range(run.step, total):
+                with first_window if step == 0 else _window(job, meter, step):
+                    row = _run_step(job, run, keeper.between(stream), monitor)
+                row |= monitor.step()
+                _maybe_heldout(job, run.model, step, row, bar)
+                run.curves.append(row)
+                monitor.tell_growth(run.curves, lambda line: bar.write(line, file=sys.stderr))
+                _show(bar, row)
+                keeper.step_done(run)
+            refuse_broken_weights(run.model, total)
     return TrainResult(
-        model=model,
-        curves=curves,
-        skipped_steps=None if scaler is None else scaler.skipped_steps,
+        model=run.model,
+        curves=run.curves,
+        skipped_steps=None if run.scaler is None else run.scaler.skipped_steps,
         memory_by_phase=monitor.by_phase(),
     )
 
 
-def _load(job: TrainJob, meter: Meter) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _load(job: TrainJob, meter: Meter) -> Running:
     """The model and its optimizer, state made; dropout is seeded from here on."""
     with meter.phase("load"):
         model = load_model(job.model_directory, job.model_spec, job.device)
@@ -149,19 +162,18 @@ def _load(job: TrainJob, meter: Meter) -> tuple[nn.Module, torch.optim.Optimizer
             check_joined_rows(model, job.device)
         optimizer = build_optimizer(model, job.optim_spec)
     torch.manual_seed(job.model_spec.seed)
-    return model, optimizer
+    scaler = LossScaler() if job.model_spec.scales_loss else None
+    return Running(model=model, optimizer=optimizer, scaler=scaler, meter=meter, curves=[], device=job.device)
 
 
-def _run_step(
-    job: TrainJob,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler | None,
-    step: int,
-    stream: Generator[Batch],
-    monitor: Monitor,
-) -> dict[str, Any]:
+def _window(job: TrainJob, meter: Meter, step: int) -> AbstractContextManager[None]:
+    """The window of a step that is measured."""
+    return meter.window(f"step {step}") if step in job.measured_steps else nullcontext()
+
+
+def _run_step(job: TrainJob, run: Running, stream: Iterator[Batch], monitor: Monitor) -> dict[str, Any]:
     """One optimizer step, over the next batches of the stream, and its row of the curves."""
+    step, optimizer = run.step, run.optimizer
     micro_batches = job.plan.steps[step]
     lr = learning_rate(step, len(job.plan.steps), job.optim_spec)
     for group in optimizer.param_groups:
@@ -170,22 +182,23 @@ def _run_step(
     def guard(losses: list[torch.Tensor], norm: torch.Tensor) -> None:
         refuse_non_finite(losses, norm, step, micro_batches)
         if step == 0:
-            refuse_dead_adapters(model)
+            refuse_dead_adapters(run.model)
 
     supervised = sum(micro_batch.supervised for micro_batch in micro_batches)
     start = time.perf_counter()
-    result = training_step(
-        model,
-        optimizer,
-        (batch.to(job.device) for batch in islice(stream, len(micro_batches))),
-        supervised_tokens=supervised,
-        model_spec=job.model_spec,
-        spec=job.step_spec,
-        phase=monitor.phase,
-        guard=guard,
-        scaler=scaler,
-        offload=job.offload,
-    )
+    with redrawn_after_fault(job.device):
+        result = training_step(
+            run.model,
+            optimizer,
+            (batch.to(job.device) for batch in islice(stream, len(micro_batches))),
+            supervised_tokens=supervised,
+            model_spec=job.model_spec,
+            spec=job.step_spec,
+            phase=monitor.phase,
+            guard=guard,
+            scaler=run.scaler,
+            offload=job.offload,
+        )
     # Reading the scalars waits for the device, so the time is that of the whole step.
     loss, grad_norm = result.loss.item(), result.grad_norm.item()
     seconds = time.perf_counter() - start

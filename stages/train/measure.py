@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -58,6 +59,14 @@ class Meter(ABC):
     def result(self) -> Measured:
         """What was measured so far."""
 
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What was measured so far, as JSON can hold it; call between steps, outside windows."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what the `state` of another process was: its peaks stand beside those measured from here on."""
+
 
 class PhasePeaks:
     """The highest figure of each phase, and of the step that is running."""
@@ -72,6 +81,11 @@ class PhasePeaks:
         self.by_phase[phase] = max(self.by_phase.get(phase, 0), held_bytes)
         if phase != LOAD:
             self._step = max(self._step or 0, held_bytes)
+
+    def merge(self, by_phase: Mapping[str, int]) -> None:
+        """Take note of what was held before, which is of no step that runs now."""
+        for phase, held_bytes in by_phase.items():
+            self.by_phase[phase] = max(self.by_phase.get(phase, 0), held_bytes)
 
     def take_step(self) -> int | None:
         """The highest figure since the last call, loading apart."""
@@ -91,7 +105,7 @@ class CudaMeter(Meter):
         """Start counting on `device`."""
         torch.cuda.init()  # Without it there are no statistics to reset yet.
         self._device = device
-        self._peak = 0
+        self._peak = self._reserved = 0
         self._peaks = PhasePeaks()
 
     def window(self, name: str) -> AbstractContextManager[None]:
@@ -125,9 +139,19 @@ class CudaMeter(Meter):
             peak_bytes=self._peak,
             peak_bytes_by_phase=dict(self._peaks.by_phase),
             # Never reset: segments are kept, so what is reserved now is the most so far unless memory ran out.
-            peak_reserved_bytes=torch.cuda.memory_reserved(self._device),
+            peak_reserved_bytes=max(self._reserved, torch.cuda.memory_reserved(self._device)),
             how="statistics of CUDA's caching allocator, every step",
         )
+
+    def state(self) -> dict[str, Any]:
+        """The peaks."""
+        now = self.result()
+        return {"peak": now.peak_bytes, "by_phase": now.peak_bytes_by_phase, "reserved": now.peak_reserved_bytes}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The same peaks, unless loading held more this time."""
+        self._peak, self._reserved = max(self._peak, state["peak"]), state["reserved"]
+        self._peaks.merge(state["by_phase"])
 
 
 class CpuMeter(Meter):
@@ -205,3 +229,26 @@ class CpuMeter(Meter):
             peak_reserved_bytes=None,
             how=f"torch.profiler's memory events of PyTorch's CPU allocator, in {self._windows} windows",
         )
+
+    def state(self) -> dict[str, Any]:
+        """The peaks, and what was held at the end of the last window."""
+        return {
+            "held": self._held,
+            "peak": self._peak,
+            "by_phase": dict(self._peaks.by_phase),
+            "windows": self._windows,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The same; what is held now is what was held then, since the same tensors were put back.
+
+        No window may have been opened before: what this process holds was allocated outside all of them, and would
+        count twice.
+
+        Raises:
+            RuntimeError: something was measured already.
+        """
+        if self._windows or self._open is not None:
+            raise RuntimeError("a meter that measured already cannot go on from another one's figures")
+        self._held, self._peak, self._windows = state["held"], state["peak"], state["windows"]
+        self._peaks.merge(state["by_phase"])

@@ -1,0 +1,249 @@
+"""Checkpoints while training runs: where they are, when one is made, and how a run goes on from one.
+
+A checkpoint is made in two parts. The loop waits while the system takes the bytes (a copy within memory); checksums,
+the disk and the name follow in a thread. How often depends on the clock and on what a checkpoint costs, and so on
+nothing that a result depends on.
+"""
+
+import fcntl
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from stages.errors import UserError
+from stages.files import repo_root, told_in_one_line
+from stages.params import Run
+from stages.step.batches import Batch
+from stages.train.checkpoint import CheckpointStore, Unfinished
+from stages.train.guards import Diverged, refuse_broken_weights
+from stages.train.signals import Stop, Stopped
+from stages.train.snapshot import Running, put_back, tensors_of, values_of
+
+LARGEST_SHARE = 0.02
+"""Of the time, that checkpoints may take: after a dear one, the next comes later."""
+LOCK_FILE = "lock"
+
+
+def scratch_root() -> Path:
+    """The directory of all unfinished trainings; runs in temporary copies share the checkout's."""
+    return repo_root() / "scratch" / "train"
+
+
+class Keeper:
+    """What the loop tells of its steps; this one keeps nothing."""
+
+    first_step = 0
+    """The optimizer step to begin with."""
+
+    def resume(self, run: Running, steps: int) -> None:
+        """Put a run of so many `steps` that was just loaded where `first_step` begins."""
+
+    def keeping(self, run: Running) -> AbstractContextManager[None]:
+        """The context of all steps."""
+        return nullcontext()
+
+    def step_done(self, run: Running) -> None:
+        """Call after a step, when its row is in `run.curves`."""
+
+    def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The step's batches, between two of which it may be left."""
+        return batches
+
+
+NOTHING_KEPT = Keeper()
+
+
+class Checkpoints(Keeper):
+    """Keeps the checkpoints of one run. Made by `opened`, used by the loop."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        seconds: float | None,
+        stop: Stop,
+        told: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Look for what an earlier process left.
+
+        Args:
+            store: their files.
+            seconds: between two; None = only when asked to stop.
+            stop: who asks.
+            told: gets a line where one is gone on from, is damaged or cannot be written.
+            clock: seconds that never jump.
+        """
+        self._store, self._seconds, self._told, self._clock = store, seconds, told, clock
+        self._stop = stop
+        self._found = store.newest()
+        self.first_step = 0 if self._found is None else self._found.values["step"]
+        self._finishing: threading.Thread | None = None
+        self._spent = 0.0
+        """Seconds that the last checkpoint took from training, or from a core that training may use."""
+        self._due = clock() + (seconds or 0.0)
+
+    def resume(self, run: Running, steps: int) -> None:
+        """Put back the checkpoint that was found, and say so."""
+        if self._found is None:
+            return
+        found, self._found = self._found, None
+        put_back(run, found.tensors(), found.values)
+        self._told(f"train: resumed at optimizer step {run.step} of {steps} (checkpoint of {found.values['saved_at']})")
+
+    def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Stops between two batches where that was asked for."""
+        return self._stop.between(batches)
+
+    @contextmanager
+    def keeping(self, run: Running) -> Iterator[None]:
+        """Inside, a signal waits for the end of a step or batch; a last checkpoint is then made.
+
+        Raises:
+            Stopped: a signal came.
+            UserError: a loss, gradient or weight was not finite; with what is kept.
+        """
+        try:
+            with self._stop.waiting():
+                yield
+            self._stop.check()
+        except Stopped:
+            self._keep_last(run)
+            raise
+        except Diverged as error:
+            raise UserError(f"{error}; {self._kept_of_diverged()}") from None
+
+    def step_done(self, run: Running) -> None:
+        """Makes a checkpoint where one is due.
+
+        Raises:
+            Stopped: that was asked for.
+            Diverged: weights are not finite where a checkpoint would be made.
+        """
+        self._stop.check()
+        busy = self._finishing is not None and self._finishing.is_alive()
+        if self._seconds is not None and not busy and self._clock() >= self._due:
+            self._begin(run)
+
+    def _keep_last(self, run: Running) -> None:
+        """Make a checkpoint of what is done before the process ends."""
+        self.wait()
+        if run.step and not self._store.holds(run.step):
+            self._begin(run)
+
+    def _last_kept(self) -> int | None:
+        """Steps in the newest checkpoint, all of which are finished now."""
+        self.wait()
+        return self._store.last_step()
+
+    def kept(self) -> str:
+        """What there is to go on from, for people."""
+        step = self._last_kept()
+        if step is None:
+            return "no checkpoint was made: the same command starts at the first step"
+        return f"the checkpoint of optimizer step {step} is kept: the same command goes on from there"
+
+    def _kept_of_diverged(self) -> str:
+        """What is left after weights went wrong, for people."""
+        step = self._last_kept()
+        if step is None:
+            return "no checkpoint was made yet"
+        return (
+            f"the checkpoint of optimizer step {step} is kept in {self._store.directory}: the same command goes on "
+            "from there and ends here again, a changed one starts at the first step"
+        )
+
+    def wait(self) -> None:
+        """Wait for the thread that finishes the last checkpoint."""
+        if self._finishing is not None:
+            self._finishing.join()
+            self._finishing = None
+
+    def _begin(self, run: Running) -> None:
+        """Hand a checkpoint to the system; a thread does the rest."""
+        self.wait()
+        refuse_broken_weights(run.model, run.step)
+        start = self._clock()
+        try:
+            unfinished = self._store.write(run.step, tensors_of(run), values_of(run))
+        except UserError as error:
+            self._warn(error)
+            unfinished = None
+        self._spend(self._clock() - start)
+        if unfinished is not None:
+            self._finishing = threading.Thread(target=self._finish, args=(unfinished,), name="checkpoint")
+            self._finishing.start()
+
+    def _finish(self, unfinished: Unfinished) -> None:
+        """In the thread; its work on checksums takes a core from training."""
+        start = time.thread_time()
+        try:
+            unfinished.finish()
+        except UserError as error:
+            self._warn(error)
+        self._spend(self._spent + time.thread_time() - start)
+
+    def _warn(self, error: UserError) -> None:
+        """A checkpoint that failed is no reason to end the run."""
+        self._told(f"warning: no checkpoint was made, what was there stays: {error}")
+
+    def _spend(self, seconds: float) -> None:
+        """Take note of what the last checkpoint cost, and when the next is due."""
+        self._spent = seconds
+        self._due = self._clock() + max(self._seconds or 0.0, seconds / LARGEST_SHARE)
+
+
+@contextmanager
+def opened(directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None]) -> Iterator[Checkpoints]:
+    """The checkpoints of the training that has this directory, removed with it when the block ends well.
+
+    Args:
+        directory: named by the key of all that decides the result.
+        run: how often they are made and how many are kept.
+        stop: who asks to stop.
+        told: gets lines for the user.
+
+    Raises:
+        UserError: another process works there, or the disk refused.
+        Stopped: that was asked for; the user was told.
+    """
+    held = _hold(directory)
+    try:
+        store = CheckpointStore(directory, run.keep_checkpoints, told)
+        checkpoints = Checkpoints(store, seconds=run.checkpoint_seconds, stop=stop, told=told)
+        try:
+            yield checkpoints
+        except Stopped as reason:
+            told(f"train: stopped by {reason.name}; {checkpoints.kept()}")
+            raise
+        finally:
+            checkpoints.wait()
+            if store.last_step() is None:
+                shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(held)
+
+
+def _hold(directory: Path) -> int:
+    """An open and locked handle of the directory's lock file; the lock goes with the process, however it ends.
+
+    Raises:
+        UserError: another process has it, or the disk refused.
+    """
+    with told_in_one_line(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(directory / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise UserError(
+                f"{directory}: one process at a time may train the same run; another one does; wait for its end, or "
+                "end it: the same command then goes on from its checkpoint"
+            ) from None
+    return handle

@@ -1,0 +1,162 @@
+"""Small runs that are broken off at a step and gone on with, and what must be equal in the end."""
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stages.bucket.plan import MicroBatch, Plan
+from stages.step.batches import Batch
+from stages.step.optim import OptimSpec, trained_parameters
+from stages.step.step import StepSpec
+from stages.step.tokens import TokenRows
+from stages.train.checkpoint import CheckpointStore
+from stages.train.loop import TrainJob, train
+from stages.train.measure import make_meter
+from stages.train.metrics import train_metrics
+from stages.train.resume import Checkpoints
+from stages.train.signals import Stop, Stopped
+from stages.train.snapshot import Running
+from tests.small_model import CPU, VOCABULARY, spec_of
+from tests.token_files import Row, heldout, write_tokens
+
+STEPS, MICRO_BATCHES, ROWS_A_BATCH = 5, 2, 3
+LEARNT = ("step", "epoch", "loss", "heldout_loss", "lr", "grad_norm", "tokens", "micro_batches", "allocated_bytes")
+"""Columns of the curves that say nothing of time, nor of the process."""
+OF_THE_PROCESS = ("seconds", "per_second", "memory_by_phase", "rss", "host", "growth")
+"""In names of metrics that say how a run went, and not what came of it."""
+
+
+def small_job(model: Path, directory: Path, *, optim: dict[str, Any] | None = None, **spec: Any) -> TrainJob:
+    """A run of `STEPS` steps over rows that are written to `directory`; all of it measured but one step."""
+    draw = np.random.default_rng(1)
+    written: list[Row] = []
+    for length in draw.integers(6, 30, STEPS * MICRO_BATCHES * ROWS_A_BATCH).tolist():
+        written.append((draw.integers(3, VOCABULARY, length).tolist(), [length // 2, length], None))
+    rows = TokenRows(write_tokens(directory, written), "train")
+    held = heldout(directory, written[:4])
+    planned = [
+        MicroBatch(
+            epoch=0,
+            step=number // MICRO_BATCHES,
+            rank=0,
+            rows=numbers,
+            length=int(rows.lengths[numbers].max()),
+            supervised=int(rows.supervised[numbers].sum()),
+            flat=False,
+        )
+        for number, numbers in enumerate(np.arange(len(rows), dtype=np.int32).reshape(-1, ROWS_A_BATCH))
+    ]
+    optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.01, "schedule": "cosine", "warmup_fraction": 0.2}
+    return TrainJob(
+        model_directory=model,
+        plan=Plan.of(planned),
+        rows=rows,
+        heldout=held,
+        pad_id=0,
+        model_spec=spec_of(**spec),
+        optim_spec=OptimSpec(**{**optimizer, **(optim or {})}),
+        step_spec=StepSpec(loss_chunk=16, max_grad_norm=1.0, foreach=False),
+        offload=None,
+        heldout_every_steps=2,
+        heldout_rows=4,
+        measured_steps=frozenset(range(STEPS)) - {1},
+        loader_threads=1,
+        device=CPU,
+        progress=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run must end with, however often it was broken off."""
+
+    weights: list[bytes]
+    curves: list[dict[str, Any]]
+    metrics: dict[str, Any]
+
+
+class Breaking(Checkpoints):
+    """Stops, or fails, at a place that is told."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        told: Callable[[str], None] = print,
+        stop_after: int | None = None,
+        stop_within: int | None = None,
+        fail_after: int | None = None,
+        every_step: bool = False,
+        keep: int = 2,
+    ):
+        """By step: stopped after it, stopped before its second micro-batch, or failed after it."""
+        self._of_stop = Stop()
+        store = CheckpointStore(directory, keep, told)
+        # A clock by which an hour passes whenever it is looked at.
+        hours = iter(range(10**9))
+        often = {"clock": lambda: next(hours) * 3600.0} if every_step else {}
+        super().__init__(store, seconds=1.0 if every_step else None, stop=self._of_stop, told=told, **often)
+        self._stop_after, self._stop_within, self._fail_after = stop_after, stop_within, fail_after
+        self._done = self.first_step
+
+    def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """See Keeper."""
+        for number, batch in enumerate(super().between(batches)):
+            if self._done == self._stop_within and number == 1:
+                self._of_stop.ask(signal.SIGTERM)
+                self._of_stop.check()
+            yield batch
+
+    def step_done(self, run: Running) -> None:
+        """See Keeper."""
+        self._done = run.step
+        if run.step == self._stop_after:
+            self._of_stop.ask(signal.SIGTERM)
+        super().step_done(run)
+        self.wait()
+        if run.step == self._fail_after:
+            raise ConnectionError("power cut")
+
+
+def finish(job: TrainJob, keeper: Checkpoints | None = None) -> Outcome:
+    """Run to the end."""
+    meter = make_meter(CPU)
+    result = train(job, meter) if keeper is None else train(job, meter, keeper)
+    if keeper is not None:
+        keeper.wait()
+    metrics = train_metrics(result, meter.result(), CPU)
+    return Outcome(
+        weights=[p.detach().view(-1).view(torch.uint8).numpy().tobytes() for p in trained_parameters(result.model)],
+        curves=[{key: row.get(key) for key in LEARNT} for row in result.curves],
+        metrics={key: value for key, value in metrics.items() if not any(part in key for part in OF_THE_PROCESS)},
+    )
+
+
+def break_off(job: TrainJob, directory: Path, **how: Any) -> None:
+    """Run until it is stopped or fails."""
+    keeper = Breaking(directory, **how)
+    try:
+        finish(job, keeper)
+    except (Stopped, ConnectionError):
+        keeper.wait()
+        return
+    raise AssertionError("the run came to its end")
+
+
+def in_parts(job: TrainJob, directory: Path, steps: list[int]) -> Outcome:
+    """The end of a run that was stopped after each of these steps."""
+    for step in steps:
+        break_off(job, directory, stop_after=step)
+    keeper = Breaking(directory)
+    assert keeper.first_step == steps[-1]
+    return finish(job, keeper)
+
+
+def with_seconds(job: TrainJob, **changes: Any) -> TrainJob:
+    """The same job but for some changes."""
+    return replace(job, **changes)
