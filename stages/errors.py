@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from stages import endings
+
 # While it is imported, bitsandbytes tells of an optional inference kernel that no stage uses. Every entry imports this
 # module before any that brings bitsandbytes, so it is silenced in time.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -30,10 +32,14 @@ class StageCommand(click.Command):
         """Run the command.
 
         Raises:
-            SystemExit: with code 1 after a `UserError` was printed.
+            SystemExit: with code 1 after a `UserError` was printed, with 128 + its number after a signal was.
         """
         try:
-            return super().invoke(ctx)
+            with endings.raised():
+                return super().invoke(ctx)
+        except endings.Interrupted as ending:
+            click.echo(f"stopped by {ending.name}: no output is half-written; the same command starts again", err=True)
+            sys.exit(ending.exit_code)
         except UserError as error:
             click.echo(f"error: {' '.join(str(error).split())}", err=True)
             for line in error.details:

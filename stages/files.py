@@ -1,16 +1,17 @@
 """Atomic files and directories: write aside, fsync, rename. A killed run or a full disk leaves nothing half-written."""
 
 import csv
+import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
+from stages.locks import clear, hold, leave
 
 READ_BLOCK_BYTES = 1 << 20
 
@@ -75,13 +76,70 @@ def told_in_one_line(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(
-            f"{path}: cannot be written ({reason}); free space or change permissions, then rerun"
-        ) from error
+        # What was refused is often another file: one that is read, or one inside.
+        where = "" if error.filename is None or str(error.filename) == str(path) else f": {error.filename}"
+        raise UserError(f"{path}: cannot be written ({reason}{where}); {_remedy(error)}, then rerun") from error
 
 
-def _sync_directory(path: Path) -> None:
-    """Make a rename inside this directory durable."""
+def _remedy(error: OSError) -> str:
+    """What the user can do about a refusal."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "free space"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "change permissions or write elsewhere"
+    if error.errno == errno.ENOENT:
+        return "let nothing remove files while a stage runs"
+    return "mend that"
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a path to write a file at; it replaces `path` in one step when the block ends without a fault.
+
+    Raises:
+        UserError: the disk refused, or another run is writing the same.
+    """
+    with _bench(path) as bench:
+        made = bench / path.name
+        yield made
+        sync(made)
+        os.replace(made, path)
+        sync(path.parent)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory to fill; it replaces `path` when the block ends without a fault.
+
+    Raises:
+        UserError: the disk refused, or another run is writing the same.
+    """
+    with _bench(path) as bench:
+        made = bench / path.name
+        made.mkdir()
+        yield made
+        for each in sorted(made.rglob("*")):
+            sync(each)
+        sync(made)
+        _replace_directory(made, path, bench / "old")
+        sync(path.parent)
+
+
+def _replace_directory(made: Path, path: Path, old: Path) -> None:
+    """Put `made` where `path` is; a directory cannot be replaced in one move, so the old one steps aside first."""
+    had = path.is_dir()
+    if had:
+        os.replace(path, old)
+    try:
+        os.replace(made, path)
+    except BaseException:
+        if had and not path.exists():
+            os.replace(old, path)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Have a file's bytes, or a directory's entries, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -90,56 +148,22 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` to write a file at; rename it into place when the block ends without a fault.
+def _bench(path: Path) -> Iterator[Path]:
+    """A directory beside `path` in which its new content is made, by one process at a time; gone afterwards.
 
-    Raises:
-        UserError: the disk refused.
+    What a killed run left in it is removed first.
     """
-    aside = path.with_name(f".{path.name}.partial")
+    bench = path.with_name(f".{path.name}.partial")
     with told_in_one_line(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        held = hold(bench)
+        if held is None:
+            raise UserError(f"{path}: another run is writing it now; wait for that to end, then rerun")
         try:
-            yield aside
-            with open(aside, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-            _sync_directory(path.parent)
+            clear(bench)
+            yield bench
         finally:
-            aside.unlink(missing_ok=True)
-
-
-@contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `path` to fill; it replaces `path` when the block ends without a fault.
-
-    Raises:
-        UserError: the disk refused.
-    """
-    aside = path.with_name(f".{path.name}.partial")
-    with told_in_one_line(path):
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        try:
-            yield aside
-            for file in sorted(aside.rglob("*")):
-                if file.is_file():
-                    with open(file, "rb") as handle:
-                        os.fsync(handle.fileno())
-            _replace_directory(aside, path)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-
-
-def _replace_directory(aside: Path, path: Path) -> None:
-    """Put `aside` where `path` is; a directory cannot be replaced in one move, so the old one steps aside first."""
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.is_dir():
-        os.replace(path, old)
-    os.replace(aside, path)
-    _sync_directory(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+            clear(bench)
+            leave(bench, held)
 
 
 def write_text(path: Path, text: str) -> None:

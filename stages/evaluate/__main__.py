@@ -1,5 +1,8 @@
 """Compare the base and the tuned model on held-out rows: `python -m stages.evaluate`."""
 
+import stages.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+
+# isort: split
 import json
 from pathlib import Path
 

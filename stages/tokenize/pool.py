@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from stages.endings import ENDINGS
 from stages.errors import UserError
 from stages.read.block import Block
 from stages.tokenize.memory import give_back_free_memory, keep_memory_small
@@ -76,12 +77,24 @@ def open_pool(own: Tokenize, make: Callable[[], Tokenize], workers: int, kind: s
         with warnings.catch_warnings():
             # Python 3.12 warns of any thread, also of those that a fork is safe with.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            # The first task starts the workers: now, before a progress bar's thread exists.
-            executor.submit(os.getpid)
+            # The first task starts the workers: now, before a progress bar's thread exists. A signal waits until they
+            # handle signals as workers do.
+            with _endings_wait():
+                executor.submit(os.getpid)
         yield Pool(lambda block: executor.submit(task, block), BLOCKS_IN_FLIGHT_PER_WORKER * workers)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
         gc.unfreeze()
+
+
+@contextmanager
+def _endings_wait() -> Iterator[None]:
+    """Inside, signals that end a stage wait; so they do in processes forked inside, until these let them in."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 class _Serial:
@@ -128,6 +141,8 @@ def available_workers() -> int:
 def _start_process(make: Callable[[], Tokenize]) -> None:
     """Make a worker process ready: Ctrl-C is its parent's business, and it never outlives the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
     keep_memory_small()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _start(make)

@@ -11,8 +11,14 @@ from stages.tokenize import run, shards
 BLOCK_BYTES = 1 << 15
 BLOCKS_PER_SHARD = 4
 
-if __name__ == "__main__":
+
+def make_blocks_small() -> None:
+    """From now on the stage runs so in this process."""
     run.BLOCK_BYTES = BLOCK_BYTES
     run.read_blocks = partial(run.read_blocks, block_bytes=BLOCK_BYTES)
     shards.BLOCKS_PER_SHARD = BLOCKS_PER_SHARD
+
+
+if __name__ == "__main__":
+    make_blocks_small()
     entry.main()

@@ -1,0 +1,76 @@
+"""What a stage leaves behind, as hashes to compare: all but the times."""
+
+import csv
+import hashlib
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from tests.conftest import ROOT
+
+STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
+TIME_LIKE = re.compile(r"(^|_)(seconds|per_second|rss)(_|$)")
+"""Names of metrics and columns that two equal runs need not agree on: times, speeds and the process's memory."""
+ABSENT = "absent"
+
+
+def command_of(stage: str) -> tuple[str, list[str]]:
+    """(room, arguments) of a stage's command in dvc.yaml."""
+    _, _, module, *arguments = shlex.split(STAGES[stage]["cmd"])
+    return module.removeprefix("stages."), arguments
+
+
+def declared(stage: str) -> list[str]:
+    """The paths that dvc.yaml says a stage writes."""
+    entries = [*STAGES[stage].get("outs", []), *STAGES[stage].get("metrics", [])]
+    return [entry if isinstance(entry, str) else next(iter(entry)) for entry in entries]
+
+
+def state(workspace: Path, stage: str) -> dict[str, str]:
+    """Declared path → hash of its content but for the times, or `ABSENT`."""
+    return {path: digest(workspace / path) for path in declared(stage)}
+
+
+def digest(path: Path) -> str:
+    """Hash of a file, or of the names and files of a directory; times left out."""
+    if path.is_dir():
+        inside = sorted(child for child in path.rglob("*") if not child.is_dir())
+        content = "\n".join(f"{child.relative_to(path)} {digest(child)}" for child in inside).encode()
+    elif path.is_file():
+        content = without_times(path)
+    else:
+        return ABSENT
+    return hashlib.sha256(content).hexdigest()
+
+
+def without_times(path: Path) -> bytes:
+    """A file's bytes; those of JSON, CSV and the model card without what is named as a time."""
+    content = path.read_bytes()
+    if path.suffix == ".json":
+        return json.dumps(_timeless(json.loads(content)), sort_keys=True).encode()
+    if path.suffix == ".csv":
+        rows = list(csv.DictReader(content.decode().splitlines()))
+        return json.dumps(_timeless(rows)).encode()
+    if path.name == "MODEL_CARD.md":
+        lines = content.decode().splitlines()
+        return "\n".join(line for line in lines if not any(map(TIME_LIKE.search, re.findall(r"\w+", line)))).encode()
+    return content
+
+
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _timeless(item) for key, item in value.items() if not TIME_LIKE.search(key)}
+    return [_timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def listing(workspace: Path) -> list[str]:
+    """Every path in a workspace, with what links point to."""
+    return sorted(
+        f"{path.relative_to(workspace)}" + (f" -> {os.readlink(path)}" if path.is_symlink() else "")
+        for path in workspace.rglob("*")
+    )

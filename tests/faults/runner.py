@@ -1,0 +1,157 @@
+"""`python -m tests.faults.runner`: has imported every stage once, and forks a process for each run of one.
+
+An interpreter that imports torch takes seconds; a fork takes none, so that stages can be killed many times. Each run is
+the stage's own entry in a process of its own, leader of its own session, and ends as an interpreter ends. Faults are
+brought about inside that process: a limit, a missing privilege, or an action at its n-th change of a directory entry,
+which is where a half-written output would show.
+
+Requests and answers are lines of JSON; see `tests/faults/stage_run.py`, which writes them.
+"""
+
+import atexit
+import ctypes
+import importlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from tests.tokenize.small_blocks import make_blocks_small
+
+# The entry of tokenize is imported first: it sets what numpy reads when it is imported.
+ROOMS = ("tokenize", "pin", "bucket", "estimate", "train", "evaluate", "report")
+CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
+"""Audit events of a directory entry that comes, goes or moves; each is raised before it happens."""
+CAPABILITY_VERSION = 0x20080522
+CLONE_NEWNS = 0x00020000
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    make_blocks_small()
+    entries = {room: importlib.import_module(f"stages.{room}.__main__").main for room in ROOMS}
+    say({"ready": os.getpid()})
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            say({"status": end_of(request["wait"], request["seconds"])})
+            continue
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            become(request)
+            run_to_the_end(entries[request["room"]], request["arguments"])
+        say({"pid": child})
+
+
+def say(answer: dict[str, Any]) -> None:
+    """Write one answer."""
+    print(json.dumps(answer), flush=True)
+
+
+def end_of(child: int, seconds: float) -> int | None:
+    """Wait for a child's exit status, negative for a signal; None: it did not end in time and was killed."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def become(request: dict[str, Any]) -> None:
+    """Turn this fork into the process that the request describes."""
+    output = os.open(request["output"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.chdir(request["cwd"])
+    if request["file_bytes"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], request["file_bytes"]))
+    if request["unprivileged"]:
+        drop_privileges()
+    if request["clock_goes_back"]:
+        turn_back_the_clock()
+    if request["at_change"] is not None or request["changes"] is not None:
+        watch_changes(request)
+
+
+def run_to_the_end(entry: Callable[[list[str]], object], arguments: list[str]) -> None:
+    """Run an entry and end this process as an interpreter ends, less the two seconds of taking torch's modules down."""
+    status: object = 1
+    try:
+        entry(arguments)
+    except SystemExit as ending:
+        status = ending.code
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]  # Waits for the threads that are no daemons.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 0)
+
+
+def drop_privileges() -> None:
+    """Give up the capabilities with which root writes where permissions forbid it."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    if ctypes.CDLL(None, use_errno=True).capset(header, nothing):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def turn_back_the_clock() -> None:
+    """Have the wall clock jump back by an hour each time it is read; the monotonic clock goes on."""
+    start = time.time()
+    readings = iter(range(1 << 30))
+    time.time = lambda: start - 3600.0 * next(readings)
+
+
+def watch_changes(request: dict[str, Any]) -> None:
+    """Count the changes of directory entries in this process, tell them or act at one of them.
+
+    Changes outside the working directory (a library's caches) are not counted.
+    """
+    own, here, count, acting = os.getpid(), os.getcwd(), 0, False
+    act = action_of(request)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count, acting
+        if event not in CHANGES or acting or os.getpid() != own or not is_below(here, arguments[0]):
+            return
+        acting = True
+        if request["changes"] is not None:
+            with open(request["changes"], "a") as file:
+                file.write(f"{event} {arguments[0]}\n")
+        if count == request["at_change"]:
+            act()
+        count += 1
+        acting = False
+
+    sys.addaudithook(hook)
+
+
+def is_below(here: str, path: Any) -> bool:
+    """Whether a path, as an audit event tells it, is below a directory; a bare name is one inside an open directory."""
+    return os.path.abspath(os.fsdecode(path)).startswith(here)
+
+
+def action_of(request: dict[str, Any]) -> Callable[[], None]:
+    """What happens at the change: a signal to this process, or a directory vanishes."""
+    if request["vanishes"] is not None:
+        return lambda: shutil.rmtree(request["vanishes"], ignore_errors=True)
+    return lambda: os.kill(os.getpid(), request["signal"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""One stage run in a process of its own, in a workspace, with the fault that a test asks for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.conftest import ROOT
+from tests.faults.outputs import command_of
+from tests.processes import TIMEOUT_SECONDS, kill_group
+
+WORKERS_END_SECONDS = 10
+"""Within which what a stage started must be gone after its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What goes wrong in a run."""
+
+    at_change: int | None = None
+    """Number of the directory entry's change, from 0, before which the fault happens; None: at no change."""
+    signal: int = signal.SIGKILL
+    """Sent at that change,"""
+    vanishes: Path | None = None
+    """or the directory that is removed at it."""
+    changes: Path | None = None
+    """A file to which each change is told."""
+    file_bytes: int | None = None
+    """No file can grow beyond this."""
+    unprivileged: bool = False
+    """Permissions hold for root, too."""
+    clock_goes_back: bool = False
+    """The wall clock jumps back by an hour at each reading."""
+
+    def as_request(self) -> dict[str, Any]:
+        """The fault as JSON."""
+        return {key: str(value) if isinstance(value, Path) else value for key, value in vars(self).items()}
+
+
+NO_FAULT = Fault()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run ended."""
+
+    status: int
+    """Exit status, negative for a signal."""
+    output: str
+    """Standard output and error."""
+    seconds: float
+
+
+@dataclass(kw_only=True)
+class StageRun:
+    """A run that was started."""
+
+    runner: "Runner"
+    pid: int
+    output: Path
+    started: float = field(default_factory=time.monotonic)
+
+    def send(self, number: int, *, to_group: bool) -> None:
+        """Send a signal to the process alone, or to it and all that it started."""
+        (os.killpg if to_group else os.kill)(self.pid, number)
+
+    def wait(self, seconds: float = TIMEOUT_SECONDS) -> Ended:
+        """Wait for the end of the run, and of all that it started.
+
+        Raises:
+            AssertionError: it did not end in time, or left a process behind.
+        """
+        status = self.runner.ask({"wait": self.pid, "seconds": seconds})["status"]
+        took = time.monotonic() - self.started
+        said = self.output.read_text()
+        assert status is not None, f"no end within {seconds} s: {said}"
+        deadline = time.monotonic() + WORKERS_END_SECONDS
+        while left := session_of(self.pid):
+            assert time.monotonic() < deadline, f"still running: {left}; {said}"
+            time.sleep(0.01)
+        return Ended(status=status, output=said, seconds=took)
+
+
+def session_of(leader: int) -> list[str]:
+    """The processes of a session that run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(str(process))
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue  # It ended just now.
+    return found
+
+
+class Runner:
+    """The process that forks a stage for each run."""
+
+    def __init__(self, prefix: list[str], errors: Path):
+        """Start it under a command that may prepare its surroundings; it takes seconds to import everything."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        for name in ("DVC_STAGE", "DVC_ROOT"):
+            environment.pop(name, None)
+        self._errors = open(errors, "w")
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "tests.faults.runner"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+            start_new_session=True,
+            text=True,
+        )
+        self._runs = 0
+        self._directory = errors.parent
+        self.pid: int = self._answer()["ready"]
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """The answer to a request."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the runner ended: {Path(self._errors.name).read_text()}"
+        return json.loads(line)
+
+    def start(self, stage: str, workspace: Path, fault: Fault = NO_FAULT, *arguments: str) -> StageRun:
+        """Start a stage of dvc.yaml in a workspace."""
+        room, given = command_of(stage)
+        self._runs += 1
+        output = self._directory / f"run-{self._runs}.txt"
+        request = {
+            "room": room,
+            "arguments": [*given, *arguments],
+            "cwd": str(workspace),
+            "output": str(output),
+            **fault.as_request(),
+        }
+        return StageRun(runner=self, pid=self.ask(request)["pid"], output=output)
+
+    def run(self, stage: str, workspace: Path, fault: Fault = NO_FAULT, *arguments: str) -> Ended:
+        """Run a stage of dvc.yaml to its end."""
+        return self.start(stage, workspace, fault, *arguments).wait()
+
+    def close(self) -> None:
+        """End it."""
+        kill_group(self._process)
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            assert pipe is not None
+            pipe.close()
