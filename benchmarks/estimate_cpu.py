@@ -154,7 +154,12 @@ def count(directory: Path, setting: Setting, steps: TracedSteps) -> Measured:
     """Load and train for real under the CPU's meter, as train does."""
     offload = make_offload(setting.offload_activations, CPU, directory)
     optim = replace(optim_of(setting), lr=1e-3, weight_decay=0.01)
-    spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=False)
+    spec = StepSpec(
+        loss_chunk=setting.loss_chunk,
+        max_grad_norm=setting.max_grad_norm,
+        foreach=False,
+        optimizer_in_backward=setting.optimizer_in_backward,
+    )
     scaler = LossScaler() if setting.model.scales_loss else None
     gc.collect()  # What earlier runs left must not be freed inside the window.
     meter = make_meter(CPU)

@@ -124,7 +124,7 @@ def _check_methods(params: Params) -> None:
             f"train.master_weights: has an effect only with train.method=full and train.precision=bf16; got true with "
             f"{train.method} and {train.precision}; set it to false",
         ),
-        *_optimizer_faults(train),
+        *_optimizer_faults(train, params.hardware.num_gpus),
         (
             train.grad_ckpt_policy != "full" and not train.grad_ckpt,
             f"train.grad_ckpt_policy: has an effect only with train.grad_ckpt=true; got {train.grad_ckpt_policy} with "
@@ -164,8 +164,17 @@ def _check_methods(params: Params) -> None:
             raise UserError(message)
 
 
-def _optimizer_faults(train: Train) -> Iterator[tuple[bool, str]]:
+def _optimizer_faults(train: Train, num_gpus: int) -> Iterator[tuple[bool, str]]:
     """Where the update is made, and when: faults of `_check_methods`."""
+    for key, value, given in (
+        ("train.offload", "optimizer", train.offload == "optimizer"),
+        ("train.optimizer_in_backward", "true", train.optimizer_in_backward),
+    ):
+        yield (
+            given and num_gpus > 1,
+            f"{key}: updates one GPU's own gradients, which several share; got {value} with hardware.num_gpus="
+            f"{num_gpus}; set {key} to {'none' if value == 'optimizer' else 'false'}, or hardware.num_gpus to 1",
+        )
     one_by_one = {
         "train.master_weights=true": train.master_weights,
         "train.offload=optimizer": train.offload == "optimizer",

@@ -107,12 +107,32 @@ def test_a_wrong_value_is_told_in_one_line(values: dict[str, Any], dotted: str, 
             {"master_weights": True, "method": "full", "precision": "bf16", "optimizer": "adamw_foreach"},
             r"train\.optimizer: adamw_foreach .*use adamw",
         ),
+        (
+            {"offload": "optimizer", "optimizer": "adamw_foreach"},
+            r"train\.offload=optimizer one by one; .* use adamw$",
+        ),
+        (
+            {"offload": "optimizer", "optimizer": "paged_adamw_8bit"},
+            r"train\.optimizer: a paged one .*; use adamw_8bit, or train\.offload=none",
+        ),
+        ({"offload": "optimizer", "optimizer": "paged_adamw_32bit"}, r"; use adamw, or train\.offload=none"),
+        ({"offload": "optimizer", "gpus": 2}, r"^train\.offload: .*num_gpus=2; set train\.offload to none, or"),
+        ({"optimizer_in_backward": True, "gpus": 2}, r"^train\.optimizer_in_backward: .*num_gpus=2; .* to false, or"),
+        ({"optimizer_in_backward": True}, r"train\.optimizer_in_backward: frees .*=qlora; .* use train\.method=full"),
+        (
+            {"optimizer_in_backward": True, "method": "full"},
+            r"train\.optimizer_in_backward: .*train\.max_grad_norm=1\.0; leave train\.max_grad_norm blank",
+        ),
+        (
+            {"optimizer_in_backward": True, "method": "full", "max_grad_norm": None, "precision": "fp16"},
+            r"train\.optimizer_in_backward: .*train\.precision=fp16; use bf16 or fp32",
+        ),
     ],
 )
 def test_switches_that_exclude_each_other_are_told_in_one_line(values: dict[str, Any], changes: dict, message: str):
     """A switch that has no effect beside another must not be taken in silence."""
     for key, value in changes.items():
-        put(values, f"train.{key}", value)
+        put(values, "hardware.num_gpus" if key == "gpus" else f"train.{key}", value)
     with pytest.raises(UserError, match=message) as told:
         parse_params(values)
     assert "\n" not in str(told.value)

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from stages.estimate.kernels import Target
-from stages.estimate.neighbours import LIGHTER, lighter_activations, with_method, with_precision
+from stages.estimate.neighbours import LIGHTER, lighter_activations, lighter_state, with_method, with_precision
 from stages.estimate.predict import Setting, predict
 from stages.estimate.shapes import TracedSteps, halved
 from stages.estimate.workload import Costs, Workload
@@ -214,7 +214,8 @@ def _candidates(run: Workload, costs: Costs, native_bf16: bool) -> Iterator[Cand
     """Every combination of the switches' options but the run as it is."""
     model = run.setting.model
     plain = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
-    switches = [[plain, *_budgets(run)]]
+    # Updates in backward need steps of one micro-batch.
+    switches = [[plain, *(() if run.setting.optimizer_in_backward else _budgets(run))]]
     switches.append([plain, *_in_turn(run, lighter_activations(run.setting, cuda=costs.cuda), SAME, 1)])
     if run.setting.loss_chunk is None:
         chunked = replace(run.setting, loss_chunk=LOSS_CHUNK_TOKENS)
@@ -222,6 +223,7 @@ def _candidates(run: Workload, costs: Costs, native_bf16: bool) -> Iterator[Cand
     if run.setting.optimizer in ("adamw", "adamw_foreach"):
         small = replace(run.setting, optimizer="adamw_8bit")
         switches.append([plain, *_in_turn(run, [(small, ("train.optimizer=adamw_8bit",))], ROUNDED, 5)])
+    switches.append([plain, *_in_turn(run, lighter_state(run.setting, cuda=costs.cuda), SAME, 8)])
     if model.precision == "fp32" and (native_bf16 or model.adapted):  # Full weights stay fp32 under fp16.
         half = with_precision(run.setting, "bf16" if native_bf16 else "fp16")
         switches.append([plain, *_in_turn(run, [half], ROUNDED, 6)])

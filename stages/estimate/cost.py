@@ -116,6 +116,8 @@ class StepWork:
     grad_ckpt: bool
     offloaded_optimizer: bool
     """The update runs on the host: gradients go there and weights come back."""
+    master_weights: bool = False
+    """The update is of fp32 copies."""
     recomputed_share: float = 1.0
     """With grad_ckpt, of the forward pass's products and attention."""
     offload_to_disk: bool = False
@@ -176,9 +178,12 @@ def _update_seconds(work: StepWork, element_bytes: int, bandwidth: float) -> flo
     """Read gradients; read and write weights and moments."""
     value_bytes = element_bytes if work.method == "full" else FP32_BYTES
     kind = OPTIMIZERS[work.optimizer]
-    moment_bytes = value_bytes if kind.moment_bits is None else kind.moment_bits / 8
+    updated_bytes = FP32_BYTES if work.master_weights else value_bytes
+    moment_bytes = updated_bytes if kind.moment_bits is None else kind.moment_bits / 8
     passes = OPTIMIZER_8BIT_PASSES if kind.moment_bits == 8 else 1
-    moved = work.trained_parameters * (3 * value_bytes + 2 * kind.moments * moment_bytes) * passes
+    moved = work.trained_parameters * (3 * updated_bytes + 2 * kind.moments * moment_bytes) * passes
+    if work.offloaded_optimizer or work.master_weights:  # Gradients are copied there first, and weights back.
+        moved += 4 * work.trained_parameters * value_bytes
     return moved / (HOST_BYTES_PER_SECOND if work.offloaded_optimizer else bandwidth)
 
 

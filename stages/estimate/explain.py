@@ -14,7 +14,7 @@ from stages.estimate.kernels import Target
 from stages.estimate.origins import OriginTrace
 from stages.estimate.predict import Setting, trace_steps
 from stages.estimate.shapes import TracedSteps
-from stages.estimate.states import model_shapes, paged_lines, state_lines
+from stages.estimate.states import host_lines, model_shapes, paged_lines, state_lines
 from stages.estimate.trace import CATEGORIES
 from stages.units import GIB
 
@@ -174,13 +174,32 @@ def timeline_row(event: int, phase: str, sizes: Mapping[str, int]) -> Mapping[st
 
 
 def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> Iterator[dict[str, Any]]:
-    """What stays from step to step, by arithmetic alone: category, why, bytes; managed memory comes last."""
+    """What stays from step to step, by arithmetic alone: category, why, bytes; managed or host memory comes last."""
     shapes, spec, optimizer = model_shapes(config), setting.model, setting.optimizer
     cuda, masters = target.foreach, setting.master_weights
-    lines = (
-        *state_lines(shapes, spec, optimizer, cuda=cuda, master_weights=masters),
-        *paged_lines(shapes, spec, optimizer, cuda=cuda, master_weights=masters),
+    held = state_lines(
+        shapes,
+        spec,
+        optimizer,
+        cuda=cuda,
+        master_weights=masters,
+        offload=setting.offload,
+        optimizer_in_backward=setting.optimizer_in_backward,
     )
+    if setting.offload == "none":
+        apart = paged_lines(shapes, spec, optimizer, cuda=cuda, master_weights=masters)
+    else:
+        apart = host_lines(shapes, spec, optimizer, master_weights=masters)
+    lines = (*held, *apart)
     for line in lines:
         size = line.total_bytes(target.granularity_bytes)
         yield {"category": line.category, "why": line.what, "tensors": len(line.tensor_bytes), "bytes": size}
+
+
+def host_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
+    """What the optimizer takes of the host's memory, in blocks as they are asked for."""
+    if setting.offload == "none":
+        return 0
+    masters = setting.master_weights
+    lines = host_lines(model_shapes(config), setting.model, setting.optimizer, master_weights=masters)
+    return sum(line.total_bytes(1) for line in lines)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from stages.estimate.predict import Setting
 from stages.param_types import Method, Precision
+from stages.step.optimizers import OPTIMIZERS
 
 LIGHTER: Mapping[Method, tuple[Method, ...]] = {
     "full": ("lora", "qlora"),
@@ -17,6 +18,7 @@ PLAIN_START = "train.lora.init=default"
 PLAIN_LENGTHS = "train.lora.dora=false"
 FULL_POLICY = "train.grad_ckpt_policy=full"
 NO_MASTERS = "train.master_weights=false"
+AFTER_BACKWARD = "train.optimizer_in_backward=false"
 
 
 def with_method(setting: Setting, method: Method) -> tuple[Setting, tuple[str, ...]]:
@@ -29,13 +31,18 @@ def with_method(setting: Setting, method: Method) -> tuple[Setting, tuple[str, .
         flags.append(PLAIN_LENGTHS)
     if setting.master_weights:
         flags.append(NO_MASTERS)
-    return replace(setting, model=model, master_weights=False), tuple(flags)
+    if setting.optimizer_in_backward:
+        flags.append(AFTER_BACKWARD)
+    return replace(setting, model=model, master_weights=False, optimizer_in_backward=False), tuple(flags)
 
 
 def with_precision(setting: Setting, precision: Precision) -> tuple[Setting, tuple[str, ...]]:
     """The setting in another type, and the flags that lead there: master weights belong to bf16."""
     flags = (f"train.precision={precision}",) + ((NO_MASTERS,) if setting.master_weights else ())
-    return replace(setting, model=replace(setting.model, precision=precision), master_weights=False), flags
+    in_backward = setting.optimizer_in_backward and precision != "fp16"
+    flags += (AFTER_BACKWARD,) if setting.optimizer_in_backward and not in_backward else ()
+    model = replace(setting.model, precision=precision)
+    return replace(setting, model=model, master_weights=False, optimizer_in_backward=in_backward), flags
 
 
 def without_checkpoints(setting: Setting) -> tuple[Setting, tuple[str, ...]]:
@@ -63,3 +70,11 @@ def lighter_activations(setting: Setting, *, cuda: bool) -> list[tuple[Setting, 
     if cuda and setting.offload_activations == "none":
         found.append((replace(full, offload_activations="cpu"), (*flags, "train.offload_activations=cpu")))
     return found
+
+
+def lighter_state(setting: Setting, *, cuda: bool) -> list[tuple[Setting, tuple[str, ...]]]:
+    """The setting with its optimizer on the host of a GPU, where state is large and the host can make the update."""
+    alone = setting.optimizer != "adamw_foreach" and not OPTIMIZERS[setting.optimizer].paged
+    if not cuda or setting.model.adapted or setting.offload != "none" or not alone:
+        return []
+    return [(replace(setting, offload="optimizer"), ("train.offload=optimizer",))]

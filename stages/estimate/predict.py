@@ -36,7 +36,7 @@ from stages.estimate.trace import (
 from stages.model.load import fake_model
 from stages.model.quantize import quantisation_tensors
 from stages.model.spec import ModelSpec
-from stages.param_types import OffloadActivations, OptimizerName, Precision
+from stages.param_types import OffloadActivations, OffloadState, OptimizerName, Precision
 from stages.params import Params
 from stages.step.batches import Batch, empty_batch
 from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
@@ -69,6 +69,8 @@ class Setting:
     max_grad_norm: float | None
     master_weights: bool = False
     offload_activations: OffloadActivations = "none"
+    offload: OffloadState = "none"
+    optimizer_in_backward: bool = False
 
     @classmethod
     def from_params(cls, params: Params, precision: Precision) -> "Setting":
@@ -80,6 +82,8 @@ class Setting:
             max_grad_norm=params.train.max_grad_norm,
             master_weights=params.train.master_weights,
             offload_activations=params.train.offload_activations,
+            offload=params.train.offload,
+            optimizer_in_backward=params.train.optimizer_in_backward,
         )
 
 
@@ -198,11 +202,16 @@ def trace_steps(
     Returns the step and the position in it of the micro-batch that set the peak.
     """
     model = fake_model(config, setting.model, CPU)
-    optimizer = build_optimizer(model, optim_of(setting))
+    optimizer = build_optimizer(model, optim_of(setting), trace.elsewhere)
     _hold_state(trace, model, optimizer, setting, cuda=target.foreach)
     trace.hold_bytes(target.constant_bytes, WORKSPACE)
     trace.begin_run(model)
-    spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=target.foreach)
+    spec = StepSpec(
+        loss_chunk=setting.loss_chunk,
+        max_grad_norm=setting.max_grad_norm,
+        foreach=target.foreach,
+        optimizer_in_backward=setting.optimizer_in_backward,
+    )
     scaler = LossScaler(finite=lambda norm: True) if setting.model.scales_loss else None
     store, offload = counting(trace, setting.offload_activations)
     highest_bytes, position = 0, (0, 0)
@@ -244,6 +253,7 @@ def optim_of(setting: Setting) -> OptimSpec:
         schedule="constant",
         warmup_fraction=0.0,
         master_weights=setting.master_weights,
+        offload=setting.offload,
     )
 
 

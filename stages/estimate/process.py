@@ -64,7 +64,13 @@ def on_device(device: Device) -> dict[str, Part]:
 
 
 def on_host(
-    config: PretrainedConfig, spec: ModelSpec, stored: torch.dtype, *, batch_tokens: int, pinned_bytes: int = 0
+    config: PretrainedConfig,
+    spec: ModelSpec,
+    stored: torch.dtype,
+    *,
+    batch_tokens: int,
+    pinned_bytes: int = 0,
+    optimizer_bytes: int = 0,
 ) -> dict[str, Part]:
     """RAM that a GPU run needs on its host.
 
@@ -74,6 +80,7 @@ def on_host(
         stored: type of the weights in its files.
         batch_tokens: of the largest micro-batch.
         pinned_bytes: of activations that wait there.
+        optimizer_bytes: of train.offload=optimizer.
     """
     shapes = model_shapes(config)
     largest = max(parameter.values for parameter in shapes.parameters)
@@ -84,8 +91,10 @@ def on_host(
     batches = (1 + BATCHES_AHEAD) * batch_tokens * BATCH_TOKEN_BYTES
     imports = "after imports, measured with PyTorch for CPUs; the margin is for CUDA's libraries"
     pinned = {} if not pinned_bytes else {"activations": _activations(pinned_bytes)}
+    optimizer = {} if not optimizer_bytes else {"optimizer": _optimizer(optimizer_bytes)}
     return {
         **pinned,
+        **optimizer,
         "process": Part(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=imports),
         "loading": Part(bytes=loading, margin_bytes=0, basis="derived", why=moving),
         "batches": Part(
@@ -103,6 +112,12 @@ def on_host(
 def _activations(count: int) -> Part:
     """What train.offload_activations=cpu keeps there."""
     why = "what layers keep for backward, page-locked in blocks of powers of two"
+    return Part(bytes=count, margin_bytes=0, basis="derived", why=why)
+
+
+def _optimizer(count: int) -> Part:
+    """What train.offload=optimizer keeps there."""
+    why = "copies of the weights, their optimizer's state, the largest gradient and the buffer that tensors pass"
     return Part(bytes=count, margin_bytes=0, basis="derived", why=why)
 
 

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from stages.errors import UserError
 from stages.estimate.answer import answer
 from stages.estimate.devices import Device, attention_on, precision_on, resolve_gpu
+from stages.estimate.explain import host_state_bytes
 from stages.estimate.kernels import target_of
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.verdict import describe, usable_bytes
@@ -19,6 +20,8 @@ from stages.model.load import attention_window, read_config, refuse_joined_rows,
 from stages.param_types import Precision
 from stages.params import Params, round_up
 from stages.pin.locate import TINY, TINY_DIRECTORY
+from stages.step.host import refuse_offloaded_state
+from stages.step.in_backward import refuse_in_backward
 from stages.step.offload import refuse_offload
 from stages.units import readable_size
 
@@ -42,9 +45,12 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     device, reason = resolve_gpu(gpu or p.hardware.gpu)
     precision, _ = precision_on(device, p.train.precision)
     refuse_offload(p.train.offload_activations, device.kind)
+    refuse_offloaded_state(p.train.offload, device.kind)
     directory = find_model(p.model.name if model is None else str(model))
     config = read_config(directory)
     run = workload_of(p, config, precision)
+    if p.train.optimizer_in_backward:
+        refuse_in_backward(run.setting.model, [math.ceil(run.micro_batches_per_step)])
     beyond_window = run.longest >= (attention_window(config) or math.inf)
     masked = beyond_window and p.bucket.mode != "packed"
     attention = attention_on(device, config, run.setting.model, masked=masked)
@@ -58,6 +64,8 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     yield from _peaks(prediction)
     if prediction.offloaded_bytes:
         yield f"{p.train.offload_activations:<11}{readable_size(prediction.offloaded_bytes):>10}  activations there"
+    if host_bytes := host_state_bytes(config, run.setting):
+        yield f"host       {readable_size(host_bytes):>10}  optimizer there"
     yield from _verdict(run, prediction, device, p)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     inverse = turn_round(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)

@@ -18,12 +18,15 @@ from stages.estimate.optimizer_states import optimizer_tensors
 from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from stages.model.quantize import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from stages.model.spec import ModelSpec
-from stages.param_types import OptimizerName
+from stages.param_types import OffloadState, OptimizerName
 from stages.params import ALL_LINEAR
+from stages.step.host import STAGING_BYTES
 
 FP32_BYTES = 4
 PAGED = "paged_optimizer"
 """Category of optimizer state in managed memory: no part of what the device's allocator holds."""
+ON_HOST = "host_optimizer"
+"""Category of optimizer state in the host's memory (train.offload=optimizer): no part of it either."""
 NF4_BITS = 4
 PACKED_BITS: Mapping[str, int] = {"qlora": NF4_BITS, "int8_lora": 8}
 """Bits of a frozen weight, by method."""
@@ -90,11 +93,18 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
 
 
 def state_lines(
-    shapes: ModelShapes, spec: ModelSpec, optimizer: OptimizerName, *, cuda: bool, master_weights: bool
+    shapes: ModelShapes,
+    spec: ModelSpec,
+    optimizer: OptimizerName,
+    *,
+    cuda: bool,
+    master_weights: bool,
+    offload: OffloadState = "none",
+    optimizer_in_backward: bool = False,
 ) -> tuple[Line, ...]:
     """Everything the device's allocator holds at the end of backward, by kind of tensor; none without tensors.
 
-    Paged state is managed memory on CUDA and stands apart, see `paged_lines`.
+    Paged state is managed memory on CUDA and stands apart, see `paged_lines`; so does the host's, see `host_lines`.
     """
     lines = [*_weight_lines(shapes, spec), *_quantisation_lines(shapes, spec)]
     element_bytes = spec.dtype.itemsize
@@ -107,13 +117,40 @@ def state_lines(
         if spec.keeps_start and not cuda:
             start = (math.prod(shape) * FP32_BYTES for shape in trained)
             lines.append(_line(ADAPTERS, "adapters at the start, fp32", start))
-    lines.append(_line(GRADIENTS, f"one per trained value, {element_bytes} bytes", sizes))
-    if master_weights:
-        copies = (math.prod(shape) * FP32_BYTES for shape in trained)
-        lines.append(_line(OPTIMIZER, "master weights, fp32", copies))
-    kept = optimizer_tensors(trained, FP32_BYTES if master_weights else element_bytes, optimizer, cuda=cuda)
-    lines += [_line(OPTIMIZER, each.what, each.tensor_bytes) for each in kept if not each.paged]
+    if not optimizer_in_backward:
+        lines.append(_line(GRADIENTS, f"one per trained value, {element_bytes} bytes", sizes))
+    if offload == "none":
+        if master_weights:
+            copies = (math.prod(shape) * FP32_BYTES for shape in trained)
+            lines.append(_line(OPTIMIZER, "master weights, fp32", copies))
+        kept = optimizer_tensors(trained, FP32_BYTES if master_weights else element_bytes, optimizer, cuda=cuda)
+        lines += [_line(OPTIMIZER, each.what, each.tensor_bytes) for each in kept if not each.paged]
     return tuple(line for line in lines if line.tensor_bytes)
+
+
+def host_lines(
+    shapes: ModelShapes, spec: ModelSpec, optimizer: OptimizerName, *, master_weights: bool
+) -> tuple[Line, ...]:
+    """What train.offload=optimizer keeps in the host's memory."""
+    trained, element_bytes = _trained(shapes, spec)
+    copy_bytes = FP32_BYTES if master_weights else element_bytes
+    values = [math.prod(shape) for shape in trained]
+    name = "fp32" if copy_bytes == FP32_BYTES else "bf16"
+    return (
+        _line(ON_HOST, f"copies of the weights, {name}", (count * copy_bytes for count in values)),
+        *(
+            _line(ON_HOST, each.what, each.tensor_bytes)
+            for each in optimizer_tensors(trained, copy_bytes, optimizer, cuda=False)
+            if each.tensor_bytes
+        ),
+        _line(ON_HOST, f"room for the largest gradient, {name}", (max(values) * copy_bytes,)),
+        _line(ON_HOST, "buffer on the way, page-locked", (min(STAGING_BYTES, max(values) * element_bytes),)),
+    )
+
+
+def trained_values(shapes: ModelShapes, spec: ModelSpec) -> int:
+    """Numbers that are trained."""
+    return sum(math.prod(shape) for shape in _trained(shapes, spec)[0])
 
 
 def paged_lines(

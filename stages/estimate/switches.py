@@ -7,7 +7,13 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from stages.estimate.kernels import Target
-from stages.estimate.neighbours import lighter_activations, with_method, with_precision, without_checkpoints
+from stages.estimate.neighbours import (
+    lighter_activations,
+    lighter_state,
+    with_method,
+    with_precision,
+    without_checkpoints,
+)
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.shapes import halved
 from stages.param_types import Method, OptimizerName, Precision
@@ -52,7 +58,7 @@ def trace_switches(
         (f"train.{flag}", changed, steps) for flag, changed in _single_changes(setting, native_bf16, target.foreach)
     ]
     fewer = halved(steps)
-    if fewer is not None and smaller_batch is not None:
+    if fewer is not None and smaller_batch is not None and not setting.optimizer_in_backward:
         changes.insert(0, (smaller_batch, setting, fewer))
     found = [Switch(label=CURRENT, flag=None, peak_bytes=current.peak.bytes)]
     for flag, changed, shapes in tqdm(changes, "estimate", unit=" switches", disable=not progress):
@@ -80,6 +86,8 @@ def _single_changes(setting: Setting, native_bf16: bool, cuda: bool) -> Iterator
         yield "grad_ckpt=true", replace(setting, model=replace(model, grad_ckpt=True))
     chunk = LOSS_CHUNK_TOKENS if setting.loss_chunk is None else None
     yield f"loss_chunk={'null' if chunk is None else chunk}", replace(setting, loss_chunk=chunk)
+    for changed, flags in lighter_state(setting, cuda=cuda):
+        yield _flag(flags), changed
     for optimizer in OPTIMIZERS:
         if optimizer != setting.optimizer:
             yield f"optimizer={optimizer}", replace(setting, optimizer=optimizer)

@@ -94,6 +94,7 @@ class MemoryTrace(TorchDispatchMode):
         self._events: list[tuple[int, int]] = []
         self._phase: str | None = None
         self._module_depth = 0
+        self._elsewhere = False
         self._peaks: dict[str, tuple[int, int]] = {}
         self.current_bytes = 0
         self.offloaded_peak_bytes = 0
@@ -128,6 +129,15 @@ class MemoryTrace(TorchDispatchMode):
             yield
         finally:
             self._phase = before
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What is made inside is the host's, not the device's."""
+        before, self._elsewhere = self._elsewhere, True
+        try:
+            yield
+        finally:
+            self._elsewhere = before
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -175,6 +185,8 @@ class MemoryTrace(TorchDispatchMode):
         if func is ASK_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # Two thirds of all calls: answered here, they cost nothing.
         kwargs = kwargs or {}
+        if self._elsewhere:
+            return func(*args, **kwargs)
         expansion = self._rules.expansions.get(func)
         if expansion is not None:
             with self:

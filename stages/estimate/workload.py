@@ -10,8 +10,7 @@ from stages.estimate.devices import GPUS, Device
 from stages.estimate.kernels import Target
 from stages.estimate.predict import Setting
 from stages.estimate.shapes import TracedSteps
-from stages.estimate.states import Line, ModelShapes, model_shapes, state_bytes, state_lines
-from stages.estimate.trace import GRADIENTS
+from stages.estimate.states import Line, ModelShapes, model_shapes, state_bytes, state_lines, trained_values
 from stages.model.spec import ModelSpec
 from stages.step.batches import BatchShape
 
@@ -106,6 +105,8 @@ class Costs:
             setting.optimizer,
             cuda=self._target.foreach,
             master_weights=setting.master_weights,
+            offload=setting.offload,
+            optimizer_in_backward=setting.optimizer_in_backward,
         )
 
     def least_bytes(self, setting: Setting) -> int:
@@ -120,13 +121,11 @@ class Costs:
     def _work(self, run: Workload) -> StepWork:
         """The terms of the cost model."""
         text, model = run.config.get_text_config(), run.setting.model
-        trained_bytes = sum(line.total_bytes(1) for line in self.lines(run.setting) if line.category == GRADIENTS)
-        value_bytes = model.trained_dtype.itemsize
         looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
         heads = text.num_attention_heads
         return StepWork(
             parameters=self._shapes.values - looked_up,
-            trained_parameters=trained_bytes // value_bytes,
+            trained_parameters=trained_values(self._shapes, model),
             layers=text.num_hidden_layers,
             width=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
             tokens=max(1, round(run.tokens_per_step)),
@@ -137,7 +136,8 @@ class Costs:
             optimizer=run.setting.optimizer,
             grad_ckpt=model.grad_ckpt,
             recomputed_share=_recomputed_share(model),
-            offloaded_optimizer=False,
+            offloaded_optimizer=run.setting.offload == "optimizer",
+            master_weights=run.setting.master_weights,
             offload_to_disk=run.setting.offload_activations == "disk",
             offloaded_activations_bytes=_offloaded_bytes(run),
         )

@@ -1,52 +1,90 @@
-"""fp32 copies of 16-bit weights, which take the updates (Micikevicius et al. 2018, arXiv 1710.03740, section 3.1)."""
+"""Copies of the weights that take the updates: in fp32, in the host's memory, or both.
+
+fp32 copies of 16-bit weights: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1. Copies and update in the host's
+memory: Ren et al. 2021, arXiv 2101.06840.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+
+from stages.step.host import HostLink
 
 Groups = list[dict[str, Any]]
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """An optimizer over fp32 copies: each is updated, then rounded to the weight that is trained.
+    """An optimizer over copies: each is updated, then rounded to the weight that is trained.
 
-    Tensor by tensor, each gradient given up once its fp32 copy is made: a step needs no more than its largest tensor.
+    Tensor by tensor, each gradient given up once its copy is made: a step needs no more than its largest tensor.
     """
 
-    def __init__(self, groups: Groups, lr: float, build: Callable[[Groups], torch.optim.Optimizer]):
-        """Copy the weights as they are; `build` makes the optimizer of the copies."""
+    def __init__(
+        self,
+        groups: Groups,
+        lr: float,
+        build: Callable[[Groups], torch.optim.Optimizer],
+        *,
+        dtype: torch.dtype,
+        link: HostLink | None = None,
+    ):
+        """Copy the weights as they are.
+
+        Args:
+            groups: of the weights that are trained.
+            lr: learning rate.
+            build: makes the optimizer of the copies.
+            dtype: of the copies.
+            link: to the host, where the copies are and the update is made; None = on the device of the weights.
+        """
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self.link = link
+        self._elsewhere = nullcontext if link is None else link.elsewhere
+        self._inner_group: dict[torch.Tensor, int] = {}
         copies: Groups = []
-        for group in self.param_groups:
-            masters = [torch.nn.Parameter(p.detach().float()) for p in group["params"]]
-            copies.append({"params": masters, "weight_decay": group["weight_decay"]})
-            for parameter, master in zip(group["params"], masters, strict=True):
-                self.state[parameter] = {"master": master}
-        self.inner = build(copies)
+        with self._elsewhere():
+            for number, group in enumerate(self.param_groups):
+                masters = [self._copied(parameter, dtype) for parameter in group["params"]]
+                copies.append({"params": masters, "weight_decay": group["weight_decay"]})
+                for parameter, master in zip(group["params"], masters, strict=True):
+                    self.state[parameter] = {"master": master}
+                    self._inner_group[parameter] = number
+            self.inner = build(copies)
+
+    def _copied(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
+        """A weight's copy where it is updated."""
+        place = parameter.device if self.link is None else torch.device("cpu")
+        return torch.nn.Parameter(parameter.detach().to(device=place, dtype=dtype, copy=True))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every weight that has a gradient."""
-        whole = self.inner.param_groups
-        try:
-            for group, inner_group in zip(self.param_groups, whole, strict=True):
-                inner_group["lr"] = group["lr"]
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, inner_group)
-        finally:
-            self.inner.param_groups = whole
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group["lr"])
 
-    def _update(self, parameter: torch.nn.Parameter, inner_group: Mapping[str, Any]) -> None:
+    def _update(self, parameter: torch.nn.Parameter, lr: float) -> None:
         """One tensor."""
         master = self.state[parameter]["master"]
-        assert parameter.grad is not None
-        master.grad, parameter.grad = parameter.grad.float(), None
-        self.inner.param_groups = [{**inner_group, "params": [master]}]
-        self.inner.step()
-        master.grad = None
-        parameter.copy_(master)
+        whole = self.inner.param_groups
+        with self._elsewhere():
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float() if self.link is None else self.link.fetch(parameter.grad)
+        parameter.grad = None
+        with self._elsewhere():
+            self.inner.param_groups = [{**whole[self._inner_group[parameter]], "lr": lr, "params": [master]}]
+            try:
+                self.inner.step()
+            finally:
+                self.inner.param_groups = whole
+            master.grad = None
+            if self.link is None:
+                parameter.copy_(master)
+            else:
+                self.link.give(master, parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """The copies in order, and the state of their optimizer."""

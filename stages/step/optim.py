@@ -1,6 +1,7 @@
 """The optimizer of a run: parameter groups, state made before the first step, learning-rate schedule."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from stages.param_types import OptimizerName
+from stages.param_types import OffloadState, OptimizerName
 from stages.params import Params
+from stages.step.host import Elsewhere, HostLink
 from stages.step.master import MasterWeights
 from stages.step.optimizers import OPTIMIZERS, make_state
 
@@ -25,6 +27,8 @@ class OptimSpec:
     warmup_fraction: float
     master_weights: bool = False
     """Update fp32 copies of 16-bit weights."""
+    offload: OffloadState = "none"
+    """Whether state and update are the host's."""
 
     @classmethod
     def from_params(cls, params: Params) -> "OptimSpec":
@@ -37,6 +41,7 @@ class OptimSpec:
             schedule=train.schedule,
             warmup_fraction=train.warmup_fraction,
             master_weights=train.master_weights,
+            offload=train.offload,
         )
 
 
@@ -45,11 +50,11 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def build_optimizer(model: nn.Module, spec: OptimSpec) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, spec: OptimSpec, elsewhere: Elsewhere = nullcontext) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters; vectors (norms, biases) are not decayed.
 
     Its state is made here and not in the first step, so that the first step already holds as much as any later one:
-    what does not fit fails at once.
+    what does not fit fails at once. `elsewhere` is opened around what the host does with `spec.offload`.
     """
     trained = trained_parameters(model)
     groups: list[dict[str, Any]] = [
@@ -65,7 +70,11 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> torch.optim.Optimizer:
         make_state(optimizer, kind)
         return optimizer
 
-    return MasterWeights(groups, spec.lr, build) if spec.master_weights else build(groups)
+    if not spec.master_weights and spec.offload == "none":
+        return build(groups)
+    dtype = torch.float32 if spec.master_weights else trained[0].dtype
+    link = None if spec.offload == "none" else HostLink(trained, dtype, elsewhere)
+    return MasterWeights(groups, spec.lr, build, dtype=dtype, link=link)
 
 
 def learning_rate(step: int, total_steps: int, spec: OptimSpec) -> float:

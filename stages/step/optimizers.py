@@ -135,6 +135,8 @@ def is_paged(name: OptimizerName, values: int, *, cuda: bool) -> bool:
 def device_state(optimizer: torch.optim.Optimizer, name: OptimizerName, *, cuda: bool) -> Iterator[torch.Tensor]:
     """The tensors of its state that the device's allocator holds; `cuda` says what that device is."""
     if isinstance(optimizer, MasterWeights):
+        if optimizer.link is not None:
+            return
         yield from (state["master"] for state in optimizer.state.values())
         yield from device_state(optimizer.inner, name, cuda=cuda)
         return

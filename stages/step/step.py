@@ -1,19 +1,22 @@
 """The one training step: train runs it on real tensors, estimate on fake ones."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from stages.model.spec import ModelSpec
 from stages.step.batches import Batch
+from stages.step.in_backward import Norms, total_norm, updates_in_backward
 from stages.step.loss import summed_loss
 from stages.step.offload import Offload
 from stages.step.optim import trained_parameters
 from stages.step.scale import LossScaler
+from stages.step.team import Alone, Team, losses_of_all
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """Opens a named part of the step: forward, backward, clip, optimizer."""
@@ -30,6 +33,8 @@ class StepSpec:
     max_grad_norm: float | None
     foreach: bool
     """Norms and clipping by the multi-tensor kernels; PyTorch's own choice on CUDA."""
+    optimizer_in_backward: bool = False
+    """Update each weight in backward: every step is one micro-batch, nothing is clipped and the loss is not scaled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,36 +59,62 @@ def training_step(
     guard: Guard,
     scaler: LossScaler | None = None,
     offload: Offload | None = None,
+    team: Team | None = None,
+    turns: int = 0,
 ) -> StepResult:
     """Run one optimizer step over its micro-batches; gradients are released at the end.
 
     Each micro-batch's summed loss is divided by the trained tokens of the *whole* step, so any cut of the same rows
     gives the same gradients. `batches` is consumed lazily: one micro-batch is on the device at a time. With a `scaler`
     an update whose gradients overflowed is left out, and the guard is shown a norm of 0. `offload` keeps activations
-    away from the device between forward and backward.
+    away from the device between forward and backward. Updates in backward cannot wait for the guard: it is shown the
+    loss, with a norm of 0, before they begin, and the norm when they are over. In a `team` each member brings the
+    micro-batches of its own `turns`; losses and norm are those of the whole step.
     """
+    team = Alone(model) if team is None else team
     losses: list[torch.Tensor] = []
-    for batch in batches:
-        with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type):
-            loss = summed_loss(model, batch, spec.loss_chunk, offload) / supervised_tokens
-        del batch
-        losses.append(loss.detach())
-        with phase("backward"):
-            (loss if scaler is None else scaler.scaled(loss)).backward()
+    norms: Norms = {}
+    for turn, batch in enumerate(batches, start=1):
+        compute = partial(summed_loss, batch=batch, chunk=spec.loss_chunk, offload=offload)
+        with team.turn(last=turn == turns):
+            with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type):
+                loss = team.run(compute) / supervised_tokens
+            del batch, compute
+            losses.append(loss.detach())
+            if spec.optimizer_in_backward:
+                guard(losses, torch.zeros_like(loss))
+            with phase("backward"), _updates(optimizer, norms, spec):
+                (loss if scaler is None else scaler.scaled(loss)).backward()
         del loss
-    gradients = [p.grad for p in trained_parameters(model) if p.grad is not None]
     with phase("clip"):
-        if scaler is not None:
-            scaler.unscale(gradients)
-        grad_norm = get_total_norm(gradients, foreach=spec.foreach)
-        if spec.max_grad_norm is not None:
-            parameters = trained_parameters(model)
-            clip_grads_with_norm_(parameters, spec.max_grad_norm, grad_norm, foreach=spec.foreach)
-    del gradients
+        if spec.optimizer_in_backward:
+            grad_norm = total_norm(trained_parameters(model), norms)
+        else:
+            grad_norm = _clip(team, spec, scaler)
+        losses = losses_of_all(team, losses)
+    norms.clear()
     update = scaler is None or scaler.take(grad_norm)
     guard(losses, grad_norm if update else torch.zeros_like(grad_norm))
     with phase("optimizer"):
-        if update:
+        if update and not spec.optimizer_in_backward:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        team.finish(updated=update)
     return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm)
+
+
+def _updates(optimizer: torch.optim.Optimizer, norms: Norms, spec: StepSpec) -> AbstractContextManager[object]:
+    """The context of a backward pass."""
+    return updates_in_backward(optimizer, norms) if spec.optimizer_in_backward else nullcontext()
+
+
+def _clip(team: Team, spec: StepSpec, scaler: LossScaler | None) -> torch.Tensor:
+    """Scale the gradients as asked; the norm they had."""
+    parameters = [parameter for _, parameter in team.trained()]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if scaler is not None:
+        scaler.unscale(gradients)
+    grad_norm = team.norm(gradients, foreach=spec.foreach)
+    if spec.max_grad_norm is not None:
+        clip_grads_with_norm_(parameters, spec.max_grad_norm, grad_norm, foreach=spec.foreach)
+    return grad_norm

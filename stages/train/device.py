@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 from stages.errors import UserError
 from stages.model.attention_choice import choose_attention
 from stages.model.spec import ModelSpec
-from stages.param_types import OffloadActivations
+from stages.param_types import OffloadActivations, OffloadState
+from stages.step.host import refuse_offloaded_state
 from stages.units import readable_size
 
 
@@ -60,6 +61,26 @@ def check_attention(device: torch.device, config: PretrainedConfig, spec: ModelS
     cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
     choose_attention(config, spec, kind="cuda" if cuda else "cpu", capability=capability, masked=False)
+
+
+def check_host(choice: OffloadState, device: torch.device, predicted: Mapping[str, Any]) -> None:
+    """Refuse to keep the optimizer on a host that has no room for it.
+
+    Args:
+        choice: train.offload.
+        device: where training would run.
+        predicted: metrics/estimate.json.
+
+    Raises:
+        UserError: naming what is needed and what is free, or that there is no GPU.
+    """
+    refuse_offloaded_state(choice, device.type)
+    needed, free = predicted["host_bytes_predicted"], psutil.virtual_memory().available
+    if choice == "optimizer" and needed > free:
+        raise UserError(
+            f"train.offload: optimizer must have room in the host's memory; {readable_size(needed)} are predicted and "
+            f"{readable_size(free)} are free; free some, use train.optimizer=adamw_8bit, or none"
+        )
 
 
 def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) -> None:

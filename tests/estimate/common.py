@@ -27,6 +27,8 @@ def setting_of(
     max_grad_norm: float | None = 1.0,
     master_weights: bool = False,
     offload_activations: str = "none",
+    offload: str = "none",
+    optimizer_in_backward: bool = False,
     **model: Any,
 ) -> Setting:
     return Setting(
@@ -36,6 +38,8 @@ def setting_of(
         max_grad_norm=max_grad_norm,
         master_weights=master_weights,
         offload_activations=offload_activations,  # type: ignore[arg-type]
+        offload=offload,  # type: ignore[arg-type]
+        optimizer_in_backward=optimizer_in_backward,
     )
 
 

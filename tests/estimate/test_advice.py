@@ -10,7 +10,7 @@ from stages.estimate import advice, switches, what_fits
 from stages.estimate.advice import Remedy, advise
 from stages.estimate.devices import resolve_gpu
 from stages.estimate.kernels import target_of
-from stages.estimate.neighbours import lighter_activations
+from stages.estimate.neighbours import lighter_activations, lighter_state
 from stages.estimate.predict import predict
 from stages.estimate.what_fits import Largest, largest_fitting, longest_row, smallest_gpu
 from stages.estimate.workload import Costs, Workload, full_batch, largest_steps
@@ -112,6 +112,20 @@ def test_what_is_advised_fits_and_the_least_harmful_comes_first():
     assert same == pytest.approx(sorted(same), abs=2 * advice.SAME_SPEED)
 
 
+def test_the_optimizer_on_the_host_is_offered_where_its_state_is_large():
+    """The switch that makes the largest models fit left out, or offered where it is refused; its price hidden."""
+    run = workload(method="full", precision="bf16", master_weights=True, max_tokens=64, longest=64)
+    ((changed, flags),) = lighter_state(run.setting, cuda=True)
+    assert flags == ("train.offload=optimizer",) and changed == replace(run.setting, offload="optimizer")
+    for excluded in ({"offload": "optimizer"}, {"optimizer": "paged_adamw_8bit"}, {"optimizer": "adamw_foreach"}):
+        assert lighter_state(replace(run.setting, **excluded), cuda=True) == []  # type: ignore[arg-type]
+    assert lighter_state(run.setting, cuda=False) == lighter_state(setting_of(method="lora"), cuda=True) == []
+    costs = Costs(run, H100, TARGET)
+    assert costs.slowdown(replace(run, setting=changed)) > 1.5
+    remedy = next(one for one in ask(run, peak(replace(run, setting=changed))) if flags[0] in one.flags)
+    assert remedy.effect == advice.EFFECTS[0] and remedy.slowdown > 1.5
+
+
 def test_a_remedy_is_the_prediction_of_the_run_it_names():
     """A peak told for other flags than those in the line."""
     run = workload(method="full", loss_chunk=None)
@@ -139,7 +153,7 @@ def test_states_alone_rule_out_and_shorter_rows_are_the_last_resort(monkeypatch)
     monkeypatch.setattr(advice, "predict", counting)
     run = workload(method="full", loss_chunk=None, precision="bf16", longest=64)
     costs = Costs(run, H100, TARGET)
-    usable = costs.least_bytes(replace(run.setting, optimizer="adamw_8bit")) - MIB // 8
+    usable = costs.least_bytes(replace(run.setting, offload="optimizer")) - MIB // 8
     found = ask(run, usable)
     assert "full" not in traced and len(traced) <= advice.MOST_TRACES
     assert found and all(remedy.effect == advice.EFFECTS[advice.OTHER_WEIGHTS] for remedy in found)

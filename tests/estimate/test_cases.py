@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import LlamaConfig
 
 from stages.errors import UserError
 from stages.estimate.devices import precision_on, resolve_gpu
+from stages.estimate.explain import host_state_bytes
 from stages.estimate.predict import Setting, predict
 from stages.estimate.replay import Replay, replay
 from stages.estimate.step_units import StepKind, step_units
@@ -120,6 +122,32 @@ def test_llama_8b_full_fits_80_gb_in_bf16_alone_and_not_with_fp32_copies():
     )
     assert round(fp32, 1) == 119.7 and fp32 > memory_gib("A100-80GB")
     assert round(bf16, 1) == 59.9 and bf16 < memory_gib("A100-80GB")
+
+
+def test_llama_8b_full_with_fp32_copies_fits_80_gb_with_its_optimizer_on_the_host():
+    """OpenRLHF's run, 16 bytes a parameter: 4 stay on the GPU and 12 go to the host, gradients as large as weights."""
+    setting = setting_of(method="full", precision="bf16", grad_ckpt=True, master_weights=True)
+    without, on_host = (
+        peak_gib(LLAMA_3_1_8B, replace(setting, offload=place), "A100-80GB", 128) for place in ("none", "optimizer")
+    )
+    assert round(without, 1) == 121.6 and without > memory_gib("A100-80GB")
+    assert round(on_host, 1) == 29.9 and on_host < memory_gib("A100-80GB")
+    host_gib = host_state_bytes(LLAMA_3_1_8B, replace(setting, offload="optimizer")) / GIB
+    assert round(host_gib, 1) == 91.8 and round(host_gib - 12 * 8_030_261_248 / GIB, 1) == 2.0
+
+
+def test_llama_8b_full_fits_24_gb_with_updates_in_backward_on_the_host():
+    """Neither gradients nor state on the GPU: what remains is the weights, and the largest gradient on its way."""
+    setting = setting_of(
+        method="full",
+        precision="bf16",
+        grad_ckpt=True,
+        master_weights=True,
+        max_grad_norm=None,
+        optimizer_in_backward=True,
+        offload="optimizer",
+    )
+    assert 17.9 < peak_gib(LLAMA_3_1_8B, setting, "RTX-4090", 128) < 18.0 < memory_gib("RTX-4090")
 
 
 def test_the_basic_three_save_more_than_half():

@@ -1,6 +1,8 @@
 """The prediction against PyTorch's own count of every allocation: the number this project exists for."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,15 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from benchmarks.estimate_cpu import LAYOUTS, count
+from benchmarks.estimate_cpu import LAYOUTS, count, without_onednn
+from stages.estimate import predict as traced
 from stages.estimate.predict import Setting, predict
 from stages.estimate.shapes import TracedSteps
+from stages.estimate.states import host_lines, model_shapes
+from stages.estimate.trace import MemoryTrace
 from stages.model.load import read_config
-from stages.step.optimizers import OPTIMIZERS
+from stages.step.master import MasterWeights
+from stages.step.optimizers import OPTIMIZERS, device_state
 from stages.train.measure import make_meter
 from tests.estimate.common import CPU_TARGET, setting_of
 from tests.small_model import CPU, VOCABULARY
@@ -116,6 +122,52 @@ def test_prediction_holds_for_activations_on_disk(small_llama, changes):
 def test_prediction_holds_for_joined_rows_on_disk(small_llama):
     """Rows of one tensor sent away row by row, and fetched whole."""
     check(small_llama, setting_of(offload_activations="disk", method="lora"), JOINED)
+
+
+ONE_MICRO_BATCH: TracedSteps = tuple(step[:1] for step in STEPS)
+IN_BACKWARD: list[dict[str, Any]] = [
+    {},
+    {"grad_ckpt": True, "optimizer": "adamw_8bit"},
+    {"optimizer": "adafactor"},
+]
+
+
+@pytest.mark.parametrize("changes", IN_BACKWARD, ids=str)
+def test_prediction_holds_for_updates_in_backward(small_llama, changes):
+    """Gradients traced as held which are freed at once, or the update's own tensors missed in backward."""
+    setting = setting_of(method="full", optimizer_in_backward=True, max_grad_norm=None, **changes)
+    check(small_llama, setting, ONE_MICRO_BATCH)
+
+
+ON_HOST: list[dict[str, Any]] = [
+    {"method": "full"},
+    {"method": "full", "precision": "bf16", "master_weights": True},
+    {"method": "full", "optimizer": "adamw_8bit"},
+    {"method": "qlora", "grad_ckpt": True},
+]
+
+
+@pytest.mark.parametrize("changes", ON_HOST, ids=str)
+def test_prediction_holds_for_device_and_host_together(small_llama, changes, monkeypatch):
+    """A tensor of the update that neither side counts: on a CPU the two are one, and the allocator sees their sum."""
+    setting = setting_of(offload="optimizer", **changes)
+    config = read_config(small_llama)
+    apart = predict(config, setting, STEPS, CPU_TARGET).by_phase["forward"]
+    lines = host_lines(model_shapes(config), setting.model, setting.optimizer, master_weights=setting.master_weights)
+    host_bytes = sum(line.total_bytes(1) for line in lines)
+
+    def all_state(optimizer: MasterWeights, name: str, *, cuda: bool) -> Iterator[torch.Tensor]:
+        assert optimizer.link is not None
+        yield from optimizer.link.buffers
+        yield from (state["master"] for state in optimizer.state.values())
+        yield from device_state(optimizer.inner, name, cuda=False)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MemoryTrace, "elsewhere", lambda trace: nullcontext())
+    monkeypatch.setattr(traced, "device_state", all_state)
+    together = predict(config, setting, STEPS, CPU_TARGET).by_phase["forward"]
+    assert together.bytes - apart.bytes == host_bytes
+    with without_onednn():
+        check(small_llama, setting)
 
 
 FORMS: list[dict[str, Any]] = [

@@ -18,6 +18,10 @@ from tests.estimate.test_states import llama
             {"method": "full", "precision": "bf16", "master_weights": True},
             ("train.method=qlora", "train.master_weights=false"),
         ),
+        (
+            {"method": "full", "optimizer_in_backward": True, "max_grad_norm": None},
+            ("train.method=qlora", "train.optimizer_in_backward=false"),
+        ),
     ],
     ids=str,
 )
@@ -25,7 +29,8 @@ def test_another_method_leaves_behind_what_it_excludes(changes, flags):
     """Advice to set a flag that is refused, or a trace of a form that is not built."""
     found, told = with_method(setting_of(**changes), "qlora")
     assert told == flags
-    plain = setting_of(method="qlora", precision=changes.get("precision", "fp32"))
+    kept = {key: value for key, value in changes.items() if key in ("precision", "max_grad_norm")}
+    plain = setting_of(method="qlora", **kept)
     steps = ((shape(2, 32, 40),),)
     peaks = [predict(llama(tied=True), setting, steps, CPU_TARGET).peak.bytes for setting in (found, plain)]
     assert peaks[0] == peaks[1]
@@ -34,3 +39,11 @@ def test_another_method_leaves_behind_what_it_excludes(changes, flags):
 def test_another_type_leaves_master_weights_behind():
     found, told = with_precision(setting_of(method="full", precision="bf16", master_weights=True), "fp32")
     assert found == setting_of(method="full") and told == ("train.precision=fp32", "train.master_weights=false")
+
+
+def test_fp16_leaves_updates_in_backward_behind():
+    setting = setting_of(method="full", optimizer_in_backward=True, max_grad_norm=None)
+    found, told = with_precision(setting, "fp16")
+    assert found == setting_of(method="full", precision="fp16", max_grad_norm=None)
+    assert told == ("train.precision=fp16", "train.optimizer_in_backward=false")
+    assert with_precision(setting, "bf16")[0].optimizer_in_backward

@@ -5,19 +5,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
-from stages.estimate.predict import predict
+from stages.estimate.predict import optim_of, predict
 from stages.estimate.states import (
     BF16_WITH_FP32_MASTER,
     BF16_WITH_FP32_MOMENTS,
     PURE_BF16,
     PURE_FP32,
+    host_lines,
     model_shapes,
     state_bytes,
     state_lines,
 )
-from stages.model.load import fake_model
+from stages.model.load import fake_model, load_model, read_config
 from stages.model.quantize import quantisation_tensors
-from stages.step.optimizers import OPTIMIZERS
+from stages.step.master import MasterWeights
+from stages.step.optim import build_optimizer
+from stages.step.optimizers import OPTIMIZERS, device_state
 from stages.units import GIB
 from tests.estimate.common import CPU_TARGET, gpu_target, setting_of, shape
 from tests.small_model import CPU, spec_of
@@ -93,6 +96,9 @@ def test_the_closed_form_is_what_the_trace_counts(method, precision, gpu, optimi
         {"method": "int8_lora", "precision": "bf16"},
         {"method": "full", "precision": "bf16", "master_weights": True},
         {"method": "full", "precision": "bf16", "master_weights": True, "optimizer": "adamw_8bit"},
+        {"method": "full", "precision": "bf16", "master_weights": True, "offload": "optimizer"},
+        {"method": "lora", "offload": "optimizer", "optimizer": "lion_8bit"},
+        {"method": "full", "precision": "bf16", "optimizer_in_backward": True, "max_grad_norm": None},
     ],
     ids=str,
 )
@@ -107,6 +113,8 @@ def test_the_closed_form_of_every_method_and_type(changes, gpu):
         setting.optimizer,
         cuda=target.foreach,
         master_weights=setting.master_weights,
+        offload=setting.offload,
+        optimizer_in_backward=setting.optimizer_in_backward,
     )
     closed = state_bytes(lines, granularity_bytes=target.granularity_bytes)
     assert closed == {category: held[category] for category in STATES if category in held}
@@ -176,3 +184,20 @@ def test_llama_8b_with_fp32_master_weights_grows_by_phase_until_it_does_not_fit_
     assert round(values * scheme.prepared / GIB, 1) == 44.9
     assert round(values * scheme.after_backward / GIB, 1) == 59.8
     assert values * scheme.in_update > 80 * GIB
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adafactor"])
+def test_the_hosts_closed_form_is_what_is_made_there(optimizer, small_llama):
+    """Memory of the host promised away: copies, moments, room for a gradient, and the buffer on the way."""
+    setting = setting_of(method="full", precision="bf16", master_weights=True, optimizer=optimizer, offload="optimizer")
+    model = load_model(small_llama, setting.model, CPU)
+    made = build_optimizer(model, optim_of(setting))
+    assert isinstance(made, MasterWeights) and made.link is not None
+    tensors = [
+        *made.link.buffers,
+        *(state["master"] for state in made.state.values()),
+        *device_state(made.inner, setting.optimizer, cuda=False),
+    ]
+    held = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}  # Code books are there once.
+    lines = host_lines(model_shapes(read_config(small_llama)), setting.model, setting.optimizer, master_weights=True)
+    assert sum(line.total_bytes(1) for line in lines) == sum(held.values())

@@ -45,6 +45,8 @@ def run(
     steps: int = 3,
     optim: OptimSpec = OPTIM,
     offload: Offload | None = None,
+    max_grad_norm: float | None = 1.0,
+    in_backward: bool = False,
     **spec: Any,
 ) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     """A few steps over the same micro-batches; results and trained parameters."""
@@ -60,7 +62,9 @@ def run(
             iter(batches),
             supervised_tokens=sum(len(batch.supervised_index_N) for batch in batches),
             model_spec=model_spec,
-            spec=StepSpec(loss_chunk=chunk, max_grad_norm=1.0, foreach=False),
+            spec=StepSpec(
+                loss_chunk=chunk, max_grad_norm=max_grad_norm, foreach=False, optimizer_in_backward=in_backward
+            ),
             phase=lambda name: contextlib.nullcontext(),
             guard=lambda losses, norm: None,
             scaler=scaler,

@@ -1,0 +1,149 @@
+"""Updates of copies: on the host, in backward. Where they are made must not change what is learnt."""
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from stages.errors import UserError
+from stages.model.load import load_model
+from stages.step import host
+from stages.step.host import HostLink, refuse_offloaded_state
+from stages.step.in_backward import refuse_in_backward
+from stages.step.optim import OptimSpec, build_optimizer
+from stages.step.step import StepSpec, training_step
+from tests.small_model import CPU, spec_of
+from tests.step.common import OPTIM, assert_equal, cut, run
+
+OPTIMIZERS = ("adamw", "adamw_8bit", "lion", "lion_8bit", "adafactor", "ademamix_8bit", "sgd")
+FORMS: list[dict[str, Any]] = [
+    {"method": "full", "precision": "bf16"},
+    {"method": "full", "precision": "bf16", "optim": replace(OPTIM, master_weights=True)},
+    {"method": "full", "precision": "fp16"},
+    {"method": "qlora", "precision": "bf16"},
+]
+
+
+def optim_of(**changes) -> OptimSpec:
+    return replace(OPTIM, **changes)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_on_the_host_is_that_of_the_device(small_llama, name):
+    """A gradient cut, rounded or left behind on its way; copies from CPU to CPU stand for those over the link."""
+    lr = OPTIM.lr if name != "lion" else 1e-3
+    plain, weights = run(small_llama, cut([3, 5]), method="full", optim=optim_of(name=name, lr=lr))
+    results, offloaded = run(
+        small_llama, cut([3, 5]), method="full", optim=optim_of(name=name, lr=lr, offload="optimizer")
+    )
+    assert [r.loss.item() for r in results] == [r.loss.item() for r in plain]
+    assert_equal(offloaded, weights, 0)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["bf16", "master weights", "fp16", "qlora"])
+def test_the_host_updates_in_every_type(small_llama, form):
+    """16-bit weights rounded on the way out or back."""
+    form = {"optim": OPTIM, **form}
+    _, weights = run(small_llama, cut([8]), **form)
+    _, offloaded = run(small_llama, cut([8]), **{**form, "optim": replace(form["optim"], offload="optimizer")})
+    assert_equal(offloaded, weights, 0)
+
+
+def test_tensors_larger_than_the_buffer_travel_in_parts(monkeypatch):
+    """The last part of a tensor lost, or the parts in another order."""
+    monkeypatch.setattr(host, "STAGING_BYTES", 64)
+    weight = torch.randn(7, 13)
+    link = HostLink([weight], torch.float32)
+    assert torch.equal(link.fetch(weight), weight)
+    changed = torch.randn(7, 13)
+    link.give(changed, weight)
+    assert torch.equal(weight, changed)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_in_backward_is_that_after_it(small_llama, name):
+    """A weight updated twice, or before its gradient is whole: the tied embedding gets it from two sides."""
+    chosen = optim_of(name=name, lr=OPTIM.lr if name != "lion" else 1e-3)
+    forms: tuple[dict[str, Any], ...] = ({}, {"grad_ckpt": True})
+    for changes in forms:
+        plain, weights = run(small_llama, cut([8]), method="full", optim=chosen, max_grad_norm=None, **changes)
+        results, updated = run(
+            small_llama, cut([8]), method="full", optim=chosen, max_grad_norm=None, in_backward=True, **changes
+        )
+        assert [(r.loss.item(), r.grad_norm.item()) for r in results] == [
+            (r.loss.item(), r.grad_norm.item()) for r in plain
+        ]
+        assert_equal(updated, weights, 0)
+
+
+def test_both_together_are_the_plain_update(small_llama):
+    """A gradient sent to the host in backward after it was freed, or with another step's norm."""
+    chosen = optim_of(master_weights=True)
+    form: dict[str, Any] = {"method": "full", "precision": "bf16", "max_grad_norm": None}
+    _, weights = run(small_llama, cut([8]), optim=chosen, **form)
+    _, updated = run(small_llama, cut([8]), optim=replace(chosen, offload="optimizer"), in_backward=True, **form)
+    assert_equal(updated, weights, 0)
+
+
+def test_a_loss_that_is_not_finite_ends_the_step_before_any_weight_changes(small_llama):
+    """Updates in backward that spoil every weight before the guard looks."""
+    model = load_model(small_llama, spec_of(method="full"), CPU)
+    optimizer = build_optimizer(model, OPTIM)
+    with torch.no_grad():
+        next(model.parameters())[5] = torch.inf
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def guard(losses: list[torch.Tensor], norm: torch.Tensor) -> None:
+        if not losses[0].isfinite():
+            raise UserError("loss must be finite")
+
+    with pytest.raises(UserError, match="loss must be finite"):
+        training_step(
+            model,
+            optimizer,
+            cut([8]),
+            supervised_tokens=10,
+            model_spec=spec_of(method="full"),
+            spec=StepSpec(loss_chunk=None, max_grad_norm=None, foreach=False, optimizer_in_backward=True),
+            phase=lambda name: contextlib.nullcontext(),
+            guard=guard,
+        )
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_second_micro_batch_cannot_update_in_backward(small_llama):
+    """Half a step's gradient taken for the whole."""
+    with pytest.raises(AssertionError, match="one gradient in a step"):
+        run(small_llama, cut([3, 5]), method="full", max_grad_norm=None, in_backward=True)
+
+
+def test_what_cannot_be_updated_so_is_told_in_one_line():
+    """A switch taken in silence where it has no effect, or another one than it says."""
+    refuse_offloaded_state("none", "cpu")
+    refuse_offloaded_state("optimizer", "cuda")
+    with pytest.raises(UserError, match=r"^train\.offload: .*got optimizer where training runs on the CPU; use none$"):
+        refuse_offloaded_state("optimizer", "cpu")
+    refuse_in_backward(spec_of(method="full"), [1, 1, 1])
+    with pytest.raises(UserError, match=r"^train\.optimizer_in_backward: .* step 1 has 3; raise bucket\.max_tokens"):
+        refuse_in_backward(spec_of(method="full"), [1, 3, 2])
+    with pytest.raises(UserError, match=r"^train\.optimizer_in_backward: .* train\.precision is fp16 on this device"):
+        refuse_in_backward(spec_of(method="full", precision="fp16"), [1])
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_saved_copies_go_on_where_they_stopped(small_llama, offload):
+    """Copies rounded by a checkpoint, or left on the device."""
+    chosen = optim_of(master_weights=True, offload=offload)
+    model = load_model(small_llama, spec_of(method="full", precision="bf16"), CPU)
+    first = build_optimizer(model, chosen)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    first.step()
+    again = build_optimizer(model, chosen)
+    again.load_state_dict(first.state_dict())
+    a, b = first.state_dict(), again.state_dict()
+    assert all(torch.equal(x, y) for x, y in zip(a["masters"], b["masters"], strict=True))
+    for x, y in zip(a["inner"]["state"].values(), b["inner"]["state"].values(), strict=True):
+        assert all(torch.equal(x[key], y[key]) for key in x)
