@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,25 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from stages.bucket.plan import Plan
+from stages.bucket.plan import MicroBatch, Plan
 from stages.bucket.worst import worst_steps
 from stages.errors import UserError
 from stages.model.load import load_model
 from stages.model.spec import ModelSpec
 from stages.step.batches import Batch
-from stages.step.loader import load
 from stages.step.loss import check_head, check_joined_rows
 from stages.step.offload import Offload
 from stages.step.optim import OptimSpec, build_optimizer, learning_rate
 from stages.step.scale import LossScaler
-from stages.step.step import StepSpec, training_step
+from stages.step.step import StepResult, StepSpec, training_step
 from stages.step.tokens import TokenRows
+from stages.train.feed import Feed
 from stages.train.guards import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from stages.train.heldout import heldout_batches, heldout_loss
-from stages.train.measure import Meter
+from stages.train.measure import LOAD, Meter
 from stages.train.monitor import MEMORY_COLUMNS, Monitor, memory_text
+from stages.train.oom import CHECKPOINT, HELDOUT
+from stages.train.recover import Ending, plain_ending, splits
 from stages.train.resume import NOTHING_KEPT, Keeper
 from stages.train.rng import redrawn_after_fault
 from stages.train.snapshot import Running
@@ -93,6 +94,8 @@ class TrainResult:
     """Updates left out because fp16 gradients overflowed; None where the loss is not scaled."""
     memory_by_phase: Mapping[str, Mapping[str, int | None]]
     """The most seen at the ends of each phase."""
+    oom_splits: Mapping[str, int] | None
+    """How far steps were cut smaller than planned because memory ended; None where none was."""
 
 
 def measured_steps(plan: Plan, lengths: np.ndarray) -> frozenset[int]:
@@ -106,18 +109,20 @@ def measured_steps(plan: Plan, lengths: np.ndarray) -> frozenset[int]:
     return frozenset({*worst_steps(plan, lengths), *controls})
 
 
-def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT) -> TrainResult:
+def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: Ending | None = None) -> TrainResult:
     """Load the model and run every step of the plan that `keeper` has not kept from an earlier process.
 
     The steps that can be the worst are measured, each in a window of its own; that of the first step, which is planned
-    to hold the largest batch, also spans the model's loading.
+    to hold the largest batch, also spans the model's loading. When memory ends in a step, `ending` says what is done; without
+    one it is told.
 
     Raises:
-        UserError: the model cannot be loaded, or a loss or gradient is not finite.
+        UserError: the model cannot be loaded, a loss or gradient is not finite, or memory ended in a step.
         Stopped: the keeper was asked to stop.
     """
     monitor, total = Monitor(job.device, meter), len(job.plan.steps)
-    stream = load(
+    ending = ending or plain_ending(job.device, updates_in_backward=job.step_spec.optimizer_in_backward)
+    feed = Feed(
         job.rows,
         job.plan,
         start_step=keeper.first_step,
@@ -126,30 +131,35 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT) -> TrainRe
         threads=job.loader_threads,
     )
     with (
-        closing(stream),
+        closing(feed),
         tqdm(total=total, initial=keeper.first_step, desc="train", unit="step", disable=not job.progress) as bar,
         ExitStack() as first_window,
     ):
         if keeper.first_step == 0:
             first_window.enter_context(meter.window("step 0"))
-        run = _load(job, meter)
+        with ending.place.inside(LOAD):
+            run = _load(job, meter)
+        ending.place.holds(run.model, run.optimizer)
         keeper.resume(run, total)
         with keeper.keeping(run):
             for step in range(run.step, total):
                 with first_window if step == 0 else _window(job, meter, step):
-                    row = _run_step(job, run, keeper.between(stream), monitor)
+                    row = _run_step(job, run, feed, keeper, monitor, ending)
                 row |= monitor.step()
-                _maybe_heldout(job, run.model, step, row, bar)
+                with ending.place.inside(HELDOUT):
+                    _maybe_heldout(job, run.model, step, row, bar)
                 run.curves.append(row)
                 monitor.tell_growth(run.curves, lambda line: bar.write(line, file=sys.stderr))
                 _show(bar, row)
-                keeper.step_done(run)
+                with ending.place.inside(CHECKPOINT):
+                    keeper.step_done(run)
             refuse_broken_weights(run.model, total)
     return TrainResult(
         model=run.model,
         curves=run.curves,
         skipped_steps=None if run.scaler is None else run.scaler.skipped_steps,
         memory_by_phase=monitor.by_phase(),
+        oom_splits=splits(job.plan, run.curves),
     )
 
 
@@ -171,34 +181,38 @@ def _window(job: TrainJob, meter: Meter, step: int) -> AbstractContextManager[No
     return meter.window(f"step {step}") if step in job.measured_steps else nullcontext()
 
 
-def _run_step(job: TrainJob, run: Running, stream: Iterator[Batch], monitor: Monitor) -> dict[str, Any]:
-    """One optimizer step, over the next batches of the stream, and its row of the curves."""
+def _run_step(
+    job: TrainJob, run: Running, feed: Feed, keeper: Keeper, monitor: Monitor, ending: Ending
+) -> dict[str, Any]:
+    """One optimizer step, and its row of the curves."""
     step, optimizer = run.step, run.optimizer
-    micro_batches = job.plan.steps[step]
+    supervised = sum(micro_batch.supervised for micro_batch in job.plan.steps[step])
     lr = learning_rate(step, len(job.plan.steps), job.optim_spec)
     for group in optimizer.param_groups:
         group["lr"] = lr
 
-    def guard(losses: list[torch.Tensor], norm: torch.Tensor) -> None:
-        refuse_non_finite(losses, norm, step, micro_batches)
-        if step == 0:
-            refuse_dead_adapters(run.model)
+    def attempt(micro_batches: list[MicroBatch], batches: Iterator[Batch]) -> StepResult:
+        def guard(losses: list[torch.Tensor], norm: torch.Tensor) -> None:
+            refuse_non_finite(losses, norm, step, micro_batches)
+            if step == 0:
+                refuse_dead_adapters(run.model)
 
-    supervised = sum(micro_batch.supervised for micro_batch in micro_batches)
+        with redrawn_after_fault(job.device):
+            return training_step(
+                run.model,
+                optimizer,
+                (batch.to(job.device) for batch in keeper.between(batches)),
+                supervised_tokens=supervised,
+                model_spec=job.model_spec,
+                spec=job.step_spec,
+                phase=ending.place.watching(monitor.phase),
+                guard=guard,
+                scaler=run.scaler,
+                offload=job.offload,
+            )
+
     start = time.perf_counter()
-    with redrawn_after_fault(job.device):
-        result = training_step(
-            run.model,
-            optimizer,
-            (batch.to(job.device) for batch in islice(stream, len(micro_batches))),
-            supervised_tokens=supervised,
-            model_spec=job.model_spec,
-            spec=job.step_spec,
-            phase=monitor.phase,
-            guard=guard,
-            scaler=run.scaler,
-            offload=job.offload,
-        )
+    result, micro_batches = ending.step(step, feed, run.model, attempt)
     # Reading the scalars waits for the device, so the time is that of the whole step.
     loss, grad_norm = result.loss.item(), result.grad_norm.item()
     seconds = time.perf_counter() - start

@@ -27,6 +27,7 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
     # The prediction is of the steps; what loading needed for a moment stands apart, under its own phase.
     peak = max((size for phase, size in by_phase.items() if phase != LOAD), default=None)
     skipped = {} if result.skipped_steps is None else {"skipped_steps": result.skipped_steps}
+    cut = {} if result.oom_splits is None else {"oom_splits": dict(result.oom_splits)}
     return {
         "train_loss": sum(row["loss"] for row in last) / len(last),
         "heldout_loss_last": curves[-1].get("heldout_loss"),
@@ -35,6 +36,7 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
         "train_seconds": sum(row["seconds"] for row in curves),
         "trained_parameters": sum(p.numel() for p in trained_parameters(result.model)),
         **skipped,
+        **cut,
         "peak_bytes_measured": peak,
         "peak_gib_measured": None if peak is None else peak / GIB,
         "measured_by_phase": by_phase,

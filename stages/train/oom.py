@@ -20,6 +20,7 @@ from stages.step.step import Phase
 from stages.train.counters import make_counters
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+HELDOUT, CHECKPOINT, SAVE = "heldout", "checkpoint", "save"
 READING = "reading"
 """Between phases: a batch is made, or copied to the device."""
 SAYINGS = (
@@ -62,7 +63,7 @@ class Failure:
     asked_bytes: int | None
     """What it could not give."""
     phase: str
-    """`load`, `reading`, a phase of the step, `held-out loss` or `save`."""
+    """`load`, `reading`, a phase of the step, `heldout`, `checkpoint` or `save`."""
     step: int | None
     """The optimizer step, from 0; None where none was begun."""
     number: int | None

@@ -34,6 +34,7 @@ class Ending:
         split: bool,
         updates_in_backward: bool,
         report: Callable[[Failure], UserError],
+        begun: Callable[[int], None] = lambda step: None,
     ):
         """Begin before the model is loaded.
 
@@ -42,8 +43,9 @@ class Ending:
             split: whether a step is cut smaller and done again.
             updates_in_backward: weights change while a step is under way.
             report: makes of a failure what the user is told.
+            begun: hears of each step as it begins.
         """
-        self._device, self._split, self._report = device, split, report
+        self._device, self._split, self._report, self._begun = device, split, report, begun
         self.place = Whereabouts(device, updates_in_backward=updates_in_backward)
 
     def step(
@@ -56,6 +58,7 @@ class Ending:
         Raises:
             UserError: memory ended, and no cut helps.
         """
+        self._begun(step)
         while True:
             micro_batches, batches = feed.step(step)
             self.place.begin_step(step, micro_batches)
@@ -86,6 +89,15 @@ class Ending:
                 raise
             failure = self.place.failure(error)
         raise self._report(failure)
+
+
+def plain_ending(device: torch.device, *, updates_in_backward: bool) -> Ending:
+    """One that tells what the allocator said."""
+
+    def report(failure: Failure) -> UserError:
+        return UserError(f"bucket.max_tokens: memory ended in {failure.phase} ({failure.message}); lower it")
+
+    return Ending(device, split=False, updates_in_backward=updates_in_backward, report=report)
 
 
 def _let_go(model: nn.Module, device: torch.device) -> None:
