@@ -8,6 +8,7 @@ included, and leaves out files that are mapped. Where there is neither, the coun
 import ctypes
 import mmap
 import platform
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from pathlib import Path
 import psutil
 import torch
 
-STATM = Path("/proc/self/statm")
-"""Linux: pages of the process, in the order size, resident, shared."""
+STATM, STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
+"""Linux: pages of the process, first all and then resident ones; and lines of which some tell more, at more cost."""
+RESIDENT_LINES = re.compile(rb"^(VmRSS|RssFile):\s+(\d+) kB$", re.MULTILINE)
 PAGE_BYTES = mmap.PAGESIZE
 CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -152,20 +154,28 @@ class Resident:
     """The process's memory as the system sees it."""
 
     def __init__(self) -> None:
-        """Read Linux's file of it where there is one: psutil takes twice as long and knows no more."""
+        """Read Linux's files of it where there are: psutil takes longer and knows no more."""
         self._process = None if STATM.exists() else psutil.Process()
 
-    def read(self) -> tuple[int, int | None]:
+    def read(self) -> int:
+        """Resident bytes."""
+        if self._process is not None:
+            return self._process.memory_info().rss
+        with open(STATM, "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * PAGE_BYTES
+
+    def read_both(self) -> tuple[int, int | None]:
         """Resident bytes, and those of them that are no file's: None where the system does not tell them apart.
 
         Pages of mapped files (weights, token shards) count as resident once they were read, and the system takes them
         back when it needs room; they are no growth of the process.
         """
         if self._process is not None:
-            return self._process.memory_info().rss, None
-        with open(STATM, "rb", buffering=0) as file:
-            _, resident, shared = map(int, file.read().split()[:3])
-        return resident * PAGE_BYTES, (resident - shared) * PAGE_BYTES
+            return self.read(), None
+        with open(STATUS, "rb", buffering=0) as file:
+            found = {name: int(kib) * 2**10 for name, kib in RESIDENT_LINES.findall(file.read())}
+        rss = found[b"VmRSS"]
+        return rss, rss - found[b"RssFile"] if b"RssFile" in found else None
 
 
 def host_left_bytes() -> int:

@@ -1,6 +1,6 @@
 """Why memory grows, told from the rows of a run's curves alone: longer batches, fragmentation or a leak.
 
-A row needs `step` and one of `held_bytes`, `allocated_bytes`, `held_reserved_bytes`, `rss_anonymous_bytes` and
+A row needs `step` and one of `held_bytes`, `allocated_bytes`, `held_reserved_bytes`, `rss_own_bytes` and
 `rss_bytes`; the shape of its batches (`SHAPES`) lets growth be judged at equal shape. A cell may be None.
 """
 
@@ -24,11 +24,11 @@ from stages.units import MIB
 Cause = Literal["leak", "fragmentation", "length", "plateau", "flat", "unclear", "too_short"]
 Rows = Sequence[Mapping[str, Any]]
 
-HELD, PEAK, RESERVED, ANONYMOUS, RESIDENT = (
+HELD, PEAK, RESERVED, OWN, RESIDENT = (
     "held_bytes",
     "allocated_bytes",
     "held_reserved_bytes",
-    "rss_anonymous_bytes",
+    "rss_own_bytes",
     "rss_bytes",
 )
 SHAPES = ("largest_micro_batch_tokens", "tokens", "longest_row")
@@ -152,12 +152,12 @@ def _longest(series: _Series) -> np.ndarray:
 
 def _leak(rows: Rows) -> Growth | None:
     """Steady growth at equal shape: of what is held, else of the peaks, else of the process."""
-    for name in (HELD, PEAK, ANONYMOUS, RESIDENT):
+    for name in (HELD, PEAK, OWN, RESIDENT):
         series = _series(rows, name)
         found = None if series is None else _steady_growth(series)
         if found is not None:
             return found
-        if name == ANONYMOUS and series is not None:
+        if name == OWN and series is not None:
             return None  # The other count of the process has mapped files in it, which grow as they are read.
     return None
 
@@ -203,7 +203,7 @@ def _fragmentation(rows: Rows) -> Growth | None:
 
 def _length(rows: Rows) -> Growth | None:
     """Growth that comes with batches longer than those before."""
-    series = next((s for name in (PEAK, RESERVED, ANONYMOUS, RESIDENT, HELD) if (s := _series(rows, name))), None)
+    series = next((s for name in (PEAK, RESERVED, OWN, RESIDENT, HELD) if (s := _series(rows, name))), None)
     if series is None or not series.shapes:
         return None
     highest = np.maximum.accumulate(series.values)
@@ -226,8 +226,8 @@ def _length(rows: Rows) -> Growth | None:
 
 def _no_cause(rows: Rows) -> Growth:
     """What the series look like that grows most, where no cause is sure."""
-    series = [s for name in (HELD, PEAK, RESERVED, ANONYMOUS, RESIDENT) if (s := _series(rows, name)) is not None]
-    if ANONYMOUS in (names := [one.name for one in series]) and RESIDENT in names:
+    series = [s for name in (HELD, PEAK, RESERVED, OWN, RESIDENT) if (s := _series(rows, name)) is not None]
+    if OWN in (names := [one.name for one in series]) and RESIDENT in names:
         series.pop()
     if not series:
         steps = [int(row["step"]) for row in rows] or [0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stages.train.counters import Resident, host_left_bytes, make_counters
-from stages.train.growth import ANONYMOUS, RESIDENT, Rows
+from stages.train.growth import OWN, RESIDENT, Rows
 from stages.train.growth_advice import GrowthWatch, growth_line
 from stages.train.measure import Meter
 from stages.units import readable_size
@@ -19,7 +19,7 @@ MEMORY_COLUMNS = (
     "held_reserved_bytes",
     "alloc_retries",
     "rss_bytes",
-    "rss_anonymous_bytes",
+    "rss_own_bytes",
     "pinned_bytes",
 )
 """Of the curves. Peak of the step by the meter (None where not measured), then what was there when the step ended:
@@ -70,12 +70,12 @@ class Monitor:
         if held.retries is not None:
             known.alloc_retries = (known.alloc_retries or 0) + _since(self._retries_at_phase, held.retries)
         self._retries_at_phase = held.retries
-        known.rss_bytes = max(known.rss_bytes, self._resident.read()[0])
+        known.rss_bytes = max(known.rss_bytes, self._resident.read())
 
     def step(self) -> dict[str, int | None]:
         """What the curves say of memory at the end of a step; call once a step, after the meter's window."""
         held = self._counters.read()
-        rss, anonymous = self._resident.read()
+        rss, own = self._resident.read_both()
         retries = None if held.retries is None else _since(self._retries_at_step, held.retries)
         self._retries_at_step = held.retries
         return {
@@ -84,7 +84,7 @@ class Monitor:
             "held_reserved_bytes": held.reserved_bytes,
             "alloc_retries": retries,
             "rss_bytes": rss,
-            "rss_anonymous_bytes": anonymous,
+            "rss_own_bytes": own,
             "pinned_bytes": self._counters.pinned_bytes(),
         }
 
@@ -95,7 +95,7 @@ class Monitor:
 
     def _left_bytes(self, series: str) -> int:
         """Memory that a series can still grow into."""
-        return host_left_bytes() if series in (ANONYMOUS, RESIDENT) else self._counters.left_bytes()
+        return host_left_bytes() if series in (OWN, RESIDENT) else self._counters.left_bytes()
 
     def by_phase(self) -> dict[str, dict[str, int | None]]:
         """The most seen at the ends of each phase, for the metrics."""

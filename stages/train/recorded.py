@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from stages.errors import UserError
-from stages.train.growth import ANONYMOUS, HELD, PEAK, RESERVED, RESIDENT, SHAPES, classify
+from stages.train.growth import HELD, OWN, PEAK, RESERVED, RESIDENT, SHAPES, classify
 from stages.train.growth_advice import growth_line
 from stages.units import GIB, MIB
 
@@ -16,7 +16,7 @@ MEMORY_NAMES = {
     "reserved": RESERVED,
     "held_reserved": RESERVED,
     "rss": RESIDENT,
-    "rss_anonymous": ANONYMOUS,
+    "rss_own": OWN,
 }
 """Columns of memory, each with the ending of its unit."""
 UNITS = {"_bytes": 1, "_mib": MIB, "_gib": GIB}

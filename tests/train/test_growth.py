@@ -73,7 +73,7 @@ def test_a_leak_without_noise_is_found_at_the_first_look():
 def test_mapped_files_that_are_read_are_no_growth_of_the_process():
     """Token shards: their pages count as resident once they were read."""
     steps = np.arange(STEPS)
-    rows = rows_of(rss_bytes=GIB + MIB * steps, rss_anonymous_bytes=np.full(STEPS, float(GIB)))
+    rows = rows_of(rss_bytes=GIB + MIB * steps, rss_own_bytes=np.full(STEPS, float(GIB)))
     assert main_cause(rows) == "flat"
     assert main_cause([{key: row[key] for key in ("step", "rss_bytes")} for row in rows]) == "leak"
 

@@ -32,7 +32,7 @@ def test_a_curve_of_stage_train_is_read(tmp_path: Path):
     """Columns renamed in the loop, and no longer known here."""
     path = tmp_path / "curves.csv"
     write_csv(path, CURVE_COLUMNS, [{name: step for name in CURVE_COLUMNS} for step in range(3)])
-    assert {"step", "allocated_bytes", "held_bytes", "held_reserved_bytes", "rss_bytes", "rss_anonymous_bytes"} < set(
+    assert {"step", "allocated_bytes", "held_bytes", "held_reserved_bytes", "rss_bytes", "rss_own_bytes"} < set(
         read_recorded(path)[0]
     )
     assert {"largest_micro_batch_tokens", "tokens", "longest_row"} < set(read_recorded(path)[0])

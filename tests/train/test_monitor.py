@@ -1,0 +1,273 @@
+"""The monitor: its figures are those of the allocator and the system, it keeps nothing, and it finds real leaks."""
+
+import gc
+import mmap
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stages.bucket.plan import MicroBatch, Plan
+from stages.train import counters, loop
+from stages.train.counters import CudaCounters, MallocCounters, NoCounters, Resident, host_left_bytes, make_counters
+from stages.train.growth import SURE, classify
+from stages.train.growth_advice import FIRST_LOOK_STEPS
+from stages.train.loop import TrainJob, TrainResult, train
+from stages.train.measure import CpuMeter, make_meter
+from stages.train.metrics import train_metrics
+from stages.train.monitor import MEMORY_COLUMNS, Monitor, memory_text
+from stages.units import MIB
+from tests.small_model import CPU
+from tests.train.interrupted import small_job
+
+STEPS = 2 * FIRST_LOOK_STEPS
+LEAK_BYTES = MIB // 2
+glibc = pytest.mark.skipif(
+    not isinstance(make_counters(CPU), MallocCounters), reason="needs a C library with mallinfo2 (glibc 2.33)"
+)
+linux = pytest.mark.skipif(not counters.STATM.exists(), reason="needs Linux's /proc")
+
+
+@pytest.fixture
+def monitor() -> Monitor:
+    return Monitor(CPU, make_meter(CPU))
+
+
+def held_bytes() -> int:
+    held = make_counters(CPU).read().held_bytes
+    assert held is not None
+    return held
+
+
+@glibc
+@pytest.mark.parametrize(("values", "count"), [(1000, 1000), (3_000_000, 20)])
+def test_what_malloc_holds_grows_by_a_tensor_and_falls_with_it(values: int, count: int):
+    """Small blocks lie on the heap, large ones are mapped: both count, as does what a freed one gives back."""
+    gc.collect()
+    before = held_bytes()
+    tensors = [torch.zeros(values) for _ in range(count)]
+    held = held_bytes() - before
+    assert held == pytest.approx(count * 4 * values, rel=0.15)
+    del tensors
+    assert held_bytes() - before < held / 10
+
+
+@glibc
+def test_malloc_and_profiler_agree_on_what_a_window_leaves():
+    """Counters of another allocator than the one that serves tensors."""
+    meter = make_meter(CPU)
+    assert isinstance(meter, CpuMeter)
+    kept = []
+    with meter.window("warm-up"), meter.phase("forward"):
+        torch.zeros(1)
+    before = held_bytes()
+    with meter.window("run"), meter.phase("forward"):
+        for kib in (100, 3000, 20_000):
+            kept.append(torch.zeros(kib * 1024, dtype=torch.uint8))
+    profiled = meter.result().peak_bytes
+    assert profiled is not None and held_bytes() - before == pytest.approx(profiled, rel=0.02)
+    assert len(kept) == 3
+
+
+@glibc
+def test_what_is_reserved_is_never_less_than_what_is_held():
+    held = make_counters(CPU).read()
+    assert held.held_bytes is not None and held.reserved_bytes is not None
+    assert held.reserved_bytes >= held.held_bytes > MIB
+    assert held.retries is None
+
+
+def test_where_nothing_counts_nothing_is_told(monkeypatch):
+    """Zeros in the curves of a system without counters, taken for measurements."""
+    monkeypatch.setattr(counters.platform, "system", lambda: "Darwin")
+    assert isinstance(make_counters(CPU), NoCounters)
+    row = Monitor(CPU, make_meter(CPU)).step()
+    assert row["held_bytes"] is row["held_reserved_bytes"] is row["alloc_retries"] is None
+    assert row["rss_bytes"] is not None and row["rss_bytes"] > MIB
+    assert memory_text(row).startswith("rss ")
+
+
+@linux
+def test_resident_memory_tells_the_processs_own_from_mapped_files(tmp_path: Path):
+    """Weights and token shards that are read taken for growth of the process."""
+    size, resident = 48 * MIB, Resident()  # Larger than what malloc ever keeps on its heap.
+    (tmp_path / "file").write_bytes(bytes(size))
+    rss, own = resident.read_both()
+    with open(tmp_path / "file", "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0
+        rss_read, own_read = resident.read_both()
+    assert own is not None and own_read is not None
+    assert rss_read - rss > 0.9 * size and own_read - own < size / 4
+    filled = b"\1" * size
+    assert resident.read() > rss_read + 0.9 * len(filled) - size
+    assert resident.read_both()[1] > own + 0.9 * len(filled)  # type: ignore[operator]
+
+
+@linux
+def test_where_the_system_does_not_tell_files_apart_nothing_is_said_of_them(monkeypatch, tmp_path: Path):
+    """Some containers' kernels leave the line out."""
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t    2048 kB\n")
+    monkeypatch.setattr(counters, "STATUS", tmp_path / "status")
+    assert Resident().read_both() == (2 * MIB, None)
+
+
+def test_without_proc_psutil_tells(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(counters, "STATM", tmp_path / "none")
+    rss, own = Resident().read_both()
+    assert rss > MIB and own is None
+
+
+def test_a_container_that_has_less_than_the_machine_decides_what_is_left(monkeypatch, tmp_path: Path):
+    """Hours to live promised by the RAM of a machine of which the job has a share."""
+    whole = host_left_bytes()
+    assert whole > 0
+    (tmp_path / "max").write_text("5000\n")
+    (tmp_path / "current").write_text("3000\n")
+    monkeypatch.setattr(counters, "CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
+    assert host_left_bytes() == 2000
+    (tmp_path / "max").write_text("max\n")
+    assert host_left_bytes() > 2000
+
+
+@glibc
+def test_each_phase_has_the_most_that_was_there_at_its_ends(monitor: Monitor):
+    kept = []
+    for _ in range(2):
+        with monitor.phase("forward"):
+            kept.append(torch.zeros(40 * MIB, dtype=torch.uint8))  # Mapped: given back at once.
+    with monitor.phase("backward"):
+        kept.clear()
+    phases = monitor.by_phase()
+    assert list(phases) == ["forward", "backward"]
+    forward, backward = (phases[name]["reserved_bytes"] for name in phases)
+    assert forward is not None and backward is not None
+    assert forward - backward == pytest.approx(80 * MIB, rel=0.1)
+    assert phases["forward"]["alloc_retries"] is None
+    assert phases["forward"]["rss_bytes"] > 16 * MIB  # type: ignore[operator]
+
+
+def test_a_phase_that_fails_ends_the_meters_phase_and_is_no_sample(monitor: Monitor):
+    with pytest.raises(ZeroDivisionError), monitor.phase("forward"):
+        _ = 1 // 0
+    assert monitor.by_phase() == {}
+
+
+def test_a_step_has_every_column_of_memory(monitor: Monitor):
+    row = monitor.step()
+    assert tuple(row) == MEMORY_COLUMNS
+    assert row["pinned_bytes"] is None
+    assert "held" in memory_text({**row, "held_bytes": MIB}) and "peak 1 MiB" in memory_text(
+        {**row, "allocated_bytes": MIB}
+    )
+
+
+def test_the_monitor_itself_keeps_nothing(monitor: Monitor):
+    """Watchers of memory that fill it."""
+
+    def watch() -> None:
+        for _ in range(200):
+            with monitor.phase("forward"):
+                pass
+            monitor.step()
+
+    watch()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        watch()
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 2048
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture(scope="module")
+def job(small_llama: Path, tmp_path_factory) -> TrainJob:
+    """A run of `STEPS` steps of one row each."""
+    few = small_job(small_llama, tmp_path_factory.mktemp("tokens"))
+    rows = few.rows
+    planned = [
+        MicroBatch(
+            epoch=step // len(rows),
+            step=step,
+            rank=0,
+            rows=np.array([step % len(rows)], dtype=np.int32),
+            length=int(rows.lengths[step % len(rows)]),
+            supervised=int(rows.supervised[step % len(rows)]),
+            flat=False,
+        )
+        for step in range(STEPS)
+    ]
+    return replace(few, plan=Plan.of(planned), heldout_every_steps=None, measured_steps=frozenset(), loader_threads=0)
+
+
+def run(job: TrainJob, monkeypatch, keep: Any = lambda: None) -> TrainResult:
+    """The real loop, with something that is kept in every step."""
+    real = loop.training_step
+
+    def leaking(*arguments: Any, **options: Any) -> Any:
+        keep()
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(loop, "training_step", leaking)
+    return train(job, make_meter(CPU))
+
+
+@glibc
+def test_a_list_of_tensors_is_found_in_the_first_look(job: TrainJob, monkeypatch, capsys):
+    """The issue's leak: tensors that a list holds on to."""
+    kept: list[torch.Tensor] = []
+    result = run(job, monkeypatch, lambda: kept.append(torch.zeros(LEAK_BYTES, dtype=torch.uint8)))
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == 1
+    assert warned[0].startswith("warning: leak: held_bytes grows steadily at equal batch shape by ")
+    assert f"-{FIRST_LOOK_STEPS - 1}," in warned[0] and " left are spent about step " in warned[0]
+    growth = train_metrics(result, make_meter(CPU).result(), CPU)["growth"]
+    assert growth["cause"] == "leak" and growth["confidence"] >= SURE
+    assert growth["slope_bytes_per_step"] == pytest.approx(LEAK_BYTES, rel=0.2)
+
+
+@linux
+def test_a_process_that_grows_beside_malloc_is_found(job: TrainJob, monkeypatch, capsys):
+    """Memory that no allocator of ours counts: that of a driver, or of another library."""
+    kept: list[mmap.mmap] = []
+
+    def keep() -> None:
+        kept.append(mmap.mmap(-1, 2 * MIB))
+        kept[-1].write(bytes(2 * MIB))
+
+    growth = classify(run(job, monkeypatch, keep).curves)[0]
+    assert (growth.cause, growth.series) == ("leak", "rss_own_bytes")
+    assert growth.slope_bytes_per_step == pytest.approx(2 * MIB, rel=0.2)
+    assert capsys.readouterr().err.count("warning: ") == 1
+    for one in kept:
+        one.close()
+
+
+def test_a_sound_run_is_told_nothing(job: TrainJob, monkeypatch, capsys):
+    result = run(job, monkeypatch)
+    assert "warning: " not in capsys.readouterr().err
+    assert {growth.cause for growth in classify(result.curves)} <= {"flat", "plateau", "unclear"}
+    assert set(result.memory_by_phase) >= {"forward", "backward", "clip", "optimizer"}
+    assert all(row["longest_row"] <= row["largest_micro_batch_tokens"] for row in result.curves)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_counters_are_those_of_torch():
+    device = torch.device("cuda")
+    found = CudaCounters(device)
+    kept = torch.zeros(3 * MIB, dtype=torch.uint8, device=device)
+    held = found.read()
+    assert held.held_bytes == torch.cuda.memory_allocated(device) >= kept.nbytes
+    assert held.reserved_bytes == torch.cuda.memory_reserved(device)
+    assert held.retries == torch.cuda.memory_stats(device)["num_alloc_retries"]
+    before = found.pinned_bytes()
+    pinned = torch.zeros(8 * MIB, dtype=torch.uint8).pin_memory()
+    after = found.pinned_bytes()
+    assert before is not None and after is not None and after - before >= pinned.nbytes
+    assert 0 < found.left_bytes() <= torch.cuda.get_device_properties(device).total_memory
