@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -16,6 +17,7 @@ from stages.model.load import read_config
 from stages.model.precision import precision_of
 from stages.model.segments import use_segments
 from stages.model.spec import ModelSpec
+from stages.params import Run
 from stages.pin.locate import model_directory, verify_files
 from stages.step.batches import refuse_other_tokens, refuse_several_ranks
 from stages.step.offload import make_offload
@@ -24,12 +26,17 @@ from stages.step.optimizers import paging_note
 from stages.step.step import StepSpec
 from stages.step.tokens import TokenRows
 from stages.train.card import model_card
-from stages.train.device import check_attention, check_device, check_offload, training_device
+from stages.train.device import check_attention, check_device, check_host, check_offload, training_device
+from stages.train.heartbeat import Heartbeat, heartbeat
 from stages.train.identity import run_key
 from stages.train.loop import CURVE_COLUMNS, TrainJob, measured_steps, train
 from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
+from stages.train.oom import SAVE, Failure, OutOfMemory
+from stages.train.oom_report import Forecast, out_of_memory, read_forecast
 from stages.train.orphan import end_with_parent
+from stages.train.recorded import explained
+from stages.train.recover import Ending
 from stages.train.resume import opened, scratch_root
 from stages.train.save import Merge, save_tuned
 from stages.train.signals import Stop, stopped_by_signals
@@ -115,19 +122,41 @@ def main(
     read = {"tokens": tokens, "plan": plan_file, "model": model_lock, "tokenizer": tokenizer_lock, "data": data_lock}
     stop = Stop()
     with (
+        heartbeat(scratch_root() / "running", _told) as beats,
         stopped_by_signals(stop),
         opened(scratch_root() / run_key(decided, read, device), run=params.run, stop=stop, told=_told) as checkpoints,
     ):
-        result = train(job, meter, checkpoints)
-        tokenizer_files = list(read_json(tokenizer_lock)["files"])
-        merge = Merge(spec=spec, files=[*lock["files"], *tokenizer_files]) if params.train.merge else None
-        save_tuned(result.model, lock["name"], directory, tokenizer_files, out, merge)
+        ending = _ending(job, params.run, lambda: read_forecast(predicted, verdict.parent), beats)
+        with ending.told():
+            result = train(job, meter, checkpoints, ending)
+            tokenizer_files = list(read_json(tokenizer_lock)["files"])
+            merge = Merge(spec=spec, files=[*lock["files"], *tokenizer_files]) if params.train.merge else None
+            with ending.place.inside(SAVE):
+                save_tuned(result.model, lock["name"], directory, tokenizer_files, out, merge)
         numbers = train_metrics(result, meter.result(), device)
         with atomic_directory(curves) as aside:
             write_csv(aside / "curves.csv", CURVE_COLUMNS, result.curves)
             card = model_card(model_lock=lock, data_lock=read_json(data_lock), params=values, metrics=numbers)
             write_text(aside / "MODEL_CARD.md", card)
         write_json(metrics, numbers)
+
+
+def _ending(job: TrainJob, run: Run, forecast: Callable[[], Forecast], beats: Heartbeat) -> Ending:
+    """What is done when memory ends; `forecast` is read then."""
+    name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "this machine"
+    split = run.oom_recovery == "split"
+
+    def report(failure: Failure) -> OutOfMemory:
+        record = scratch_root() / "oom.json"
+        return out_of_memory(failure, forecast(), device=name, split=split, record=record)
+
+    return Ending(
+        job.device,
+        split=split,
+        updates_in_backward=job.step_spec.optimizer_in_backward,
+        report=report,
+        begun=beats.begun,
+    )
 
 
 def _told(line: str) -> None:

@@ -113,8 +113,8 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
     """Load the model and run every step of the plan that `keeper` has not kept from an earlier process.
 
     The steps that can be the worst are measured, each in a window of its own; that of the first step, which is planned
-    to hold the largest batch, also spans the model's loading. When memory ends in a step, `ending` says what is done; without
-    one it is told.
+    to hold the largest batch, also spans the model's loading. When memory ends in a step, `ending` says what is done;
+    without one it is told.
 
     Raises:
         UserError: the model cannot be loaded, a loss or gradient is not finite, or memory ended in a step.

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stages.bucket.plan import MicroBatch
+from stages.errors import UserError
 from stages.model.quantize import quantisation_tensors
 from stages.step.step import Phase
 from stages.train.counters import make_counters
@@ -92,6 +93,15 @@ class Failure:
     def can_be_cut(self) -> bool:
         """Whether smaller micro-batches can help: it was one's own memory, and no weight was changed yet."""
         return self.phase in (FORWARD, BACKWARD) and self.rows > 1 and not self.updates_begun
+
+
+class OutOfMemory(UserError):
+    """Memory ended, and nothing was found to go on with."""
+
+    def __init__(self, message: str, *details: str, weights_whole: bool):
+        """Tell it; `weights_whole` says whether the weights are those of the last step that was done."""
+        super().__init__(message, *details)
+        self.weights_whole = weights_whole
 
 
 class Whereabouts:

@@ -1,14 +1,14 @@
 """What the user is told when memory has ended: where, predicted beside measured, and what would fit."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
 from stages.files import write_json
-from stages.train.oom import READING, Failure
+from stages.train.oom import READING, Failure, OutOfMemory
 from stages.units import GIB, readable_size
 
 MOST_CATEGORIES = 4
@@ -38,9 +38,7 @@ def read_forecast(metrics: Mapping[str, Any], directory: Path) -> Forecast:
     return Forecast(metrics=metrics, breakdown=found[0], advice=found[1])
 
 
-def out_of_memory(
-    failure: Failure, forecast: Forecast, *, device: str, split: bool, record: Path, kept: Callable[[], str]
-) -> UserError:
+def out_of_memory(failure: Failure, forecast: Forecast, *, device: str, split: bool, record: Path) -> OutOfMemory:
     """The fault that ends the run; all that is known is also written to `record`.
 
     Args:
@@ -49,20 +47,18 @@ def out_of_memory(
         device: its name.
         split: whether steps are already cut smaller.
         record: a JSON file.
-        kept: tells what there is to go on from.
     """
     commands = would_fit(failure, forecast)
     offered = [] if split or not failure.can_be_cut else [f"or let steps be cut smaller when memory ends: {SPLIT}"]
-    kept_line = kept()
     lines = [
         *_predicted(failure, forecast),
         _measured(failure),
         *commands,
         *offered,
-        kept_line,
         _recorded(record, {"failure": asdict(failure), "predicted": _by_phase(failure, forecast), "told": commands}),
     ]
-    return UserError(f"bucket.max_tokens: {_where(failure, device)}; lower it, or change the run as below", *lines)
+    told = f"bucket.max_tokens: {_where(failure, device)}; lower it, or change the run as below"
+    return OutOfMemory(told, *lines, weights_whole=not failure.updates_begun)
 
 
 def would_fit(failure: Failure, forecast: Forecast) -> list[str]:

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from stages.bucket.plan import MicroBatch, Plan
-from stages.errors import UserError
 from stages.step.batches import Batch
 from stages.train.feed import Feed
-from stages.train.oom import Failure, Whereabouts, is_out_of_memory
+from stages.train.oom import Failure, OutOfMemory, Whereabouts, is_out_of_memory
 
 Result = TypeVar("Result")
 Attempt = Callable[[list[MicroBatch], Iterator[Batch]], Result]
@@ -33,7 +32,7 @@ class Ending:
         *,
         split: bool,
         updates_in_backward: bool,
-        report: Callable[[Failure], UserError],
+        report: Callable[[Failure], OutOfMemory],
         begun: Callable[[int], None] = lambda step: None,
     ):
         """Begin before the model is loaded.
@@ -56,7 +55,7 @@ class Ending:
         Returns what `attempt` returned, and the micro-batches with which it did.
 
         Raises:
-            UserError: memory ended, and no cut helps.
+            OutOfMemory: memory ended, and no cut helps.
         """
         self._begun(step)
         while True:
@@ -69,9 +68,9 @@ class Ending:
                     raise
                 failure = self.place.failure(error)
             # The exception is gone here, and with it the frames that held the step's tensors.
+            _let_go(model, self._device)
             if not (self._split and failure.can_be_cut):
                 raise self._report(failure)
-            _let_go(model, self._device)
             feed.cut(step, failure.padded_tokens // 2)
 
     @contextmanager
@@ -79,7 +78,7 @@ class Ending:
         """Inside, the end of memory is a fault that the user can mend.
 
         Raises:
-            UserError: memory ended.
+            OutOfMemory: memory ended.
         """
         try:
             yield
@@ -94,8 +93,9 @@ class Ending:
 def plain_ending(device: torch.device, *, updates_in_backward: bool) -> Ending:
     """One that tells what the allocator said."""
 
-    def report(failure: Failure) -> UserError:
-        return UserError(f"bucket.max_tokens: memory ended in {failure.phase} ({failure.message}); lower it")
+    def report(failure: Failure) -> OutOfMemory:
+        told = f"bucket.max_tokens: memory ended in {failure.phase} ({failure.message}); lower it"
+        return OutOfMemory(told, weights_whole=not failure.updates_begun)
 
     return Ending(device, split=False, updates_in_backward=updates_in_backward, report=report)
 

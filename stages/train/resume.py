@@ -20,6 +20,7 @@ from stages.params import Run
 from stages.step.batches import Batch
 from stages.train.checkpoint import CheckpointStore, Unfinished
 from stages.train.guards import Diverged, refuse_broken_weights
+from stages.train.oom import OutOfMemory
 from stages.train.signals import Stop, Stopped
 from stages.train.snapshot import Running, put_back, tensors_of, values_of
 
@@ -105,7 +106,7 @@ class Checkpoints(Keeper):
 
         Raises:
             Stopped: a signal came.
-            UserError: a loss, gradient or weight was not finite; with what is kept.
+            UserError: a loss, gradient or weight was not finite, or memory ended; with what is kept.
         """
         try:
             with self._stop.waiting():
@@ -116,6 +117,10 @@ class Checkpoints(Keeper):
             raise
         except Diverged as error:
             raise UserError(f"{error}; {self._kept_of_diverged()}") from None
+        except OutOfMemory as error:
+            if error.weights_whole:  # Then the run is where its last step left it, random states too.
+                self._keep_last(run)
+            raise UserError(str(error), *error.details, self.kept()) from None
 
     def step_done(self, run: Running) -> None:
         """Makes a checkpoint where one is due.
