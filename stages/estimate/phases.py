@@ -5,27 +5,36 @@ is; loading and saving move tensors one by one, and what they hold is a sum, sta
 load in the tests.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
+from transformers.core_model_loading import dot_natural_key
 
 from stages.estimate.evaluation import GenerationShape, peak_of_answers, peak_of_loss
 from stages.estimate.kernels import Target
 from stages.estimate.predict import Setting
-from stages.estimate.states import FP32_BYTES, PACKED_BITS, model_shapes, state_bytes, state_lines
-from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, Peak
+from stages.estimate.states import (
+    FP32_BYTES,
+    PACKED_BITS,
+    ParameterShape,
+    model_shapes,
+    state_bytes,
+    state_lines,
+)
+from stages.estimate.trace import GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS, Peak
+from stages.model.spec import ModelSpec
 from stages.step.batches import BatchShape
 from stages.step.loss import summed_loss, token_losses
 
 LOAD, HELDOUT, EVALUATE, GENERATE, SAVE = "load", "heldout", "evaluate", "generate", "save"
 FILE = "weight_files"
-"""Category of the files' own tensors, mapped while a model is loaded on a CPU."""
+"""Category of a weight as it was read, until it is converted."""
 LOADING = "loading"
 """Category of what quantising one layer needs for a moment."""
-QUANTISE_COPIES_CPU = 2
-"""fp32 copies of a layer's weight while bitsandbytes packs it on a CPU: scaled, and rounded (measured)."""
+HALF_BYTES = 2
+"""Of a number in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,21 +133,45 @@ def _load(
 ) -> Peak:
     """The most held while weights arrive or, where that is more, at the end with the optimizer's state.
 
-    On a CPU the files' tensors are mapped while the model gets memory of its own: all of them, an upper bound where
-    weights in several files keep their type (each file is let go once its weights are copied). A GPU gets each tensor
-    in its final type, one at a time where it is packed there.
+    Weights arrive one at a time, in the order of their names: read, converted, packed, and only then the next. A GPU
+    gets each in its final type, or in 16 or 32 bits where it packs it there.
     """
     end = _peak({**states, OPTIMIZER: optimizer_bytes})
-    arriving = {category: size for category, size in states.items() if category != ADAPTERS}
+    spec, placed, moments = setting.model, 0, [end]
     shapes = model_shapes(config)
-    largest = max((parameter.values for parameter in shapes.parameters if parameter.linear), default=0)
-    element_bytes = setting.model.dtype.itemsize
-    packed = setting.model.method in PACKED_BITS
-    if target.capability is None:
-        arriving[FILE] = shapes.values * stored.itemsize
-        if packed:
-            converted = element_bytes if stored != setting.model.dtype else 0
-            arriving[LOADING] = largest * (QUANTISE_COPIES_CPU * FP32_BYTES + converted)
-    elif packed:
-        arriving[LOADING] = largest * element_bytes
-    return max(_peak(arriving), end, key=lambda peak: peak.bytes)
+    for parameter in sorted(shapes.parameters, key=lambda parameter: dot_natural_key(parameter.name)):
+        alone = replace(shapes, parameters=(parameter,), buffer_bytes=())
+        lines = state_lines(alone, spec, setting.optimizer, cuda=target.foreach, master_weights=False)
+        kept = state_bytes(lines, granularity_bytes=target.granularity_bytes)
+        own = kept[WEIGHTS] + kept.get(QUANTISATION_STATE, 0)
+        for file_bytes, loading_bytes in _passing(parameter, spec, stored, on_cpu=target.capability is None):
+            moments.append(_peak({WEIGHTS: placed + own, FILE: file_bytes, LOADING: loading_bytes}))
+        placed += own
+    return max(moments, key=lambda peak: peak.bytes)
+
+
+def _passing(
+    parameter: ParameterShape, spec: ModelSpec, stored: torch.dtype, *, on_cpu: bool
+) -> Iterator[tuple[int, int]]:
+    """(bytes as read, other bytes) beside what stays of a weight, at each moment of its arrival."""
+    packed = parameter.linear and spec.method in PACKED_BITS
+    as_read = parameter.values * stored.itemsize if on_cpu and stored != spec.dtype else 0
+    if not packed:
+        yield as_read, 0
+        return
+    converted = parameter.values * spec.dtype.itemsize
+    if as_read:
+        yield as_read, converted
+    yield 0, converted + int(parameter.values * _packing_bytes(spec, on_cpu=on_cpu))
+
+
+def _packing_bytes(spec: ModelSpec, *, on_cpu: bool) -> float:
+    """Bytes per value that bitsandbytes needs while it packs a weight, beside the weight and what stays of it."""
+    halved = 0 if spec.dtype == torch.float16 else HALF_BYTES
+    if spec.method == "int8_lora":  # A copy in fp16; on a CPU its scaled values and those rounded, less the bytes kept.
+        return halved + (2 * FP32_BYTES - 1 if on_cpu else 0)
+    if not on_cpu:
+        return 0
+    widened = 0 if spec.dtype == torch.float32 else FP32_BYTES
+    # Values scaled (fp32), their numbers (int32), those in a byte, and every second of them shifted by half a byte.
+    return widened + 2 * FP32_BYTES + 1.5

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from benchmarks.estimate_cpu import save_small
+from benchmarks.estimate_cpu import make_code_books, save_small
 from stages.estimate.evaluation import GenerationShape, peak_of_answers
 from stages.estimate.phases import Surroundings, generation_shape, other_phases
 from stages.estimate.predict import predict
@@ -94,28 +94,38 @@ def test_prompts_leave_room_for_their_answers():
     assert shape == GenerationShape(rows=4, prompt_tokens=56, new_tokens=8)
 
 
-PAIRS = [("full", "fp32"), ("lora", "fp32"), ("qlora", "fp32")]
-SLOW_PAIRS = [pytest.param(method, "bf16", marks=pytest.mark.slow) for method in ("full", "lora", "qlora")]
+PAIRS = [("full", "fp32"), ("qlora", "fp32"), ("qlora", "bf16"), ("int8_lora", "bf16")]
+SLOW_PAIRS = [
+    pytest.param(method, precision, marks=pytest.mark.slow)
+    for method in ("full", "lora", "qlora", "int8_lora")
+    for precision in ("fp32", "bf16", "fp16")
+    if (method, precision) not in PAIRS
+]
 
 
 @pytest.mark.parametrize(("method", "precision"), [*PAIRS, *SLOW_PAIRS])
 def test_loading_holds_what_is_predicted(small_llama, method, precision):
-    """A model that trains but cannot be loaded; or weights converted in threads, which the CPU's meter does not see."""
+    """A model that trains but cannot be loaded; files mapped, or weights converted in threads the meter does not see.
+
+    Scales and code books are too small to be followed: 0.5 percent of a model of 90,000 values.
+    """
     setting = setting_of(method=method, precision=precision)
     predicted = other_phases(read_config(small_llama), setting, AROUND, CPU_TARGET)["load"]
+    make_code_books()
     gc.collect()
     meter = make_meter(CPU)
     with meter.window("load"), meter.phase("load"):
         model = load_model(small_llama, setting.model, CPU)
         build_optimizer(model, NUMBERS)
-    assert predicted.bytes == pytest.approx(meter.result().peak_bytes_by_phase["load"], rel=0.05)
+    assert predicted.bytes == pytest.approx(meter.result().peak_bytes_by_phase["load"], rel=0.005)
 
 
 def test_a_gpu_holds_one_layer_more_while_it_packs(small_llama):
     """4-bit loading planned as if all of the full-size weights were on the GPU at once, or none."""
-    setting = setting_of(method="qlora", precision="bf16", optimizer="adamw_8bit", lora_targets=("q_proj",))
+    setting = setting_of(method="qlora", precision="bf16", optimizer="sgd", lora_targets=("v_proj",), lora_rank=1)
     found = other_phases(read_config(small_llama), setting, AROUND, gpu_target("H100"))
-    assert found["load"].by_category["loading"] == 128 * 64 * 2
-    assert found["save"].bytes < found["load"].bytes + found["save"].by_category["optimizer"]
+    # The larger weights of a layer come before those of attention, while less is there.
+    assert found["load"].by_category["loading"] == 64 * 64 * 2
+    assert found["save"].bytes < found["load"].bytes
     step = predict(read_config(small_llama), setting, ((TRAINING,),), gpu_target("H100"))
     assert found["save"].bytes < step.peak.bytes
