@@ -5,9 +5,6 @@ the disk and the name follow in a thread. How often depends on the clock and on 
 nothing that a result depends on.
 """
 
-import fcntl
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +13,7 @@ from pathlib import Path
 
 from stages.errors import UserError
 from stages.files import repo_root, told_in_one_line
+from stages.locks import clear, hold, leave
 from stages.params import Run
 from stages.step.batches import Batch
 from stages.train.checkpoint import CheckpointStore, Unfinished
@@ -26,7 +24,6 @@ from stages.train.snapshot import Running, put_back, tensors_of, values_of
 
 LARGEST_SHARE = 0.02
 """Of the time, that checkpoints may take: after a dear one, the next comes later."""
-LOCK_FILE = "lock"
 
 
 def scratch_root() -> Path:
@@ -216,7 +213,13 @@ def opened(directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None]
         UserError: another process works there, or the disk refused.
         Stopped: that was asked for; the user was told.
     """
-    held = _hold(directory)
+    with told_in_one_line(directory):
+        held = hold(directory)
+    if held is None:
+        raise UserError(
+            f"{directory}: one process at a time may train the same run, and another one does; wait for its end, or "
+            "end it: the same command then goes on from its checkpoint"
+        )
     try:
         store = CheckpointStore(directory, run.keep_checkpoints, told)
         checkpoints = Checkpoints(store, seconds=run.checkpoint_seconds, stop=stop, told=told)
@@ -227,28 +230,6 @@ def opened(directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None]
             raise
         finally:
             checkpoints.wait()
-            if store.last_step() is None:
-                shutil.rmtree(directory, ignore_errors=True)
-        shutil.rmtree(directory, ignore_errors=True)
+        clear(directory)
     finally:
-        os.close(held)
-
-
-def _hold(directory: Path) -> int:
-    """An open and locked handle of the directory's lock file; the lock goes with the process, however it ends.
-
-    Raises:
-        UserError: another process has it, or the disk refused.
-    """
-    with told_in_one_line(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            raise UserError(
-                f"{directory}: one process at a time may train the same run; another one does; wait for its end, or "
-                "end it: the same command then goes on from its checkpoint"
-            ) from None
-    return handle
+        leave(directory, held)

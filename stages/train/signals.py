@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
+from stages.endings import Interrupted
 from stages.train.orphan import PARENT_ENDED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, PARENT_ENDED)
@@ -17,15 +18,14 @@ AGAIN_SECONDS = 1.0
 Item = TypeVar("Item")
 
 
-class Stopped(BaseException):
-    """A signal asked to stop. No `Exception`: nothing that mends faults may take it for one."""
+class Stopped(Interrupted):
+    """A signal asked to stop, or the parent's end did."""
 
     def __init__(self, number: int):
         """By the signal of this number."""
-        super().__init__(signal.Signals(number).name)
-        self.name = "the end of its parent" if number == PARENT_ENDED else signal.Signals(number).name
-        self.exit_code = 128 + number
-        """The shell's code of a process that a signal ended."""
+        super().__init__(number)
+        if number == PARENT_ENDED:
+            self.name = "the end of its parent"
 
 
 class Stop:

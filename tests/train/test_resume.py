@@ -1,17 +1,126 @@
 """A run that was broken off and gone on with ends as one that was not: same weights, losses and metrics."""
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.train.interrupted import finish, in_parts, small_job
+from stages.errors import UserError
+from stages.model.load import load_model
+from stages.step.optimizers import OPTIMIZERS
+from stages.train.loop import train
+from stages.train.measure import make_meter
+from tests.small_model import CPU, spec_of
+from tests.train.interrupted import STEPS, Breaking, Outcome, break_off, finish, in_parts, small_job
 
+METHODS = ("full", "lora", "qlora", "int8_lora")
 FAST = [("lora", "adamw"), ("qlora", "paged_adamw_8bit"), ("full", "adafactor")]
+REST = [pair for pair in itertools.product(METHODS, OPTIMIZERS) if pair not in FAST]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A sum over threads may take another order in each run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def whole_and_parts(model: Path, directory: Path, method: str, optim: dict, **spec) -> tuple[Outcome, Outcome]:
+    """A run in one go, and the same stopped after its first and third step."""
+    # Tables that bitsandbytes makes once a process would else be counted in the first of both alone.
+    load_model(model, spec_of(method=method), CPU)
+    job = small_job(model, directory / "tokens", method=method, lora_dropout=0.1, optim=optim, **spec)
+    return finish(job), in_parts(job, directory / "kept", [1, 3])
 
 
 @pytest.mark.parametrize(("method", "optimizer"), FAST)
 def test_a_run_in_three_parts_is_the_run_in_one(small_llama: Path, tmp_path: Path, method: str, optimizer: str):
     """Weights, losses, memory figures: not a bit may tell that the process ended twice."""
-    job = small_job(small_llama, tmp_path / "tokens", method=method, lora_dropout=0.1, optim={"name": optimizer})
-    whole = finish(job)
-    assert in_parts(job, tmp_path / "kept", [1, 3]) == whole
+    whole, parts = whole_and_parts(small_llama, tmp_path, method, {"name": optimizer})
+    assert parts == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "optimizer"), REST)
+def test_so_it_is_with_every_method_and_optimizer(small_llama: Path, tmp_path: Path, method: str, optimizer: str):
+    whole, parts = whole_and_parts(small_llama, tmp_path, method, {"name": optimizer})
+    assert parts == whole
+
+
+PRECISIONS = [
+    ("full", "bf16", {"name": "adamw", "master_weights": True}),
+    ("full", "bf16", {"name": "adamw_8bit", "master_weights": True}),
+    ("full", "bf16", {"name": "adafactor"}),
+    ("full", "pure_bf16", {"name": "adafactor"}),
+    ("full", "pure_bf16", {"name": "adamw"}),
+    ("lora", "fp16", {"name": "adamw"}),
+    ("lora", "pure_bf16", {"name": "lion_8bit"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "precision", "optim"), PRECISIONS)
+def test_so_it_is_with_every_precision(small_llama: Path, tmp_path: Path, method: str, precision: str, optim: dict):
+    """State in another type than the weights', rounded to theirs as PyTorch's own loading does."""
+    whole, parts = whole_and_parts(small_llama, tmp_path, method, optim, precision=precision)
+    assert parts == whole
+
+
+def test_a_step_left_midway_is_done_again_with_the_same_dropout(small_llama: Path, tmp_path: Path):
+    """What half a step drew or added up must leave no trace."""
+    job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
+    break_off(job, tmp_path / "kept", stop_within=2)
+    keeper = Breaking(tmp_path / "kept")
+    assert keeper.first_step == 2
+    assert finish(job, keeper) == finish(job)
+
+
+def test_after_a_fault_a_run_goes_on_from_its_last_checkpoint(small_llama: Path, tmp_path: Path):
+    """Nothing is saved as the power fails: what was kept before serves."""
+    job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
+    break_off(job, tmp_path / "kept", fail_after=3, every_step=True)
+    said: list[str] = []
+    keeper = Breaking(tmp_path / "kept", told=said.append)
+    assert keeper.first_step == 3
+    assert finish(job, keeper) == finish(job)
+    assert len(said) == 1 and said[0].startswith(f"train: resumed at optimizer step 3 of {STEPS} (checkpoint of 20")
+
+
+def test_a_run_stopped_in_its_first_step_starts_again(small_llama: Path, tmp_path: Path):
+    """There is nothing to keep before a step is done."""
+    job = small_job(small_llama, tmp_path / "tokens")
+    break_off(job, tmp_path / "kept", stop_within=0)
+    keeper = Breaking(tmp_path / "kept")
+    assert keeper.first_step == 0 and "no checkpoint" in keeper.kept()
+    assert finish(job, keeper) == finish(job)
+
+
+def test_checkpoints_change_nothing(small_llama: Path, tmp_path: Path):
+    """A run that keeps every step is the run that keeps none, to the measured byte."""
+    job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
+    keeper = Breaking(tmp_path / "kept", every_step=True)
+    assert finish(job, keeper) == finish(job)
+    assert len(list((tmp_path / "kept").glob("step-*"))) == 2
+
+
+def test_weights_that_are_not_finite_are_never_kept(small_llama: Path, tmp_path: Path):
+    """A checkpoint of broken weights would end every later run, too; the message says what is there and what is not."""
+    job = small_job(small_llama, tmp_path / "tokens", optim={"name": "sgd", "lr": 1.0, "schedule": "constant"})
+    broken = replace(job, optim_spec=replace(job.optim_spec, lr=1e39, warmup_fraction=0.6))
+
+    def diverge(keeper: Breaking) -> str:
+        with pytest.raises(UserError) as told:
+            train(broken, make_meter(CPU), keeper)
+        return str(told.value)
+
+    assert "must be finite" in (text := diverge(Breaking(tmp_path / "kept", every_step=True)))
+    assert text.endswith("no checkpoint was made yet")
+    assert not list((tmp_path / "kept").glob("step-*"))
+
+    break_off(job, tmp_path / "kept", stop_after=2)
+    assert "the checkpoint of optimizer step 2 is kept in" in (text := diverge(Breaking(tmp_path / "kept")))
+    assert "goes on from there and ends here again, a changed one starts at the first step" in text
