@@ -33,7 +33,7 @@ class Replicas:
         Raises:
             UserError: there are fewer trained tensors than owners.
         """
-        self.rank, self.size = world.rank, world.size
+        self.rank, self.size, self.model = world.rank, world.size, model
         self._trained = named_trained(model)
         # Gradients are views into the buffers that are sent: a copy of them all would stay for the whole run.
         with warnings.catch_warnings():

@@ -29,10 +29,9 @@ class ShardSpec:
         """Read train.sharding and train.shard_group_gpus."""
         return cls(mode=params.train.sharding, group_gpus=params.train.shard_group_gpus)
 
-    @property
-    def cuts_weights(self) -> bool:
-        """Whether no GPU ever holds all weights: they are then loaded in the host's memory first."""
-        return self.mode in CUTTING
+    def load_device(self, device: torch.device) -> torch.device:
+        """Where weights are loaded: where no GPU is to hold all of them, in the host's memory."""
+        return torch.device("cpu") if self.mode in CUTTING else device
 
 
 def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> Team:
@@ -49,7 +48,7 @@ def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.dev
     """
     if world.size == 1:
         return Alone(model)
-    if not spec.cuts_weights:
+    if spec.mode not in CUTTING:
         return Replicas(model, world, device, owners=spec.mode == "zero1")
     return Shards(
         model,

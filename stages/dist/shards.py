@@ -48,10 +48,9 @@ class Shards:
             reshard: give a layer's other parts back after its forward, and gather them again for backward.
             sum_every_turn: keep no more than a part of the gradients between micro-batches, for a sum after each.
         """
-        self.rank, self.size = world.rank, world.size
+        self.rank, self.size, self.model = world.rank, world.size, model
         self._group = mesh.get_group(SHARD)
         self._sum_every_turn = sum_every_turn
-        self._model = model
         for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
             fully_shard(layer.to(device), mesh=mesh, reshard_after_forward=reshard)
         # The root (embedding, last norm, head) stays whole from forward to backward, which begins with it.

@@ -175,6 +175,8 @@ def read_batch(tokens: TokenRows, micro_batch: MicroBatch, pad_id: int, *, pin_m
         UserError: the plan was made for other tokens.
     """
     numbers = micro_batch.rows
+    if not len(numbers):
+        return idle_batch(pad_id)
     if numbers.min() < 0 or numbers.max() >= len(tokens) or not _fits(tokens, micro_batch):
         raise UserError(
             f"{tokens.path}: rows of step {micro_batch.step} differ from the batch plan, which was made for other "

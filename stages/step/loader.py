@@ -26,9 +26,9 @@ def load(
 ) -> Generator[Batch]:
     """The batches of one rank from a step on, in the plan's order.
 
-    A position in the run is a step's number: nothing before it is read. A micro-batch without rows gives no batch.
-    Order and bytes do not depend on `threads`; with 0 each batch is made when it is asked for. A batch that cannot be
-    made raises where it would have come. Close the iterator to end its threads early.
+    A position in the run is a step's number: nothing before it is read. A micro-batch without rows gives one of
+    padding. Order and bytes do not depend on `threads`; with 0 each batch is made when it is asked for. A batch that
+    cannot be made raises where it would have come. Close the iterator to end its threads early.
 
     Args:
         tokens: the training rows.
@@ -52,9 +52,9 @@ def load(
 def _planned(
     tokens: TokenRows, plan: Plan, start_step: int, rank: int, most_tokens: int | None
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of a rank from a step on, without those that hold no row."""
+    """The micro-batches of a rank from a step on."""
     for step in range(start_step, len(plan.steps)):
-        own = [one for one in plan.steps[step] if one.rank == rank and len(one.rows)]
+        own = [one for one in plan.steps[step] if one.rank == rank]
         yield from own if most_tokens is None else cut_smaller(own, most_tokens, tokens.lengths, tokens.supervised)
 
 

@@ -22,6 +22,10 @@ class Team(Protocol):
     """How many there are."""
 
     @property
+    def model(self) -> nn.Module:
+        """The model, of whose weights this process may hold a part: compute with it in `run` alone."""
+
+    @property
     def mine(self) -> nn.Module:
         """Its trained parameters are what this process updates, or its part of each."""
 
@@ -54,11 +58,11 @@ class Alone:
 
     def __init__(self, model: nn.Module):
         """Train `model`."""
-        self.mine = model
+        self.model = self.mine = model
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
         """See Team."""
-        return compute(self.mine)
+        return compute(self.model)
 
     def turn(self, *, last: bool) -> AbstractContextManager[object]:
         """See Team."""
@@ -66,7 +70,7 @@ class Alone:
 
     def trained(self) -> NamedParameters:
         """See Team."""
-        return named_trained(self.mine)
+        return named_trained(self.model)
 
     def norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
         """See Team."""

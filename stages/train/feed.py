@@ -12,22 +12,24 @@ from stages.step.tokens import TokenRows
 
 
 class Feed:
-    """What a run on one device passes through its model. Steps are asked for in order; close it to end its threads."""
+    """What one process of a run passes through its model. Steps are asked for in order; close it to end its threads."""
 
-    def __init__(self, rows: TokenRows, plan: Plan, *, start_step: int, pad_id: int, pin_memory: bool, threads: int):
+    def __init__(
+        self, rows: TokenRows, plan: Plan, *, start_step: int, rank: int, pad_id: int, pin_memory: bool, threads: int
+    ):
         """Read ahead from a step on; arguments as `load`."""
-        self._rows, self._plan = rows, plan
-        self._load = partial(load, rows, plan, pad_id=pad_id, pin_memory=pin_memory, threads=threads)
+        self._rows, self._plan, self._rank = rows, plan, rank
+        self._load = partial(load, rows, plan, rank=rank, pad_id=pad_id, pin_memory=pin_memory, threads=threads)
         self._stream: Generator[Batch] = self._load(start_step=start_step)
         self._most_tokens: int | None = None
 
     def step(self, step: int) -> tuple[list[MicroBatch], Iterator[Batch]]:
-        """The micro-batches of the next step, and their tensors, each made before it is asked for.
+        """This process's micro-batches of the next step, and their tensors, each made before it is asked for.
 
         Raises:
             UserError: while tensors are taken: the plan was made for other tokens, or the tokens are damaged.
         """
-        micro_batches = self._plan.steps[step]
+        micro_batches = [one for one in self._plan.steps[step] if one.rank == self._rank]
         if self._most_tokens is not None:
             micro_batches = cut_smaller(micro_batches, self._most_tokens, self._rows.lengths, self._rows.supervised)
         return micro_batches, islice(self._stream, len(micro_batches))

@@ -1,13 +1,15 @@
 """The held-out loss during training: a fixed set of rows, in batches no larger than training's own."""
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 
 import torch
-from torch import nn
 
 from stages.model.spec import ModelSpec
-from stages.step.batches import Batch, collate
+from stages.step.batches import Batch, collate, idle_batch
 from stages.step.loss import summed_loss
+from stages.step.team import Team
 from stages.step.tokens import TokenRows
 
 
@@ -28,14 +30,24 @@ def heldout_batches(rows: TokenRows, count: int, max_tokens: int, pad_id: int) -
 
 @torch.no_grad()
 def heldout_loss(
-    model: nn.Module, batches: Iterator[Batch], model_spec: ModelSpec, chunk: int | None, device: torch.device
+    team: Team,
+    batches: Iterator[Batch],
+    pad_id: int,
+    model_spec: ModelSpec,
+    chunk: int | None,
+    device: torch.device,
 ) -> float:
-    """Mean cross-entropy per trained token over held-out batches, without dropout."""
-    model.eval()
-    total, tokens = 0.0, 0
+    """Mean cross-entropy per trained token over held-out batches, without dropout.
+
+    Members take the batches in turns; each needs `batches` whole, and all call this together.
+    """
+    team.model.eval()
+    summed, tokens = 0.0, 0
     with model_spec.autocast(device.type):
-        for batch in batches:
-            total += summed_loss(model, batch.to(device), chunk).item()
+        while turn := list(islice(batches, team.size)):
+            batch = turn[team.rank] if team.rank < len(turn) else idle_batch(pad_id)
+            summed += team.run(partial(summed_loss, batch=batch.to(device), chunk=chunk)).item()
             tokens += len(batch.supervised_index_N)
-    model.train()
-    return total / tokens
+    team.model.train()
+    total, count = team.total(torch.tensor([summed, tokens], dtype=torch.float64, device=device)).tolist()
+    return total / count

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from tqdm import tqdm
 
 from stages.bucket.plan import MicroBatch, Plan
 from stages.bucket.worst import worst_steps
+from stages.dist.shard import ShardSpec, make_team
+from stages.dist.world import ALONE, World
 from stages.errors import UserError
 from stages.model.load import load_model
 from stages.model.spec import ModelSpec
@@ -25,6 +28,7 @@ from stages.step.offload import Offload
 from stages.step.optim import OptimSpec, build_optimizer, learning_rate
 from stages.step.scale import LossScaler
 from stages.step.step import StepResult, StepSpec, training_step
+from stages.step.team import Team
 from stages.step.tokens import TokenRows
 from stages.train.feed import Feed
 from stages.train.guards import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
@@ -81,13 +85,16 @@ class TrainJob:
     """Threads that read batches ahead."""
     device: torch.device
     progress: bool
+    world: World = ALONE
+    sharing: ShardSpec = ShardSpec(mode="none")
+    """How the processes of `world` share the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
     """The trained model and what was seen on the way."""
 
-    model: nn.Module
+    team: Team
     curves: list[dict[str, Any]]
     """One row per optimizer step, keys `CURVE_COLUMNS`."""
     skipped_steps: int | None
@@ -96,6 +103,11 @@ class TrainResult:
     """The most seen at the ends of each phase."""
     oom_splits: Mapping[str, int] | None
     """How far steps were cut smaller than planned because memory ended; None where none was."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained model; where it is shared, this process's part."""
+        return self.team.model
 
 
 def measured_steps(plan: Plan, lengths: np.ndarray) -> frozenset[int]:
@@ -126,6 +138,7 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
         job.rows,
         job.plan,
         start_step=keeper.first_step,
+        rank=job.world.rank,
         pad_id=job.pad_id,
         pin_memory=job.device.type == "cuda",
         threads=job.loader_threads,
@@ -147,15 +160,15 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
                     row = _run_step(job, run, feed, keeper, monitor, ending)
                 row |= monitor.step()
                 with ending.place.inside(HELDOUT):
-                    _maybe_heldout(job, run.model, step, row, bar)
+                    _maybe_heldout(job, run.team, step, row, bar)
                 run.curves.append(row)
                 monitor.tell_growth(run.curves, lambda line: bar.write(line, file=sys.stderr))
                 _show(bar, row)
                 with ending.place.inside(CHECKPOINT):
                     keeper.step_done(run)
-            refuse_broken_weights(run.model, total)
+            refuse_broken_weights(run.team, total)
     return TrainResult(
-        model=run.model,
+        team=run.team,
         curves=run.curves,
         skipped_steps=None if run.scaler is None else run.scaler.skipped_steps,
         memory_by_phase=monitor.by_phase(),
@@ -166,14 +179,16 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
 def _load(job: TrainJob, meter: Meter) -> Running:
     """The model and its optimizer, state made; dropout is seeded from here on."""
     with meter.phase("load"):
-        model = load_model(job.model_directory, job.model_spec, job.device)
-        check_head(model, job.device)
-        if job.plan.flat:
-            check_joined_rows(model, job.device)
-        optimizer = build_optimizer(model, job.optim_spec)
-    torch.manual_seed(job.model_spec.seed)
+        model = load_model(job.model_directory, job.model_spec, job.sharing.load_device(job.device))
+        team = make_team(model, job.world, job.sharing, job.device)
+        with torch.no_grad():
+            team.run(partial(check_head, device=job.device))
+            if job.plan.flat:
+                team.run(partial(check_joined_rows, device=job.device))
+        optimizer = build_optimizer(team.mine, job.optim_spec)
+    torch.manual_seed(job.model_spec.seed + job.world.rank)
     scaler = LossScaler() if job.model_spec.scales_loss else None
-    return Running(model=model, optimizer=optimizer, scaler=scaler, meter=meter, curves=[], device=job.device)
+    return Running(team=team, optimizer=optimizer, scaler=scaler, meter=meter, curves=[], device=job.device)
 
 
 def _window(job: TrainJob, meter: Meter, step: int) -> AbstractContextManager[None]:
@@ -193,9 +208,10 @@ def _run_step(
 
     def attempt(micro_batches: list[MicroBatch], batches: Iterator[Batch]) -> StepResult:
         def guard(losses: list[torch.Tensor], norm: torch.Tensor) -> None:
-            refuse_non_finite(losses, norm, step, micro_batches)
+            of_all = job.plan.steps[step] if job.world.size > 1 else micro_batches
+            refuse_non_finite(losses, norm, step, of_all)
             if step == 0:
-                refuse_dead_adapters(run.model)
+                refuse_dead_adapters(run.team)
 
         with redrawn_after_fault(job.device):
             return training_step(
@@ -209,10 +225,14 @@ def _run_step(
                 guard=guard,
                 scaler=run.scaler,
                 offload=job.offload,
+                team=run.team,
+                turns=len(micro_batches),
             )
 
     start = time.perf_counter()
     result, micro_batches = ending.step(step, feed, run.model, attempt)
+    if job.world.size > 1:
+        micro_batches = job.plan.steps[step]
     # Reading the scalars waits for the device, so the time is that of the whole step.
     loss, grad_norm = result.loss.item(), result.grad_norm.item()
     seconds = time.perf_counter() - start
@@ -240,14 +260,14 @@ def _show(bar: Any, row: dict[str, Any]) -> None:
     bar.update()
 
 
-def _maybe_heldout(job: TrainJob, model: nn.Module, step: int, row: dict[str, Any], bar: Any) -> None:
+def _maybe_heldout(job: TrainJob, team: Team, step: int, row: dict[str, Any], bar: Any) -> None:
     """Add the held-out loss to the step's row when it is due, and after the last step."""
     every = job.heldout_every_steps
     if every is None or ((step + 1) % every and step + 1 != len(job.plan.steps)):
         return
     budget = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
     batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id)
-    loss = heldout_loss(model, batches, job.model_spec, job.step_spec.loss_chunk, job.device)
+    loss = heldout_loss(team, batches, job.pad_id, job.model_spec, job.step_spec.loss_chunk, job.device)
     if not math.isfinite(loss):
         raise UserError(
             f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"

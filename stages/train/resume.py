@@ -168,7 +168,7 @@ class Checkpoints(Keeper):
     def _begin(self, run: Running) -> None:
         """Hand a checkpoint to the system; a thread does the rest."""
         self.wait()
-        refuse_broken_weights(run.model, run.step)
+        refuse_broken_weights(run.team, run.step)
         start = self._clock()
         try:
             unfinished = self._store.write(run.step, tensors_of(run), values_of(run))

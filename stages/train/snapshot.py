@@ -13,6 +13,7 @@ from torch import nn
 
 from stages.model.tensor_files import StoredTensor
 from stages.step.scale import LossScaler
+from stages.step.team import Team
 from stages.train.measure import Meter
 from stages.train.rng import random_state, set_random_state
 
@@ -25,13 +26,18 @@ SCALER_NUMBERS = ("scale", "good_steps", "skipped_steps")
 class Running:
     """A run between two optimizer steps."""
 
-    model: nn.Module
+    team: Team
     optimizer: torch.optim.Optimizer
     scaler: LossScaler | None
     meter: Meter
     curves: list[dict[str, Any]]
     """Of every step that is done."""
     device: torch.device
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        return self.team.model
 
     @property
     def step(self) -> int:

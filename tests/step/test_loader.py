@@ -8,7 +8,7 @@ import torch
 
 from stages.bucket.plan import MicroBatch, Plan
 from stages.errors import UserError
-from stages.step.batches import Batch, read_batch
+from stages.step.batches import IGNORED, Batch, read_batch
 from stages.step.loader import load
 from stages.step.tokens import TokenRows
 from tests.token_files import Row, write_tokens
@@ -124,11 +124,14 @@ def test_reading_ahead_is_bounded(tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_a_gpu_without_rows_in_a_turn_gets_no_batch(tokens, threads):
-    """Reading no row would end a run of several GPUs at the short step of its epoch."""
+def test_a_gpu_without_rows_in_a_turn_gets_padding_without_a_target(tokens, threads):
+    """Without a batch it would not be there when the others sum their gradients: the run would hang."""
     numbers = np.array([3, 5], np.int32)
     length, supervised = int(tokens.lengths[numbers].max()), int(tokens.supervised[numbers].sum())
     work = MicroBatch(epoch=0, step=0, rows=numbers, length=length, supervised=supervised)
     idle = MicroBatch(epoch=0, step=0, rank=1, rows=numbers[:0], length=0, supervised=0)
     plan = Plan.of([work, idle], ranks=2)
-    assert [len(list(load(tokens, plan, rank=rank, pad_id=0, threads=threads))) for rank in (0, 1)] == [1, 0]
+    (real,), (padding,) = (list(load(tokens, plan, rank=rank, pad_id=7, threads=threads)) for rank in (0, 1))
+    assert len(real.supervised_index_N) == supervised
+    assert not len(padding.supervised_index_N) and (padding.targets_BT == IGNORED).all()
+    assert (padding.input_ids_BT == 7).all() and len(padding.input_ids_BT) == 1

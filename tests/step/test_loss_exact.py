@@ -13,6 +13,7 @@ from tqdm import tqdm
 from stages.evaluate.heldout import row_losses
 from stages.model.load import load_model
 from stages.step.loss import causal_lm, decoder_hidden, summed_loss
+from stages.step.team import Alone
 from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.measure import MEMORY_EVENT
 from tests.small_model import CPU, VOCABULARY, spec_of
@@ -69,7 +70,7 @@ def test_held_out_losses_never_hold_the_logits_of_a_batch(small_llama, tmp_path)
     all_logits = 8 * 120 * VOCABULARY * 4
 
     def in_training(chunk: int | None) -> float:
-        return heldout_loss(model, heldout_batches(rows, 8, 8 * 120, 0), spec, chunk, CPU)
+        return heldout_loss(Alone(model), heldout_batches(rows, 8, 8 * 120, 0), 0, spec, chunk, CPU)
 
     def in_evaluate() -> np.ndarray:
         with tqdm(disable=True) as bar:

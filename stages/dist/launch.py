@@ -1,0 +1,117 @@
+"""Several processes of one command, under torchrun's agent: what they say, how they end, and one error for all."""
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from stages.dist.world import World
+from stages.errors import UserError
+
+DIRECTORY = "LEAN_FINETUNE_RANKS"
+"""Variable of the environment that names the processes' directory; absent where the user started torchrun."""
+LOCAL = "127.0.0.1"
+LOOPBACK = "lo"
+"""Linux' name of the interface of that address."""
+
+
+def launch(module: str, arguments: Sequence[str], *, processes: int, directory: Path) -> None:
+    """Run `python -m module` in several processes on this node, until all have ended.
+
+    The first shows what it says; what another says, and every traceback, is in `directory`, `<rank>.log`.
+
+    Args:
+        module: the entry.
+        arguments: its command line.
+        processes: how many.
+        directory: emptied at the start.
+
+    Raises:
+        UserError: one of them failed: what it said first, or where its traceback is.
+        SystemExit: a signal came, and was handed on to all.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    os.environ[DIRECTORY] = str(directory.resolve())
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # Each process would warn of how the others ended.
+    if sys.platform == "linux":
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", LOOPBACK
+        )  # Else it asks for this host's name, which may be unknown.
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{LOCAL}:0",
+        local_addr=LOCAL,
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    )
+    logging.disable(logging.CRITICAL)  # The agent's own words; ours are below.
+    try:
+        elastic_launch(config, entrypoint=sys.executable)("-m", module, *arguments)
+    except ChildFailedError as error:
+        raise UserError(_first_fault(directory) or _ended(error, directory)) from None
+    except SignalException as stopped:
+        name = signal.Signals(stopped.sigval).name
+        print(f"train: stopped by {name}; no checkpoint of several GPUs was made", file=sys.stderr)
+        raise SystemExit(128 + stopped.sigval) from None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _first_fault(directory: Path) -> str | None:
+    """What the process that met a fault of the user's first said of it."""
+    faults = sorted(directory.glob("*.fault"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    return faults[0].read_text(encoding="utf-8") if faults else None
+
+
+def _ended(error: ChildFailedError, directory: Path) -> str:
+    """How the first process that failed otherwise ended."""
+    rank, failure = error.get_first_failure()
+    code = failure.exitcode
+    how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+    log = directory / f"{rank}.log"
+    return f"hardware.num_gpus: process {rank} of {len(error.failures)} that failed ended {how}; see {log}"
+
+
+@contextmanager
+def as_one_of_many(world: World) -> Iterator[None]:
+    """In a process that `launch` started: output apart, and a fault left for it to tell. Elsewhere nothing.
+
+    Raises:
+        SystemExit: with code 1 after any fault.
+    """
+    where = os.environ.get(DIRECTORY)
+    if where is None or world.size == 1:
+        yield
+        return
+    log = Path(where) / f"{world.rank}.log"
+    if not world.leads:
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        for stream in (1, 2):
+            os.dup2(handle, stream)
+        os.close(handle)
+    try:
+        yield
+    except UserError as fault:
+        aside = Path(where) / f".{world.rank}"
+        aside.write_text(" ".join(str(fault).split()), encoding="utf-8")
+        aside.rename(Path(where) / f"{world.rank}.fault")
+        sys.exit(1)
+    except Exception:
+        with open(log, "a", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
+        sys.exit(1)
