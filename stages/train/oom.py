@@ -20,7 +20,7 @@ from stages.model.quantize import quantisation_tensors
 from stages.step.step import Phase
 from stages.train.counters import make_counters
 
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+FORWARD, BACKWARD, CLIP = "forward", "backward", "clip"
 HELDOUT, CHECKPOINT, SAVE = "heldout", "checkpoint", "save"
 READING = "reading"
 """Between phases: a batch is made, or copied to the device."""
@@ -84,15 +84,15 @@ class Failure:
     free_bytes: int | None
     """Of the device."""
     total_bytes: int | None
-    updates_begun: bool
-    """Weights may be changed: the update was under way, or is made in backward."""
+    weights_whole: bool
+    """No weight has changed since the last step that is in the curves: the run can go on from there."""
     snapshot: Mapping[str, Any]
     """More, for the file: see `snapshot_of`."""
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether smaller micro-batches can help: it was one's own memory, and no weight was changed yet."""
-        return self.phase in (FORWARD, BACKWARD) and self.rows > 1 and not self.updates_begun
+        """Whether smaller micro-batches can help: it was one's own memory, and the step can begin again."""
+        return self.phase in (FORWARD, BACKWARD) and self.rows > 1 and self.weights_whole
 
 
 class OutOfMemory(UserError):
@@ -126,6 +126,7 @@ class Whereabouts:
     def begin_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """A step begins, or begins again."""
         self.step, self._micro_batches, self._number = step, micro_batches, None
+        self.phase_name = READING
 
     def watching(self, phase: Phase) -> Phase:
         """The step's Phase hook that also tells here what runs."""
@@ -170,7 +171,7 @@ class Whereabouts:
             by_category=self._by_category(),
             free_bytes=free,
             total_bytes=total,
-            updates_begun=self.phase_name == OPTIMIZER or (self._updates_in_backward and self.phase_name == BACKWARD),
+            weights_whole=self.phase_name in ((FORWARD,) if self._updates_in_backward else (FORWARD, BACKWARD, CLIP)),
             snapshot=snapshot_of(self._device),
         )
 

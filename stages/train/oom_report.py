@@ -58,7 +58,7 @@ def out_of_memory(failure: Failure, forecast: Forecast, *, device: str, split: b
         _recorded(record, {"failure": asdict(failure), "predicted": _by_phase(failure, forecast), "told": commands}),
     ]
     told = f"bucket.max_tokens: {_where(failure, device)}; lower it, or change the run as below"
-    return OutOfMemory(told, *lines, weights_whole=not failure.updates_begun)
+    return OutOfMemory(told, *lines, weights_whole=failure.weights_whole)
 
 
 def would_fit(failure: Failure, forecast: Forecast) -> list[str]:

@@ -95,7 +95,7 @@ def plain_ending(device: torch.device, *, updates_in_backward: bool) -> Ending:
 
     def report(failure: Failure) -> OutOfMemory:
         told = f"bucket.max_tokens: memory ended in {failure.phase} ({failure.message}); lower it"
-        return OutOfMemory(told, weights_whole=not failure.updates_begun)
+        return OutOfMemory(told, weights_whole=failure.weights_whole)
 
     return Ending(device, split=False, updates_in_backward=updates_in_backward, report=report)
 

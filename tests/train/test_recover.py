@@ -1,0 +1,216 @@
+"""Where memory ends in a run: each phase is told, and a step that can be cut smaller learns what was planned."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stages.bucket.plan import MicroBatch, Plan
+from stages.step.optim import OptimSpec
+from stages.step.step import StepSpec
+from stages.step.tokens import TokenRows
+from stages.train.loop import TrainJob, TrainResult, train
+from stages.train.measure import make_meter
+from stages.train.oom import Failure, OutOfMemory
+from stages.train.recover import Ending
+from tests.small_model import CPU, VOCABULARY, spec_of
+from tests.token_files import Row, heldout, write_tokens
+
+STEPS, ROWS = 3, 8
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> tuple[TokenRows, TokenRows]:
+    """Training and held-out rows."""
+    draw = np.random.default_rng(1)
+    lengths = draw.integers(12, 60, STEPS * ROWS).tolist()
+    rows: list[Row] = [(draw.integers(3, VOCABULARY, n).tolist(), [n // 2, n], None) for n in lengths]
+    directory = tmp_path_factory.mktemp("tokens")
+    return TokenRows(write_tokens(directory, rows), "train"), heldout(directory, rows[:3])
+
+
+def job_of(directory: Path, tokens: tuple[TokenRows, TokenRows], *, flat: bool = False, **model: Any) -> TrainJob:
+    """Steps of two micro-batches: one of six rows and one of two."""
+    rows, held = tokens
+    planned = []
+    for step, numbers in enumerate(np.arange(len(rows), dtype=np.int32).reshape(-1, ROWS)):
+        for part in (numbers[:6], numbers[6:]):
+            lengths, trained = rows.lengths[part], int(rows.supervised[part].sum())
+            total = int(lengths.sum() if flat else lengths.max())
+            planned.append(
+                MicroBatch(epoch=0, step=step, rank=0, rows=part, length=total, supervised=trained, flat=flat)
+            )
+    return TrainJob(
+        model_directory=directory,
+        plan=Plan.of(planned),
+        rows=rows,
+        heldout=held,
+        pad_id=0,
+        model_spec=spec_of(method="lora", **model),
+        optim_spec=OptimSpec(name="adamw", lr=1e-2, weight_decay=0.0, schedule="constant", warmup_fraction=0.0),
+        step_spec=StepSpec(loss_chunk=16, max_grad_norm=1.0, foreach=False),
+        offload=None,
+        heldout_every_steps=STEPS,
+        heldout_rows=3,
+        measured_steps=frozenset(),
+        loader_threads=1,
+        device=CPU,
+        progress=False,
+    )
+
+
+class Limited(TorchDispatchMode):
+    """A device with room for so many bytes of tensors: counts what is made and not yet freed, and then refuses."""
+
+    def __init__(self, capacity_bytes: int):
+        super().__init__()
+        self._capacity = capacity_bytes
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most_bytes = 0
+        self.refusals = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+        held = sum(size for _, size in self._live.values())
+        if held > self._capacity:
+            self.refusals += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 MiB. GPU 0 has no more.")
+        self.most_bytes = max(self.most_bytes, held)
+        return out
+
+
+class EndsIn(TorchDispatchMode):
+    """Memory that ends at the first operation of a phase of a step, so many times."""
+
+    def __init__(self, phase: str, step: int | None, times: int = 10**6):
+        super().__init__()
+        self._phase, self._step, self._times = phase, step, times
+        self.place: Any = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.place.phase_name == self._phase and self.place.step == self._step and self._times > 0:
+            self._times -= 1
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+        return func(*args, **(kwargs or {}))
+
+
+def ending_of(*, split: bool, seen: list[Failure]) -> Ending:
+    """An ending that keeps what it is to report."""
+
+    def report(failure: Failure) -> OutOfMemory:
+        seen.append(failure)
+        return OutOfMemory(failure.phase, weights_whole=failure.weights_whole)
+
+    return Ending(CPU, split=split, updates_in_backward=False, report=report)
+
+
+def losses(result: TrainResult) -> list[float]:
+    return [value for row in result.curves for value in (row["loss"], row["grad_norm"])]
+
+
+def trained(result: TrainResult) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in result.model.parameters() if p.requires_grad])
+
+
+@pytest.fixture(scope="module")
+def plain(small_llama: Path, tokens) -> Callable[..., TrainResult]:
+    """Runs that never run short, made once."""
+    made: dict[bool, TrainResult] = {}
+
+    def run(flat: bool) -> TrainResult:
+        if flat not in made:
+            made[flat] = train(job_of(small_llama, tokens, flat=flat), make_meter(CPU))
+        return made[flat]
+
+    return run
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_run_that_does_not_fit_goes_on_in_smaller_parts_and_learns_the_same(small_llama, tokens, plain, flat: bool):
+    """A recovery that drops rows, sums twice, or divides by another number of tokens, with a normal-looking loss."""
+    job = job_of(small_llama, tokens, flat=flat)
+    with Limited(10**12) as free:
+        train(job, make_meter(CPU))
+    with Limited(int(0.6 * free.most_bytes)) as limited:
+        result = train(job, make_meter(CPU), ending=ending_of(split=True, seen=[]))
+    assert limited.refusals > 0 and limited.most_bytes < 0.6 * free.most_bytes
+    assert losses(result) == pytest.approx(losses(plain(flat)), rel=1e-5)
+    torch.testing.assert_close(trained(result), trained(plain(flat)), rtol=1e-3, atol=1e-5)
+    told = result.oom_splits
+    assert told is not None and (told["first_step"], told["steps"]) == (0, STEPS)
+    assert told["micro_batches_planned"] == 2 * STEPS
+    assert told["micro_batches_run"] == sum(row["micro_batches"] for row in result.curves) > 2 * STEPS
+    assert limited.refusals <= 3, "later steps are cut before they fail"
+
+
+def test_without_recovery_the_same_run_is_told(small_llama, tokens):
+    """Memory that ends unseen, or a run that goes on otherwise than it was asked to."""
+    seen: list[Failure] = []
+    with Limited(10**12) as free:
+        train(job_of(small_llama, tokens), make_meter(CPU))
+    with Limited(int(0.6 * free.most_bytes)), pytest.raises(OutOfMemory):
+        train(job_of(small_llama, tokens), make_meter(CPU), ending=ending_of(split=False, seen=seen))
+    (failure,) = seen
+    assert failure.phase in ("forward", "backward") and (failure.step, failure.number, failure.rows) == (0, 0, 6)
+    assert failure.asked_bytes == 3 * 2**20 and failure.micro_batches == 2
+    assert failure.by_category["weights"] > failure.by_category["optimizer"] > 0
+
+
+def test_a_failure_by_chance_changes_no_bit_but_by_the_order_of_sums(small_llama, tokens):
+    """Dropout drawn anew after a failure: two runs of one seed that cannot be compared."""
+    job = job_of(small_llama, tokens, lora_dropout=0.2)
+    runs = []
+    for phase in ("forward", "backward"):
+        ends = EndsIn(phase, 1, times=1)
+        ending = ending_of(split=True, seen=[])
+        ends.place = ending.place
+        with ends:
+            runs.append(train(job, make_meter(CPU), ending=ending))
+    first, second = runs
+    assert losses(first) == losses(second) and torch.equal(trained(first), trained(second))
+    assert [row["micro_batches"] for row in first.curves] == [2, 3, 3]
+    whole = train(job, make_meter(CPU))
+    assert losses(first)[:2] == losses(whole)[:2], "the steps before are untouched"
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "whole"),
+    [
+        ("load", None, False),
+        ("forward", 1, True),
+        ("backward", 1, True),
+        ("clip", 1, True),
+        ("optimizer", 1, False),
+        ("heldout", 2, False),
+    ],
+)
+def test_each_phase_is_told_as_what_it_is(small_llama, tokens, phase: str, step: int | None, whole: bool):
+    """A user sent to the batch size where loading failed; half-made updates taken for a state to go on from."""
+    seen: list[Failure] = []
+    ending = ending_of(split=True, seen=seen)
+    ends = EndsIn(phase, step)
+    ends.place = ending.place
+    with ends, pytest.raises(OutOfMemory) as told, ending.told():
+        train(job_of(small_llama, tokens), make_meter(CPU), ending=ending)
+    (failure,) = seen
+    assert (failure.phase, failure.step, failure.asked_bytes) == (phase, step, 9)
+    assert told.value.weights_whole is whole
+    if phase in ("forward", "backward"):
+        assert failure.rows == 1, "halved down to one row first"
+
+
+def test_other_faults_pass_through(small_llama, tokens):
+    """A fault of the program told as one of memory."""
+    ending = ending_of(split=True, seen=[])
+    with pytest.raises(RuntimeError, match="shape"), ending.told():
+        raise RuntimeError("shape mismatch")
