@@ -1,0 +1,30 @@
+"""The monitor's benchmark: every figure is there, and a monitor that hoards breaks its bar."""
+
+from benchmarks import monitor
+from benchmarks.monitor import KEPT_LIMIT_BYTES, kept_bytes
+from stages.train.measure import make_meter
+from stages.train.monitor import Monitor
+from tests.small_model import CPU
+
+
+def test_a_quick_run_measures_every_size(monkeypatch):
+    monkeypatch.setattr(monitor, "SIZES", monitor.SIZES[:1])
+    measured = monitor.measure(quick=True)
+    assert [row["model"] for row in measured.rows] == [size.name for size in monitor.SIZES]
+    assert all(row["step_ms"] > 1e-3 * row["looks_us"] > 0 and row["causes_us"] > 0 for row in measured.rows)
+    assert len(measured.bars) == len(monitor.SIZES) + 1
+    assert measured.bars[-1].holds
+
+
+def test_a_monitor_that_keeps_what_it_sees_breaks_the_bar(monkeypatch):
+    """A bar that no leak can break proves nothing."""
+    hoard: list[dict] = []
+    step = Monitor.step
+
+    def hoarding(self: Monitor) -> dict:
+        row = step(self)
+        hoard.append(row)
+        return row
+
+    monkeypatch.setattr(Monitor, "step", hoarding)
+    assert kept_bytes(Monitor(CPU, make_meter(CPU)), 200) > KEPT_LIMIT_BYTES
