@@ -123,6 +123,20 @@ class Plan:
         """Supervised tokens of each optimizer step: the divisor of its loss."""
         return np.add.reduceat(self.supervised, self.step_bounds[:-1], dtype=np.int64).tolist()
 
+    def of_rank(self, rank: int) -> "Plan":
+        """What one GPU computes, as a plan of its own. The first GPU has a row in every step, and the largest."""
+        own = np.flatnonzero((self.rank == rank) & (self.sizes > 0))
+        sizes = self.sizes[own]
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        return Plan(
+            **{name: getattr(self, name)[own] for name in SCALARS if name != "rank"},
+            rank=np.zeros(len(own), np.int32),
+            rows=self.rows[np.repeat(self.bounds[own] - bounds[:-1], sizes) + np.arange(bounds[-1])],
+            bounds=bounds,
+            ranks=1,
+            flat=self.flat,
+        )
+
     def micro_batch(self, number: int) -> MicroBatch:
         """Micro-batch `number` of the run; its rows are a view."""
         return MicroBatch(

@@ -1,11 +1,15 @@
 """Predict the peak memory of training before training: `python -m stages.estimate`."""
 
+import stages.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+
+# isort: split
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
@@ -15,7 +19,7 @@ from stages.errors import StageCommand, UserError
 from stages.estimate.advice import ADVICE_COLUMNS
 from stages.estimate.answer import Answer, answer
 from stages.estimate.devices import GIB, GPUS, Device, attention_on, precision_on, resolve_gpu
-from stages.estimate.explain import TIMELINE_COLUMNS, Explanation, closed_form, trace_origins
+from stages.estimate.explain import TIMELINE_COLUMNS, Explanation, closed_form, host_state_bytes, trace_origins
 from stages.estimate.kernels import target_of
 from stages.estimate.phases import Surroundings, generation_shape, heldout_shape, other_phases, stored_dtype
 from stages.estimate.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_plan, tensors_alone
@@ -35,7 +39,9 @@ from stages.model.attention import keeps_scores
 from stages.model.load import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from stages.params import Params
 from stages.pin.locate import config_directory
-from stages.step.batches import refuse_other_tokens, refuse_several_ranks
+from stages.step.batches import refuse_other_tokens
+from stages.step.host import refuse_offloaded_state
+from stages.step.in_backward import refuse_in_backward
 from stages.step.offload import refuse_offload
 from stages.step.tokens import read_lengths
 
@@ -86,9 +92,14 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     device, reason = resolve_gpu(p.hardware.gpu)
     precision, why = precision_on(device, p.train.precision)
     plan = read_plan(plan_path)
-    refuse_several_ranks(plan)
     lengths = read_lengths(index)
     refuse_other_tokens(plan, lengths)
+    if plan.ranks > 1:
+        plan = plan.of_rank(0)
+        click.echo(
+            f"note: predicted for one GPU that holds all weights; train.sharding={p.train.sharding} is not counted yet",
+            err=True,
+        )
     config = read_config(config_directory(read_json(model_lock)))
     stored = stored_dtype(config)
     longest = longest_row(plan, lengths)
@@ -99,7 +110,10 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     windowed = keeps_scores(config, p.train.attention) or beyond_window
     steps = traced_steps(plan, lengths, tiled=device.kind == "cuda", windowed=windowed)
     refuse_offload(p.train.offload_activations, device.kind)
+    refuse_offloaded_state(p.train.offload, device.kind)
     setting = Setting.from_params(p, precision)
+    if setting.optimizer_in_backward:
+        refuse_in_backward(setting.model, np.diff(plan.step_bounds))
     attention = attention_on(device, config, setting.model, masked=beyond_window and not plan.flat)
     target = target_of(device)
     prediction, explanation = predict_explained(config, setting, steps, target)
@@ -176,7 +190,14 @@ def _beside_tensors(
     if device.kind != "cuda":
         return None, None
     pinned = prediction.offloaded_bytes if setting.offload_activations == "cpu" else 0
-    host = on_host(config, setting.model, stored, batch_tokens=int(plan.padded_tokens.max()), pinned_bytes=pinned)
+    host = on_host(
+        config,
+        setting.model,
+        stored,
+        batch_tokens=int(plan.padded_tokens.max()),
+        pinned_bytes=pinned,
+        optimizer_bytes=host_state_bytes(config, setting),
+    )
     origins = trace_origins(config, setting, prediction.steps_of_peak, target_of(device))
     return as_json(on_device(device), host), tiers(origins, device.memory_bytes)
 

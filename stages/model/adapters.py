@@ -1,7 +1,7 @@
 """LoRA adapters: added to a model, saved, and put back (peft)."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,16 +61,19 @@ def _cast_adapters(model: PeftModel, spec: WeightsSpec) -> None:
             parameter.data = parameter.data.to(spec.adapter_dtype)
 
 
-def save_adapter(model: PeftModel, directory: Path, base_name: str) -> None:
+def save_adapter(
+    model: PeftModel, directory: Path, base_name: str, held: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """Write adapter_model.safetensors and adapter_config.json, equal bytes for equal weights.
 
     peft keeps target names in a set, whose order changes from process to process: they are sorted. It names the base by
     the directory it was loaded from, which differs between checkouts and temporary runs: `base_name`, as the user
     wrote it, stands there instead. Where the start changed the frozen weights (PiSSA), the
-    adapter is written as one on the weights as they were.
+    adapter is written as one on the weights as they were. `held` are the adapters' tensors by the model's own
+    names, where it does not hold them whole.
     """
     # "auto" would ask the hub for the base's config, to see whether its embedding was resized; ours never is.
-    model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False)
+    model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False, state_dict=held)
     (directory / "README.md").unlink(missing_ok=True)
     path = directory / "adapter_config.json"
     config = {key: _ordered(value) for key, value in read_json(path).items()}

@@ -14,6 +14,7 @@ from types import EllipsisType
 
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """A model's weights in one file, and what names the files of a model in several."""
@@ -180,13 +181,18 @@ def write_tensors(path: Path, forms: Mapping[str, TensorForm], make: Callable[[s
 
 
 def write_held(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors that are in memory; those on a GPU pass through the host one by one.
+    """Write tensors that are in memory, of GPUs or of several processes; they pass through the host one by one.
 
     Raises:
         OSError: the disk refused.
     """
     forms = {name: TensorForm(dtype=held.dtype, shape=tuple(held.shape)) for name, held in tensors.items()}
-    write_tensors(path, forms, tensors.__getitem__)
+    write_tensors(path, forms, lambda name: _gathered(tensors[name]))
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; one that several processes hold parts of is gathered, for which all of them have to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -194,16 +194,16 @@ def _fits(tokens: TokenRows, micro_batch: MicroBatch) -> bool:
     return used and needed <= micro_batch.length and supervised == micro_batch.supervised
 
 
-def refuse_several_ranks(plan: Plan) -> None:
-    """Refuse a plan for several GPUs.
+def refuse_other_ranks(plan: Plan, ranks: int) -> None:
+    """Refuse a plan that deals a step to another number of GPUs than there are: some rows would be left out.
 
     Raises:
-        UserError: naming how many, and the remedy.
+        UserError: with both numbers.
     """
-    if plan.ranks > 1:
+    if plan.ranks != ranks:
         raise UserError(
-            f"hardware.num_gpus: training on several GPUs is not built yet; got a plan for {plan.ranks}; "
-            "set hardware.num_gpus=1"
+            f"data/batches/plan.arrow: must be made for as many GPUs as train; got a plan for {plan.ranks} where "
+            f"hardware.num_gpus is {ranks}; run `dvc repro bucket`"
         )
 
 
@@ -211,7 +211,7 @@ def refuse_other_tokens(plan: Plan, lengths: np.ndarray) -> None:
     """Refuse a plan whose rows the index does not have, or has longer, before hours are spent on it.
 
     Args:
-        plan: of one GPU.
+        plan: of the run, or of one GPU.
         lengths: tokens of every training row.
 
     Raises:

@@ -1,14 +1,15 @@
 """What training leaves behind: an adapter alone, or a full model with its tokenizer."""
 
+import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -19,6 +20,7 @@ from stages.model.adapters import save_adapter
 from stages.model.merge import MERGED, write_merged
 from stages.model.spec import WeightsSpec
 from stages.model.tensor_files import SINGLE, write_held
+from stages.step.team import Team
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class Merge:
 def save_full(model: PreTrainedModel, directory: Path) -> None:
     """Write a model as `save_pretrained` does, in one file and tensor by tensor: no second copy of its weights.
 
+    Of a model that is shared, every process calls this or `_give_parts`.
+
     Raises:
         OSError: the disk refused.
     """
@@ -41,15 +45,29 @@ def save_full(model: PreTrainedModel, directory: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(str(directory))
     model.generation_config.save_pretrained(str(directory))
+    write_held(directory / SINGLE, _tensors_of(model))
+
+
+def _tensors_of(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
+    """The tensors of a model's file by name, or what this process holds of them."""
     left_out = model._keys_to_ignore_on_save or ()
     held = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     untied = remove_tied_weights_from_state_dict(held, model)
     # Names and forms as the model's makers have them in their files, where transformers holds others.
-    write_held(directory / SINGLE, revert_weight_conversion(model, untied))
+    return revert_weight_conversion(model, untied)
+
+
+def _give_parts(team: Team) -> None:
+    """Hand this process's parts to the one that saves, in the order in which it asks for them."""
+    if isinstance(team.model, PeftModel):
+        for _ in team.whole():
+            pass
+    else:
+        write_held(Path(os.devnull), _tensors_of(cast(PreTrainedModel, team.model)))
 
 
 def save_tuned(
-    model: nn.Module,
+    team: Team,
     base_name: str,
     directory: Path,
     tokenizer_files: Iterable[str],
@@ -59,7 +77,8 @@ def save_tuned(
     """Write safetensors and their config to `out`, whole or not at all: equal bytes for equal weights.
 
     Args:
-        model: an adapted model, of which the adapter is saved, or a full one.
+        team: of an adapted model, of which the adapter is saved, or of a full one; all its members call this, and the
+            first one writes.
         base_name: the base model as params.yaml names it.
         directory: the base model's directory, from which a full model takes its tokenizer.
         tokenizer_files: names of the tokenizer's files there.
@@ -69,10 +88,15 @@ def save_tuned(
     Raises:
         UserError: the disk refused.
     """
+    model = team.model
+    if team.rank:
+        _give_parts(team)
+        return
     with atomic_directory(out) as aside:
         try:
             if isinstance(model, PeftModel):
-                save_adapter(model, aside, base_name)
+                # Adapters are small: all at once, as peft takes them.
+                save_adapter(model, aside, base_name, dict(team.whole()))
                 if merge is not None:
                     (aside / MERGED).mkdir()
                     write_merged(directory, merge.files, aside, merge.spec, aside / MERGED)

@@ -8,7 +8,7 @@ import pytest
 
 from stages.bucket.plan import MicroBatch, Plan
 from stages.errors import UserError
-from stages.step.batches import refuse_several_ranks
+from stages.step.batches import refuse_other_ranks
 from stages.step.offload import DiskStore, Offload
 from stages.step.optim import OptimSpec
 from stages.step.step import StepSpec
@@ -109,10 +109,11 @@ def test_a_plan_that_goes_wrong_midway_ends_the_run_in_one_line(small_llama: Pat
         losses(small_llama, tokens, plan_of(tokens[0], flat=False, broken_step=1), threads)
 
 
-def test_a_plan_for_several_gpus_is_refused(tokens):
+def test_a_plan_for_another_number_of_gpus_is_refused(tokens):
     """One process would train a share of every step and call it the whole."""
     one = plan_of(tokens[0], flat=False)
-    refuse_several_ranks(one)
+    refuse_other_ranks(one, 1)
     two = Plan.of([one.micro_batch(number) for number in range(len(one))], ranks=2)
-    with pytest.raises(UserError, match=r"hardware\.num_gpus: .*not built yet; got a plan for 2"):
-        refuse_several_ranks(two)
+    refuse_other_ranks(two, 2)
+    with pytest.raises(UserError, match=r"plan\.arrow: .* got a plan for 2 where hardware\.num_gpus is 1; run"):
+        refuse_other_ranks(two, 1)

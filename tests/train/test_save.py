@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from stages.errors import UserError
 from stages.model.load import load_model
+from stages.step.team import Alone
 from stages.train.save import save_tuned
 from tests.processes import run_bounded
 from tests.small_model import CPU, spec_of
@@ -25,7 +26,7 @@ def test_a_full_disk_while_saving_is_told_and_leaves_nothing_half(small_llama: P
         for method in ("full", "lora"):
             model = load_model(small_llama, spec_of(method=method, lora_rank=64), CPU)
             with pytest.raises(UserError, match=r"tuned: cannot be written .*[Nn]o space left"):
-                save_tuned(model, "base", small_llama, [], disk / "tuned")
+                save_tuned(Alone(model), "base", small_llama, [], disk / "tuned")
             assert list(disk.iterdir()) == []
     finally:
         run_bounded(["umount", disk], check=True)
@@ -36,7 +37,7 @@ def test_a_full_model_reloads_in_plain_transformers(small_llama: Path, tmp_path:
     model = load_model(small_llama, spec_of(method="full"), CPU)
     (tmp_path / "base").mkdir()
     (tmp_path / "base/tokenizer.json").write_text("{}")
-    save_tuned(model, "base", tmp_path / "base", ["tokenizer.json"], tmp_path / "tuned")
+    save_tuned(Alone(model), "base", tmp_path / "base", ["tokenizer.json"], tmp_path / "tuned")
     config = (tmp_path / "tuned/config.json").read_text()
     assert "lean_sdpa" not in config and '"use_cache": true' in config and (tmp_path / "tuned/tokenizer.json").exists()
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
@@ -49,7 +50,7 @@ def test_saving_twice_gives_the_same_bytes(small_llama: Path, tmp_path: Path):
     for method in ("full", "qlora"):
         model = load_model(small_llama, spec_of(method=method), CPU)
         for name in ("a", "b"):
-            save_tuned(model, "base", small_llama, [], tmp_path / method / name)
+            save_tuned(Alone(model), "base", small_llama, [], tmp_path / method / name)
         files = sorted(p.name for p in (tmp_path / method / "a").iterdir())
         assert any(name.endswith(".safetensors") for name in files) and not any(n.endswith(".bin") for n in files)
         for name in files:

@@ -1,0 +1,61 @@
+"""One run in several processes: how the stage starts them, where each computes, what all have measured."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from stages.dist.launch import launch
+from stages.dist.world import World, check_devices, check_size, under_torchrun
+from stages.step.team import Team
+from stages.train.measure import Measured
+
+
+def started_ranks(num_gpus: int, directory: Path) -> bool:
+    """Run this command in as many processes as there are GPUs to use, where that takes several; True once they ended.
+
+    Raises:
+        UserError: one of them failed.
+    """
+    if num_gpus == 1 or under_torchrun():
+        return False
+    launch("stages.train", sys.argv[1:], processes=num_gpus, directory=directory)
+    return True
+
+
+def this_process(num_gpus: int, cpu_threads: int | None) -> World:
+    """Which process of the run this is; it takes its GPU, or its share of the cores.
+
+    Raises:
+        UserError: there are not as many processes as were planned for, or fewer GPUs.
+    """
+    world = World.here()
+    check_size(world, num_gpus)
+    if torch.cuda.is_available():
+        check_devices(world, "cuda")
+        torch.cuda.set_device(world.local_rank)
+    torch.set_num_threads(cpu_threads or max(1, torch.get_num_threads() // world.local_size))
+    return world
+
+
+def most_of_all(measured: Measured, team: Team, device: torch.device) -> Measured:
+    """The largest of each figure over all processes: what a GPU must have room for."""
+    if team.size == 1:
+        return measured
+    by_phase = {f"phase {name}": size for name, size in measured.peak_bytes_by_phase.items()}
+    figures: Mapping[str, int | None] = {
+        "peak": measured.peak_bytes,
+        "reserved": measured.peak_reserved_bytes,
+        **by_phase,
+    }
+    known = sorted(name for name, figure in figures.items() if figure is not None)
+    of_ranks = torch.zeros(team.size, len(known), dtype=torch.int64, device=device)
+    of_ranks[team.rank] = torch.tensor([figures[name] for name in known], dtype=torch.int64)
+    most = dict(zip(known, team.total(of_ranks).amax(0).tolist(), strict=True))
+    return Measured(
+        peak_bytes=most.get("peak"),
+        peak_bytes_by_phase={name: most[f"phase {name}"] for name in measured.peak_bytes_by_phase},
+        peak_reserved_bytes=most.get("reserved"),
+        how=f"{measured.how}; the most of {team.size} processes",
+    )
