@@ -33,6 +33,7 @@ from stages.step.tokens import TokenRows
 from stages.train.feed import Feed
 from stages.train.guards import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from stages.train.heldout import heldout_batches, heldout_loss
+from stages.train.host_peak import HostPeak, host_peak
 from stages.train.measure import LOAD, Meter
 from stages.train.monitor import MEMORY_COLUMNS, Monitor, memory_text
 from stages.train.oom import CHECKPOINT, HELDOUT
@@ -103,6 +104,8 @@ class TrainResult:
     """The most seen at the ends of each phase."""
     oom_splits: Mapping[str, int] | None
     """How far steps were cut smaller than planned because memory ended; None where none was."""
+    load_host: HostPeak
+    """Memory of the host while the model was loaded."""
 
     @property
     def model(self) -> nn.Module:
@@ -151,7 +154,7 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
         if keeper.first_step == 0:
             first_window.enter_context(meter.window("step 0"))
         with ending.place.inside(LOAD):
-            run = _load(job, meter)
+            run, load_host = _load(job, meter)
         ending.place.holds(run.model, run.optimizer)
         keeper.resume(run, total)
         with keeper.keeping(run):
@@ -173,12 +176,13 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
         skipped_steps=None if run.scaler is None else run.scaler.skipped_steps,
         memory_by_phase=monitor.by_phase(),
         oom_splits=splits(job.plan, run.curves),
+        load_host=load_host,
     )
 
 
-def _load(job: TrainJob, meter: Meter) -> Running:
-    """The model and its optimizer, state made; dropout is seeded from here on."""
-    with meter.phase("load"):
+def _load(job: TrainJob, meter: Meter) -> tuple[Running, HostPeak]:
+    """The model and its optimizer, state made, and what the host held meanwhile; dropout is seeded from here on."""
+    with meter.phase("load"), host_peak() as load_host:
         model = load_model(job.model_directory, job.model_spec, job.sharing.load_device(job.device))
         team = make_team(model, job.world, job.sharing, job.device)
         with torch.no_grad():
@@ -188,7 +192,8 @@ def _load(job: TrainJob, meter: Meter) -> Running:
         optimizer = build_optimizer(team.mine, job.optim_spec)
     torch.manual_seed(job.model_spec.seed + job.world.rank)
     scaler = LossScaler() if job.model_spec.scales_loss else None
-    return Running(team=team, optimizer=optimizer, scaler=scaler, meter=meter, curves=[], device=job.device)
+    run = Running(team=team, optimizer=optimizer, scaler=scaler, meter=meter, curves=[], device=job.device)
+    return run, load_host
 
 
 def _window(job: TrainJob, meter: Meter, step: int) -> AbstractContextManager[None]:
@@ -267,7 +272,9 @@ def _maybe_heldout(job: TrainJob, team: Team, step: int, row: dict[str, Any], ba
         return
     budget = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
     batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id)
-    loss = heldout_loss(team, batches, job.pad_id, job.model_spec, job.step_spec.loss_chunk, job.device)
+    # Where training's logits are not cut into chunks, a micro-batch's tokens bound those of a longer held-out row.
+    chunk = job.step_spec.loss_chunk or budget
+    loss = heldout_loss(team, batches, job.pad_id, job.model_spec, chunk, job.device)
     if not math.isfinite(loss):
         raise UserError(
             f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"

@@ -43,6 +43,8 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
         "peak_reserved_bytes": measured.peak_reserved_bytes,
         "peak_measured_how": measured.how,
         "memory_by_phase": result.memory_by_phase,
+        "load_host_peak_bytes": result.load_host.peak_bytes,
+        "load_host_added_bytes": result.load_host.added_bytes,
         "growth": growth_figures(classify(curves)[0]),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
