@@ -36,7 +36,7 @@ def test_every_template_is_used_and_every_named_one_exists():
     assert set(TEMPLATES) <= used
 
 
-@pytest.mark.parametrize("name", ["loss", "memory"])
+@pytest.mark.parametrize("name", ["loss", "memory", "watched"])
 def test_empty_cells_are_filtered_out(name):
     """Vega draws an empty cell as zero: held-out loss would fall to zero between its measurements."""
     spec = filled(name, CURVES, x="step", y="heldout_loss")
@@ -54,3 +54,10 @@ def test_the_prediction_is_a_line_of_its_own():
     """DVC stacks several y columns into one: joined to the measurements, the line would zigzag between both."""
     spec = filled("memory", "step,measured_gib,predicted_gib\n0,1.0,1.1\n", x="step", y="measured_gib")
     assert {"filter": "datum.field !== 'predicted_gib'"} in spec["layer"][0]["transform"]
+
+
+def test_watched_memory_is_drawn_in_gib():
+    """Bytes on an axis labelled GiB."""
+    spec = filled("watched", "step,held_bytes\n0,1073741824\n", x="step", y="held_bytes", y_label="GiB")
+    assert {"calculate": "toNumber(datum['held_bytes']) / 1073741824", "as": "gib"} in spec["transform"]
+    assert spec["encoding"]["y"]["field"] == "gib" and spec["encoding"]["y"]["title"] == "GiB"
