@@ -102,7 +102,7 @@ def _check_across_sections(params: Params) -> None:
             f"bucket.constant_shape: has an effect only with bucket.mode=packed; got true with "
             f"bucket.mode={params.bucket.mode}; set it to false"
         )
-    if params.evaluate.max_tokens < longest:
+    if (params.evaluate.max_tokens or longest) < longest:
         raise UserError(
             f"evaluate.max_tokens: must hold one row of data.max_length={params.data.max_length} (padded {longest}); "
             f"got {params.evaluate.max_tokens}; raise it or lower data.max_length"
@@ -146,9 +146,9 @@ def _check_methods(params: Params) -> None:
             "qlora, or default",
         ),
         (
-            lora.dora and (train.method != "lora" or lora.init != "default"),
-            f"train.lora.dora: needs train.method=lora and train.lora.init=default: how peft unpacks other weights for "
-            f"it cannot be predicted, nor does it start elsewhere; got {train.method}, {lora.init}; set it to false",
+            lora.dora and (train.method not in ("lora", "qlora") or lora.init != "default"),
+            f"train.lora.dora: needs train.method=lora or qlora (8-bit weights lose their scales in peft) and "
+            f"train.lora.init=default; got {train.method}, {lora.init}; set it to false",
         ),
         (
             train.merge and train.method == "full",

@@ -46,7 +46,6 @@ def test_the_shipped_file_is_valid_and_frozen():
         ("train.method", "dora", r"train\.method: .* 'full', 'lora', 'qlora' or 'int8_lora'; got \"dora\""),
         ("train.master_weights", True, r"train\.master_weights: has an effect only with .* set it to false"),
         ("train.lora.init", "pissa", r"train\.lora\.init: pissa changes the frozen weights.*train\.method=qlora; use"),
-        ("train.lora.dora", True, r"train\.lora\.dora: needs train\.method=lora .*; got qlora, default; set"),
         ("evaluate.merged", True, r"evaluate\.merged: needs the merged model; .*set train\.merge to true"),
         ("data.max_rows", 0, r"data\.max_rows: .*greater than or equal to 1; got 0"),
         ("train.max_grad_norm", "x", r'train\.max_grad_norm: .*number; got "x"'),
@@ -95,6 +94,7 @@ def test_a_wrong_value_is_told_in_one_line(values: dict[str, Any], dotted: str, 
     ("changes", "message"),
     [
         ({"lora.init": "loftq", "method": "lora"}, r"train\.lora\.init: loftq starts from what 4 bits lost; .*=lora"),
+        ({"lora.dora": True, "method": "int8_lora"}, r"train\.lora\.dora: .*; got int8_lora, default; set it to false"),
         ({"lora.init": "pissa", "lora.dora": True, "method": "lora"}, r"train\.lora\.dora: .*got lora, pissa"),
         ({"grad_ckpt_policy": "selective"}, r"train\.grad_ckpt_policy: has an effect only with train\.grad_ckpt=true"),
         (

@@ -82,7 +82,10 @@ class Target:
 def target_of(device: Device) -> Target:
     """The rules of a device."""
     if device.kind == "cpu":
-        inside = {aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes}
+        inside = {
+            aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes,
+            **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), mixed_cpu_bytes),
+        }
         rules = OpRules(expansions=_cpu_expansions(), workspaces=inside)
         return Target(granularity_bytes=1, rules=rules, constant_bytes=0, foreach=False, capability=None)
     hopper = device.compute_capability >= (9, 0)
@@ -121,6 +124,13 @@ def flash_cpu_bytes(query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs
     rows, columns = min(rows, T), min(CPU_KEY_TILE, key.shape[-2])
     half = 0 if query.dtype == torch.float32 else rows * columns * query.element_size()
     return torch.get_num_threads() * (rows * (columns + 2 + D) * 4 + half)
+
+
+def mixed_cpu_bytes(first: torch.Tensor, second: Any, **kwargs: Any) -> int:
+    """Operands of another type than their common one, converted whole (TensorIterator; CUDA's kernels do so inside)."""
+    common = torch.result_type(first, second)
+    tensors = [each for each in (first, second) if isinstance(each, torch.Tensor) and each.dtype != common]
+    return sum(each.numel() * common.itemsize for each in tensors)
 
 
 def _cuda_workspaces() -> dict[Any, Callable[..., int]]:

@@ -237,11 +237,11 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
         adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=True)
     enable_checkpointing(model, spec)
     keep_trainable_on_cpu(adapted)
-    _materialize(adapted, device)
+    _materialize(adapted, spec, device)
     return adapted.train()
 
 
-def _materialize(model: nn.Module, device: torch.device) -> None:
+def _materialize(model: nn.Module, spec: ModelSpec, device: torch.device) -> None:
     """Replace meta tensors by fake ones on `device`; a tensor shared by several modules stays shared."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -265,9 +265,21 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
                     tensors[name] = fake(tensor)  # type: ignore[assignment]
         state = getattr(module, "quant_state", None)
         if state is not None:
+            if spec.lora_dora:
+                _unpack_when_asked(module)
             state.absmax, state.code = fake(state.absmax), fake(state.code)
             if state.nested:
                 state.offset = fake(state.offset)
                 state.state2.absmax, state.state2.code = fake(state.state2.absmax), fake(state.state2.code)
         if isinstance(module, bnb.nn.Linear8bitLt):
             module.state.CB, module.state.SCB = module.weight.data, fake(module.state.SCB)  # type: ignore[arg-type]
+
+
+def _unpack_when_asked(layer: Any) -> None:
+    """Let peft unpack a fake 4-bit weight for DoRA as it does a real one.
+
+    It knows a packed weight by the name of its class, which no fake tensor can have; a layer that unpacks itself (W_q
+    marks those of another library) it asks first.
+    """
+    layer.W_q = True
+    layer.dequantize = lambda: bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)

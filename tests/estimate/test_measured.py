@@ -173,6 +173,7 @@ def test_prediction_holds_for_device_and_host_together(small_llama, changes, mon
 FORMS: list[dict[str, Any]] = [
     {"method": "lora", "lora_dora": True},
     {"method": "lora", "lora_dora": True, "grad_ckpt": True},
+    {"method": "qlora", "lora_dora": True},
     {"method": "lora", "lora_init": "pissa", "lora_rslora": True},
     {"method": "qlora", "quant_type": "fp4", "lora_init": "loftq"},
     {"method": "qlora", "double_quant": False},
@@ -220,6 +221,7 @@ HALVES: list[dict[str, Any]] = [
     {"method": "qlora", "precision": "bf16"},
     {"method": "qlora", "precision": "fp16"},
     {"method": "lora", "precision": "pure_bf16"},
+    {"method": "qlora", "precision": "bf16", "lora_dora": True},
     {"method": "int8_lora", "precision": "bf16"},
 ]
 

@@ -27,6 +27,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "lora": {"method": "lora"},
     "rslora": {"method": "lora", "lora_rslora": True},
     "dora": {"method": "lora", "lora_dora": True},
+    "dora on nf4": {"method": "qlora", "lora_dora": True},
     "pissa": {"method": "lora", "lora_init": "pissa"},
     "pissa, rslora": {"method": "lora", "lora_init": "pissa", "lora_rslora": True},
     "pure_bf16": {"method": "lora", "precision": "pure_bf16"},

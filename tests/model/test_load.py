@@ -20,6 +20,7 @@ FORMS: list[dict[str, Any]] = [
     {"method": "full"},
     {"method": "lora"},
     {"method": "lora", "lora_dora": True},
+    {"method": "qlora", "lora_dora": True},
     {"method": "lora", "lora_init": "pissa", "lora_rslora": True},
     {"method": "qlora"},
     {"method": "qlora", "quant_type": "fp4", "lora_init": "loftq"},
