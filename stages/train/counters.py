@@ -16,15 +16,12 @@ from pathlib import Path
 import psutil
 import torch
 
+from stages.memory_group import free_host_bytes
+
 STATM, STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
 """Linux: pages of the process, first all and then resident ones; and lines of which some tell more, at more cost."""
 RESIDENT_LINES = re.compile(rb"^(VmRSS|RssFile):\s+(\d+) kB$", re.MULTILINE)
 PAGE_BYTES = mmap.PAGESIZE
-CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
-"""Limit and use of memory in a container: cgroup v2, then v1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +48,7 @@ class Counters(ABC):
 
     def left_bytes(self) -> int:
         """What could still be held beside it: on a CPU, the memory left to the process."""
-        return host_left_bytes()
+        return free_host_bytes()[0]
 
     def pinned_bytes(self) -> int | None:
         """Page-locked memory of the host, what is kept for later use included; None where there is none to count."""
@@ -176,12 +173,3 @@ class Resident:
             found = {name: int(kib) * 2**10 for name, kib in RESIDENT_LINES.findall(file.read())}
         rss = found[b"VmRSS"]
         return rss, rss - found[b"RssFile"] if b"RssFile" in found else None
-
-
-def host_left_bytes() -> int:
-    """Memory that processes can still take here: of the machine, or of the container if that has less."""
-    left = psutil.virtual_memory().available
-    for limit, used in CGROUPS:
-        if limit.exists() and (most := limit.read_text().strip()).isdigit():
-            left = min(left, max(0, int(most) - int(used.read_text())))
-    return left

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from stages.train.counters import Resident, host_left_bytes, make_counters
+from stages.memory_group import free_host_bytes
+from stages.train.counters import Resident, make_counters
 from stages.train.growth import OWN, RESIDENT, Rows
 from stages.train.growth_advice import GrowthWatch, growth_line
 from stages.train.measure import Meter
@@ -95,7 +96,7 @@ class Monitor:
 
     def _left_bytes(self, series: str) -> int:
         """Memory that a series can still grow into."""
-        return host_left_bytes() if series in (OWN, RESIDENT) else self._counters.left_bytes()
+        return free_host_bytes()[0] if series in (OWN, RESIDENT) else self._counters.left_bytes()
 
     def by_phase(self) -> dict[str, dict[str, int | None]]:
         """The most seen at the ends of each phase, for the metrics."""

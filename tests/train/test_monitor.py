@@ -13,7 +13,7 @@ import torch
 
 from stages.bucket.plan import MicroBatch, Plan
 from stages.train import counters, loop
-from stages.train.counters import CudaCounters, MallocCounters, NoCounters, Resident, host_left_bytes, make_counters
+from stages.train.counters import CudaCounters, MallocCounters, NoCounters, Resident, make_counters
 from stages.train.growth import SURE, classify
 from stages.train.growth_advice import FIRST_LOOK_STEPS
 from stages.train.loop import TrainJob, TrainResult, train
@@ -119,18 +119,6 @@ def test_without_proc_psutil_tells(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(counters, "STATM", tmp_path / "none")
     rss, own = Resident().read_both()
     assert rss > MIB and own is None
-
-
-def test_a_container_that_has_less_than_the_machine_decides_what_is_left(monkeypatch, tmp_path: Path):
-    """Hours to live promised by the RAM of a machine of which the job has a share."""
-    whole = host_left_bytes()
-    assert whole > 0
-    (tmp_path / "max").write_text("5000\n")
-    (tmp_path / "current").write_text("3000\n")
-    monkeypatch.setattr(counters, "CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
-    assert host_left_bytes() == 2000
-    (tmp_path / "max").write_text("max\n")
-    assert host_left_bytes() > 2000
 
 
 @glibc
