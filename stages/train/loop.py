@@ -165,7 +165,8 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
                 with ending.place.inside(HELDOUT):
                     _maybe_heldout(job, run.team, step, row, bar)
                 run.curves.append(row)
-                monitor.tell_growth(run.curves, lambda line: bar.write(line, file=sys.stderr))
+                if job.world.rank == 0:  # What grows in one process grows in all.
+                    monitor.tell_growth(run.curves, lambda line: bar.write(line, file=sys.stderr))
                 _show(bar, row)
                 with ending.place.inside(CHECKPOINT):
                     keeper.step_done(run)
