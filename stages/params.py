@@ -248,16 +248,16 @@ class Evaluate(Section):
 
     loss_rows: PositiveInt | None
     """Held-out rows for loss; None means all."""
-    max_tokens: PositiveInt
-    """Padded tokens in one evaluation batch."""
-    logits_chunk: PositiveInt
-    """Tokens whose logits exist at once."""
+    max_tokens: PositiveInt | None
+    """Padded tokens in one evaluation batch, of prompts those of their answers too; None means bucket.max_tokens."""
+    logits_chunk: PositiveInt | None
+    """Tokens whose logits exist at once; None means train.loss_chunk, or max_tokens where that is None."""
     generate_rows: Annotated[int, Field(ge=0)]
     """Held-out prompts answered by greedy decoding."""
     max_new_tokens: PositiveInt
     """Longest generated answer in tokens."""
     generate_batch_rows: PositiveInt
-    """Prompts decoded together."""
+    """Most prompts decoded together."""
     merged: bool
     """Score the merged model as well."""
 

@@ -21,7 +21,7 @@ from stages.estimate.answer import Answer, answer
 from stages.estimate.devices import GIB, GPUS, Device, attention_on, precision_on, resolve_gpu
 from stages.estimate.explain import TIMELINE_COLUMNS, Explanation, closed_form, host_state_bytes, trace_origins
 from stages.estimate.kernels import target_of
-from stages.estimate.phases import Surroundings, generation_shape, heldout_shape, other_phases, stored_dtype
+from stages.estimate.phases import Surroundings, generation_shapes, heldout_shape, other_phases, stored_dtype
 from stages.estimate.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_plan, tensors_alone
 from stages.estimate.predict import Prediction, Setting
 from stages.estimate.process import as_json, on_device, on_host
@@ -42,6 +42,7 @@ from stages.pin.locate import config_directory
 from stages.step.batches import refuse_other_tokens
 from stages.step.host import refuse_offloaded_state
 from stages.step.in_backward import refuse_in_backward
+from stages.step.limits import Limits
 from stages.step.offload import refuse_offload
 from stages.step.tokens import read_lengths
 
@@ -169,15 +170,16 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
 
 def _surroundings(p: Params, plan: Plan, config: PretrainedConfig, stored: torch.dtype, longest: int) -> Surroundings:
     """What runs besides the training step."""
+    limits = Limits.from_params(p)
     return Surroundings(
         stored_dtype=stored,
         in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), longest),
-        evaluation=heldout_shape(p.evaluate.max_tokens, longest),
-        logits_chunk=p.evaluate.logits_chunk,
-        generation=generation_shape(
-            rows=min(p.evaluate.generate_rows, p.evaluate.generate_batch_rows),
+        evaluation=heldout_shape(limits.max_tokens, longest),
+        logits_chunk=limits.logits_chunk,
+        generation=generation_shapes(
+            limits,
+            prompts=p.evaluate.generate_rows,
             longest=longest,
-            new_tokens=p.evaluate.max_new_tokens,
             positions=getattr(config.get_text_config(), "max_position_embeddings", None),
         ),
     )

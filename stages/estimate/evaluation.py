@@ -137,7 +137,8 @@ def _forward(lm: Any, tokens: int, new: int, mask_BT: torch.Tensor, cache: Dynam
     last_alone = {"logits_to_keep": 1} if lm._supports_logits_to_keep() else {}
     output = lm(
         input_ids=torch.empty((mask_BT.shape[0], new), dtype=torch.int64),
-        attention_mask=mask_BT,
+        # A prompt alone has no padding, and transformers makes no mask of scores then: it looks, which no trace can.
+        attention_mask=mask_BT if len(mask_BT) > 1 else None,
         position_ids=positions_BT if new == tokens else positions_BT[:, -new:].clone(),
         past_key_values=cache,
         use_cache=True,

@@ -26,6 +26,7 @@ from stages.estimate.states import (
 from stages.estimate.trace import GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS, Peak
 from stages.model.spec import ModelSpec
 from stages.step.batches import BatchShape
+from stages.step.limits import Limits
 from stages.step.loss import summed_loss, token_losses
 
 LOAD, HELDOUT, EVALUATE, GENERATE, SAVE = "load", "heldout", "evaluate", "generate", "save"
@@ -49,9 +50,9 @@ class Surroundings:
     evaluation: BatchShape
     """Largest batch of held-out rows in stage evaluate."""
     logits_chunk: int
-    """evaluate.logits_chunk, in tokens."""
-    generation: GenerationShape | None
-    """Largest batch of prompts in stage evaluate; None where none is answered."""
+    """Tokens whose logits exist at once there."""
+    generation: tuple[GenerationShape, ...]
+    """Batches of prompts in stage evaluate that can be the largest; none where none is answered."""
 
 
 def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
@@ -63,19 +64,30 @@ def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
     return BatchShape(rows=rows, length=longest, supervised=rows * longest, joined_lengths=None)
 
 
-def generation_shape(*, rows: int, longest: int, new_tokens: int, positions: int | None) -> GenerationShape | None:
-    """The largest batch of prompts; None where nothing is answered, or no prompt has room for an answer.
+def generation_shapes(
+    limits: Limits, *, prompts: int, longest: int, positions: int | None
+) -> tuple[GenerationShape, ...]:
+    """The batches of prompts that can need the most memory; none where nothing is answered, or no prompt has room.
+
+    That of the longest prompts may leave much of `limits.max_tokens` over; that of one prompt more does not, and where
+    the longest stands alone, it alone needs no mask.
 
     Args:
-        rows: prompts that are answered together.
+        limits: of stage evaluate.
+        prompts: how many are answered.
         longest: tokens of the longest training row; no held-out prompt is taken to be longer.
-        new_tokens: evaluate.max_new_tokens.
         positions: the longest row the model knows; None where it knows no end.
     """
+    new_tokens, shapes = limits.max_new_tokens, []
     prompt_tokens = longest if positions is None else min(longest, positions - new_tokens)
-    if rows < 1 or prompt_tokens < 1:
-        return None
-    return GenerationShape(rows=rows, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    if prompts < 1 or prompt_tokens < 1:
+        return ()
+    rows = min(prompts, limits.prompts_at_once(prompt_tokens))
+    shapes.append(GenerationShape(rows=rows, prompt_tokens=prompt_tokens, new_tokens=new_tokens))
+    shorter = limits.max_tokens // (rows + 1) - new_tokens
+    if shorter >= 1 and rows < min(prompts, limits.generate_batch_rows):
+        shapes.append(GenerationShape(rows=rows + 1, prompt_tokens=shorter, new_tokens=new_tokens))
+    return tuple(shapes)
 
 
 def stored_dtype(config: PretrainedConfig) -> torch.dtype:
@@ -100,15 +112,15 @@ def other_phases(
     states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
     states.pop(GRADIENTS)
     optimizer_bytes = states.pop(OPTIMIZER, 0)
-    heldout = peak_of_loss(
-        config, setting, around.in_training, target, lambda model, batch: summed_loss(model, batch, setting.loss_chunk)
-    )
+    in_training = around.in_training
+    chunk = setting.loss_chunk or in_training.rows * in_training.length  # As the loop has it.
+    heldout = peak_of_loss(config, setting, in_training, target, lambda model, batch: summed_loss(model, batch, chunk))
     plain = replace(setting, model=replace(setting.model, attention="auto"))  # As stage evaluate loads it.
     evaluate = peak_of_loss(
         config, plain, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)
     )
-    answers = around.generation
-    generate = {} if answers is None else {GENERATE: peak_of_answers(config, setting, answers, target)}
+    answers = [peak_of_answers(config, setting, shape, target) for shape in around.generation]
+    generate = {GENERATE: max(answers, key=lambda peak: peak.bytes)} if answers else {}
     return {
         LOAD: _load(config, setting, around.stored_dtype, target, states, optimizer_bytes),
         HELDOUT: _peak({**heldout.by_category, OPTIMIZER: optimizer_bytes}),

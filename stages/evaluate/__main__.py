@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from stages.declared import read_params
 from stages.errors import StageCommand
-from stages.evaluate.compare import Limits, Questions, evaluate_models
+from stages.evaluate.compare import Questions, evaluate_models
 from stages.evaluate.generate import choose_prompts, special_ids
 from stages.evaluate.heldout import spread_rows
 from stages.evaluate.metrics import evaluate_metrics, generation_lines
@@ -23,6 +23,7 @@ from stages.model.segments import use_segments
 from stages.model.spec import WeightsSpec
 from stages.params import Params
 from stages.pin.locate import model_directory, verify_files
+from stages.step.limits import Limits
 from stages.step.tokens import TokenRows
 
 PATH = click.Path(path_type=Path)
@@ -60,12 +61,7 @@ def main(
     verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     questions = _questions(p, tokens, base, tokenizer)
-    limits = Limits(
-        max_tokens=p.evaluate.max_tokens,
-        logits_chunk=p.evaluate.logits_chunk,
-        max_new_tokens=p.evaluate.max_new_tokens,
-        generate_batch_rows=p.evaluate.generate_batch_rows,
-    )
+    limits = Limits.from_params(p)
     spec = WeightsSpec.from_params(p, precision_of(p, verdict))
     answers = evaluate_models(
         base, tuned, spec, questions, limits, device=device, progress=p.run.progress, merged=p.evaluate.merged

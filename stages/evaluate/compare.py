@@ -17,6 +17,7 @@ from stages.model.attention import generation_attention
 from stages.model.load import load_base, read_config
 from stages.model.merge import MERGED
 from stages.model.spec import WeightsSpec
+from stages.step.limits import Limits
 from stages.step.tokens import TokenRows
 
 MODELS = ("base", "tuned")
@@ -36,16 +37,6 @@ class Questions:
     """Ids of special tokens."""
     eos_id: int | None
     pad_id: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What bounds the memory and time of an evaluation: section `evaluate` of params.yaml."""
-
-    max_tokens: int
-    logits_chunk: int
-    max_new_tokens: int
-    generate_batch_rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +120,7 @@ def _ask(
                 spec,
                 questions.prompts,
                 stops=stop_ids(model, questions.eos_id, questions.prompts, questions.special),
-                max_new_tokens=limits.max_new_tokens,
-                batch_rows=limits.generate_batch_rows,
+                limits=limits,
                 pad_id=questions.pad_id,
                 device=device,
                 progress=bar,

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from stages.model.spec import WeightsSpec
+from stages.step.limits import Limits
 from stages.step.loss import causal_lm
 from stages.step.tokens import TokenRows
 
@@ -101,13 +102,12 @@ def greedy_answers(
     prompts: Sequence[Prompt],
     *,
     stops: Sequence[int],
-    max_new_tokens: int,
-    batch_rows: int,
+    limits: Limits,
     pad_id: int,
     device: torch.device,
     progress: tqdm,
 ) -> list[list[int]]:
-    """Most probable next tokens after each prompt, up to the first stop token (left out) or `max_new_tokens`.
+    """Most probable next tokens after each prompt, up to the first stop token (left out) or `limits.max_new_tokens`.
 
     Prompts of similar length are decoded together, longest first. `progress` advances by one per prompt.
     """
@@ -115,15 +115,16 @@ def greedy_answers(
     # In place of the model's own: greedy decoding must not inherit sampling or repetition settings.
     lm.generation_config = GenerationConfig(
         do_sample=False,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=limits.max_new_tokens,
         eos_token_id=list(stops) or None,
         pad_token_id=pad_id,
         use_cache=True,
     )
     answers: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].ids), number))
-    for start in range(0, len(order), batch_rows):
-        numbers = order[start : start + batch_rows]
+    while order:
+        at_once = limits.prompts_at_once(len(prompts[order[0]].ids))
+        numbers, order = order[:at_once], order[at_once:]
         ids_BT, mask_BT = _pad_left([prompts[number].ids for number in numbers], pad_id)
         with spec.autocast(device.type):
             output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device))

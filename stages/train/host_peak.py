@@ -1,4 +1,4 @@
-"""The most host memory that the process held inside a stretch of its run, as the kernel counts it: nothing is sampled."""
+"""The most host memory held inside a stretch of a run, as the kernel counts it: nothing is sampled."""
 
 import re
 from collections.abc import Iterator

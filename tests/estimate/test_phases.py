@@ -8,11 +8,12 @@ from tqdm import tqdm
 
 from benchmarks.estimate_cpu import make_code_books, save_small
 from stages.estimate.evaluation import GenerationShape, peak_of_answers
-from stages.estimate.phases import Surroundings, generation_shape, other_phases
+from stages.estimate.phases import Surroundings, generation_shapes, other_phases
 from stages.estimate.predict import predict
 from stages.evaluate.generate import Prompt, greedy_answers
 from stages.model.load import load_model, read_config
 from stages.step.batches import Batch, BatchShape
+from stages.step.limits import Limits
 from stages.step.loss import summed_loss, token_losses
 from stages.step.optim import OptimSpec, build_optimizer
 from stages.train.measure import make_meter
@@ -22,7 +23,7 @@ from tests.small_model import CPU, VOCABULARY
 TRAINING, EVALUATION, CHUNK = shape(2, 96, 150), shape(3, 80, 200), 64
 ANSWERS = GenerationShape(rows=5, prompt_tokens=90, new_tokens=40)
 AROUND = Surroundings(
-    stored_dtype=torch.bfloat16, in_training=TRAINING, evaluation=EVALUATION, logits_chunk=CHUNK, generation=ANSWERS
+    stored_dtype=torch.bfloat16, in_training=TRAINING, evaluation=EVALUATION, logits_chunk=CHUNK, generation=(ANSWERS,)
 )
 NUMBERS = OptimSpec(name="adamw", lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
 
@@ -76,8 +77,9 @@ def test_answers_hold_what_is_predicted(family, method, new_tokens, prompt_token
                 setting.model,
                 prompts,
                 stops=(),
-                max_new_tokens=new_tokens,
-                batch_rows=shape.rows,
+                limits=Limits(
+                    max_tokens=1024, logits_chunk=CHUNK, max_new_tokens=new_tokens, generate_batch_rows=shape.rows
+                ),
                 pad_id=0,
                 device=CPU,
                 progress=bar,
@@ -86,12 +88,28 @@ def test_answers_hold_what_is_predicted(family, method, new_tokens, prompt_token
     assert predicted.by_category["kv_cache"] > 0
 
 
+def asked(max_tokens: int, new_tokens: int, rows: int) -> Limits:
+    return Limits(max_tokens=max_tokens, logits_chunk=CHUNK, max_new_tokens=new_tokens, generate_batch_rows=rows)
+
+
 def test_prompts_leave_room_for_their_answers():
     """A prompt longer than the model's positions, or answers where none are asked for."""
-    assert generation_shape(rows=0, longest=90, new_tokens=8, positions=None) is None
-    assert generation_shape(rows=4, longest=90, new_tokens=64, positions=64) is None
-    shape = generation_shape(rows=4, longest=90, new_tokens=8, positions=64)
-    assert shape == GenerationShape(rows=4, prompt_tokens=56, new_tokens=8)
+    assert generation_shapes(asked(999, 8, 4), prompts=0, longest=90, positions=None) == ()
+    assert generation_shapes(asked(999, 64, 4), prompts=4, longest=90, positions=64) == ()
+    shapes = generation_shapes(asked(999, 8, 4), prompts=5, longest=90, positions=64)
+    assert shapes == (GenerationShape(rows=4, prompt_tokens=56, new_tokens=8),)
+
+
+@pytest.mark.parametrize("max_tokens", [60, 150, 200, 310, 500])
+def test_no_batch_of_prompts_is_larger_than_one_that_is_traced(max_tokens):
+    """Shorter prompts of which more fit, whose scores are larger: the longest alone are traced."""
+    limits, longest = asked(max_tokens, 10, 4), 100
+    shapes = generation_shapes(limits, prompts=9, longest=longest, positions=None)
+    for prompt_tokens in range(1, longest + 1):
+        rows = limits.prompts_at_once(prompt_tokens)
+        masked = rows * prompt_tokens**2 if rows > 1 else 0
+        assert masked <= max([s.rows * s.prompt_tokens**2 for s in shapes if s.rows > 1], default=0)
+        assert rows * prompt_tokens <= max(s.rows * s.prompt_tokens for s in shapes)
 
 
 PAIRS = [("full", "fp32"), ("qlora", "fp32"), ("qlora", "bf16"), ("int8_lora", "bf16")]

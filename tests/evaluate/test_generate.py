@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from stages.evaluate.generate import Prompt, choose_prompts, greedy_answers, special_ids, stop_ids
 from stages.model.load import load_base
+from stages.step.limits import Limits
 from tests.evaluate.conftest import CPU, EOS, PAD, heldout_rows, spec_of
 from tests.token_files import Row, heldout
 
@@ -36,15 +37,16 @@ def choose(rows, **limits):
     return chosen_and_left_out(rows, **limits)[0]
 
 
-def answer(model, prompts, stops=(), batch_rows=4, max_new_tokens=NEW_TOKENS, pad_id=PAD):
+def answer(model, prompts, stops=(), batch_rows=4, max_new_tokens=NEW_TOKENS, pad_id=PAD, max_tokens=10_000):
     with tqdm(disable=True) as bar:
         return greedy_answers(
             model,
             spec_of("full"),
             prompts,
             stops=stops,
-            max_new_tokens=max_new_tokens,
-            batch_rows=batch_rows,
+            limits=Limits(
+                max_tokens=max_tokens, logits_chunk=64, max_new_tokens=max_new_tokens, generate_batch_rows=batch_rows
+            ),
             pad_id=pad_id,
             device=CPU,
             progress=bar,

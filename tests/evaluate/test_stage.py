@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages.evaluate.__main__ import main
-from stages.evaluate.compare import Answers, Limits, Questions, evaluate_models
+from stages.evaluate.compare import Answers, Questions, evaluate_models
 from stages.evaluate.generate import choose_prompts
 from stages.evaluate.metrics import evaluate_metrics
 from stages.files import write_json
 from stages.model.load import load_base
 from stages.model.merge import MERGED, write_merged
+from stages.step.limits import Limits
 from stages.step.tokens import TokenRows
 from tests.evaluate.conftest import CPU, EOS, PAD, save_random_adapter, spec_of
 from tests.evaluate.test_heldout import losses_of

@@ -12,6 +12,7 @@ from stages.errors import UserError
 from stages.evaluate.generate import Prompt, greedy_answers
 from stages.model.attention import caps_scores, generation_attention, training_attention
 from stages.model.load import load_base, read_config, refuse_joined_rows
+from stages.step.limits import Limits
 from tests.small_model import CPU, VOCABULARY, spec_of
 
 GEMMA = FAMILIES["Gemma 2"]
@@ -69,8 +70,7 @@ def test_answers_to_padded_prompts_are_those_of_transformers(saved):
             spec_of(method="full"),
             prompts,
             stops=(),
-            max_new_tokens=6,
-            batch_rows=3,
+            limits=Limits(max_tokens=1024, logits_chunk=64, max_new_tokens=6, generate_batch_rows=3),
             pad_id=0,
             device=CPU,
             progress=bar,
