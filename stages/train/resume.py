@@ -127,9 +127,13 @@ class Checkpoints(Keeper):
             Diverged: weights are not finite where a checkpoint would be made.
         """
         self._stop.check()
-        busy = self._finishing is not None and self._finishing.is_alive()
-        if self._seconds is not None and not busy and self._clock() >= self._due:
+        if self.is_due():
             self._begin(run)
+
+    def is_due(self) -> bool:
+        """Whether it is time for a checkpoint, and the last one is finished."""
+        busy = self._finishing is not None and self._finishing.is_alive()
+        return self._seconds is not None and not busy and self._clock() >= self._due
 
     def _keep_last(self, run: Running) -> None:
         """Make a checkpoint of what is done before the process ends."""

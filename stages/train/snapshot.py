@@ -47,7 +47,7 @@ class Running:
 
 def tensors_of(run: Running) -> dict[str, torch.Tensor]:
     """Trained weights, optimizers' tensors and random states by name; one that several share is there once."""
-    named = {f"weights/{name}": p.detach() for name, p in run.model.named_parameters() if p.requires_grad}
+    named = {f"weights/{name}": parameter.detach() for name, parameter in run.team.trained()}
     for name, state in _optimizer_states(run.optimizer):
         named |= {f"{name}/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
     named |= {f"{RANDOM}{name}": state for name, state in random_state(run.device).items()}

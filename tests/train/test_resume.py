@@ -41,14 +41,14 @@ def whole_and_parts(model: Path, directory: Path, method: str, optim: dict, **sp
 def test_a_run_in_three_parts_is_the_run_in_one(small_llama: Path, tmp_path: Path, method: str, optimizer: str):
     """Weights, losses, memory figures: not a bit may tell that the process ended twice."""
     whole, parts = whole_and_parts(small_llama, tmp_path, method, {"name": optimizer})
-    assert parts == whole
+    whole.refuse_other(parts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "optimizer"), REST)
 def test_so_it_is_with_every_method_and_optimizer(small_llama: Path, tmp_path: Path, method: str, optimizer: str):
     whole, parts = whole_and_parts(small_llama, tmp_path, method, {"name": optimizer})
-    assert parts == whole
+    whole.refuse_other(parts)
 
 
 PRECISIONS = [
@@ -67,7 +67,7 @@ PRECISIONS = [
 def test_so_it_is_with_every_precision(small_llama: Path, tmp_path: Path, method: str, precision: str, optim: dict):
     """State in another type than the weights', rounded to theirs as PyTorch's own loading does."""
     whole, parts = whole_and_parts(small_llama, tmp_path, method, optim, precision=precision)
-    assert parts == whole
+    whole.refuse_other(parts)
 
 
 def test_a_step_left_midway_is_done_again_with_the_same_dropout(small_llama: Path, tmp_path: Path):
@@ -76,7 +76,7 @@ def test_a_step_left_midway_is_done_again_with_the_same_dropout(small_llama: Pat
     break_off(job, tmp_path / "kept", stop_within=2)
     keeper = Breaking(tmp_path / "kept")
     assert keeper.first_step == 2
-    assert finish(job, keeper) == finish(job)
+    finish(job).refuse_other(finish(job, keeper))
 
 
 def test_after_a_fault_a_run_goes_on_from_its_last_checkpoint(small_llama: Path, tmp_path: Path):
@@ -86,7 +86,7 @@ def test_after_a_fault_a_run_goes_on_from_its_last_checkpoint(small_llama: Path,
     said: list[str] = []
     keeper = Breaking(tmp_path / "kept", told=said.append)
     assert keeper.first_step == 3
-    assert finish(job, keeper) == finish(job)
+    finish(job).refuse_other(finish(job, keeper))
     assert len(said) == 1 and said[0].startswith(f"train: resumed at optimizer step 3 of {STEPS} (checkpoint of 20")
 
 
@@ -96,21 +96,21 @@ def test_a_run_stopped_in_its_first_step_starts_again(small_llama: Path, tmp_pat
     break_off(job, tmp_path / "kept", stop_within=0)
     keeper = Breaking(tmp_path / "kept")
     assert keeper.first_step == 0 and "no checkpoint" in keeper.kept()
-    assert finish(job, keeper) == finish(job)
+    finish(job).refuse_other(finish(job, keeper))
 
 
 def test_checkpoints_change_nothing(small_llama: Path, tmp_path: Path):
     """A run that keeps every step is the run that keeps none, to the measured byte."""
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
     keeper = Breaking(tmp_path / "kept", every_step=True)
-    assert finish(job, keeper) == finish(job)
+    finish(job).refuse_other(finish(job, keeper))
     assert len(list((tmp_path / "kept").glob("step-*"))) == 2
 
 
 def test_weights_that_are_not_finite_are_never_kept(small_llama: Path, tmp_path: Path):
     """A checkpoint of broken weights would end every later run, too; the message says what is there and what is not."""
     job = small_job(small_llama, tmp_path / "tokens", optim={"name": "sgd", "lr": 1.0, "schedule": "constant"})
-    broken = replace(job, optim_spec=replace(job.optim_spec, lr=1e39, warmup_fraction=0.6))
+    broken = replace(job, optim_spec=replace(job.optim_spec, lr=1e45))
 
     def diverge(keeper: Breaking) -> str:
         with pytest.raises(UserError) as told:
