@@ -31,6 +31,8 @@ HELD, PEAK, RESERVED, OWN, RESIDENT = (
     "rss_own_bytes",
     "rss_bytes",
 )
+RETRIES = "alloc_retries"
+"""Known of CUDA's allocator alone; what malloc reserves comes and goes, and is seen in the process."""
 SHAPES = ("largest_micro_batch_tokens", "tokens", "longest_row")
 """Of the batches. A step's tokens count where those of its largest micro-batch, which decide the peak, are unknown."""
 SURE = 0.9995
@@ -181,6 +183,8 @@ def _steady_growth(series: _Series) -> Growth | None:
 
 def _fragmentation(rows: Rows) -> Growth | None:
     """Growth of what is reserved beyond the most that tensors ever took."""
+    if all(RETRIES in row and row[RETRIES] is None for row in rows):
+        return None
     for name in (PEAK, HELD):
         both = [row for row in rows if row.get(name) is not None]
         series = _series(both, RESERVED)

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from stages.errors import UserError
-from stages.train.growth import HELD, OWN, PEAK, RESERVED, RESIDENT, SHAPES, classify
+from stages.train.growth import HELD, OWN, PEAK, RESERVED, RESIDENT, RETRIES, SHAPES, classify
 from stages.train.growth_advice import growth_line
 from stages.units import GIB, MIB
 
@@ -51,7 +51,7 @@ def read_recorded(path: Path) -> list[Row]:
 def _columns(path: Path, header: list[str]) -> list[tuple[str, int] | None]:
     """For each cell of a line, the column it is read as and its unit in bytes (1 for no bytes), or None."""
     names = {name + ending: (column, size) for name, column in MEMORY_NAMES.items() for ending, size in UNITS.items()}
-    names |= {name: (name, 1) for name in (STEP, *SHAPES)}
+    names |= {name: (name, 1) for name in (STEP, RETRIES, *SHAPES)}
     columns = [names.get(name.strip()) for name in header]
     known = [column[0] for column in columns if column is not None]
     if STEP not in known or not set(known) & set(MEMORY_NAMES.values()):

@@ -118,6 +118,13 @@ def test_fragmentation_injected_into_flat_memory_is_named():
     assert growth.slope_bytes_per_step == pytest.approx(5 * MIB, rel=0.3)
 
 
+def test_what_malloc_keeps_is_not_called_fragmentation_of_segments():
+    """A remedy for CUDA's allocator given to a run on a CPU, whose rows have an empty cell for its retries."""
+    columns = {"held_bytes": np.full(STEPS, LEVEL), "held_reserved_bytes": LEVEL + np.arange(STEPS) * 4 * MIB}
+    assert main_cause(rows_of(**columns)) == "fragmentation"
+    assert main_cause([{**row, "alloc_retries": None} for row in rows_of(**columns)]) == "unclear"
+
+
 def test_a_cause_is_told_once_and_again_to_whoever_reads_a_resumed_run():
     rows = rows_of(held_bytes=GIB + MIB * np.arange(STEPS))
     watch = GrowthWatch()
