@@ -27,7 +27,7 @@ from stages.estimate.predict import Prediction, Setting
 from stages.estimate.process import as_json, on_device, on_host
 from stages.estimate.shapes import longest_row, traced_steps
 from stages.estimate.standalone import tell_what_fits
-from stages.estimate.switches import Switch, halving_flag, trace_switches
+from stages.estimate.switches import Switch, as_advice, halving_flag, trace_switches
 from stages.estimate.tiers import tiers, tiers_metrics
 from stages.estimate.trace import Peak
 from stages.estimate.unrolled import predict_explained
@@ -213,7 +213,7 @@ def _write_tables(
     peak_bytes: int,
 ) -> None:
     """Advice, and the data of the plots."""
-    write_json(aside / "advice.json", found.as_json())
+    write_json(aside / "advice.json", {**found.as_json(), "single_changes": as_advice(switches)})
     write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])
     by_step = [tensors_alone(peak_bytes)] if memory is None else memory.rows()
     write_csv(aside / "reserved.csv", RESERVED_COLUMNS, by_step)

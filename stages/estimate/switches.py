@@ -1,7 +1,8 @@
 """What each single switch would do to the peak: one more trace per switch, for the plot and the remedies."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PretrainedConfig
@@ -36,6 +37,12 @@ class Switch:
     flag: str | None
     """What to give `dvc exp run -S` to get there; None for the setting as it is."""
     peak_bytes: int
+
+
+def as_advice(switches: Sequence[Switch]) -> list[dict[str, Any]]:
+    """Part of advice.json: every single change with its peak, for a run that needs less after all."""
+    changes = [(switch.flag, switch.peak_bytes) for switch in switches if switch.flag is not None]
+    return [{"command": f"dvc exp run -S {flag}", "peak_bytes": size} for flag, size in changes]
 
 
 def trace_switches(

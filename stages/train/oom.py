@@ -34,6 +34,8 @@ SAYINGS = (
 )
 """Of exceptions without a type of their own: PyTorch's CPU allocator, and libraries beside CUDA's allocator."""
 SIZES = {"bytes": 1, "byte": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+RESERVE_BYTES = 8 * 2**20
+"""Addresses that are kept, never touched, and given back when memory ends: to say so takes some."""
 MOST_SEGMENTS, MOST_BLOCKS = 64, 64
 """In a snapshot: the largest segments, and of each the largest blocks."""
 STATUS = ("VmPeak", "VmSize", "VmHWM", "VmRSS", "RssAnon", "RssFile", "VmData", "VmSwap")
@@ -112,6 +114,7 @@ class Whereabouts:
         self._device, self._counters = device, make_counters(device)
         self._updates_in_backward = updates_in_backward
         self._held_before = self._counters.read().held_bytes
+        self._reserve: bytearray | None = bytearray(RESERVE_BYTES)
         self.phase_name = READING
         self.step: int | None = None
         self._number: int | None = None
@@ -127,6 +130,8 @@ class Whereabouts:
         """A step begins, or begins again."""
         self.step, self._micro_batches, self._number = step, micro_batches, None
         self.phase_name = READING
+        if self._reserve is None:
+            self._reserve = bytearray(RESERVE_BYTES)
 
     def watching(self, phase: Phase) -> Phase:
         """The step's Phase hook that also tells here what runs."""
@@ -149,6 +154,7 @@ class Whereabouts:
 
     def failure(self, error: BaseException) -> Failure:
         """What is there now; call while the exception is handled."""
+        self._reserve = None
         held = self._counters.read()
         cuda = self._device.type == "cuda"
         free, total = torch.cuda.mem_get_info(self._device) if cuda else (None, None)

@@ -9,11 +9,20 @@ from typing import Any
 from stages.errors import UserError
 from stages.files import write_json
 from stages.train.oom import READING, Failure, OutOfMemory
-from stages.units import GIB, readable_size
+from stages.units import MIB, readable_size
 
 MOST_CATEGORIES = 4
 MOST_COMMANDS = 3
 WHAT_FITS = "python -m stages.estimate --what-fits --gpu"
+SMALLER = ("bucket.max_tokens", "lower it")
+REMEDIES = {
+    "load": ("train.method", "hold the weights in fewer bits (lora or qlora, and train.precision=bf16)"),
+    "clip": ("train.method", "train fewer weights"),
+    "optimizer": ("train.optimizer", "take one with less state"),
+    "checkpoint": ("hardware.gpu", "give the run more memory"),
+    "save": ("hardware.gpu", "give the run more memory"),
+}
+"""By phase, what the fault is told of and what helps first; where micro-batches are in work it is their size."""
 SPLIT = "dvc exp run -S run.oom_recovery=split"
 
 
@@ -57,7 +66,8 @@ def out_of_memory(failure: Failure, forecast: Forecast, *, device: str, split: b
         *offered,
         _recorded(record, {"failure": asdict(failure), "predicted": _by_phase(failure, forecast), "told": commands}),
     ]
-    told = f"bucket.max_tokens: {_where(failure, device)}; lower it, or change the run as below"
+    parameter, remedy = REMEDIES.get(failure.phase, SMALLER)
+    told = f"{parameter}: {_where(failure, device)}; {remedy}, or change the run as below"
     return OutOfMemory(told, *lines, weights_whole=failure.weights_whole)
 
 
@@ -69,8 +79,8 @@ def would_fit(failure: Failure, forecast: Forecast) -> list[str]:
         changes = forecast.advice.get("single_changes", [])
         advised = [change for change in changes if change["peak_bytes"] <= failure.held_bytes]
     lines = [f"would fit: {one['command']} ({readable_size(one['peak_bytes'])})" for one in advised[:MOST_COMMANDS]]
-    if not lines and failure.held_bytes:
-        lines = [f"what would fit is told by: {WHAT_FITS} {failure.held_bytes / GIB:.2f}GiB"]
+    if not lines and failure.held_bytes is not None and failure.held_bytes >= MIB:
+        lines = [f"what would fit is told by: {WHAT_FITS} {failure.held_bytes // MIB}MiB"]
     return lines or [f"what would fit is told by: {WHAT_FITS} and the size of the device"]
 
 

@@ -89,7 +89,11 @@ def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
     assert labels == ["max_tokens", "grad_ckpt", "loss_chunk", "optimizer", "precision", "method", "method"]
     assert metrics["gpu"] == "24GiB" and metrics["capacity_gib"] == 24.0
     assert metrics["verdict"] == "fits" and metrics["layers_traced"] == "all 2 layers: they are few"
-    assert advice(workspace) == {"verdict": "fits", "ranked": None, "remedies": []}
+    told = advice(workspace)
+    changes = {one["command"]: one["peak_bytes"] for one in told.pop("single_changes")}
+    assert told == {"verdict": "fits", "ranked": None, "remedies": []}
+    assert len(changes) == len(switches) - 1 and min(changes.values()) < metrics["peak_bytes_predicted"]
+    assert all(command.startswith("dvc exp run -S ") for command in changes)
     inverse = json.loads((workspace / "estimate" / "what_fits.json").read_text())
     assert inverse["smallest_gpu"] == "P4"
     assert inverse["longest_row"] == {"value": 256, "limit": "the model's 256 positions"}
