@@ -15,8 +15,8 @@ REMEDIES: Mapping[Cause, str] = {
     "`-S bucket.mode=packed -S bucket.constant_shape=true` makes all batches of one shape",
     "plateau": "nothing to do: it has settled",
     "flat": "nothing to do",
-    "unclear": "no cause is sure; look again after more steps",
-    "too_short": "a curve of more steps tells more",
+    "unclear": "no cause is sure; more steps tell more, and so do the peak beside what is reserved, and batch shapes",
+    "too_short": "more steps tell more",
 }
 """What helps, where no figure is needed to say it."""
 
