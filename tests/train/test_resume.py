@@ -1,5 +1,6 @@
 """A run that was broken off and gone on with ends as one that was not: same weights, losses and metrics."""
 
+import errno
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,24 @@ def test_checkpoints_change_nothing(small_llama: Path, tmp_path: Path):
     keeper = Breaking(tmp_path / "kept", every_step=True)
     finish(job).refuse_other(finish(job, keeper))
     assert len(list((tmp_path / "kept").glob("step-*"))) == 2
+
+
+@pytest.mark.parametrize("part", ["checkpoint.write_held", "checkpoint.sha256_file"])
+def test_a_full_disk_costs_a_warning_and_not_the_run(small_llama: Path, tmp_path: Path, monkeypatch, part: str):
+    """While the tensors are written, or while a thread finishes the checkpoint: what was kept before stays."""
+    job = small_job(small_llama, tmp_path / "tokens")
+    break_off(job, tmp_path / "kept", stop_after=1)
+    said: list[str] = []
+    keeper = Breaking(tmp_path / "kept", told=said.append, every_step=True)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"stages.train.{part}", full)
+    finish(job).refuse_other(finish(job, keeper))
+    assert len(said) == 1 + STEPS - 1 and all("No space left" in line for line in said[1:])
+    assert said[1].startswith("warning: no checkpoint was made, what was there stays: ")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-000000001"]
 
 
 def test_weights_that_are_not_finite_are_never_kept(small_llama: Path, tmp_path: Path):
