@@ -61,16 +61,16 @@ def check_size(world: World, num_gpus: int) -> None:
         )
 
 
-def check_devices(world: World, device_type: str) -> None:
+def check_devices(processes: int) -> None:
     """Refuse more processes on this node than it has GPUs; without any, processes share the CPU.
 
     Raises:
         UserError: with both numbers.
     """
-    if device_type == "cuda" and world.local_size > torch.cuda.device_count():
+    if torch.cuda.is_available() and processes > torch.cuda.device_count():
         raise UserError(
-            f"hardware.num_gpus: must be at most the GPUs here; got {world.local_size} for "
-            f"{torch.cuda.device_count()}; lower hardware.num_gpus, or start torchrun on several nodes"
+            f"hardware.num_gpus: must be at most the GPUs here; got {processes} for {torch.cuda.device_count()}; lower "
+            "hardware.num_gpus, or start torchrun on several nodes"
         )
 
 

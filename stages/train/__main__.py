@@ -32,7 +32,7 @@ from stages.step.optimizers import paging_note
 from stages.step.step import StepSpec
 from stages.step.tokens import TokenRows
 from stages.train.card import model_card
-from stages.train.device import check_attention, check_device, check_host, check_offload, training_device
+from stages.train.device import check_attention, check_device, check_host, check_offload
 from stages.train.heartbeat import heartbeat
 from stages.train.identity import run_key
 from stages.train.loop import CURVE_COLUMNS, TrainJob, measured_steps, train
@@ -41,7 +41,7 @@ from stages.train.metrics import train_metrics
 from stages.train.oom import SAVE, Failure, OutOfMemory
 from stages.train.oom_report import Forecast, out_of_memory, read_forecast
 from stages.train.orphan import end_with_parent
-from stages.train.ranks import most_of_all, started_ranks, this_process
+from stages.train.ranks import most_of_all, started_ranks, take_place
 from stages.train.recorded import explained
 from stages.train.recover import Ending
 from stages.train.resume import NOTHING_KEPT, Keeper, opened, scratch_root
@@ -79,9 +79,9 @@ def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
     params = read_params()
     if started_ranks(params.hardware.num_gpus, SCRATCH / "train" / "ranks"):
         return
-    world = this_process(params.hardware.num_gpus, params.run.cpu_threads)
+    world = World.here()
     with as_one_of_many(world):
-        device = training_device()
+        device = take_place(world, params.hardware.num_gpus, params.run.cpu_threads)
         with joined(world, device, params.run.rank_timeout_seconds):
             _run(params, world, device, **paths)
 

@@ -9,6 +9,7 @@ import torch
 from stages.dist.launch import launch
 from stages.dist.world import World, check_devices, check_size, under_torchrun
 from stages.step.team import Team
+from stages.train.device import training_device
 from stages.train.measure import Measured
 
 
@@ -20,23 +21,23 @@ def started_ranks(num_gpus: int, directory: Path) -> bool:
     """
     if num_gpus == 1 or under_torchrun():
         return False
+    check_devices(num_gpus)
     launch("stages.train", sys.argv[1:], processes=num_gpus, directory=directory)
     return True
 
 
-def this_process(num_gpus: int, cpu_threads: int | None) -> World:
-    """Which process of the run this is; it takes its GPU, or its share of the cores.
+def take_place(world: World, num_gpus: int, cpu_threads: int | None) -> torch.device:
+    """Have this process take its GPU, or its share of the cores; where it computes.
 
     Raises:
         UserError: there are not as many processes as were planned for, or fewer GPUs.
     """
-    world = World.here()
     check_size(world, num_gpus)
+    check_devices(world.local_size)
     if torch.cuda.is_available():
-        check_devices(world, "cuda")
         torch.cuda.set_device(world.local_rank)
     torch.set_num_threads(cpu_threads or max(1, torch.get_num_threads() // world.local_size))
-    return world
+    return training_device()
 
 
 def most_of_all(measured: Measured, team: Team, device: torch.device) -> Measured:

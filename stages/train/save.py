@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,9 @@ def _tensors_of(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
     """The tensors of a model's file by name, or what this process holds of them."""
     left_out = model._keys_to_ignore_on_save or ()
     held = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
-    untied = remove_tied_weights_from_state_dict(held, model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # transformers, of a DTensor.
+        untied = remove_tied_weights_from_state_dict(held, model)
     # Names and forms as the model's makers have them in their files, where transformers holds others.
     return revert_weight_conversion(model, untied)
 
