@@ -1,8 +1,8 @@
 """One process that forks stages, and one workspace in which all of them ran; every test works in a copy."""
 
 import shutil
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from stages.files import write_json
 from tests.conftest import ROOT
 from tests.faults.outputs import STAGES, listing, state
 from tests.faults.stage_run import Runner
+from tests.faults.workspaces import Finished
+from tests.processes import run_bounded
 from tests.workspace import lay_out
 
 ROWS = 700
@@ -30,6 +32,7 @@ SMALL = {
     "evaluate__max_new_tokens": 4,
     "run__cpu_threads": 1,
     "run__data_workers": 2,
+    "run__tokenizer_engine": "tokenizers",
 }
 
 
@@ -37,29 +40,35 @@ STAND_IN = {"enforce": True, "refusal": None}
 """A verdict in place of that of estimate, whose many traces take longer than all other stages together."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """A workspace in which stages ran undisturbed."""
-
-    root: Path
-    states: dict[str, dict[str, str]]
-    """Stage → its outputs' hashes."""
-    seconds: dict[str, float]
-    """Stage → how long it ran."""
-    listing: list[str]
-    """Every path in it."""
-
-    def copy(self, to: Path) -> Path:
-        """A workspace of the same content."""
-        return shutil.copytree(self.root, to, symlinks=True)
+NAMESPACE = ("unshare", "--map-root-user", "--mount")
+"""Mounts made under it are seen by the processes under it alone, and end with them."""
 
 
 @pytest.fixture(scope="session")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def why_no_mounts(tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    """Why this machine lets no process mount a file system for itself; None: it does."""
+    if shutil.which(NAMESPACE[0]) is None:
+        return f"no {NAMESPACE[0]}"
+    tried = run_bounded([*NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", tmp_path_factory.mktemp("tried")])
+    return tried.stderr.strip() if tried.returncode else None
+
+
+@pytest.fixture(scope="session")
+def runner(tmp_path_factory: pytest.TempPathFactory, why_no_mounts: str | None) -> Iterator[Runner]:
     """Forks stages."""
-    running = Runner([], tmp_path_factory.mktemp("runner") / "errors.txt")
+    if sys.platform != "linux":
+        pytest.skip("sessions, capabilities and audit of these runs are told by Linux's /proc and system calls")
+    running = Runner(NAMESPACE if why_no_mounts is None else (), tmp_path_factory.mktemp("runner") / "errors.txt")
     yield running
     running.close()
+
+
+@pytest.fixture(scope="session")
+def mounting(runner: Runner, why_no_mounts: str | None) -> Runner:
+    """A runner that can mount file systems."""
+    if why_no_mounts is not None:
+        pytest.skip(f"no process may mount a file system for itself here: {why_no_mounts}")
+    return runner
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ Requests and answers are lines of JSON; see `tests/faults/stage_run.py`, which w
 """
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import json
@@ -27,28 +28,41 @@ from tests.tokenize.small_blocks import make_blocks_small
 
 # The entry of tokenize is imported first: it sets what numpy reads when it is imported.
 ROOMS = ("tokenize", "pin", "bucket", "estimate", "train", "evaluate", "report")
+IMPORTED_LATE = ("pandas", "pyarrow.compute", "tiktoken", "transformers.models.llama.modeling_llama")
+"""What stages import while they run; imported here once instead of in every fork."""
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
 """Audit events of a directory entry that comes, goes or moves; each is raised before it happens."""
 CAPABILITY_VERSION = 0x20080522
-CLONE_NEWNS = 0x00020000
+MS_RDONLY, MS_REMOUNT, MS_BIND = 1, 32, 4096
 
 
 def main() -> None:
     """Answer requests until standard input ends."""
     make_blocks_small()
     entries = {room: importlib.import_module(f"stages.{room}.__main__").main for room in ROOMS}
+    for module in IMPORTED_LATE:
+        importlib.import_module(module)
     say({"ready": os.getpid()})
+    outputs: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
-            say({"status": end_of(request["wait"], request["seconds"])})
-            continue
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            become(request)
-            run_to_the_end(entries[request["room"]], request["arguments"])
-        say({"pid": child})
+            status = end_of(request["wait"], request["seconds"])
+            say({"status": status, "output": read_out(outputs.pop(request["wait"]))})
+        elif "mount" in request:
+            mount(**request["mount"])
+            say({})
+        else:
+            # A pipe, which no limit of a file's size concerns; what a stage tells is far less than a pipe holds.
+            out, into = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.setsid()
+                become(request, into)
+                run_to_the_end(entries[request["room"]], request["arguments"])
+            os.close(into)
+            outputs[child] = out
+            say({"pid": child})
 
 
 def say(answer: dict[str, Any]) -> None:
@@ -69,9 +83,36 @@ def end_of(child: int, seconds: float) -> int | None:
     return None
 
 
-def become(request: dict[str, Any]) -> None:
+def read_out(pipe: int) -> str:
+    """What is in a pipe."""
+    os.set_blocking(pipe, False)
+    text = b""
+    with contextlib.suppress(BlockingIOError):  # A process that was left behind holds its other end.
+        while part := os.read(pipe, 1 << 16):
+            text += part
+    os.close(pipe)
+    return text.decode()
+
+
+def mount(target: str, size_bytes: int | None) -> None:
+    """Mount memory of this size at a directory, or forbid to write there; seen by this process and its forks alone.
+
+    Raises:
+        OSError: the system refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    where = os.fsencode(target)
+    if size_bytes is not None:
+        calls: list[tuple[Any, ...]] = [(b"tmpfs", where, b"tmpfs", 0, b"size=%d" % size_bytes)]
+    else:
+        calls = [(where, where, None, MS_BIND, None), (None, where, None, MS_BIND | MS_REMOUNT | MS_RDONLY, None)]
+    for call in calls:
+        if libc.mount(*call):
+            raise OSError(ctypes.get_errno(), f"mount at {target}")
+
+
+def become(request: dict[str, Any], output: int) -> None:
     """Turn this fork into the process that the request describes."""
-    output = os.open(request["output"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
@@ -123,6 +164,7 @@ def watch_changes(request: dict[str, Any]) -> None:
     Changes outside the working directory (a library's caches) are not counted.
     """
     own, here, count, acting = os.getpid(), os.getcwd(), 0, False
+    told = None if request["changes"] is None else open(request["changes"], "w")  # noqa: SIM115 - until the process ends
     act = action_of(request)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -130,9 +172,8 @@ def watch_changes(request: dict[str, Any]) -> None:
         if event not in CHANGES or acting or os.getpid() != own or not is_below(here, arguments[0]):
             return
         acting = True
-        if request["changes"] is not None:
-            with open(request["changes"], "a") as file:
-                file.write(f"{event} {arguments[0]}\n")
+        if told is not None:
+            print(event, os.fsdecode(arguments[0]), file=told, flush=True)
         if count == request["at_change"]:
             act()
         count += 1

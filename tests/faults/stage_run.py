@@ -1,16 +1,16 @@
 """One stage run in a process of its own, in a workspace, with the fault that a test asks for."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from tests.conftest import ROOT
 from tests.faults.outputs import command_of
@@ -57,6 +57,17 @@ class Ended:
     """Standard output and error."""
     seconds: float
 
+    def refusal(self) -> str:
+        """The one line of a run that was refused.
+
+        Raises:
+            AssertionError: it ended otherwise, or said more.
+        """
+        assert self.status == 1 and "Traceback" not in self.output, f"exit status {self.status}: {self.output}"
+        lines = [line for line in self.output.splitlines() if not line.startswith("note: ")]
+        assert len(lines) == 1 and lines[0].startswith("error: "), self.output
+        return lines[0].removeprefix("error: ")
+
 
 @dataclass(kw_only=True)
 class StageRun:
@@ -64,7 +75,6 @@ class StageRun:
 
     runner: "Runner"
     pid: int
-    output: Path
     started: float = field(default_factory=time.monotonic)
 
     def send(self, number: int, *, to_group: bool) -> None:
@@ -77,9 +87,9 @@ class StageRun:
         Raises:
             AssertionError: it did not end in time, or left a process behind.
         """
-        status = self.runner.ask({"wait": self.pid, "seconds": seconds})["status"]
+        answer = self.runner.ask({"wait": self.pid, "seconds": seconds})
+        status, said = answer["status"], answer["output"]
         took = time.monotonic() - self.started
-        said = self.output.read_text()
         assert status is not None, f"no end within {seconds} s: {said}"
         deadline = time.monotonic() + WORKERS_END_SECONDS
         while left := session_of(self.pid):
@@ -88,22 +98,22 @@ class StageRun:
         return Ended(status=status, output=said, seconds=took)
 
 
-def session_of(leader: int) -> list[str]:
+def session_of(leader: int) -> list[int]:
     """The processes of a session that run."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(str(process))
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue  # It ended just now.
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It ended just now.
+            # After the name in brackets: state, parent, group, session.
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append(int(path.parent.name))
     return found
 
 
 class Runner:
     """The process that forks a stage for each run."""
 
-    def __init__(self, prefix: list[str], errors: Path):
+    def __init__(self, prefix: Sequence[str], errors: Path):
         """Start it under a command that may prepare its surroundings; it takes seconds to import everything."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         for name in ("DVC_STAGE", "DVC_ROOT"):
@@ -118,8 +128,6 @@ class Runner:
             start_new_session=True,
             text=True,
         )
-        self._runs = 0
-        self._directory = errors.parent
         self.pid: int = self._answer()["ready"]
 
     def ask(self, request: dict[str, Any]) -> Any:
@@ -138,16 +146,16 @@ class Runner:
     def start(self, stage: str, workspace: Path, fault: Fault = NO_FAULT, *arguments: str) -> StageRun:
         """Start a stage of dvc.yaml in a workspace."""
         room, given = command_of(stage)
-        self._runs += 1
-        output = self._directory / f"run-{self._runs}.txt"
-        request = {
-            "room": room,
-            "arguments": [*given, *arguments],
-            "cwd": str(workspace),
-            "output": str(output),
-            **fault.as_request(),
-        }
-        return StageRun(runner=self, pid=self.ask(request)["pid"], output=output)
+        request = {"room": room, "arguments": [*given, *arguments], "cwd": str(workspace), **fault.as_request()}
+        return StageRun(runner=self, pid=self.ask(request)["pid"])
+
+    def mount(self, target: Path, size_bytes: int | None) -> None:
+        """Mount memory of this size at a directory, or forbid to write there, for the runs of this runner alone."""
+        self.ask({"mount": {"target": str(target), "size_bytes": size_bytes}})
+
+    def seen(self, path: Path) -> Path:
+        """A path as the runs of this runner see it."""
+        return Path(f"/proc/{self.pid}/root{path}")
 
     def run(self, stage: str, workspace: Path, fault: Fault = NO_FAULT, *arguments: str) -> Ended:
         """Run a stage of dvc.yaml to its end."""

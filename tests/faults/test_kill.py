@@ -1,73 +1,97 @@
-"""SIGKILL at any instant of any stage: outputs are whole or absent, and the same command ends as if nothing had been."""
+"""SIGKILL at any instant of any stage: outputs are whole or absent; the same command ends as if nothing had been."""
 
 import random
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Finished
-from tests.faults.outputs import ABSENT, STAGES, declared, digest, listing, state
 from tests.faults.stage_run import Fault, Runner
+from tests.faults.workspaces import (
+    Finished,
+    changes_of,
+    check_nothing_half_written,
+    check_rerun,
+    put_nothing,
+    put_old,
+)
 
 SEED = 6
-OLD = "what an earlier run with other parameters left"
+KILLS = {
+    "pin_data": 6,
+    "pin_model": 6,
+    "tokenize": 10,
+    "bucket": 8,
+    "estimate": 4,
+    "train": 8,
+    "evaluate": 6,
+    "report": 6,
+}
+"""At random instants of each stage, in the long form."""
 
 
-def put_old(workspace: Path, stage: str) -> dict[str, str]:
-    """Replace a stage's outputs by others, as an earlier run leaves them; return their hashes."""
-    for path in declared(stage):
-        remove(workspace / path)
-        file = workspace / path if Path(path).suffix == ".json" else workspace / path / "old.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f'"{OLD}"')
-    return state(workspace, stage)
-
-
-def put_nothing(workspace: Path, stage: str) -> dict[str, str]:
-    """Remove a stage's outputs, as DVC does before it runs one."""
-    for path in declared(stage):
-        remove(workspace / path)
-    return state(workspace, stage)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or directory that may be there."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def check_nothing_half_written(workspace: Path, stage: str, old: dict[str, str], finished: Finished) -> None:
-    """Each output is absent, as it was, or as it shall be."""
-    for path, now in state(workspace, stage).items():
-        assert now in (ABSENT, old[path], finished.states[stage][path]), f"{path} is half-written"
-
-
-def check_rerun(runner: Runner, workspace: Path, stage: str, finished: Finished) -> None:
-    """The same command ends as the undisturbed run did, and cleans up."""
-    ended = runner.run(stage, workspace)
-    assert ended.status == 0, ended.output
-    assert state(workspace, stage) == finished.states[stage]
-    assert listing(workspace) == finished.listing
-
-
-@pytest.mark.parametrize("stage", ["pin_data", "pin_model", "tokenize", "bucket"])
-def test_a_kill_between_any_two_changes_of_the_disk(runner, quick, tmp_path, stage):
-    """Write-aside and rename, step by step: here a half-written output would show."""
-    workspace = quick.copy(tmp_path / "work")
-    changes = tmp_path / "changes.txt"
-    put_old(workspace, stage)
-    assert runner.run(stage, workspace, Fault(changes=changes)).status == 0
-    count = len(changes.read_text().splitlines())
-    print(stage, count)
-    print(changes.read_text())
-    for number in range(count):
-        old = (put_old, put_nothing)[number % 2](workspace, stage)
+def kill_at_changes(runner: Runner, finished: Finished, stage: str, place: Path, most: int | None) -> None:
+    """Kill a stage before changes of directory entries, up to `most` of them by chance; None: before every one."""
+    workspace = finished.copy(place / "work")
+    count = len(changes_of(runner, workspace, stage, place / "changes.txt"))
+    assert count >= 3, "a stage writes its outputs aside, and renames them"
+    numbers = range(count) if most is None else sorted(random.Random(SEED).sample(range(count), most))
+    for number in numbers:
+        old = put_old(workspace, stage)
         ended = runner.run(stage, workspace, Fault(at_change=number))
         assert ended.status == -signal.SIGKILL, ended.output
-        check_nothing_half_written(workspace, stage, old, quick)
-    check_rerun(runner, workspace, stage, quick)
+        check_nothing_half_written(workspace, stage, old, finished)
+    check_rerun(runner, workspace, stage, finished)
+
+
+def kill_at_instants(runner: Runner, finished: Finished, stage: str, place: Path, kills: int) -> None:
+    """Kill a stage at random instants of its run, each time alone or with all that it started, and run it again."""
+    workspace, draw = finished.copy(place / "work"), random.Random(f"{SEED} {stage}")
+    done = 0
+    for _ in range(4 * kills):
+        old = draw.choice((put_old, put_nothing))(workspace, stage)
+        instant = draw.random() * finished.seconds[stage]
+        run = runner.start(stage, workspace)
+        time.sleep(instant)
+        run.send(signal.SIGKILL, to_group=draw.random() < 0.5)
+        ended = run.wait()
+        check_nothing_half_written(workspace, stage, old, finished)
+        if ended.status == 0:
+            continue  # It was faster this time, and had ended before the signal.
+        assert ended.status == -signal.SIGKILL, ended.output
+        done += 1
+        check_rerun(runner, workspace, stage, finished)
+        if done == kills:
+            return
+    pytest.fail(f"{stage} was killed {done} times, not {kills}: its instants are drawn over too long a time")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", ["pin_model", "tokenize", "bucket"])
+def test_a_kill_between_two_changes_of_the_disk(runner, quick, tmp_path, stage):
+    """Write-aside and rename, step by step: here a half-written output would show."""
+    kill_at_changes(runner, quick, stage, tmp_path, 2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", ["pin_data", "tokenize", "bucket", "train"])
+def test_a_kill_at_a_random_instant(runner, quick, tmp_path, stage):
+    """Whatever the stage is at."""
+    kill_at_instants(runner, quick, stage, tmp_path, 2 if stage == "train" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", ["pin_data", "pin_model", "tokenize", "bucket", "evaluate", "report"])
+def test_a_kill_between_any_two_changes_of_the_disk(runner, finished, tmp_path, stage):
+    """As above, at every one of them."""
+    kill_at_changes(runner, finished, stage, tmp_path, None)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage, kills", KILLS.items(), ids=KILLS)
+def test_kills_at_random_instants(runner, finished, tmp_path, stage, kills):
+    """54 of them over all stages."""
+    kill_at_instants(runner, finished, stage, tmp_path, kills)

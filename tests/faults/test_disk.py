@@ -1,0 +1,165 @@
+"""A disk that is full or forbids writing, in any stage: one line, exit code 1, and what was there before is whole."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.faults.outputs import declared
+from tests.faults.stage_run import Fault, Runner
+from tests.faults.workspaces import Finished, check_kept_or_new, check_rerun, put_old
+
+LONG = pytest.mark.slow
+FEW = ("pin_data", "tokenize", "bucket")
+OTHERS = ("pin_model", "estimate", "train", "evaluate", "report")
+DISK_BYTES = 64 << 20
+
+
+def fill(disk: Path, free_bytes: int) -> None:
+    """Leave so much room on a disk."""
+    statistics = os.statvfs(disk)
+    spare = statistics.f_bavail * statistics.f_frsize - free_bytes
+    with open(disk / "ballast", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, spare)
+
+
+def written_bytes(finished: Finished, stage: str) -> int:
+    """The size of a stage's outputs."""
+    paths = [finished.root / path for path in declared(stage)]
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
+    return sum(file.stat().st_size for file in files)
+
+
+def fill_and_run(mounting: Runner, finished: Finished, stage: str, place: Path, share: float) -> None:
+    """Run a stage where all of its workspace is on a disk with room for a share of its outputs; then with room."""
+    workspace = place / "work"
+    workspace.mkdir()
+    mounting.mount(workspace, DISK_BYTES)
+    seen = mounting.seen(workspace)
+    finished.copy(seen)
+    old = put_old(seen, stage)
+    fill(seen, int(written_bytes(finished, stage) * share))
+    line = mounting.run(stage, workspace).refusal()
+    assert "No space left on device" in line and "free space, then rerun" in line
+    check_kept_or_new(seen, stage, old, finished)
+    (seen / "ballast").unlink()
+    ended = mounting.run(stage, workspace)
+    assert ended.status == 0, ended.output
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", FEW)
+def test_a_full_disk(mounting, quick, tmp_path, stage):
+    """Without any room."""
+    fill_and_run(mounting, quick, stage, tmp_path, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("share", [0.0, 0.6])
+@pytest.mark.parametrize("stage", [*FEW, *OTHERS])
+def test_a_disk_that_fills_up(mounting, finished, tmp_path, stage, share):
+    """At the first byte, and in the middle."""
+    if written_bytes(finished, stage) * share > 8192 or share == 0.0:
+        fill_and_run(mounting, finished, stage, tmp_path, share)
+    else:
+        pytest.skip("its outputs take less than two pages, the least that a disk has room for")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "stage, full", [("tokenize", "scratch"), ("bucket", "metrics"), pytest.param("tokenize", "data", marks=LONG)]
+)
+def test_one_of_several_disks_is_full(mounting, quick, tmp_path, stage, full):
+    """Unfinished work, outputs and metrics can be on disks of their own."""
+    workspace = quick.copy(tmp_path / "work")
+    old = put_old(workspace, stage)
+    disk = workspace / full
+    content = shutil.copytree(disk, tmp_path / "content", symlinks=True) if disk.exists() else None
+    disk.mkdir(exist_ok=True)
+    mounting.mount(disk, DISK_BYTES)
+    seen = mounting.seen(workspace)
+    if content is not None:
+        shutil.copytree(content, seen / full, symlinks=True, dirs_exist_ok=True)
+    fill(seen / full, 0)
+    line = mounting.run(stage, workspace).refusal()
+    assert line.startswith(full) and "No space left on device" in line
+    check_kept_or_new(seen, stage, old, quick)
+    (seen / full / "ballast").unlink()
+    ended = mounting.run(stage, workspace)
+    assert ended.status == 0, ended.output
+
+
+def test_a_disk_mounted_for_reading_only(mounting, quick, tmp_path):
+    """Not a matter of permissions: root is refused as well."""
+    workspace = quick.copy(tmp_path / "work")
+    put_old(workspace, "bucket")
+    before = put_old(workspace, "bucket")
+    mounting.mount(workspace / "data", None)
+    line = mounting.run("bucket", workspace).refusal()
+    assert line.startswith("data/batches: cannot be written (Read-only file system")
+    check_kept_or_new(mounting.seen(workspace), "bucket", before, quick)
+
+
+LIMITS = {"pin_data": 400, "pin_model": 400, "tokenize": 4096, "bucket": 1024, "evaluate": 512}
+"""Bytes that a file may have, less than the stage's largest."""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "stage, limit", [pytest.param(*one, marks=() if one[0] in FEW else LONG) for one in LIMITS.items()]
+)
+def test_files_that_may_not_grow(runner, quick, tmp_path, stage, limit):
+    """A quota in place of a full disk: it needs no right to mount."""
+    workspace = quick.copy(tmp_path / "work")
+    old = put_old(workspace, stage)
+    line = runner.run(stage, workspace, Fault(file_bytes=limit)).refusal()
+    assert os.strerror(errno.EFBIG) in line and "free space, then rerun" in line
+    check_kept_or_new(workspace, stage, old, quick)
+
+
+def forbid(runner: Runner, finished: Finished, stage: str, place: Path) -> None:
+    """Run a stage that may not write to the directory of its first output; then one that may."""
+    workspace = finished.copy(place / "work")
+    old = put_old(workspace, stage)
+    closed = (workspace / declared(stage)[0]).parent
+    closed.chmod(0o555)
+    try:
+        line = runner.run(stage, workspace, Fault(unprivileged=True)).refusal()
+    finally:
+        closed.chmod(0o755)
+    assert line.startswith(closed.name) and "Permission denied" in line and "change permissions" in line
+    check_kept_or_new(workspace, stage, old, finished)
+    check_rerun(runner, workspace, stage, finished)
+
+
+@pytest.mark.parametrize("stage", FEW)
+def test_a_directory_without_write_permission(runner, quick, tmp_path, stage):
+    """Also for root, which gives up its privilege here."""
+    forbid(runner, quick, stage, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", OTHERS)
+def test_a_directory_without_write_permission_in_other_stages(runner, finished, tmp_path, stage):
+    """As above."""
+    forbid(runner, finished, stage, tmp_path)
+
+
+@pytest.mark.parametrize("closed", ["scratch", "locks/watched-files"])
+def test_a_closed_directory_of_unfinished_work_or_links(runner, quick, tmp_path, closed):
+    """Neither is an output, and both are written to."""
+    stage = "tokenize" if closed == "scratch" else "pin_data"
+    workspace = quick.copy(tmp_path / "work")
+    old = put_old(workspace, stage)
+    (workspace / closed).mkdir(exist_ok=True)
+    (workspace / "locks/watched-files/0").unlink()
+    (workspace / closed).chmod(0o555)
+    try:
+        line = runner.run(stage, workspace, Fault(unprivileged=True)).refusal()
+    finally:
+        (workspace / closed).chmod(0o755)
+    assert line.startswith(closed) and "Permission denied" in line
+    check_kept_or_new(workspace, stage, old, quick)

@@ -1,0 +1,100 @@
+"""SIGTERM and Ctrl-C to any stage but train, which has its own tests: it ends soon, says so, leaves nothing half."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.faults.stage_run import Ended, Fault, Runner
+from tests.faults.workspaces import Finished, changes_of, check_kept_or_new, check_rerun, put_old
+from tests.processes import killed_after
+
+END_SECONDS = 10.0
+STAGES = ("pin_data", "pin_model", "tokenize", "bucket", "estimate", "evaluate", "report")
+
+
+def check_told(ended: Ended, number: int) -> None:
+    """One line, the shell's code, and no traceback."""
+    assert ended.status == 128 + number and "Traceback" not in ended.output, f"{ended.status}: {ended.output}"
+    lines = [line for line in ended.output.splitlines() if not line.startswith("note: ")]
+    assert [line.split(":")[0] for line in lines] == [f"stopped by {signal.Signals(number).name}"], ended.output
+
+
+def end_in_the_middle(runner: Runner, finished: Finished, stage: str, place: Path, number: int, group: bool) -> None:
+    """Send a signal at half of a stage's time; a run that had ended by then is tried again with half of that."""
+    workspace = finished.copy(place / "work")
+    instant = finished.seconds[stage] / 2
+    for _ in range(6):
+        old = put_old(workspace, stage)
+        run = runner.start(stage, workspace)
+        time.sleep(instant)
+        sent = time.monotonic()
+        run.send(number, to_group=group)
+        ended = run.wait()
+        if ended.status != 0:
+            assert time.monotonic() - sent < END_SECONDS
+            check_told(ended, number)
+            check_kept_or_new(workspace, stage, old, finished)
+            return check_rerun(runner, workspace, stage, finished)
+        instant /= 2
+    pytest.fail(f"{stage} always ended before the signal")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", ["tokenize", "evaluate"])
+def test_ctrl_c_ends_a_stage_with_its_workers(runner, quick, tmp_path, stage):
+    """A terminal sends it to the whole group."""
+    end_in_the_middle(runner, quick, stage, tmp_path, signal.SIGINT, True)
+
+
+@pytest.mark.multiprocess
+def test_sigterm_ends_tokenize_with_its_workers(runner, quick, tmp_path):
+    """`kill` sends it to one process."""
+    end_in_the_middle(runner, quick, "tokenize", tmp_path, signal.SIGTERM, False)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("group", [False, True], ids=["alone", "group"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_ends_on_either_signal(runner, finished, tmp_path, stage, number, group):
+    """As above, all of them; a batch system sends SIGTERM to the whole group."""
+    end_in_the_middle(runner, finished, stage, tmp_path, number, group)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_while_outputs_are_put_in_place(runner, quick, tmp_path, number):
+    """An exception between two renames must put the old output back, or leave the new one."""
+    workspace = quick.copy(tmp_path / "work")
+    changes = changes_of(runner, workspace, "bucket", tmp_path / "changes.txt")
+    renames = [place for place, change in enumerate(changes) if change.startswith("os.rename")]
+    assert len(renames) >= 3, "the old directory, the new one, the metrics"
+    for place in renames:
+        old = put_old(workspace, "bucket")
+        ended = runner.run("bucket", workspace, Fault(at_change=place, signal=number))
+        check_told(ended, number)
+        check_kept_or_new(workspace, "bucket", old, quick)
+    check_rerun(runner, workspace, "bucket", quick)
+
+
+@pytest.mark.parametrize("room", ["evaluate"])
+def test_ctrl_c_while_torch_is_imported_says_nothing_of_torch(tmp_path, room):
+    """Importing takes seconds: that is when a user sees a typing error, and stops."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", f"stages.{room}"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        with killed_after(process, 60):
+            while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+                assert process.poll() is None, "it ended before torch was loaded"
+                time.sleep(0.005)
+            process.send_signal(signal.SIGINT)
+            said = process.stderr.read()
+    assert (process.wait(), said) == (-signal.SIGINT, "")

@@ -1,0 +1,111 @@
+"""What else happens to a run from outside: its scratch vanishes, a second run begins, the clock jumps."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.outputs import state
+from tests.faults.stage_run import Fault, Runner
+from tests.faults.workspaces import Finished, changes_of, check_kept_or_new, check_rerun, put_old
+
+SEED = 6
+LONG = pytest.mark.slow
+DAY_SECONDS = 86_400
+
+
+def let_scratch_vanish(runner: Runner, finished: Finished, place: Path, most: int | None) -> None:
+    """Remove scratch/ while tokenize runs, before changes of directory entries: `most` of them, or all."""
+    workspace = finished.copy(place / "work")
+    count = len(changes_of(runner, workspace, "tokenize", place / "changes.txt"))
+    numbers = range(count) if most is None else sorted(random.Random(SEED).sample(range(count), most))
+    refused = 0
+    for number in numbers:
+        old = put_old(workspace, "tokenize")
+        ended = runner.run("tokenize", workspace, Fault(at_change=number, vanishes=workspace / "scratch"))
+        if ended.status == 0:
+            assert state(workspace, "tokenize") == finished.states["tokenize"]
+        else:
+            assert "No such file or directory" in ended.refusal()
+            check_kept_or_new(workspace, "tokenize", old, finished)
+            refused += 1
+    assert refused > 0
+    check_rerun(runner, workspace, "tokenize", finished)
+
+
+@pytest.mark.multiprocess
+def test_scratch_vanishes_in_mid_run(runner, quick, tmp_path):
+    """Somebody tidies up: the run ends as it should or in one line, never with a part of the tokens."""
+    let_scratch_vanish(runner, quick, tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_scratch_vanishes_at_any_moment(runner, quick, tmp_path):
+    """As above, at each change of the disk."""
+    let_scratch_vanish(runner, quick, tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "stage", ["bucket", pytest.param("pin_model", marks=LONG), pytest.param("evaluate", marks=LONG)]
+)
+def test_a_second_run_does_not_write_what_another_is_writing(runner, quick, tmp_path, stage):
+    """Two runs in one directory aside would publish a mixture."""
+    workspace = quick.copy(tmp_path / "work")
+    changes = changes_of(runner, workspace, stage, tmp_path / "changes.txt")
+    aside = next(place for place, change in enumerate(changes) if change.startswith("os.rename"))
+    old = put_old(workspace, stage)
+    first = runner.start(stage, workspace, Fault(at_change=aside, signal=signal.SIGSTOP))
+    wait_until_stopped(first.pid)
+    line = runner.run(stage, workspace).refusal()
+    assert ": another run is writing it now; wait for that to end, then rerun" in line
+    assert state(workspace, stage) == old
+    first.send(signal.SIGCONT, to_group=False)
+    ended = first.wait()
+    assert ended.status == 0, ended.output
+    check_rerun(runner, workspace, stage, quick)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_second_tokenize_waits_for_the_first(runner, quick, tmp_path):
+    """They share scratch/, and the second takes over what the first finished."""
+    workspace = quick.copy(tmp_path / "work")
+    count = len(changes_of(runner, workspace, "tokenize", tmp_path / "changes.txt"))
+    put_old(workspace, "tokenize")
+    first = runner.start("tokenize", workspace, Fault(at_change=count // 3, signal=signal.SIGSTOP))
+    wait_until_stopped(first.pid)
+    second = runner.start("tokenize", workspace)
+    time.sleep(quick.seconds["tokenize"])
+    first.send(signal.SIGCONT, to_group=False)
+    for run in (first, second):
+        ended = run.wait()
+        assert ended.status == 0, ended.output
+    assert "waiting for it to end" in ended.output
+    check_rerun(runner, workspace, "tokenize", quick)
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Wait until a process has stopped itself."""
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", ["tokenize", pytest.param("bucket", marks=LONG), pytest.param("train", marks=LONG)])
+def test_a_clock_that_jumps_changes_nothing(runner, quick, tmp_path, stage):
+    """Files from the future, and a wall clock that goes back at each reading."""
+    workspace = quick.copy(tmp_path / "work")
+    put_old(workspace, stage)
+    tomorrow = time.time() + DAY_SECONDS
+    for path in workspace.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            os.utime(path, (tomorrow, tomorrow))
+    ended = runner.run(stage, workspace, Fault(clock_goes_back=True))
+    assert ended.status == 0, ended.output
+    assert state(workspace, stage) == quick.states[stage]

@@ -1,0 +1,82 @@
+"""A workspace before a run that is disturbed, and what must hold after it."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.outputs import ABSENT, declared, listing, state
+from tests.faults.stage_run import Fault, Runner
+
+OLD = "what an earlier run with other parameters left"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A workspace in which stages ran undisturbed."""
+
+    root: Path
+    states: dict[str, dict[str, str]]
+    """Stage → its outputs' hashes."""
+    seconds: dict[str, float]
+    """Stage → how long it ran."""
+    listing: list[str]
+    """Every path in it."""
+
+    def copy(self, to: Path) -> Path:
+        """A workspace of the same content."""
+        return shutil.copytree(self.root, to, symlinks=True, dirs_exist_ok=True)
+
+
+def put_old(workspace: Path, stage: str) -> dict[str, str]:
+    """Replace a stage's outputs by others, as an earlier run leaves them, with no unfinished work; their hashes."""
+    put_nothing(workspace, stage)
+    for path in declared(stage):
+        file = workspace / path if Path(path).suffix == ".json" else workspace / path / "old.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f'"{OLD}"')
+    return state(workspace, stage)
+
+
+def put_nothing(workspace: Path, stage: str) -> dict[str, str]:
+    """Remove a stage's outputs, as DVC does before it runs one, and unfinished work; their hashes."""
+    for path in [*declared(stage), "scratch"]:
+        remove(workspace / path)
+    return state(workspace, stage)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or directory that may be there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def check_nothing_half_written(workspace: Path, stage: str, old: dict[str, str], finished: Finished) -> None:
+    """Each output is as it was, or as it shall be, or not there."""
+    for path, now in state(workspace, stage).items():
+        assert now in (ABSENT, old[path], finished.states[stage][path]), f"{path} is half-written"
+
+
+def check_kept_or_new(workspace: Path, stage: str, old: dict[str, str], finished: Finished) -> None:
+    """Each output is as it was, or as it shall be; nothing else was left beside it, but for unfinished work."""
+    for path, now in state(workspace, stage).items():
+        assert now in (old[path], finished.states[stage][path]), f"{path} is not whole"
+    left = {line for line in listing(workspace) if ".partial" in line and not line.startswith("scratch/")}
+    assert left == set()
+
+
+def check_rerun(runner: Runner, workspace: Path, stage: str, finished: Finished) -> None:
+    """The same command ends as the undisturbed run did, and cleans up."""
+    ended = runner.run(stage, workspace)
+    assert ended.status == 0, ended.output
+    assert state(workspace, stage) == finished.states[stage]
+    assert listing(workspace) == finished.listing
+
+
+def changes_of(runner: Runner, workspace: Path, stage: str, notes: Path) -> list[str]:
+    """The changes of directory entries that a run over old outputs makes, in order."""
+    put_old(workspace, stage)
+    ended = runner.run(stage, workspace, Fault(changes=notes))
+    assert ended.status == 0, ended.output
+    return notes.read_text().splitlines()
