@@ -21,7 +21,14 @@ from stages.estimate.answer import Answer, answer
 from stages.estimate.devices import GIB, GPUS, Device, attention_on, precision_on, resolve_gpu
 from stages.estimate.explain import TIMELINE_COLUMNS, Explanation, closed_form, host_state_bytes, trace_origins
 from stages.estimate.kernels import target_of
-from stages.estimate.phases import Surroundings, generation_shapes, heldout_shape, other_phases, stored_dtype
+from stages.estimate.phases import (
+    Surroundings,
+    generation_shapes,
+    heldout_shape,
+    note_of_asking,
+    other_phases,
+    stored_dtype,
+)
 from stages.estimate.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_plan, tensors_alone
 from stages.estimate.predict import Prediction, Setting
 from stages.estimate.process import as_json, on_device, on_host
@@ -149,6 +156,8 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     inverse = _inverse(run, device, prediction.peak.bytes, p)
     around = _surroundings(p, plan, config, stored, longest)
     by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
+    if (note := note_of_asking(by_phase, prediction.peak.bytes, Limits.from_params(p).max_tokens, longest)) is not None:
+        click.echo(f"note: {note}", err=True)
     process, reserved = _beside_tensors(config, setting, prediction, plan, device, stored)
     with atomic_directory(out) as aside:
         write_json(aside / "verdict.json", found.verdict.as_json(chosen))
@@ -182,6 +191,7 @@ def _surroundings(p: Params, plan: Plan, config: PretrainedConfig, stored: torch
             longest=longest,
             positions=getattr(config.get_text_config(), "max_position_embeddings", None),
         ),
+        merged=p.evaluate.merged,
     )
 
 

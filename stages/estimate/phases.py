@@ -1,8 +1,7 @@
 """Memory outside of the training step: loading, held-out losses, answers, saving.
 
-There is no merge in this pipeline: adapters are saved as they are. What passes through the model is traced, as the step
-is; loading and saving move tensors one by one, and what they hold is a sum, stated here and checked against a measured
-load in the tests.
+What passes through the model is traced, as the step is; loading and saving move tensors one by one, and what they hold
+is a sum, stated here and checked against a measured load in the tests. Merging holds one weight more than saving.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,13 +22,19 @@ from stages.estimate.states import (
     state_bytes,
     state_lines,
 )
-from stages.estimate.trace import GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS, Peak
+from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS, Peak
 from stages.model.spec import ModelSpec
 from stages.step.batches import BatchShape
 from stages.step.limits import Limits
 from stages.step.loss import summed_loss, token_losses
+from stages.units import readable_size
 
 LOAD, HELDOUT, EVALUATE, GENERATE, SAVE = "load", "heldout", "evaluate", "generate", "save"
+EVALUATE_MERGED = "evaluate_merged"
+ASKING = (HELDOUT, EVALUATE, GENERATE, EVALUATE_MERGED)
+"""Phases in which a model is asked and not trained."""
+STATES = (WEIGHTS, QUANTISATION_STATE, ADAPTERS, OPTIMIZER)
+"""Categories that do not depend on what a model is asked."""
 FILE = "weight_files"
 """Category of a weight as it was read, until it is converted."""
 LOADING = "loading"
@@ -53,6 +58,8 @@ class Surroundings:
     """Tokens whose logits exist at once there."""
     generation: tuple[GenerationShape, ...]
     """Batches of prompts in stage evaluate that can be the largest; none where none is answered."""
+    merged: bool
+    """evaluate.merged: whether the merged model, which is not quantised, is asked as well."""
 
 
 def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
@@ -115,19 +122,49 @@ def other_phases(
     in_training = around.in_training
     chunk = setting.loss_chunk or in_training.rows * in_training.length  # As the loop has it.
     heldout = peak_of_loss(config, setting, in_training, target, lambda model, batch: summed_loss(model, batch, chunk))
-    plain = replace(setting, model=replace(setting.model, attention="auto"))  # As stage evaluate loads it.
-    evaluate = peak_of_loss(
-        config, plain, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)
-    )
-    answers = [peak_of_answers(config, setting, shape, target) for shape in around.generation]
-    generate = {GENERATE: max(answers, key=lambda peak: peak.bytes)} if answers else {}
+    asked = _asked(config, setting, around, target)
+    if around.merged:
+        whole = replace(setting, model=replace(setting.model, method="full"))
+        merged = _asked(config, whole, around, target).values()
+        asked[EVALUATE_MERGED] = max(merged, key=lambda peak: peak.bytes)
     return {
         LOAD: _load(config, setting, around.stored_dtype, target, states, optimizer_bytes),
         HELDOUT: _peak({**heldout.by_category, OPTIMIZER: optimizer_bytes}),
-        EVALUATE: evaluate,
-        **generate,
+        **asked,
         SAVE: _peak({**states, OPTIMIZER: optimizer_bytes}),
     }
+
+
+def _asked(config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target) -> dict[str, Peak]:
+    """Peaks of stage evaluate's questions to one model."""
+    plain = replace(setting, model=replace(setting.model, attention="auto"))  # As stage evaluate loads it.
+    loss = peak_of_loss(
+        config, plain, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)
+    )
+    answers = [peak_of_answers(config, setting, shape, target) for shape in around.generation]
+    return {EVALUATE: loss} | ({GENERATE: max(answers, key=lambda peak: peak.bytes)} if answers else {})
+
+
+def note_of_asking(by_phase: Mapping[str, Peak], training_bytes: int, max_tokens: int, longest: int) -> str | None:
+    """What to tell of a model that takes more memory to be asked than to be trained; None where none does.
+
+    Args:
+        by_phase: peaks of all phases.
+        training_bytes: the highest of the training step.
+        max_tokens: padded tokens in a batch of stage evaluate.
+        longest: tokens of the longest training row.
+    """
+    highest = max((phase for phase in ASKING if phase in by_phase), key=lambda phase: by_phase[phase].bytes)
+    peak = by_phase[highest]
+    if peak.bytes <= training_bytes:
+        return None
+    told = f"{highest} is predicted to hold {readable_size(peak.bytes)}, training {readable_size(training_bytes)}"
+    states = sum(peak.by_category.get(category, 0) for category in STATES)
+    # What passes through the model grows in step with the tokens, or faster.
+    fewer = int(max_tokens * (training_bytes - states) / (peak.bytes - states))
+    if highest == HELDOUT or fewer < longest:
+        return f"{told}; fewer tokens in evaluate.max_tokens do not mend that: rows are up to {longest} long"
+    return f"{told}; with -S evaluate.max_tokens={fewer} it holds no more"
 
 
 def _peak(by_category: Mapping[str, int]) -> Peak:

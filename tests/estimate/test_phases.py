@@ -8,8 +8,9 @@ from tqdm import tqdm
 
 from benchmarks.estimate_cpu import make_code_books, save_small
 from stages.estimate.evaluation import GenerationShape, peak_of_answers
-from stages.estimate.phases import Surroundings, generation_shapes, other_phases
+from stages.estimate.phases import Surroundings, generation_shapes, note_of_asking, other_phases
 from stages.estimate.predict import predict
+from stages.estimate.trace import Peak
 from stages.evaluate.generate import Prompt, greedy_answers
 from stages.model.load import load_model, read_config
 from stages.step.batches import Batch, BatchShape
@@ -23,7 +24,12 @@ from tests.small_model import CPU, VOCABULARY
 TRAINING, EVALUATION, CHUNK = shape(2, 96, 150), shape(3, 80, 200), 64
 ANSWERS = GenerationShape(rows=5, prompt_tokens=90, new_tokens=40)
 AROUND = Surroundings(
-    stored_dtype=torch.bfloat16, in_training=TRAINING, evaluation=EVALUATION, logits_chunk=CHUNK, generation=(ANSWERS,)
+    stored_dtype=torch.bfloat16,
+    in_training=TRAINING,
+    evaluation=EVALUATION,
+    logits_chunk=CHUNK,
+    generation=(ANSWERS,),
+    merged=False,
 )
 NUMBERS = OptimSpec(name="adamw", lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
 
@@ -57,14 +63,20 @@ def test_losses_without_gradients_hold_what_is_predicted(small_llama, method):
 
 @pytest.mark.parametrize("family", [pytest.param("Llama", marks=pytest.mark.slow), "Gemma 3"])
 @pytest.mark.parametrize(
-    ("method", "new_tokens", "prompt_tokens"),
-    [("full", 1, 90), pytest.param("lora", 40, 90, marks=pytest.mark.slow), ("qlora", 60, 8)],
+    ("method", "new_tokens", "prompt_tokens", "rows"),
+    [
+        ("full", 1, 90, 5),
+        ("full", 4, 90, 1),
+        pytest.param("lora", 40, 90, 5, marks=pytest.mark.slow),
+        ("qlora", 60, 8, 5),
+        pytest.param("qlora", 8, 40, 1, marks=pytest.mark.slow),
+    ],
 )
-def test_answers_hold_what_is_predicted(family, method, new_tokens, prompt_tokens, tmp_path):
-    """A KV cache forgotten, logits of every prompt token, or windowed layers taken to keep every token."""
+def test_answers_hold_what_is_predicted(family, method, new_tokens, prompt_tokens, rows, tmp_path):
+    """A KV cache forgotten, logits of every prompt token, windowed layers taken to keep every token, or a mask."""
     save_small(family, tmp_path)
     setting = setting_of(method=method)
-    shape = GenerationShape(rows=5, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    shape = GenerationShape(rows=rows, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     predicted = peak_of_answers(read_config(tmp_path), setting, shape, CPU_TARGET)
     prompts = [Prompt(family="all", ids=[7] * (prompt_tokens - row), answer_ids=[]) for row in range(shape.rows)]
     gc.collect()
@@ -147,3 +159,21 @@ def test_a_gpu_holds_one_layer_more_while_it_packs(small_llama):
     assert found["save"].bytes < found["load"].bytes
     step = predict(read_config(small_llama), setting, ((TRAINING,),), gpu_target("H100"))
     assert found["save"].bytes < step.peak.bytes
+
+
+def peaks_of(**sizes: int) -> dict[str, Peak]:
+    return {
+        phase: Peak(bytes=size, by_category={"weights": 100, "optimizer": 100, "activations": size - 200})
+        for phase, size in sizes.items()
+    }
+
+
+def test_a_model_that_takes_more_to_be_asked_than_to_be_trained_is_told_with_what_mends_it():
+    """Memory that ends after training, in a stage that nobody thought of."""
+    fits = peaks_of(heldout=500, evaluate=900, generate=1000)
+    assert note_of_asking(fits, 1000, 4096, 100) is None
+    above = note_of_asking({**fits, **peaks_of(generate=1800)}, 1000, 4096, 100)
+    assert above is not None and above.startswith("generate is predicted to hold 1.758 KiB, training 0.9766 KiB; ")
+    assert above.endswith("with -S evaluate.max_tokens=2048 it holds no more")
+    for beyond in (note_of_asking(peaks_of(heldout=1800), 1000, 4096, 100), note_of_asking(fits, 210, 4096, 100)):
+        assert beyond is not None and "do not mend that: rows are up to 100 long" in beyond
