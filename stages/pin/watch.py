@@ -32,9 +32,10 @@ def watch_sources(locks: Path, roots: Sequence[Path], template: Path | None) -> 
         kept["template"] = template
     for name, path in kept.items():
         watch(locks / FILE_LINKS / name, path)
-    for old in (locks / FILE_LINKS).iterdir():
-        if old.name not in kept:
-            old.unlink()
+    with told_in_one_line(locks / FILE_LINKS):
+        for old in (locks / FILE_LINKS).iterdir():
+            if old.name not in kept:
+                old.unlink()
 
 
 def split_roots(roots: Sequence[Path]) -> tuple[list[Path], list[Path]]:

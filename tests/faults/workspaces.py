@@ -8,6 +8,8 @@ from tests.faults.outputs import ABSENT, declared, listing, state
 from tests.faults.stage_run import Fault, Runner
 
 OLD = "what an earlier run with other parameters left"
+LINKS = {"pin_data": "locks/watched-data*", "pin_model": "locks/watched-model"}
+"""What the pin stages write besides their outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +40,10 @@ def put_old(workspace: Path, stage: str) -> dict[str, str]:
 
 
 def put_nothing(workspace: Path, stage: str) -> dict[str, str]:
-    """Remove a stage's outputs, as DVC does before it runs one, and unfinished work; their hashes."""
-    for path in [*declared(stage), "scratch"]:
-        remove(workspace / path)
+    """Remove a stage's outputs, as DVC does before it runs one, its links and unfinished work; the outputs' hashes."""
+    links = workspace.glob(LINKS[stage]) if stage in LINKS else ()
+    for path in [*links, *(workspace / one for one in [*declared(stage), "scratch"])]:
+        remove(path)
     return state(workspace, stage)
 
 

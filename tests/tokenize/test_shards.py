@@ -8,10 +8,11 @@ import pyarrow as pa
 import pytest
 
 from stages.errors import UserError
+from stages.locks import LOCK_FILE
 from stages.tokenize.make import Task, make_shards
 from stages.tokenize.pool import open_pool
 from stages.tokenize.shards import BLOCKS_PER_SHARD, read_marker
-from stages.tokenize.workplace import LOCK_FILE, held_alone, workplace
+from stages.tokenize.workplace import held_alone, workplace
 from tests.tokenize import standin
 from tests.tokenize.standin import make_byte_tokenizer, text_blocks
 

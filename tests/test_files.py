@@ -1,0 +1,96 @@
+"""Outputs are replaced whole or not at all, by one run at a time."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from stages.errors import UserError
+from stages.files import atomic_directory, atomic_path, told_in_one_line, write_text
+
+ASIDE = ".out.partial"
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def make(path: Path, text: str) -> None:
+    """A directory of one file, made as stages make theirs."""
+    with atomic_directory(path) as aside:
+        write_text(aside / "inside.txt", text)
+
+
+def test_a_directory_is_replaced_as_a_whole(tmp_path):
+    make(tmp_path / "out", "one")
+    (tmp_path / "out/stray.txt").write_text("of the old one")
+    make(tmp_path / "out", "two")
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["inside.txt"]
+    assert (tmp_path / "out/inside.txt").read_text() == "two"
+
+
+def test_a_fault_inside_leaves_the_old_one(tmp_path):
+    out = tmp_path / "out"
+    make(out, "old")
+    with pytest.raises(ZeroDivisionError), atomic_directory(out) as aside:
+        (aside / "half").touch()
+        1 / 0  # noqa: B018
+    with pytest.raises(ZeroDivisionError), atomic_path(out / "inside.txt") as aside:
+        aside.write_text("half")
+        1 / 0  # noqa: B018
+    assert names(tmp_path) == ["out"] and (out / "inside.txt").read_text() == "old"
+
+
+def test_a_directory_that_cannot_be_put_in_place_puts_the_old_one_back(tmp_path, monkeypatch):
+    """It has stepped aside by then: else a disk that refuses the second rename would lose it."""
+    out = tmp_path / "out"
+    make(out, "old")
+    replace = os.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if Path(target) == out and Path(source).name != "old":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(UserError, match=r"out: cannot be written \(Input/output error\); mend that, then rerun"):
+        make(out, "new")
+    assert names(tmp_path) == ["out"] and (out / "inside.txt").read_text() == "old"
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    left = tmp_path / ASIDE
+    (left / "out").mkdir(parents=True)
+    (left / "out/half.txt").write_text("half")
+    (left / "old").mkdir()
+    (left / "lock").touch()
+    make(tmp_path / "out", "new")
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["inside.txt"]
+
+
+def test_a_second_writer_is_refused_and_changes_nothing(tmp_path):
+    """Both would fill one directory aside."""
+    out = tmp_path / "out"
+    with atomic_directory(out) as aside:
+        (aside / "first.txt").touch()
+        with pytest.raises(UserError, match="out: another run is writing it now; wait for that to end, then rerun"):
+            make(out, "second")
+        assert names(aside) == ["first.txt"]
+    assert names(out) == ["first.txt"] and names(tmp_path) == ["out"]
+
+
+REMEDIES = {
+    errno.ENOSPC: "free space",
+    errno.EROFS: "change permissions or write elsewhere",
+    errno.ENOENT: "let nothing remove files while a stage runs",
+    errno.EIO: "mend that",
+}
+
+
+@pytest.mark.parametrize("number, remedy", REMEDIES.items(), ids=[errno.errorcode[number] for number in REMEDIES])
+def test_a_refusal_names_the_file_and_its_remedy(number, remedy):
+    why = os.strerror(number)
+    with pytest.raises(UserError) as told, told_in_one_line(Path("data/x")):
+        raise OSError(number, why, "data/x/y")
+    assert str(told.value) == f"data/x: cannot be written ({why}: data/x/y); {remedy}, then rerun"
