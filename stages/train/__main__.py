@@ -1,5 +1,8 @@
 """Fine-tune as planned: `python -m stages.train`."""
 
+import stages.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+
+# isort: split
 import os
 import sys
 from collections.abc import Callable
