@@ -1,0 +1,142 @@
+"""Asking, saving and merging a model never takes more memory than training it did, as PyTorch's allocator counts."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stages.evaluate.compare import Questions, evaluate_models
+from stages.evaluate.generate import choose_prompts
+from stages.model.load import load_base, load_model
+from stages.model.merge import MERGED, write_merged
+from stages.model.spec import ModelSpec
+from stages.model.tensor_files import stored_tensors
+from stages.step.batches import collate
+from stages.step.limits import Limits
+from stages.step.optim import OptimSpec, build_optimizer
+from stages.step.step import StepSpec, training_step
+from stages.step.team import Alone
+from stages.step.tokens import TokenRows
+from stages.train.heldout import heldout_batches, heldout_loss
+from stages.train.measure import make_meter
+from stages.train.save import Merge, save_full, save_tuned
+from tests.evaluate.conftest import CPU, EOS, PAD, TOKENIZER_FILES, save_random_adapter, spec_of
+from tests.small_model import spec_of as model_spec_of
+
+MAX_TOKENS = 128
+"""Padded tokens of a micro-batch, and of every batch that is asked."""
+NUMBERS = OptimSpec(name="adamw", lr=1e-3, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
+
+
+def questions_of(rows: TokenRows) -> Questions:
+    prompts, too_long = choose_prompts(rows, 9, max_length=64, max_prompt_tokens=None, max_new_tokens=4, special={EOS})
+    return Questions(
+        rows=rows,
+        loss_rows=list(range(len(rows))),
+        prompts=prompts,
+        unanswerable_rows=too_long,
+        special={EOS},
+        eos_id=EOS,
+        pad_id=PAD,
+    )
+
+
+def train_and_save(base: Path, spec: ModelSpec, chunk: int | None, rows: TokenRows, out: Path) -> dict[str, int]:
+    """Peaks by phase of one step on the longest rows, of held-out losses after it, and of saving."""
+    batches = list(heldout_batches(rows, len(rows), MAX_TOKENS, PAD))
+    largest = sorted(rows.kept.tolist(), key=lambda row: -rows.lengths[row])
+    longest = int(rows.lengths[largest[0]])
+    micro_batch = [(rows.ids(row), rows.spans(row)) for row in largest[: MAX_TOKENS // longest]]
+    gc.collect()
+    meter = make_meter(CPU)
+    with meter.window("training"):
+        model = load_model(base, spec, CPU)
+        team, optimizer = Alone(model), build_optimizer(model, NUMBERS)
+        training_step(
+            model,
+            optimizer,
+            iter([collate(micro_batch, longest, PAD)]),
+            supervised_tokens=9,
+            model_spec=spec,
+            spec=StepSpec(loss_chunk=chunk, max_grad_norm=1.0, foreach=False),
+            phase=meter.phase,
+            guard=lambda losses, norm: None,
+        )
+        with meter.phase("heldout"):
+            heldout_loss(team, iter(batches), PAD, spec, chunk or MAX_TOKENS, CPU)
+        with meter.phase("save"):
+            files = [path.name for path in base.iterdir() if path.name not in TOKENIZER_FILES]
+            save_tuned(team, "base", base, [], out, Merge(spec=spec, files=files) if spec.adapted else None)
+    return dict(meter.result().peak_bytes_by_phase)
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "full"},
+        {"method": "full", "grad_ckpt": True},
+        {"method": "lora", "grad_ckpt": True},
+        {"method": "qlora", "grad_ckpt": True},
+        {"method": "qlora", "grad_ckpt": True, "precision": "bf16"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_nothing_after_training_takes_more_than_training_did(
+    base_dir: Path, rows: TokenRows, tmp_path: Path, changes: dict[str, Any], chunk: int | None
+):
+    """A run that fits and ends out of memory in its held-out loss, in saving, in merging, or in stage evaluate."""
+    spec = model_spec_of(**changes)
+    peaks = train_and_save(base_dir, spec, chunk, rows, tmp_path / "tuned")
+    trained = max(peaks[phase] for phase in ("forward", "backward", "clip", "optimizer"))
+    assert peaks["heldout"] <= trained and peaks["save"] <= trained
+    limits = Limits(max_tokens=MAX_TOKENS, logits_chunk=chunk or MAX_TOKENS, max_new_tokens=4, generate_batch_rows=32)
+    gc.collect()
+    meter = make_meter(CPU)
+    with meter.window("evaluation"), meter.phase("evaluate"):
+        answers = evaluate_models(
+            base_dir,
+            tmp_path / "tuned",
+            spec,
+            questions_of(rows),
+            limits,
+            device=CPU,
+            progress=False,
+            merged=spec.method == "lora",  # The merged model of 4-bit weights is not in 4 bits: estimate says so.
+        )
+    assert len(answers) == (3 if spec.method == "lora" else 2)
+    assert meter.result().peak_bytes_by_phase["evaluate"] <= trained
+
+
+def test_saving_all_weights_makes_no_copy_of_any(base_dir: Path, tmp_path: Path):
+    """A second model in memory at the end of a run."""
+    model = load_base(base_dir, spec_of("full"), CPU)
+    gc.collect()
+    meter = make_meter(CPU)
+    with meter.window("save"), meter.phase("save"):
+        save_full(model, tmp_path)
+    assert meter.result().peak_bytes_by_phase["save"] < 1024
+    model.save_pretrained(tmp_path / "theirs")
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_merging_holds_one_weight_at_a_time(base_dir: Path, tmp_path: Path, method: str):
+    """A file of weights as a whole in memory, or two."""
+    adapter = save_random_adapter(base_dir, method, tmp_path / "tuned")
+    (tmp_path / MERGED).mkdir()
+    files = [path.name for path in base_dir.iterdir()]
+    largest = max(stored.bytes for stored in stored_tensors(base_dir / "model.safetensors").values())
+    adapters = (adapter / "adapter_model.safetensors").stat().st_size
+    gc.collect()
+    meter = make_meter(CPU)
+    with meter.window("merge"), meter.phase("merge"):
+        write_merged(base_dir, files, adapter, spec_of(method), tmp_path / MERGED)
+    assert meter.result().peak_bytes_by_phase["merge"] < 1.05 * largest + adapters
+    assert torch.equal(
+        stored_tensors(tmp_path / MERGED / "model.safetensors")["model.norm.weight"].read(),
+        stored_tensors(base_dir / "model.safetensors")["model.norm.weight"].read(),
+    )
