@@ -19,7 +19,6 @@ from stages.bucket.plan import MicroBatch, Plan
 from stages.bucket.worst import worst_steps
 from stages.dist.shard import ShardSpec, make_team
 from stages.dist.world import ALONE, World
-from stages.errors import UserError
 from stages.model.load import load_model
 from stages.model.spec import ModelSpec
 from stages.step.batches import Batch
@@ -31,7 +30,7 @@ from stages.step.step import StepResult, StepSpec, training_step
 from stages.step.team import Team
 from stages.step.tokens import TokenRows
 from stages.train.feed import Feed
-from stages.train.guards import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
+from stages.train.guards import Diverged, refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.host_peak import HostPeak, host_peak
 from stages.train.measure import LOAD, Meter
@@ -277,7 +276,7 @@ def _maybe_heldout(job: TrainJob, team: Team, step: int, row: dict[str, Any], ba
     chunk = job.step_spec.loss_chunk or budget
     loss = heldout_loss(team, batches, job.pad_id, job.model_spec, chunk, job.device)
     if not math.isfinite(loss):
-        raise UserError(
+        raise Diverged(
             f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"
         )
     row["heldout_loss"] = loss

@@ -21,6 +21,7 @@ from stages.train.guards import Diverged, refuse_broken_weights
 from stages.train.oom import OutOfMemory
 from stages.train.signals import Stop, Stopped
 from stages.train.snapshot import Running, put_back, tensors_of, values_of
+from stages.units import readable_size
 
 LARGEST_SHARE = 0.02
 """Of the time, that checkpoints may take: after a dear one, the next comes later."""
@@ -225,6 +226,7 @@ def opened(directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None]
             "end it: the same command then goes on from its checkpoint"
         )
     try:
+        _tell_of_others(directory, told)
         store = CheckpointStore(directory, run.keep_checkpoints, told)
         checkpoints = Checkpoints(store, seconds=run.checkpoint_seconds, stop=stop, told=told)
         try:
@@ -237,3 +239,14 @@ def opened(directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None]
         clear(directory)
     finally:
         leave(directory, held)
+
+
+def _tell_of_others(directory: Path, told: Callable[[str], None]) -> None:
+    """Say what else lies beside a run's directory: nobody else removes the checkpoints of runs that were given up."""
+    others = [path for path in directory.parent.iterdir() if path != directory and list(path.glob("step-*"))]
+    if others:
+        size = sum(file.stat().st_size for path in others for file in path.glob("step-*/*"))
+        told(
+            f"note: {directory.parent} holds checkpoints of {len(others)} other unfinished trainings "
+            f"({readable_size(size)}); remove those that you will not go on with"
+        )

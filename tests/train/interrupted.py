@@ -1,6 +1,7 @@
 """Small runs that are broken off at a step and gone on with, and what must be equal in the end."""
 
 import gc
+import hashlib
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -85,6 +86,10 @@ class Outcome:
     metrics: dict[str, Any]
     measured_bytes: dict[str, int | None]
     noise_bytes: int
+
+    def weights_sha256(self) -> str:
+        """Hex hash of all weights."""
+        return hashlib.sha256(b"".join(self.weights)).hexdigest()
 
     def refuse_other(self, other: "Outcome") -> None:
         """Fail where another run ended otherwise."""

@@ -192,6 +192,16 @@ def test_a_run_that_ends_well_leaves_nothing_and_a_fault_leaves_its_checkpoints(
     assert not (tmp_path / "run").exists()
 
 
+def test_trainings_that_were_given_up_are_told_of(tmp_path: Path, said: list[str]):
+    """Each changed parameter leaves the checkpoints of the run before it, which fill the disk in silence."""
+    keep(CheckpointStore(tmp_path / "given up", 2, print), 2)
+    with opened(tmp_path / "run", run=settings(), stop=Stop(), told=said.append):
+        pass
+    (line,) = said
+    assert line.startswith(f"note: {tmp_path} holds checkpoints of 1 other unfinished trainings (")
+    assert CheckpointStore(tmp_path / "given up", 2, print).last_step() == 2
+
+
 KEY_FILES = {"tokens": "tokens", "plan": "plan.arrow", "model": "model.json"}
 
 

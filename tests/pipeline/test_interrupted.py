@@ -1,0 +1,84 @@
+"""Training that ends too soon under DVC: the same command goes on with it, also in a temporary copy of the checkout."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ruamel.yaml import YAML
+
+from tests.pipeline.clone import Clone
+from tests.processes import TIMEOUT_SECONDS, killed_after
+
+RETRAIN = ("exp", "run", "--temp", "--force", "--single-item", "train", "-S", "run.checkpoint_seconds=0.05")
+TIMES = ("seconds", "memory_by_phase", "host", "growth")
+"""In names of metrics that say how a run went, and not what came of it."""
+
+
+def kept(clone: Clone) -> set[str]:
+    """The finished checkpoints of all trainings."""
+    return {path.name for path in (clone.root / "scratch/train").glob("*/step-*")}
+
+
+def trainers(clone: Clone) -> list[psutil.Process]:
+    """The training that runs, if any."""
+    return [one for one in clone.processes() if one.is_running() and "stages.train" in " ".join(one.cmdline())]
+
+
+def wait_for(true: Callable[[], object], process: subprocess.Popen[Any] | None = None) -> None:
+    """Fail where something does not come true in time, or a process ends before."""
+    until = time.monotonic() + TIMEOUT_SECONDS
+    while not true():
+        assert time.monotonic() < until, "too late"
+        assert process is None or process.poll() is None, f"ended too soon: {process.returncode}"
+        time.sleep(0.02)
+
+
+def broken_off(clone: Clone, log: Path, end: Callable[[subprocess.Popen[Any]], None]) -> str:
+    """Output of a training that `end` ends once it has one checkpoint more."""
+    before = kept(clone)
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dvc", *RETRAIN],
+            cwd=clone.root,
+            env=clone.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        with killed_after(process):
+            wait_for(lambda: kept(clone) - before, process)
+            end(process)
+            assert process.wait(TIMEOUT_SECONDS) != 0
+    wait_for(lambda: not trainers(clone))
+    return log.read_text()
+
+
+def results(clone: Clone, revision: str) -> tuple[Any, dict[str, Any]]:
+    """Hash of the tuned weights, and the metrics without times, of a commit."""
+    yaml = YAML(typ="safe")
+    lock, metrics = (yaml.load(clone.run("git", "show", f"{revision}:{name}")) for name in ("dvc.lock", METRICS))
+    tuned = [out for out in lock["stages"]["train"]["outs"] if out["path"] == "data/tuned"]
+    return tuned, {key: value for key, value in metrics.items() if not any(part in key for part in TIMES)}
+
+
+METRICS = "metrics/train.json"
+
+
+@pytest.mark.slow
+def test_a_training_in_a_temporary_copy_goes_on_after_dvc_and_then_itself_was_killed(clone: Clone, tmp_path: Path):
+    """Hours of training lost with the temporary copy, or a trainer that DVC's death left behind."""
+    first = broken_off(clone, tmp_path / "first", lambda dvc: dvc.terminate())
+    assert "train: stopped by the end of its parent; the checkpoint of optimizer step" in first
+    second = broken_off(clone, tmp_path / "second", lambda dvc: trainers(clone)[0].kill())
+    assert "train: resumed at optimizer step" in second
+    third = clone.dvc(*RETRAIN)
+    assert "train: resumed at optimizer step" in third
+    assert not kept(clone)
+    revision = clone.run("git", "for-each-ref", "--format=%(objectname)", "refs/exps").split()[-1]
+    assert results(clone, revision) == results(clone, "HEAD")

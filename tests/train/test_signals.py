@@ -1,0 +1,180 @@
+"""Signals: training stops where it can go on from, within seconds, and no process stays behind."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.train.orphan import PARENT_ENDED
+from stages.train.signals import AGAIN_SECONDS, Stop, Stopped, stopped_by_signals
+from tests.conftest import ROOT
+from tests.processes import killed_after
+from tests.train import trainer
+from tests.train.interrupted import finish, small_job
+
+END_SECONDS = 10
+"""Within which a process that was asked to stop has to be gone."""
+START_SECONDS = 120
+"""Within which a process begins its steps on a busy machine."""
+
+
+def wait_for(true: Callable[[], bool], seconds: float) -> None:
+    """Fail where something does not come true in time."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "too late"
+        time.sleep(0.02)
+
+
+def test_a_signal_raises_at_once_where_nothing_is_under_way():
+    with pytest.raises(Stopped) as stopped:
+        Stop().ask(signal.SIGTERM)
+    assert (stopped.value.name, stopped.value.exit_code) == ("SIGTERM", 143)
+
+
+def test_a_signal_waits_for_the_end_of_a_batch():
+    """Weights in the middle of an update are no state to keep."""
+    stop, seen = Stop(), []
+    with stop.waiting():
+        with pytest.raises(Stopped):
+            for number in stop.between(iter(range(5))):
+                seen.append(number)
+                if number == 2:
+                    stop.ask(signal.SIGINT)
+    assert seen == [0, 1, 2]
+
+
+def test_handlers_are_put_back_and_ignored_signals_stay_ignored():
+    """`nohup` and background jobs say so; and what runs after training has its own Ctrl-C."""
+    before = signal.getsignal(signal.SIGTERM)
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = Stop()
+        with stopped_by_signals(stop), stop.waiting():
+            os.kill(os.getpid(), signal.SIGHUP)
+            stop.check()
+            assert signal.getsignal(signal.SIGTERM) is not before
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGHUP, old)
+
+
+def test_a_signal_becomes_the_shells_exit_code():
+    """DVC takes the outputs of a stage that ends with 0 for done."""
+    stop = Stop()
+    with pytest.raises(SystemExit) as ended, stopped_by_signals(stop), stop.waiting():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # At once, as `timeout` sends it: the same request.
+        time.sleep(0.1)
+        stop.check()
+    assert ended.value.code == 143
+
+
+class Trainer:
+    """A training in a process forked from one that has imported all."""
+
+    def __init__(self, model: Path, directory: Path, batch_seconds: float):
+        directory.mkdir(exist_ok=True)
+        self.directory = directory
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.train.trainer"])
+        self.process = context.Process(target=trainer.main, args=(model, directory, batch_seconds))
+        (directory / trainer.BEGUN).unlink(missing_ok=True)
+        self.process.start()
+
+    def begun(self) -> None:
+        """Wait for its first batch."""
+        wait_for((self.directory / trainer.BEGUN).exists, START_SECONDS)
+
+    def kill(self, number: int) -> None:
+        """Send a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def ended(self, seconds: float = END_SECONDS) -> int | None:
+        """Its exit code, once it is gone."""
+        self.process.join(seconds)
+        return self.process.exitcode
+
+    def lines(self) -> list[str]:
+        """What the user was told."""
+        file = self.directory / trainer.LINES
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def start(small_llama: Path, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """Starts trainings in one directory; what still runs at the end is killed."""
+    started: list[Trainer] = []
+
+    def make(batch_seconds: float = trainer.BATCH_SECONDS) -> Trainer:
+        started.append(Trainer(small_llama, tmp_path / "run", batch_seconds))
+        return started[-1]
+
+    yield make
+    for each in started:
+        each.process.kill()
+        each.process.join()
+        each.process.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_training_that_is_stopped_goes_on_to_the_same_weights(
+    start: Callable[..., Trainer], small_llama: Path, tmp_path: Path, number: signal.Signals
+):
+    """SIGTERM of a scheduler, Ctrl-C of a user: one line, the shell's code, and nothing lost."""
+    first = start()
+    first.begun()
+    time.sleep(4.5 * trainer.BATCH_SECONDS)
+    first.kill(number)
+    assert first.ended() == 128 + number
+    (line,) = first.lines()
+    assert line.startswith(f"train: stopped by {number.name}; the checkpoint of optimizer step ")
+    assert line.endswith(" is kept: the same command goes on from there")
+    second = start()
+    assert second.ended(START_SECONDS) == 0
+    assert "train: resumed at optimizer step " in second.lines()[-1]
+    whole = finish(small_job(small_llama, tmp_path / "tokens", lora_dropout=0.1))
+    assert (tmp_path / "run" / trainer.ENDED).read_text() == whole.weights_sha256()
+    assert not (tmp_path / "run/kept").exists()
+
+
+def test_a_second_signal_ends_the_process_at_once(start: Callable[..., Trainer]):
+    """Who asks again does not want to wait for a batch that takes minutes."""
+    training = start(batch_seconds=600.0)
+    training.begun()
+    training.kill(signal.SIGTERM)
+    assert training.ended(AGAIN_SECONDS + 0.2) is None
+    training.kill(signal.SIGINT)
+    assert training.ended() == 128 + signal.SIGINT
+    assert training.lines() == []
+
+
+def test_no_training_outlives_the_process_that_asked_for_it(small_llama: Path, tmp_path: Path):
+    """A trainer that keeps a GPU busy after dvc was killed; it keeps what it has done."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    program = (
+        "import subprocess, sys, time;"
+        "process = subprocess.Popen([sys.executable, '-m', 'tests.train.trainer', *sys.argv[1:]]);"
+        "print(process.pid, flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, str(small_llama), str(directory)]
+    options: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, **options) as parent, killed_after(parent):
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        wait_for((directory / trainer.BEGUN).exists, START_SECONDS)
+        time.sleep(4.5 * trainer.BATCH_SECONDS)
+        parent.kill()
+        wait_for(lambda: not Path(f"/proc/{pid}/status").exists(), END_SECONDS)
+    (line,) = (directory / trainer.LINES).read_text().splitlines()
+    assert line.startswith("train: stopped by the end of its parent; the checkpoint of optimizer step ")
+    assert PARENT_ENDED not in (signal.SIGTERM, signal.SIGINT)
