@@ -153,7 +153,7 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
         if keeper.first_step == 0:
             first_window.enter_context(meter.window("step 0"))
         with ending.place.inside(LOAD):
-            run, load_host = _load(job, meter)
+            run, load_host = _load(job, meter, monitor)
         ending.place.holds(run.model, run.optimizer)
         keeper.resume(run, total)
         with keeper.keeping(run):
@@ -180,9 +180,9 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
     )
 
 
-def _load(job: TrainJob, meter: Meter) -> tuple[Running, HostPeak]:
+def _load(job: TrainJob, meter: Meter, monitor: Monitor) -> tuple[Running, HostPeak]:
     """The model and its optimizer, state made, and what the host held meanwhile; dropout is seeded from here on."""
-    with meter.phase("load"), host_peak() as load_host:
+    with monitor.phase("load"), host_peak() as load_host:
         model = load_model(job.model_directory, job.model_spec, job.sharing.load_device(job.device))
         team = make_team(model, job.world, job.sharing, job.device)
         with torch.no_grad():

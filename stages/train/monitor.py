@@ -112,4 +112,5 @@ def memory_text(row: dict[str, Any]) -> str:
     """Memory of a step for the progress bar, as far as it is known."""
     named = (("peak", "allocated_bytes"), ("held", "held_bytes"), ("reserved", "held_reserved_bytes"))
     known = [(name, row[column]) for name, column in (*named, ("rss", "rss_bytes"))]
-    return ", ".join(f"{name} {readable_size(size)}" for name, size in known if size is not None)
+    texts = [f"{name} {readable_size(size)}" for name, size in known if size is not None]
+    return ", ".join(texts + ([f"{row['alloc_retries']} retries"] if row["alloc_retries"] else []))
