@@ -23,7 +23,7 @@ from stages.train.counters import make_counters
 FORWARD, BACKWARD, CLIP = "forward", "backward", "clip"
 HELDOUT, CHECKPOINT, SAVE = "heldout", "checkpoint", "save"
 READING = "reading"
-"""Between phases: a batch is made, or copied to the device."""
+"""Between phases: a batch is read or copied to the device, or the step is brought to its end."""
 SAYINGS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -159,7 +159,7 @@ class Whereabouts:
         cuda = self._device.type == "cuda"
         free, total = torch.cuda.mem_get_info(self._device) if cuda else (None, None)
         one = None if self._number is None else self._micro_batches[self._number]
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = " ".join(f"{type(error).__name__}: {error}".split())
         since = None if held.held_bytes is None else held.held_bytes - (self._held_before or 0)
         return Failure(
             message=message,

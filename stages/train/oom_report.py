@@ -13,6 +13,8 @@ from stages.units import MIB, readable_size
 
 MOST_CATEGORIES = 4
 MOST_COMMANDS = 3
+MOST_SAID = 160
+"""Characters of what the allocator says: CUDA's goes on with figures that are told here as well."""
 WHAT_FITS = "python -m stages.estimate --what-fits --gpu"
 SMALLER = ("bucket.max_tokens", "lower it")
 REMEDIES = {
@@ -62,6 +64,7 @@ def out_of_memory(failure: Failure, forecast: Forecast, *, device: str, split: b
     lines = [
         *_predicted(failure, forecast),
         _measured(failure),
+        f"the system said: {_cut_short(failure.message)}",
         *commands,
         *offered,
         _recorded(record, {"failure": asdict(failure), "predicted": _by_phase(failure, forecast), "told": commands}),
@@ -87,7 +90,7 @@ def would_fit(failure: Failure, forecast: Forecast) -> list[str]:
 def _where(failure: Failure, device: str) -> str:
     """What the run was doing."""
     asked = "" if failure.asked_bytes is None else f", where {readable_size(failure.asked_bytes)} more were asked for"
-    doing = f"in {failure.phase}" if failure.phase != READING else "where a batch was read"
+    doing = "between phases" if failure.phase == READING else f"in {failure.phase}"
     if failure.step is None:
         return f"memory of {device} ended {doing}{asked}"
     place = f"{doing} of optimizer step {failure.step}"
@@ -129,6 +132,11 @@ def _measured(failure: Failure) -> str:
     if failure.free_bytes is not None and failure.total_bytes is not None:
         free = f"; {readable_size(failure.free_bytes)} of {readable_size(failure.total_bytes)} free on the device"
     return f"measured: {readable_size(failure.held_bytes)} ({_listed(by_category)}){reserved}{free}"
+
+
+def _cut_short(message: str) -> str:
+    """As much of a message as a line takes."""
+    return message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}…"
 
 
 def _listed(by_category: Mapping[str, int]) -> str:

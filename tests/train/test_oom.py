@@ -1,0 +1,197 @@
+"""The end of memory as users meet it: real processes with a limit, and the block of lines that they print."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stages.bucket.__main__ import main as bucket
+from stages.files import write_json
+from stages.pin.__main__ import main as pin
+from stages.tokenize.__main__ import main as tokenize
+from stages.units import MIB
+from tests.conftest import ROOT
+from tests.processes import run_bounded
+from tests.workspace import invoke, lay_out
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are Linux's"),
+]
+
+TRAIN = f"""
+import os, resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+import stages.train.__main__ as stage
+import psutil
+for case in sys.argv[1:]:
+    workspace, budget = case.split("=")
+    if not (child := os.fork()):
+        os.chdir(workspace)
+        for handle, name in ((1, "out.txt"), (2, "err.txt")):
+            os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), handle)
+        if int(budget):
+            limit = psutil.Process().memory_info().vms + int(budget)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        stage.main([])
+    with open(os.path.join(workspace, "status.txt"), "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+"""
+"""Trains in workspaces, each in a process of its own with so many more bytes of addresses than the imports take (0:
+as many as there are)."""
+LARGE = 8192
+"""bucket.max_tokens."""
+TOO_LITTLE_MIB = 700
+"""For a micro-batch of so many tokens; enough for one of half as many."""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace in which all stages before train ran, estimate by a stand-in."""
+    root = tmp_path_factory.mktemp("oom")
+    lay_out(
+        root,
+        data__source="rows.jsonl",
+        data__max_length=256,
+        bucket__max_tokens=LARGE,
+        train__tokens_per_step=2 * LARGE,
+        train__epochs=1,
+        train__heldout_every_steps=None,
+        train__method="lora",
+        run__cpu_threads=1,
+        run__data_workers=1,
+        run__loader_threads=0,
+    )
+    with open(ROOT / "data/raw/sample.jsonl") as rows:
+        (root / "rows.jsonl").write_text("".join(islice(rows, 130)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for command, arguments in ((pin, ["data"]), (pin, ["model"]), (tokenize, []), (bucket, [])):
+            done = invoke(command, *arguments)
+            assert done.exit_code == 0, done.output
+    write_json(root / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
+    breakdown = {"forward": {"weights": 20 * MIB, "logits": 300 * MIB}, "load": {"weights": 360 * MIB}}
+    write_json(root / "data/estimate/breakdown.json", breakdown)
+    changes = [("train.grad_ckpt=true", 50 * MIB), ("train.method=full", 10**12), ("bucket.max_tokens=4096", 40 * MIB)]
+    told = [{"command": f"dvc exp run -S {flag}", "peak_bytes": size} for flag, size in changes]
+    write_json(root / "data/estimate/advice.json", {"remedies": [], "single_changes": told})
+    (root / "metrics").mkdir(exist_ok=True)
+    shutil.copy2(ROOT / "metrics/estimate.json", root / "metrics/estimate.json")
+    return root
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A training that ended."""
+
+    workspace: Path
+    status: int
+    errors: str
+
+    def curves(self) -> list[dict[str, str]]:
+        return list(csv.DictReader((self.workspace / "data/train/curves.csv").read_text().splitlines()))
+
+    def metrics(self) -> dict[str, Any]:
+        return json.loads((self.workspace / "metrics/train.json").read_text())
+
+
+def train_each(prepared: Path, to: Path, cases: dict[str, tuple[int, str]]) -> dict[str, Ended]:
+    """Train copies of a workspace, by name: with so many MiB beyond the imports', and run.oom_recovery."""
+    for name, (_, recovery) in cases.items():
+        if not (to / name).exists():
+            shutil.copytree(prepared, to / name, symlinks=True)
+        params = to / name / "params.yaml"
+        params.write_text(params.read_text().replace("oom_recovery: none", f"oom_recovery: {recovery}"))
+    # One arena: else malloc keeps 64 MiB of addresses for each thread.
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    arguments = [f"{to / name}={budget * MIB}" for name, (budget, _) in cases.items()]
+    run_bounded([sys.executable, "-c", TRAIN, *arguments], cwd=to, env=environment, check=True)
+    return {name: ended(to / name) for name in cases}
+
+
+def save_large_model(directory: Path) -> Path:
+    """A model whose 90 million weights take 360 MB in fp32, with the shipped tokenizer."""
+    tiny = ROOT / "stages/pin/tiny"
+    config = LlamaConfig.from_pretrained(tiny, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6)
+    LlamaForCausalLM(config).to(dtype=torch.bfloat16).save_pretrained(directory)  # type: ignore[call-arg]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy2(tiny / name, directory / name)
+    return directory
+
+
+def ended(workspace: Path) -> Ended:
+    """What a training left."""
+    status, errors = ((workspace / name).read_text() for name in ("status.txt", "err.txt"))
+    return Ended(workspace=workspace, status=int(status), errors=errors)
+
+
+@pytest.fixture(scope="module")
+def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """A run with all memory there is; with too little, told and recovered; and one whose model is too large."""
+    place = tmp_path_factory.mktemp("runs")
+    model = save_large_model(place / "model")
+    large = shutil.copytree(prepared, place / "load", symlinks=True)
+    params = large / "params.yaml"
+    params.write_text(params.read_text().replace("name: tiny", f"name: {model}"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(large)
+        assert invoke(pin, "model").exit_code == 0
+    cases = {"free": (0, "none"), "told": (TOO_LITTLE_MIB, "none"), "split": (TOO_LITTLE_MIB, "split")}
+    return train_each(prepared, place, {**cases, "load": (300, "split")})
+
+
+def test_a_large_batch_ends_with_what_was_held_and_what_would_fit(runs: dict[str, Ended]):
+    """A traceback of forty lines, and nothing to do about it."""
+    told = runs["told"]
+    first, *lines = told.errors.strip().splitlines()
+    assert told.status == 1 and "Traceback" not in told.errors
+    where = r"error: bucket\.max_tokens: memory of this machine ended in (forward|backward) of optimizer step 0, "
+    where += r"micro-batch 0 of \d+ \(32 x 256 tokens\), where .+ more were asked for; lower it, "
+    assert re.match(where, first), first
+    assert any(line.startswith("  measured: ") and "weights 4.505 MiB" in line for line in lines)
+    assert "  the system said: RuntimeError: " in told.errors and "DefaultCPUAllocator" in told.errors
+    assert [line for line in lines if "would fit: " in line] == [
+        "  would fit: dvc exp run -S train.grad_ckpt=true (50 MiB)",
+        "  would fit: dvc exp run -S bucket.max_tokens=4096 (40 MiB)",
+    ]
+    assert "dvc exp run -S run.oom_recovery=split" in told.errors
+    assert lines[-1] == "  no checkpoint was made: the same command starts at the first step"
+    record = json.loads((told.workspace / "scratch/train/oom.json").read_text())
+    assert record["failure"]["padded_tokens"] == 32 * 256 and record["failure"]["snapshot"]["process_status"]["VmRSS"]
+    assert not (told.workspace / "data/tuned").exists() and not (told.workspace / "metrics/train.json").exists()
+
+
+def test_the_same_run_goes_on_in_smaller_parts_with_the_same_loss(runs: dict[str, Ended]):
+    """A recovery that works with a stand-in for memory alone."""
+    free, split = runs["free"], runs["split"]
+    assert (free.status, split.status) == (0, 0), split.errors
+    (plain,), (cut,) = free.curves(), split.curves()
+    assert float(cut["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-6)
+    assert float(cut["grad_norm"]) == pytest.approx(float(plain["grad_norm"]), rel=1e-4)
+    assert (cut["tokens"], cut["supervised_tokens"]) == (plain["tokens"], plain["supervised_tokens"])
+    told = split.metrics()["oom_splits"]
+    assert told == {
+        "first_step": 0,
+        "steps": 1,
+        "micro_batches_planned": int(plain["micro_batches"]),
+        "micro_batches_run": int(cut["micro_batches"]),
+    }
+    assert told["micro_batches_run"] > told["micro_batches_planned"] and "oom_splits" not in free.metrics()
+
+
+def test_a_model_that_is_too_large_is_told_as_that(runs: dict[str, Ended]):
+    """A user who lowers the batch size, again and again, where the weights alone do not fit."""
+    load = runs["load"]
+    assert load.status == 1 and "Traceback" not in load.errors
+    assert load.errors.startswith("error: train.method: memory of this machine ended in load"), load.errors
+    assert "hold the weights in fewer bits" in load.errors and "predicted: 0.3516 GiB of tensors" in load.errors

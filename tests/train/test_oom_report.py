@@ -1,0 +1,158 @@
+"""What is told when memory has ended: recognised by any of its names, and in lines that lead somewhere."""
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stages.errors import StageCommand
+from stages.files import write_json
+from stages.train.oom import Failure, asked_bytes, is_out_of_memory
+from stages.train.oom_report import Forecast, out_of_memory, read_forecast, would_fit
+from stages.units import GIB, MIB
+from tests.workspace import invoke
+
+FAILURE = Failure(
+    message="OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. " + "GPU 0 has figures. " * 20,
+    asked_bytes=512 * MIB,
+    phase="backward",
+    step=3,
+    number=1,
+    micro_batches=4,
+    rows=8,
+    padded_tokens=4096,
+    length=512,
+    joined=False,
+    held_bytes=20 * GIB,
+    reserved_bytes=23 * GIB,
+    by_category={"weights": 4 * GIB, "gradients": 0, "optimizer": GIB},
+    free_bytes=GIB // 4,
+    total_bytes=24 * GIB,
+    weights_whole=True,
+    snapshot={"segments": []},
+)
+METRICS = {"worst_phase": "backward", "gpu": "RTX-4090", "capacity_gib": 23.99}
+FORECAST = Forecast(
+    metrics=METRICS,
+    breakdown={"backward": {"weights": 4 * GIB, "activations": 12 * GIB}, "peak": {"weights": 4 * GIB}},
+    advice={},
+)
+
+
+def told(failure: Failure, tmp_path: Path, *, forecast: Forecast = FORECAST, split: bool = False) -> list[str]:
+    """The lines: the fault's, then the details."""
+    error = out_of_memory(failure, forecast, device="RTX-4090", split=split, record=tmp_path / "oom.json")
+    return [str(error), *error.details]
+
+
+def test_a_gpu_failure_is_told_with_both_breakdowns(tmp_path: Path):
+    assert told(FAILURE, tmp_path) == [
+        "bucket.max_tokens: memory of RTX-4090 ended in backward of optimizer step 3, micro-batch 1 of 4 (8 x 512 "
+        "tokens), where 0.5 GiB more were asked for; lower it, or change the run as below",
+        "predicted: 16 GiB of tensors at most in backward (activations 12 GiB, weights 4 GiB), for RTX-4090 of 23.99 "
+        "GiB",
+        "measured: 20 GiB (activations and all else 15 GiB, weights 4 GiB, optimizer 1 GiB); 23 GiB reserved; 0.25 GiB "
+        "of 24 GiB free on the device",
+        f"the system said: {FAILURE.message[:160]}…",
+        "what would fit is told by: python -m stages.estimate --what-fits --gpu 20480MiB",
+        "or let steps be cut smaller when memory ends: dvc exp run -S run.oom_recovery=split",
+        f"details: {tmp_path / 'oom.json'}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "begins", "offered"),
+    [
+        ({"rows": 1, "padded_tokens": 512}, "bucket.max_tokens: ", False),
+        ({"joined": True, "length": 4096}, "bucket.max_tokens: ", True),
+        ({"phase": "optimizer", "weights_whole": False}, "train.optimizer: ", False),
+        ({"phase": "load", "step": None, "number": None}, "train.method: ", False),
+        ({"phase": "save", "step": 9}, "hardware.gpu: ", False),
+        ({"phase": "reading"}, "bucket.max_tokens: memory of RTX-4090 ended between phases of optimizer step 3", False),
+    ],
+)
+def test_each_phase_has_its_own_remedy(tmp_path: Path, changes: dict[str, Any], begins: str, offered: bool):
+    """Recovery offered where it cannot help; the batch size blamed for the optimizer."""
+    lines = told(replace(FAILURE, **changes), tmp_path)
+    assert lines[0].startswith(begins) and all("\n" not in line for line in lines)
+    assert any("run.oom_recovery=split" in line for line in lines) is offered
+    assert ("8 rows joined to 4096 tokens" in lines[0]) is changes.get("joined", False)
+
+
+def test_split_is_not_offered_to_who_has_it(tmp_path: Path):
+    assert not any("run.oom_recovery" in line for line in told(FAILURE, tmp_path, split=True))
+
+
+def test_the_estimates_own_advice_comes_before_single_changes(tmp_path: Path):
+    """A change told to fit that needs more than was there."""
+    changes = [("a=1", 30 * GIB), ("b=2", 20 * GIB), ("c=3", 10 * GIB), ("d=4", 9 * GIB), ("e=5", 8 * GIB)]
+    single = [{"command": f"dvc exp run -S {flag}", "peak_bytes": size} for flag, size in changes]
+    forecast = replace(FORECAST, advice={"remedies": [], "single_changes": single})
+    assert would_fit(FAILURE, forecast) == [
+        "would fit: dvc exp run -S b=2 (20 GiB)",
+        "would fit: dvc exp run -S c=3 (10 GiB)",
+        "would fit: dvc exp run -S d=4 (9 GiB)",
+    ]
+    remedies = [{"command": "dvc exp run -S x=1 -S y=2", "peak_bytes": GIB}]
+    advised = replace(FORECAST, advice={"remedies": remedies, "single_changes": single})
+    assert would_fit(FAILURE, advised) == ["would fit: dvc exp run -S x=1 -S y=2 (1 GiB)"]
+
+
+def test_without_files_of_the_estimate_something_is_told_all_the_same(tmp_path: Path):
+    """A second fault that hides the first."""
+    forecast = read_forecast(METRICS, tmp_path / "nowhere")
+    unknown = replace(FAILURE, held_bytes=None, reserved_bytes=None, free_bytes=None)
+    lines = told(unknown, tmp_path, forecast=forecast)
+    assert lines[1] == "measured: nothing counts memory on this system" and not any("predicted" in one for one in lines)
+    write_json(tmp_path / "breakdown.json", dict(FORECAST.breakdown))
+    assert read_forecast(METRICS, tmp_path).breakdown == FORECAST.breakdown
+
+
+def test_a_disk_that_refuses_the_file_hides_nothing(tmp_path: Path):
+    (tmp_path / "oom.json").mkdir()
+    lines = told(FAILURE, tmp_path)
+    assert lines[0].startswith("bucket.max_tokens: ") and "no details were written: " in lines[-1]
+
+
+def test_the_command_line_prints_the_details_below_the_fault(tmp_path: Path):
+    def fail() -> None:
+        raise out_of_memory(FAILURE, FORECAST, device="a", split=True, record=tmp_path / "oom.json")
+
+    done = invoke(StageCommand("fails", callback=fail))
+    first, *lines = done.stderr.splitlines()
+    assert done.exit_code == 1 and first.startswith("error: bucket.max_tokens: memory of a ended in backward")
+    assert len(lines) == 5 and all(line.startswith("  ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
+    ],
+)
+def test_memory_has_many_names(error: Exception, memory: bool):
+    """A fault of the program recovered from, or one of memory that passes as a traceback."""
+    assert is_out_of_memory(error) is memory
+
+
+def test_what_was_asked_for_is_read_off_real_messages():
+    """Messages that changed with a version: here they come from the libraries themselves."""
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**46)
+    assert is_out_of_memory(refused.value) and asked_bytes(str(refused.value)) == 2**48
+    with pytest.raises(MemoryError) as refused_too:
+        np.empty(2**46, np.int64)
+    assert asked_bytes(str(refused_too.value)) == 2**49
+    assert asked_bytes("Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.11 GiB") == 3 * GIB // 2
+    assert asked_bytes("CUDA error: out of memory") is None
