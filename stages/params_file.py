@@ -125,6 +125,7 @@ def _check_methods(params: Params) -> None:
             f"{train.method} and {train.precision}; set it to false",
         ),
         *_optimizer_faults(train, params.hardware.num_gpus),
+        *_recovery_faults(params),
         (
             train.grad_ckpt_policy != "full" and not train.grad_ckpt,
             f"train.grad_ckpt_policy: has an effect only with train.grad_ckpt=true; got {train.grad_ckpt_policy} with "
@@ -162,6 +163,21 @@ def _check_methods(params: Params) -> None:
     for broken, message in faults:
         if broken:
             raise UserError(message)
+
+
+def _recovery_faults(params: Params) -> Iterator[tuple[bool, str]]:
+    """Where a step cannot be cut smaller and done again: faults of `_check_methods`."""
+    split = params.run.oom_recovery == "split"
+    yield (
+        split and params.hardware.num_gpus > 1,
+        f"run.oom_recovery: split does a step again, while other GPUs wait for its sums; got split with "
+        f"hardware.num_gpus={params.hardware.num_gpus}; set it to none",
+    )
+    yield (
+        split and params.train.optimizer_in_backward,
+        "run.oom_recovery: split begins a step again, whose weights train.optimizer_in_backward=true has already "
+        "changed; got split; set it to none, or that to false",
+    )
 
 
 def _optimizer_faults(train: Train, num_gpus: int) -> Iterator[tuple[bool, str]]:

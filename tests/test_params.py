@@ -138,6 +138,27 @@ def test_switches_that_exclude_each_other_are_told_in_one_line(values: dict[str,
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hardware.num_gpus": 2},
+            r"run\.oom_recovery: .* other GPUs wait .*got split with hardware\.num_gpus=2; set it",
+        ),
+        (
+            {"train.method": "full", "train.optimizer_in_backward": True, "train.max_grad_norm": None},
+            r"run\.oom_recovery: .*train\.optimizer_in_backward=true has already changed",
+        ),
+    ],
+)
+def test_recovery_where_a_step_cannot_begin_again_is_refused(values: dict[str, Any], changes: dict, message: str):
+    """A promise that cannot be kept when memory ends, hours later."""
+    for dotted, value in {**changes, "run.oom_recovery": "split"}.items():
+        put(values, dotted, value)
+    with pytest.raises(UserError, match=message):
+        parse_params(values)
+
+
 def test_a_revision_of_the_section_needs_one_hub_source(values: dict[str, Any]):
     """Entries without a revision take the section's; those that have none to take are left alone."""
     put(values, "data.revision", "v1")

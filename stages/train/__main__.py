@@ -158,9 +158,8 @@ def _run(
     stop = Stop()
     with ExitStack() as stack:
         keeper: Keeper = NOTHING_KEPT
-        begun: Callable[[int], None] = _nothing
+        begun = stack.enter_context(heartbeat(scratch_root() / "running", _told)).begun
         if world.size == 1:
-            begun = stack.enter_context(heartbeat(scratch_root() / "running", _told)).begun
             stack.enter_context(stopped_by_signals(stop))
             key = run_key(decided, read, device)
             keeper = stack.enter_context(opened(scratch_root() / key, run=params.run, stop=stop, told=_told))
@@ -197,10 +196,6 @@ def _ending(job: TrainJob, run: Run, forecast: Callable[[], Forecast], begun: Ca
         report=report,
         begun=begun,
     )
-
-
-def _nothing(step: int) -> None:
-    """Hears of each step, and tells nobody."""
 
 
 def _told(line: str) -> None:

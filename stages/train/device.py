@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import PretrainedConfig
 
 from stages.errors import UserError
+from stages.memory_group import free_host_bytes
 from stages.model.attention_choice import choose_attention
 from stages.model.spec import ModelSpec
 from stages.param_types import OffloadActivations, OffloadState
@@ -31,7 +31,8 @@ def check_device(
         device: where training would run.
         spec: the model's method and precision.
         verdict: data/estimate/verdict.json; its refusal was decided for `hardware.gpu`.
-        estimate: metrics/estimate.json; its predicted peak is compared with the memory free here.
+        estimate: metrics/estimate.json; its predicted peaks are compared with the memory free here: of the device, and
+            of its host, where a container's limit counts too.
 
     Raises:
         UserError: with the breakdown, or with the precision that this device lacks.
@@ -43,12 +44,23 @@ def check_device(
         raise UserError(f"train.precision: {name} has no native bf16; got {spec.precision}; use fp16")
     if not verdict["enforce"]:
         return
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    predicted = estimate["peak_bytes_predicted"]
-    if predicted > free:
+    host, where = free_host_bytes()
+    if device.type == "cuda":
+        _check_room(estimate["host_bytes_predicted"], host, f"RAM on the host of {estimate['gpu']}", where)
+        host, where = torch.cuda.mem_get_info(device)[0], f"on {device} here"
+    _check_room(estimate["peak_bytes_predicted"], host, f"tensors on {estimate['gpu']}", where)
+
+
+def _check_room(needed: int | None, free: int, of: str, where: str) -> None:
+    """Hold what is predicted to be needed (None: it was predicted for a device without a host) against what is free.
+
+    Raises:
+        UserError: naming both.
+    """
+    if needed is not None and needed > free:
         raise UserError(
-            f"hardware.gpu: the run needs {readable_size(predicted)} (predicted for {estimate['gpu']}) but "
-            f"{readable_size(free)} are free on {device} here; free some, change the run, or set estimate.enforce=false"
+            f"hardware.gpu: the run needs {readable_size(needed)} (predicted, of {of}) but {readable_size(free)} are "
+            f"free {where}; free some, change the run, or set estimate.enforce=false"
         )
 
 
@@ -75,11 +87,11 @@ def check_host(choice: OffloadState, device: torch.device, predicted: Mapping[st
         UserError: naming what is needed and what is free, or that there is no GPU.
     """
     refuse_offloaded_state(choice, device.type)
-    needed, free = predicted["host_bytes_predicted"], psutil.virtual_memory().available
+    needed, (free, where) = predicted["host_bytes_predicted"], free_host_bytes()
     if choice == "optimizer" and needed > free:
         raise UserError(
             f"train.offload: optimizer must have room in the host's memory; {readable_size(needed)} are predicted and "
-            f"{readable_size(free)} are free; free some, use train.optimizer=adamw_8bit, or none"
+            f"{readable_size(free)} are free {where}; free some, use train.optimizer=adamw_8bit, or none"
         )
 
 
@@ -96,9 +108,10 @@ def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) 
     """
     if choice == "none":
         return
-    where = "in memory" if choice == "cpu" else f"below {scratch.resolve()}"
-    scratch.mkdir(parents=True, exist_ok=True)
-    free = psutil.virtual_memory().available if choice == "cpu" else shutil.disk_usage(scratch).free
+    free, where = free_host_bytes()
+    if choice == "disk":
+        scratch.mkdir(parents=True, exist_ok=True)
+        free, where = shutil.disk_usage(scratch).free, f"below {scratch.resolve()}"
     if needed_bytes > free:
         raise UserError(
             f"train.offload_activations: {choice} must have room for activations; {readable_size(needed_bytes)} are "

@@ -10,6 +10,7 @@ from stages.bucket.plan import MicroBatch, Plan
 from stages.errors import UserError
 from stages.model.load import load_model
 from stages.step.team import Alone
+from stages.train import device
 from stages.train.device import check_device, check_offload
 from stages.train.guards import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from stages.train.heldout import heldout_batches
@@ -53,12 +54,12 @@ def test_enforce_false_lets_it_run():
 
 def test_the_device_at_hand_is_checked_too():
     """The verdict is for hardware.gpu, which may not be the machine that trains."""
-    with pytest.raises(UserError, match=r"hardware\.gpu: the run needs .* are free on cpu here"):
+    with pytest.raises(UserError, match=r"hardware\.gpu: the run needs .* are free (of this machine's RAM|within)"):
         check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**60, "gpu": "A100-80GB"})
     check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 1, "gpu": "A100-80GB"})
 
 
-@pytest.mark.parametrize(("choice", "where"), [("cpu", "in memory"), ("disk", "below .*scratch")])
+@pytest.mark.parametrize(("choice", "where"), [("cpu", "(of this machine's RAM|within .*)"), ("disk", "below .*scratch")])
 def test_activations_are_sent_where_there_is_room_for_them(tmp_path: Path, choice, where):
     """A machine that swaps itself to death, or a disk that is full after an hour."""
     check_offload("none", 2**60, tmp_path)
@@ -111,3 +112,21 @@ def test_steps_are_measured_that_the_prediction_did_not_choose():
     lengths = np.full(9, 8, np.int32)
     assert measured_steps(Plan.of(planned), lengths) == {0, 2, 4, 6, 8}
     assert measured_steps(Plan.of(planned[:1]), lengths) == {0}
+
+
+def test_a_container_that_is_too_small_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch):
+    """A process that the kernel kills after an hour, since its container may use less than the machine has."""
+    told = "within this container's memory limit of 8 GiB"
+    monkeypatch.setattr(device, "free_host_bytes", lambda: (2**30, told))
+    with pytest.raises(UserError, match=r"hardware\.gpu: the run needs 2 GiB .* but 1 GiB are free within this contai"):
+        check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**31, "gpu": "cpu"})
+    check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**29, "gpu": "cpu"})
+    monkeypatch.setattr(device.torch.cuda, "mem_get_info", lambda _: (2**40, 2**40))
+    cuda = torch.device("cuda", 0)
+    estimate = {"peak_bytes_predicted": 2**39, "gpu": "H100"}
+    with pytest.raises(
+        UserError, match=r"needs 2 GiB \(predicted, of RAM on the host of H100\) but 1 GiB are free with"
+    ):
+        check_device(cuda, spec_of(), FITS, {**estimate, "host_bytes_predicted": 2**31})
+    for host_bytes in (2**29, None):
+        check_device(cuda, spec_of(), FITS, {**estimate, "host_bytes_predicted": host_bytes})
