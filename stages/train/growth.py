@@ -32,7 +32,7 @@ HELD, PEAK, RESERVED, OWN, RESIDENT = (
     "rss_bytes",
 )
 RETRIES = "alloc_retries"
-"""Known of CUDA's allocator alone; what malloc reserves comes and goes, and is seen in the process."""
+"""Known of CUDA's allocator alone: where its cells are empty, malloc counted, and what that reserves comes and goes."""
 SHAPES = ("largest_micro_batch_tokens", "tokens", "longest_row")
 """Of the batches. A step's tokens count where those of its largest micro-batch, which decide the peak, are unknown."""
 SURE = 0.9995
@@ -115,9 +115,9 @@ def classify(rows: Rows) -> list[Growth]:
 
 
 def _series(rows: Rows, name: str) -> _Series | None:
-    """A column; None where too few rows have it."""
+    """A column; None where too few rows have it, or where it says nothing."""
     known = [row for row in rows if row.get(name) is not None]
-    if len(known) < LEAST_STEPS:
+    if len(known) < LEAST_STEPS or (name == RESERVED and all(row.get(RETRIES, 0) is None for row in known)):
         return None
     shapes = [one for one in SHAPES if all(row.get(one) is not None for row in known)]
     if SHAPES[0] in shapes and SHAPES[1] in shapes:
@@ -183,8 +183,6 @@ def _steady_growth(series: _Series) -> Growth | None:
 
 def _fragmentation(rows: Rows) -> Growth | None:
     """Growth of what is reserved beyond the most that tensors ever took."""
-    if all(RETRIES in row and row[RETRIES] is None for row in rows):
-        return None
     for name in (PEAK, HELD):
         both = [row for row in rows if row.get(name) is not None]
         series = _series(both, RESERVED)
