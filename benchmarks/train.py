@@ -1,6 +1,6 @@
 """Stage train against Hugging Face's Trainer, TRL's SFTTrainer, and the bare forward and backward passes.
 
-A small Llama of random weights (13 M parameters, 32,000 tokens) is fully fine-tuned in fp32 on the same made-up rows
+A small Llama of random weights (5 M parameters, 1,280 tokens) is fully fine-tuned in fp32 on the same made-up rows
 of prompt and completion, of which the completion alone is trained, with about the same tokens in each optimizer step.
 Cases run interleaved, each in fresh processes; the first steps of each are left out. The limit runs the very batches of
 ours. Peak memory is that of PyTorch's allocator, counted in a run of its own. TRL gets the virtual environment of
