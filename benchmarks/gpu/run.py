@@ -1,7 +1,9 @@
 """Builds a model of random weights on a device and runs real steps under its allocator's own count."""
 
 import gc
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
@@ -13,16 +15,20 @@ from transformers.integrations import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase
+from stages.estimate.predict import Setting, optim_of
 from stages.model.adapters import add_adapters
-from stages.model.attention import ATTENTION, JoinedRows
+from stages.model.attention import JoinedRows, training_attention
 from stages.model.checkpointing import enable_checkpointing
 from stages.model.quantize import keep_trainable_on_cpu, quantisation
 from stages.model.spec import ModelSpec
 from stages.step.batches import IGNORED, Batch, BatchShape, join_rows
-from stages.step.optim import OptimSpec, build_optimizer
-from stages.step.step import StepSpec, training_step
+from stages.step.offload import Offload, make_offload
+from stages.step.optim import build_optimizer
+from stages.step.step import Phase, StepResult, StepSpec, training_step
 from stages.train.measure import Measured, make_meter
 
+LEARNING_RATE = 1e-5
+SCRATCH = Path("scratch")
 SPREAD = 0.02
 """Standard deviation of the random weights: that of most models' initialisation."""
 
@@ -37,44 +43,76 @@ class Run:
     """All that the device says is taken, right after the last step."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained:
+    """A model with its optimizer, as stage train has them."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    setting: Setting
+    step_spec: StepSpec
+    offload: Offload | None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, setting: Setting, device: torch.device) -> "Trained":
+        """Random weights on a device."""
+        model = random_model(config, setting.model, device)
+        step_spec = StepSpec(
+            loss_chunk=setting.loss_chunk,
+            max_grad_norm=setting.max_grad_norm,
+            foreach=device.type == "cuda",
+            optimizer_in_backward=setting.optimizer_in_backward,
+        )
+        return cls(
+            model=model,
+            optimizer=build_optimizer(model, replace(optim_of(setting), lr=LEARNING_RATE)),
+            setting=setting,
+            step_spec=step_spec,
+            offload=make_offload(setting.offload_activations, device, SCRATCH),
+        )
+
+    def step(self, batches: Iterable[Batch], shapes: Sequence[BatchShape], phase: Phase) -> StepResult:
+        """One optimizer step over batches of these shapes."""
+        return training_step(
+            self.model,
+            self.optimizer,
+            batches,
+            supervised_tokens=sum(shape.supervised for shape in shapes),
+            model_spec=self.setting.model,
+            spec=self.step_spec,
+            phase=phase,
+            guard=lambda losses, norm: None,
+            offload=self.offload,
+        )
+
+
 def measure_case(case: GpuCase, device: torch.device) -> Run:
     """Run the steps of a case."""
     setting = case.setting
-    optim = OptimSpec(name=setting.optimizer, lr=1e-5, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
-    spec = StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=device.type == "cuda")
-    _forget(device)
+    forget(device)
     meter = make_meter(device)
     with meter.window("run"):
         with meter.phase("load"):
-            model = random_model(MODELS[case.model], setting.model, device)
-            optimizer = build_optimizer(model, optim)
-            _forget(device)
+            trained = Trained.of(MODELS[case.model], setting, device)
+            forget(device)
         loaded = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
         vocabulary = MODELS[case.model].get_text_config().vocab_size
         for shapes in LAYOUTS[case.layout]:
-            training_step(
-                model,
-                optimizer,
-                (_random_batch(shape, vocabulary, device) for shape in shapes),
-                supervised_tokens=sum(shape.supervised for shape in shapes),
-                model_spec=setting.model,
-                spec=spec,
-                phase=meter.phase,
-                guard=lambda losses, norm: None,
-            )
+            trained.step((random_batch(shape, vocabulary, device) for shape in shapes), shapes, meter.phase)
         process = _process_bytes(device)
     return Run(peaks=meter.result(), reserved_after_load_bytes=loaded, process_bytes=process)
 
 
 def random_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
     """What `stages.model.load.load_model` makes, from a configuration alone and with random weights."""
+    attention = training_attention(config, spec.attention)
     with torch.device(device), init.no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=ATTENTION)
+        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=attention)
     model.tie_weights()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=SPREAD)
-    if spec.method == "qlora":
+    if quantisation(spec) is not None:
         _quantize(model, spec, device)
     adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
     enable_checkpointing(model, spec)
@@ -82,23 +120,32 @@ def random_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device
 
 
 def _quantize(model: Any, spec: ModelSpec, device: torch.device) -> None:
-    """Random 4-bit weights in the layers that loading would pack."""
+    """Random 4 or 8-bit weights in the layers that loading would pack."""
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation(spec))
+    # By these peft picks its adapters for quantised layers, as it does for a loaded model.
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"
     for layer in model.modules():
-        if not isinstance(layer, bnb.nn.Linear4bit):
+        if not isinstance(layer, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
             continue
-        values = torch.empty((layer.out_features, layer.in_features), dtype=spec.dtype, device=device).normal_(
-            std=SPREAD
-        )
-        packed = bnb.nn.Params4bit(values, requires_grad=False, compress_statistics=True, quant_type="nf4")
-        layer.weight = packed.to(device)  # type: ignore[misc]  # This packs them.
+        values = torch.empty((layer.out_features, layer.in_features), dtype=spec.dtype, device=device)
+        layer.weight = _packed(values.normal_(std=SPREAD), spec, device)  # type: ignore[misc]
         if layer.bias is not None:
             bias = torch.empty(layer.out_features, dtype=spec.dtype, device=device).normal_(std=SPREAD)
             layer.bias = nn.Parameter(bias, requires_grad=False)
     keep_trainable_on_cpu(model)
 
 
-def _random_batch(shape: BatchShape, vocabulary: int, device: torch.device) -> Batch:
+def _packed(values: torch.Tensor, spec: ModelSpec, device: torch.device) -> torch.Tensor:
+    """A weight in 4 or 8 bits: moving it to its device packs it, in 8 bits only from the CPU."""
+    if spec.method == "int8_lora":
+        return bnb.nn.Int8Params(values.cpu(), requires_grad=False, has_fp16_weights=False).to(device)
+    weight = bnb.nn.Params4bit(
+        values, requires_grad=False, compress_statistics=spec.double_quant, quant_type=spec.quant_type
+    )
+    return weight.to(device)
+
+
+def random_batch(shape: BatchShape, vocabulary: int, device: torch.device) -> Batch:
     """Random tokens, the first `supervised` positions trained, moved as train moves them."""
     input_ids_BT = torch.randint(vocabulary, (shape.rows, shape.length))
     index_N = torch.arange(shape.supervised)
@@ -111,7 +158,7 @@ def _random_batch(shape: BatchShape, vocabulary: int, device: torch.device) -> B
     return batch.to(device)
 
 
-def _forget(device: torch.device) -> None:
+def forget(device: torch.device) -> None:
     """Free what earlier cases left, libraries' workspaces too, so that every case begins alike."""
     gc.collect()
     if device.type == "cuda":
