@@ -63,10 +63,14 @@ class Ended:
         Raises:
             AssertionError: it ended otherwise, or said more.
         """
-        assert self.status == 1 and "Traceback" not in self.output, f"exit status {self.status}: {self.output}"
-        lines = [line for line in self.output.splitlines() if not line.startswith("note: ")]
-        assert len(lines) == 1 and lines[0].startswith("error: "), self.output
-        return lines[0].removeprefix("error: ")
+        assert self.status == 1, f"exit status {self.status}: {self.output}"
+        [line] = self.faults()
+        assert line.startswith("error: "), self.output
+        return line.removeprefix("error: ")
+
+    def faults(self) -> list[str]:
+        """The lines that tell neither of what went well nor of what the run goes on without."""
+        return [line for line in self.output.splitlines() if not line.startswith(("note: ", "step ", "warning: "))]
 
 
 @dataclass(kw_only=True)
