@@ -74,7 +74,9 @@ def training_step(
     team = Alone(model) if team is None else team
     losses: list[torch.Tensor] = []
     norms: Norms = {}
-    for turn, batch in enumerate(batches, start=1):
+    turn = 0
+    for batch in batches:  # Not enumerated: that would hold the batch until it is asked for the next one.
+        turn += 1
         compute = partial(summed_loss, batch=batch, chunk=spec.loss_chunk, offload=offload)
         with team.turn(last=turn == turns):
             with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type):
