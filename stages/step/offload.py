@@ -7,8 +7,8 @@ bit. The same hooks run in train, on a store of the host's, and in estimate, on 
 import os
 import tempfile
 import weakref
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stages.errors import UserError
@@ -64,15 +65,29 @@ class Offload:
     def __init__(self, store: Store):
         """Keep it in `store`."""
         self._store = store
-        self._weights: frozenset[int] = frozenset()
+        self._weights: set[int] = set()
         # One copy serves all that is saved of the same memory: the input of three projections is there once.
         self._sent: weakref.WeakValueDictionary[Hashable, _Sent] = weakref.WeakValueDictionary()
 
-    def saving(self, model: nn.Module) -> AbstractContextManager[object]:
+    @contextmanager
+    def saving(self, model: nn.Module) -> Iterator[None]:
         """Inside, what is saved for backward goes away, but for the model's own weights."""
-        weights = chain(model.parameters(), model.buffers())
-        self._weights = frozenset(tensor.untyped_storage()._cdata for tensor in weights)
-        return saved_tensors_hooks(self._pack, self._unpack)
+        self._weights.clear()
+        self._know_weights(model)
+        # A layer of which this process holds a part has its weights only while it computes.
+        cut = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        hooks = [module.register_forward_pre_hook(self._know_weights) for module in cut]
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _know_weights(self, module: nn.Module, args: object = None) -> None:
+        """Take note of where a module's weights are now."""
+        weights = chain(module.parameters(), module.buffers())
+        self._weights.update(tensor.untyped_storage()._cdata for tensor in weights)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
         """Send a tensor away, with what lies between its first and its last value."""

@@ -1,6 +1,7 @@
 """What a group of processes, or one, is asked to train: the same rows, cut and dealt as a case says."""
 
 import contextlib
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from stages.dist.shard import ShardSpec, make_team
 from stages.dist.world import World
 from stages.model.load import load_model
 from stages.step.batches import Batch, collate, idle_batch
+from stages.step.offload import DiskStore, Offload
 from stages.step.optim import OptimSpec, build_optimizer
 from stages.step.scale import LossScaler
 from stages.step.step import StepSpec, training_step
@@ -34,6 +36,8 @@ class Case:
     flat: bool = False
     chunk: int | None = None
     steps: int = 20
+    offload: bool = False
+    """Keep activations in a file between forward and backward."""
     model: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
 
@@ -47,6 +51,19 @@ class Outcome:
     team: Team
     optimizer: torch.optim.Optimizer
     skipped: int | None
+    sent_bytes: int
+    """Of activations, to the file."""
+
+
+class CountingStore(DiskStore):
+    """Adds up what is sent."""
+
+    sent_bytes = 0
+
+    def put(self, values: torch.Tensor) -> Any:
+        """See Store."""
+        self.sent_bytes += values.nbytes
+        return super().put(values)
 
 
 def dealt(case: Case, world: World) -> tuple[list[Batch], int]:
@@ -74,6 +91,7 @@ def learn(case: Case, world: World) -> Outcome:
     optimizer = build_optimizer(team.mine, OptimSpec(**{**PLAIN, **case.optim}))
     torch.manual_seed(0)
     scaler = LossScaler() if model_spec.scales_loss else None
+    store = CountingStore(CPU, Path(tempfile.gettempdir()))
     batches, supervised = dealt(case, world)
     results = [
         training_step(
@@ -86,6 +104,7 @@ def learn(case: Case, world: World) -> Outcome:
             phase=lambda name: contextlib.nullcontext(),
             guard=lambda losses, norm: None,
             scaler=scaler,
+            offload=Offload(store) if case.offload else None,
             team=team,
             turns=len(batches),
         )
@@ -97,4 +116,5 @@ def learn(case: Case, world: World) -> Outcome:
         team=team,
         optimizer=optimizer,
         skipped=None if scaler is None else scaler.skipped_steps,
+        sent_bytes=store.sent_bytes,
     )

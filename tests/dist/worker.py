@@ -31,12 +31,19 @@ def do_learn(world: World, directory: Path, arguments: dict[str, Any]) -> dict[s
         "losses": outcome.losses,
         "norms": outcome.norms,
         "skipped": outcome.skipped,
+        "sent_bytes": outcome.sent_bytes,
         "state_bytes": sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
         "weights": str(path),
     }
 
 
-TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {"learn": do_learn}
+def do_sent_by_all(world: World, directory: Path, arguments: dict[str, Any]) -> int:
+    """Train a case; bytes of activations that all processes sent away."""
+    outcome = learn(Case(**arguments), world)
+    return int(outcome.team.total(torch.tensor(outcome.sent_bytes)).item())
+
+
+TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {"learn": do_learn, "sent_by_all": do_sent_by_all}
 
 
 def main() -> None:
