@@ -120,6 +120,9 @@ def greedy_answers(
         pad_token_id=pad_id,
         use_cache=True,
     )
+    # PyTorch makes one product of all prompts' last positions only where the weight could be trained. Of a frozen head
+    # it makes one for each, and in 16 bits on a CPU it copies the head as often.
+    lm.get_output_embeddings().weight.requires_grad_(True)
     answers: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].ids), number))
     while order:

@@ -197,4 +197,4 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+    return tensor.flatten().view(torch.uint8).numpy().data

@@ -15,7 +15,7 @@ BLOCK_VALUES = 2**20
 """Random values that repeat in every weight: drawing them all would take longer than the test."""
 
 
-def large_llama(layers: int) -> LlamaConfig:
+def large_llama(layers: int, vocabulary: int = 32000) -> LlamaConfig:
     """Of TinyLlama's sizes: 22 layers are 1.1 billion weights, 2.05 GiB in 16 bits."""
     return LlamaConfig(
         hidden_size=2048,
@@ -23,7 +23,7 @@ def large_llama(layers: int) -> LlamaConfig:
         num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=4,
-        vocab_size=32000,
+        vocab_size=vocabulary,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -1,0 +1,105 @@
+"""Files of tensors: the bytes safetensors itself writes and reads, and what it refuses, one tensor at a time."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from stages.errors import UserError
+from stages.model.load import load_base
+from stages.model.tensor_files import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    TensorForm,
+    model_tensors,
+    stored_tensors,
+    write_held,
+    write_tensors,
+)
+from stages.train.measure import make_meter
+from tests.small_model import CPU, spec_of
+
+
+def of_every_type() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    values = torch.randint(0, 2, (5, 3), generator=draw)
+    tensors = {f"{side}é.{name}": values.to(dtype, copy=True) for side in "ba" for name, dtype in DTYPES.items()}
+    return {**tensors, "one value": torch.tensor(1.5), "none": torch.empty(0, 4), "sliced": torch.eye(6)[:, :2]}
+
+
+def test_the_bytes_are_those_of_safetensors(tmp_path: Path):
+    """Equal weights in other bytes: evaluate would be run again for nothing."""
+    tensors = of_every_type()
+    write_held(tmp_path / "ours", tensors)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_what_is_read_is_what_safetensors_reads(tmp_path: Path):
+    """A tensor from the wrong place, in the wrong type, or from its second half on."""
+    save_file({name: tensor.contiguous() for name, tensor in of_every_type().items()}, tmp_path / "file")
+    expected, found = load_file(tmp_path / "file"), stored_tensors(tmp_path / "file")
+    assert sorted(expected) == sorted(found)
+    for name, stored in found.items():
+        tensor = stored.read()
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
+        assert tensor.flatten().view(torch.uint8).tolist() == expected[name].flatten().view(torch.uint8).tolist()
+        assert stored.bytes == tensor.nbytes
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path):
+    """A whole file made, or read, at once."""
+    forms = {f"{number}": TensorForm(dtype=torch.float32, shape=(64, 64)) for number in range(9)}
+    meter = make_meter(CPU)
+    with meter.window("all"):
+        with meter.phase("write"):
+            write_tensors(tmp_path / "file", forms, lambda name: torch.full((64, 64), float(name)))
+        with meter.phase("read"):
+            sums = {name: stored.read().max().item() for name, stored in stored_tensors(tmp_path / "file").items()}
+    assert sums == {name: float(name) for name in forms}
+    peaks = meter.result().peak_bytes_by_phase
+    assert 64 * 64 * 4 <= peaks["write"] < 64 * 64 * 4 + 64 and 64 * 64 * 4 <= peaks["read"] < 64 * 64 * 4 + 64
+
+
+def test_a_tensor_unlike_its_form_is_not_written(tmp_path: Path):
+    """A header that tells another shape than the bytes have."""
+    form = TensorForm(dtype=torch.float32, shape=(2, 3))
+    with pytest.raises(RuntimeError, match="a is not of the type and shape"):
+        write_tensors(tmp_path / "file", {"a": form}, lambda name: torch.zeros(3, 2))
+
+
+def test_broken_files_are_refused(small_llama: Path, tmp_path: Path):
+    """A cut or forged file read past its end, or a type that is silently taken for another."""
+    whole = (small_llama / SINGLE).read_bytes()
+    for content, fault in (
+        (whole[:-1], SafetensorError),
+        (whole[:20], SafetensorError),
+        (b"", SafetensorError),
+        (whole + b"x", SafetensorError),
+        (whole.replace(b'"BF16"', b'"F4_X"', 1), SafetensorError),
+    ):
+        (tmp_path / SINGLE).write_bytes(content)
+        with pytest.raises(fault):
+            model_tensors(tmp_path)
+    (tmp_path / "config.json").write_bytes((small_llama / "config.json").read_bytes())
+    with pytest.raises(UserError, match=r"model\.name: weights in .* cannot be loaded \(.*; replace the files"):
+        load_base(tmp_path, spec_of(method="full"), CPU)
+    (tmp_path / SINGLE).unlink()
+    with pytest.raises(UserError, match=rf"cannot be loaded \(no file named {SINGLE} or {INDEX}\)"):
+        load_base(tmp_path, spec_of(method="full"), CPU)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(UserError, match=r"cannot be loaded \(.*No such file"):
+        load_base(tmp_path, spec_of(method="full"), CPU)
+
+
+def test_a_file_that_ends_while_it_is_read_is_told(small_llama: Path, tmp_path: Path):
+    """The rest of a weight left as the memory was."""
+    (tmp_path / SINGLE).write_bytes((small_llama / SINGLE).read_bytes())
+    last = max(model_tensors(tmp_path).values(), key=lambda stored: stored.start)
+    (tmp_path / SINGLE).write_bytes((small_llama / SINGLE).read_bytes()[: last.start + 1])
+    with pytest.raises(OSError, match="bytes too soon"):
+        last.read()
