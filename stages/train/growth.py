@@ -31,6 +31,7 @@ HELD, PEAK, RESERVED, OWN, RESIDENT = (
     "rss_own_bytes",
     "rss_bytes",
 )
+MEMORY = (HELD, PEAK, RESERVED, OWN, RESIDENT)
 RETRIES = "alloc_retries"
 """Known of CUDA's allocator alone: where its cells are empty, malloc counted, and what that reserves comes and goes."""
 SHAPES = ("largest_micro_batch_tokens", "tokens", "longest_row")
@@ -42,7 +43,11 @@ WARM_UP_SHARE = 0.25
 LEAK_BYTES, LEAK_SHARE = MIB, 0.001
 """A leak that is less, over the steps it is judged on, in bytes or as a share of the level, is none to tell of."""
 GROWTH_BYTES, GROWTH_SHARE = MIB, 0.02
-"""Less growth, over a whole run, is flat."""
+"""Less growth, over a whole run, is flat …"""
+LENGTH_SHARE = 0.1
+"""… and less of it by longer batches is none to tell of: a run that fits has more room than that."""
+KNOWN_SHARE = 0.5
+"""Of the rows with memory that must have a column: peaks measured on a CPU are those of the largest steps, mostly."""
 FRAGMENT_BYTES, FRAGMENT_SHARE = 20 * MIB, 0.05
 """Fragmentation that is less (a segment of CUDA's allocator; of what is reserved) is none to tell of."""
 FALLS_SHARE = 0.25
@@ -117,7 +122,10 @@ def classify(rows: Rows) -> list[Growth]:
 def _series(rows: Rows, name: str) -> _Series | None:
     """A column; None where too few rows have it, or where it says nothing."""
     known = [row for row in rows if row.get(name) is not None]
-    if len(known) < LEAST_STEPS or (name == RESERVED and all(row.get(RETRIES, 0) is None for row in known)):
+    watched = sum(any(row.get(column) is not None for column in MEMORY) for row in rows)
+    if len(known) < max(LEAST_STEPS, KNOWN_SHARE * watched):
+        return None
+    if name == RESERVED and all(row.get(RETRIES, 0) is None for row in known):
         return None
     shapes = [one for one in SHAPES if all(row.get(one) is not None for row in known)]
     if SHAPES[0] in shapes and SHAPES[1] in shapes:
@@ -211,7 +219,7 @@ def _length(rows: Rows) -> Growth | None:
     highest = np.maximum.accumulate(series.values)
     rises = np.diff(highest)
     growth = float(rises.sum())
-    if growth < max(GROWTH_BYTES, GROWTH_SHARE * float(highest[0])):
+    if growth < max(GROWTH_BYTES, LENGTH_SHARE * float(highest[0])):
         return None
     longest = _longest(series)[1:]
     if rises[longest].sum() < EXPLAINED_SHARE * growth:
@@ -228,7 +236,7 @@ def _length(rows: Rows) -> Growth | None:
 
 def _no_cause(rows: Rows) -> Growth:
     """What the series look like that grows most, where no cause is sure."""
-    series = [s for name in (HELD, PEAK, RESERVED, OWN, RESIDENT) if (s := _series(rows, name)) is not None]
+    series = [s for name in MEMORY if (s := _series(rows, name)) is not None]
     if OWN in (names := [one.name for one in series]) and RESIDENT in names:
         series.pop()
     if not series:

@@ -132,6 +132,19 @@ def test_what_malloc_keeps_is_not_called_fragmentation_of_segments():
     assert main_cause([{**row, "alloc_retries": None} for row in rows_of(**columns)]) == "flat"
 
 
+def test_peaks_of_chosen_steps_say_nothing_of_growth():
+    """A CPU measures the largest steps and a few others: seen from them, every run grows with length."""
+    tokens = np.where(np.arange(STEPS) % 20 == 0, np.arange(STEPS) * 10.0 + 100, 64)
+    rows = rows_of(tokens=tokens, allocated_bytes=LEVEL / 10 + MIB * tokens, held_bytes=np.full(STEPS, LEVEL))
+    assert main_cause(rows) == "length"
+    assert main_cause([row if row["step"] % 20 == 0 else {**row, "allocated_bytes": None} for row in rows]) == "flat"
+
+
+def test_a_curve_that_is_sparse_is_judged_on_the_rows_it_has():
+    rows = rows_of(held_bytes=GIB + MIB * np.arange(STEPS))
+    assert main_cause([row if row["step"] % 4 == 0 else {"step": row["step"]} for row in rows]) == "leak"
+
+
 def test_a_cause_is_told_once_and_again_to_whoever_reads_a_resumed_run():
     rows = rows_of(held_bytes=GIB + MIB * np.arange(STEPS))
     watch = GrowthWatch()
