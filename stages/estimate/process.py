@@ -100,12 +100,6 @@ def on_host(
         "batches": Part(
             bytes=batches, margin_bytes=0, basis="derived", why="one in use, and one thread's ahead; page-locked"
         ),
-        "weight_files": Part(
-            bytes=shapes.values * stored.itemsize,
-            margin_bytes=0,
-            basis="derived",
-            why="pages of the files while they load: counted as resident, given back when memory runs short",
-        ),
     }
 
 
@@ -122,8 +116,8 @@ def _optimizer(count: int) -> Part:
 
 
 def needed_bytes(parts: dict[str, Part]) -> int:
-    """RAM that cannot be given back, without margins: loading is over before batches are made, yet both are counted."""
-    return sum(part.bytes for name, part in parts.items() if name != "weight_files")
+    """RAM without margins: loading is over before batches are made, yet both are counted."""
+    return sum(part.bytes for part in parts.values())
 
 
 def as_json(device: dict[str, Part], host: dict[str, Part]) -> dict[str, Any]:
