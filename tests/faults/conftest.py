@@ -33,6 +33,7 @@ SMALL = {
     "run__cpu_threads": 1,
     "run__data_workers": 2,
     "run__tokenizer_engine": "tokenizers",
+    "run__checkpoint_seconds": 0.001,
 }
 
 

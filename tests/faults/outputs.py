@@ -18,7 +18,7 @@ TIME_LIKE = re.compile(r"(^|_)(seconds|per_second|rss|host|held|reserved|unused)
 """Names of metrics and columns that two equal runs need not agree on: times, speeds, and what the system counts of a
 process's memory. (`allocated` and `measured` are counted tensor by tensor, and are equal.)"""
 ABSENT = "absent"
-PLACES_OF_WORK = ("scratch", "scratch/tokenize", "scratch/train")
+PLACES_OF_WORK = ("scratch", "scratch/tokenize", "scratch/train", "scratch/train/running")
 """Directories that hold nothing once a run has ended well."""
 
 

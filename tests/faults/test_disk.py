@@ -155,7 +155,7 @@ def test_a_closed_directory_of_unfinished_work_or_links(runner, quick, tmp_path,
     workspace = quick.copy(tmp_path / "work")
     old = put_old(workspace, stage)
     (workspace / closed).mkdir(exist_ok=True)
-    (workspace / "locks/watched-files/0").unlink()
+    (workspace / "locks/watched-files/of-an-earlier-source").symlink_to("0")
     (workspace / closed).chmod(0o555)
     try:
         line = runner.run(stage, workspace, Fault(unprivileged=True)).refusal()
