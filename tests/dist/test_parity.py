@@ -133,9 +133,9 @@ def test_four_processes_learn_what_one_learns(
     check(four, single, replace(case_of(small_llama, mode, method, option), group_gpus=group_gpus))
 
 
-def distance(group: Group, single: Single, case: Case) -> tuple[float, float]:
+def distance(group: Group, single: Single, case: Case, plain: Case | None = None) -> tuple[float, float]:
     """Largest difference of a loss; norm of the difference of what was learnt by its norm."""
-    plain = plain_of(case)
+    plain = plain or plain_of(case)
     start, alone, found = single(replace(plain, steps=0))["weights"], single(plain), group.learn(case)
     losses = max(abs(a - b) for a, b in zip(alone["losses"], found["losses"], strict=True))
     apart = torch.stack([(found["weights"][name] - alone["weights"][name]).float().norm() for name in start]).norm()
@@ -146,7 +146,9 @@ def distance(group: Group, single: Single, case: Case) -> tuple[float, float]:
 
 RATES = {"sgd": 0.05, "lion": 5e-4, "lion_8bit": 5e-4}
 EXACT = (LOSS, WEIGHTS)
-OF_PARTS = {name: (0.005, 0.1) for name in OPTIMIZERS if "8bit" in name} | {"adafactor": (0.03, 0.3)}
+OF_PARTS: dict[str, tuple[float, float]] = {name: (0.005, 0.1) for name in OPTIMIZERS if "8bit" in name} | {
+    "adafactor": (0.03, 0.3)
+}
 """Bounds where the state of a part is not a part of the state: blocks of 8 bits, sums of rows and columns."""
 
 
@@ -156,7 +158,7 @@ def optimizer_case(directory: Path, mode: str, name: str) -> Case:
 
 
 def test_8_bit_state_of_parts(small_llama: Path, pair: Group, single: Single):
-    """bitsandbytes knows no DTensor: it sees plain parts."""
+    """The library of bitsandbytes knows no DTensor: it sees plain parts."""
     found = distance(pair, single, optimizer_case(small_llama, "zero3", "adamw_8bit"))
     assert all(a <= b for a, b in zip(found, OF_PARTS["adamw_8bit"], strict=True))
 
@@ -205,12 +207,8 @@ BF16, FP16 = (0.005, 0.05), (0.001, 0.01)
 def test_precisions_and_adapters(small_llama: Path, pair: Group, single: Single, mode, model, optim, bounds):
     # The same cut as one process has: in 16 bits another one rounds otherwise.
     case = Case(directory=str(small_llama), mode=mode, sizes=IDLE, chunk=16, steps=12, model=model, optim=optim)
-    alone = replace(plain_of(case), sizes=IDLE, chunk=16)
-    start, plain, found = single(replace(alone, steps=0))["weights"], single(alone), pair.learn(case)
-    losses = max(abs(a - b) for a, b in zip(plain["losses"], found["losses"], strict=True))
-    apart = torch.stack([(found["weights"][name] - plain["weights"][name]).float().norm() for name in start]).norm()
-    learnt = torch.stack([(plain["weights"][name] - start[name]).float().norm() for name in start]).norm()
-    assert losses <= bounds[0] and apart <= bounds[1] * learnt
+    found = distance(pair, single, case, replace(plain_of(case), sizes=IDLE, chunk=16))
+    assert all(a <= b for a, b in zip(found, bounds, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -220,6 +218,7 @@ def test_precisions_and_adapters(small_llama: Path, pair: Group, single: Single,
         *(
             pytest.param(mode, method, ckpt, marks=pytest.mark.slow)
             for mode, method, ckpt in product(("ddp", "zero2", "zero3"), ("full", "qlora"), (False, True))
+            if (mode, method, ckpt) != ("zero3", "full", False)
         ),
     ],
 )
