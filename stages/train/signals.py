@@ -36,6 +36,11 @@ class Stop:
         self._number: int | None = None
         self._waits = False
 
+    @property
+    def asked(self) -> bool:
+        """Whether somebody asked."""
+        return self._number is not None
+
     def ask(self, number: int) -> None:
         """What the first signal does: raise at once, or wait for `check`.
 

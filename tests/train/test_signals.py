@@ -12,17 +12,14 @@ from typing import Any
 
 import pytest
 
-from stages.train.orphan import PARENT_ENDED
 from stages.train.signals import AGAIN_SECONDS, Stop, Stopped, stopped_by_signals
 from tests.conftest import ROOT
 from tests.processes import killed_after
 from tests.train import trainer
 from tests.train.interrupted import finish, small_job
 
-END_SECONDS = 10
-"""Within which a process that was asked to stop has to be gone."""
-START_SECONDS = 120
-"""Within which a process begins its steps on a busy machine."""
+END_SECONDS, START_SECONDS = 60, 200
+"""After which a test gives up waiting, on a machine that does much else."""
 
 
 def wait_for(true: Callable[[], bool], seconds: float) -> None:
@@ -80,17 +77,17 @@ def test_a_signal_becomes_the_shells_exit_code():
 class Trainer:
     """A training in a process forked from one that has imported all."""
 
-    def __init__(self, model: Path, directory: Path, batch_seconds: float):
+    def __init__(self, model: Path, directory: Path, mode: trainer.Mode):
         directory.mkdir(exist_ok=True)
         self.directory = directory
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.train.trainer"])
-        self.process = context.Process(target=trainer.main, args=(model, directory, batch_seconds))
+        self.process = context.Process(target=trainer.main, args=(model, directory, mode))
         (directory / trainer.BEGUN).unlink(missing_ok=True)
         self.process.start()
 
     def begun(self) -> None:
-        """Wait for its first batch."""
+        """Wait until it waits."""
         wait_for((self.directory / trainer.BEGUN).exists, START_SECONDS)
 
     def kill(self, number: int) -> None:
@@ -114,8 +111,8 @@ def start(small_llama: Path, tmp_path: Path) -> Iterator[Callable[..., Trainer]]
     """Starts trainings in one directory; what still runs at the end is killed."""
     started: list[Trainer] = []
 
-    def make(batch_seconds: float = trainer.BATCH_SECONDS) -> Trainer:
-        started.append(Trainer(small_llama, tmp_path / "run", batch_seconds))
+    def make(mode: trainer.Mode) -> Trainer:
+        started.append(Trainer(small_llama, tmp_path / "run", mode))
         return started[-1]
 
     yield make
@@ -130,15 +127,13 @@ def test_a_training_that_is_stopped_goes_on_to_the_same_weights(
     start: Callable[..., Trainer], small_llama: Path, tmp_path: Path, number: signal.Signals
 ):
     """SIGTERM of a scheduler, Ctrl-C of a user: one line, the shell's code, and nothing lost."""
-    first = start()
+    first = start("until asked")
     first.begun()
-    time.sleep(4.5 * trainer.BATCH_SECONDS)
     first.kill(number)
     assert first.ended() == 128 + number
     (line,) = first.lines()
-    assert line.startswith(f"train: stopped by {number.name}; the checkpoint of optimizer step ")
-    assert line.endswith(" is kept: the same command goes on from there")
-    second = start()
+    assert line.startswith(f"train: stopped by {number.name}; the checkpoint of optimizer step 2 is kept: ")
+    second = start("run")
     assert second.ended(START_SECONDS) == 0
     assert "train: resumed at optimizer step " in second.lines()[-1]
     whole = finish(small_job(small_llama, tmp_path / "tokens", lora_dropout=0.1))
@@ -148,7 +143,7 @@ def test_a_training_that_is_stopped_goes_on_to_the_same_weights(
 
 def test_a_second_signal_ends_the_process_at_once(start: Callable[..., Trainer]):
     """Who asks again does not want to wait for a batch that takes minutes."""
-    training = start(batch_seconds=600.0)
+    training = start("stuck")
     training.begun()
     training.kill(signal.SIGTERM)
     assert training.ended(AGAIN_SECONDS + 0.2) is None
@@ -172,9 +167,7 @@ def test_no_training_outlives_the_process_that_asked_for_it(small_llama: Path, t
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         wait_for((directory / trainer.BEGUN).exists, START_SECONDS)
-        time.sleep(4.5 * trainer.BATCH_SECONDS)
         parent.kill()
         wait_for(lambda: not Path(f"/proc/{pid}/status").exists(), END_SECONDS)
     (line,) = (directory / trainer.LINES).read_text().splitlines()
-    assert line.startswith("train: stopped by the end of its parent; the checkpoint of optimizer step ")
-    assert PARENT_ENDED not in (signal.SIGTERM, signal.SIGINT)
+    assert line.startswith("train: stopped by the end of its parent; the checkpoint of optimizer step 2 is kept: ")

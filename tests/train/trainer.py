@@ -1,9 +1,11 @@
-"""A small training as a process of its own, as slow as signals need it: `python -m tests.train.trainer`."""
+"""A small training as a process of its own, which waits for signals: `python -m tests.train.trainer`."""
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -15,29 +17,35 @@ from stages.train.signals import Stop, stopped_by_signals
 from tests.conftest import ROOT
 from tests.train.interrupted import finish, small_job
 
-BATCH_SECONDS = 0.1
+HELD_BATCH = 4
+"""The batch at which it waits; one step is done by then."""
+LONG_SECONDS = 600
 LINES, BEGUN, ENDED = "lines.txt", "begun", "ended.txt"
-"""Files in its directory: what the user is told; there once steps are under way; a hash of the weights."""
+"""Files in its directory: what the user is told; there once it waits; a hash of the weights."""
+Mode = Literal["run", "until asked", "stuck"]
 
 
-def main(model: Path, directory: Path, batch_seconds: float = BATCH_SECONDS) -> None:
-    """Train, or go on with it, in `directory`, waiting before each batch."""
+def main(model: Path, directory: Path, mode: Mode) -> None:
+    """Train, or go on with it, in `directory`; wait in a batch for a signal, or as if computing it took long."""
     torch.set_num_threads(1)
-    between = Checkpoints.between
+    between, numbers = Checkpoints.between, itertools.count(1)
+    stop, run = Stop(), load_params(ROOT / "params.yaml").run
 
-    def slowly(keeper: Checkpoints, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def held(keeper: Checkpoints, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in between(keeper, batches):
-            (directory / BEGUN).touch()
-            time.sleep(batch_seconds)
+            if next(numbers) == HELD_BATCH and mode != "run":
+                (directory / BEGUN).touch()
+                until = time.monotonic() + LONG_SECONDS
+                while time.monotonic() < until and not (mode == "until asked" and stop.asked):
+                    time.sleep(0.01)
             yield batch
 
     def told(line: str) -> None:
         with open(directory / LINES, "a") as file:
             file.write(line + "\n")
 
-    Checkpoints.between = slowly  # type: ignore[method-assign, assignment]
+    Checkpoints.between = held  # type: ignore[method-assign, assignment]
     job = small_job(model, directory / "tokens", lora_dropout=0.1)
-    stop, run = Stop(), load_params(ROOT / "params.yaml").run
     with stopped_by_signals(stop), opened(directory / "kept", run=run, stop=stop, told=told) as keeper:
         ended = finish(job, keeper)
         (directory / ENDED).write_text(ended.weights_sha256())
@@ -45,4 +53,4 @@ def main(model: Path, directory: Path, batch_seconds: float = BATCH_SECONDS) -> 
 
 if __name__ == "__main__":
     end_with_parent()
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), "until asked")
