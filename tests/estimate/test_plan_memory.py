@@ -15,6 +15,8 @@ from stages.estimate.tiers import CONTEXT_BYTES
 from stages.estimate.unrolled import predict_explained
 from stages.estimate.verdict import judge
 from stages.units import GIB, MIB
+from tests.bucket.common import cutting_of, index_of
+from tests.bucket.common import plan_of as cut_plan
 from tests.estimate.common import gpu_target, plan_of, setting_of
 
 CONFIG = LlamaConfig(
@@ -152,3 +154,19 @@ def test_what_cannot_be_replayed_says_why(prediction):
     assert found is None and "joined rows are attended to one after the other" in told
     found, told = played(replace(prediction, shallow=(), layers_traced="all 13 layers: they are few"))
     assert found is None and "every shape would have to be traced with all 13 layers" in told
+
+
+@pytest.mark.parametrize("mode", ["bucketed", "packed"])
+def test_reserved_memory_of_a_cut_plan_is_flat_after_its_first_step(mode: str):
+    """Memory that climbs while a run goes on, and ends it hours after its start."""
+    lengths = np.random.default_rng(5).integers(24, 700, 300)
+    plan = cut_plan(index_of(lengths), cutting_of(mode=mode, max_tokens=4096), tokens_per_step=9000)
+    steps = traced_steps(plan, lengths, tiled=True, windowed=False)
+    predicted = predict_explained(CONFIG, SETTING, steps, H100)[0]
+    found, told = replay_plan(
+        plan, lengths, CONFIG, SETTING, H100, predicted, windowed=False, expandable=True, capacity_bytes=80 * GIB
+    )
+    assert found is not None and len(found.steps) > 8, told
+    for kind, played_steps in found.unlimited.items():
+        assert len({step.reserved_bytes for step in played_steps.steps}) == 1, f"{kind}: not a byte more or less"
+        assert len({step.allocated_peak_bytes for step in played_steps.steps}) > 5, "though steps differ"

@@ -59,7 +59,9 @@ def test_the_device_at_hand_is_checked_too():
     check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 1, "gpu": "A100-80GB"})
 
 
-@pytest.mark.parametrize(("choice", "where"), [("cpu", "(of this machine's RAM|within .*)"), ("disk", "below .*scratch")])
+@pytest.mark.parametrize(
+    ("choice", "where"), [("cpu", "(of this machine's RAM|within .*)"), ("disk", "below .*scratch")]
+)
 def test_activations_are_sent_where_there_is_room_for_them(tmp_path: Path, choice, where):
     """A machine that swaps itself to death, or a disk that is full after an hour."""
     check_offload("none", 2**60, tmp_path)
