@@ -69,12 +69,13 @@ def check_kept_or_new(workspace: Path, stage: str, old: dict[str, str], finished
     assert left == set()
 
 
-def check_rerun(runner: Runner, workspace: Path, stage: str, finished: Finished) -> None:
-    """The same command ends as the undisturbed run did, and cleans up."""
+def check_rerun(runner: Runner, workspace: Path, stage: str, finished: Finished) -> str:
+    """The same command ends as the undisturbed run did, and cleans up; what it told."""
     ended = runner.run(stage, workspace)
     assert ended.status == 0, ended.output
     assert state(workspace, stage) == finished.states[stage]
     assert listing(workspace) == finished.listing
+    return ended.output
 
 
 def changes_of(runner: Runner, workspace: Path, stage: str, notes: Path) -> list[str]:
