@@ -43,16 +43,6 @@ def check_sharing(params: Params) -> None:
             f"train.sharding: 8-bit weights cannot be cut: bitsandbytes keeps them outside of parameters; got {mode} "
             "with train.method=int8_lora; use ddp or zero1, or train.method=qlora",
         ),
-        (
-            several and train.optimizer_in_backward,
-            f"train.optimizer_in_backward: updates before the gradients of several GPUs are summed; got true with "
-            f"hardware.num_gpus={gpus}; set it to false, or use train.sharding=zero3",
-        ),
-        (
-            several and params.run.oom_recovery != "none",
-            f"run.oom_recovery: a GPU that runs a step again would wait for the others; got "
-            f"{params.run.oom_recovery} with hardware.num_gpus={gpus}; set it to none and lower bucket.max_tokens",
-        ),
     )
     for wrong, message in faults:
         if wrong:

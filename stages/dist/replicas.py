@@ -20,13 +20,12 @@ from stages.step.team import NamedParameters, Result, named_trained
 class Replicas:
     """A team (stages.step.team) of equals: same weights, same summed gradients."""
 
-    def __init__(self, model: nn.Module, world: World, device: torch.device, *, owners: bool):
-        """Put `model`, which is on `device`, beside the others.
+    def __init__(self, model: nn.Module, world: World, *, owners: bool):
+        """Put `model` beside the others.
 
         Args:
-            model: with the same weights in every process.
+            model: with the same weights in every process, where it computes.
             world: which process this is.
-            device: where it computes.
             owners: each tensor is updated by one process, which alone holds its optimizer state, and sent to the
                 others (stage 1 of Rajbhandari et al. 2020, arXiv 1910.02054).
 
@@ -42,7 +41,6 @@ class Replicas:
             )  # Before 2.13 its name.
             self._ddp = DistributedDataParallel(
                 Whole(model),
-                device_ids=[device.index] if device.type == "cuda" else None,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
             )

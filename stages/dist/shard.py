@@ -49,7 +49,7 @@ def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.dev
     if world.size == 1:
         return Alone(model)
     if spec.mode not in CUTTING:
-        return Replicas(model, world, device, owners=spec.mode == "zero1")
+        return Replicas(model, world, owners=spec.mode == "zero1")
     return Shards(
         model,
         world,

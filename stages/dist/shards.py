@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stages.dist.whole import Parts, Whole
 from stages.dist.world import World
+from stages.errors import UserError
 from stages.step.team import NamedParameters, Result, named_trained
 
 SHARD, REPLICATE = "shard", "replicate"
@@ -47,11 +48,20 @@ class Shards:
             mesh: the processes, with a dimension `SHARD`, and `REPLICATE` where groups of them hold the same.
             reshard: give a layer's other parts back after its forward, and gather them again for backward.
             sum_every_turn: keep no more than a part of the gradients between micro-batches, for a sum after each.
+
+        Raises:
+            UserError: the model has no layers to cut it by: all weights would be whole at once.
         """
         self.rank, self.size, self.model = world.rank, world.size, model
-        self._group = mesh.get_group(SHARD)
+        self._device, self._group = device, mesh.get_group(SHARD)
         self._sum_every_turn = sum_every_turn
-        for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise UserError(
+                "train.sharding: cuts a model by its decoder layers, and this model's are of a kind that is not known; "
+                "use ddp or zero1"
+            )
+        for layer in layers:
             fully_shard(layer.to(device), mesh=mesh, reshard_after_forward=reshard)
         # The root (embedding, last norm, head) stays whole from forward to backward, which begins with it.
         self._whole = fully_shard(Whole(model.to(device)), mesh=mesh, reshard_after_forward=False)
@@ -89,8 +99,7 @@ class Shards:
 
     def norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
         """See Team."""
-        held = list(gradients)
-        squared = get_total_norm(held, foreach=foreach).to(held[0].device, torch.float32).square()
+        squared = get_total_norm(list(gradients), foreach=foreach).to(self._device, torch.float32).square()
         dist.all_reduce(squared, group=self._group)
         return squared.sqrt()
 

@@ -146,9 +146,7 @@ def distance(group: Group, single: Single, case: Case, plain: Case | None = None
 
 RATES = {"sgd": 0.05, "lion": 5e-4, "lion_8bit": 5e-4}
 EXACT = (LOSS, WEIGHTS)
-OF_PARTS: dict[str, tuple[float, float]] = {name: (0.005, 0.1) for name in OPTIMIZERS if "8bit" in name} | {
-    "adafactor": (0.03, 0.3)
-}
+OF_PARTS = {str(name): (0.005, 0.1) for name in OPTIMIZERS if "8bit" in name} | {"adafactor": (0.03, 0.3)}
 """Bounds where the state of a part is not a part of the state: blocks of 8 bits, sums of rows and columns."""
 
 
