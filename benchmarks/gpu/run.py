@@ -105,6 +105,14 @@ def measure_case(case: GpuCase, device: torch.device) -> Run:
 
 def random_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
     """What `stages.model.load.load_model` makes, from a configuration alone and with random weights."""
+    model = base_model(config, spec, device)
+    adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
+    enable_checkpointing(model, spec)
+    return adapted.train()
+
+
+def base_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> Any:
+    """The same before adapters are added."""
     attention = training_attention(config, spec.attention)
     with torch.device(device), init.no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=attention)
@@ -114,9 +122,7 @@ def random_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device
             parameter.normal_(std=SPREAD)
     if quantisation(spec) is not None:
         _quantize(model, spec, device)
-    adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
-    enable_checkpointing(model, spec)
-    return adapted.train()
+    return model
 
 
 def _quantize(model: Any, spec: ModelSpec, device: torch.device) -> None:
@@ -128,17 +134,19 @@ def _quantize(model: Any, spec: ModelSpec, device: torch.device) -> None:
         if not isinstance(layer, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
             continue
         values = torch.empty((layer.out_features, layer.in_features), dtype=spec.dtype, device=device)
-        layer.weight = _packed(values.normal_(std=SPREAD), spec, device)  # type: ignore[misc]
+        layer.weight = _packed(values.normal_(std=SPREAD), spec, device)
         if layer.bias is not None:
             bias = torch.empty(layer.out_features, dtype=spec.dtype, device=device).normal_(std=SPREAD)
             layer.bias = nn.Parameter(bias, requires_grad=False)
     keep_trainable_on_cpu(model)
 
 
-def _packed(values: torch.Tensor, spec: ModelSpec, device: torch.device) -> torch.Tensor:
+def _packed(values: torch.Tensor, spec: ModelSpec, device: torch.device) -> Any:
     """A weight in 4 or 8 bits: moving it to its device packs it, in 8 bits only from the CPU."""
+    weight: Any
     if spec.method == "int8_lora":
-        return bnb.nn.Int8Params(values.cpu(), requires_grad=False, has_fp16_weights=False).to(device)
+        weight = bnb.nn.Int8Params(values.cpu(), requires_grad=False, has_fp16_weights=False)
+        return weight.to(device)
     weight = bnb.nn.Params4bit(
         values, requires_grad=False, compress_statistics=spec.double_quant, quant_type=spec.quant_type
     )

@@ -82,7 +82,7 @@ class Target:
 def target_of(device: Device) -> Target:
     """The rules of a device."""
     if device.kind == "cpu":
-        inside = {
+        inside: dict[Any, Callable[..., int]] = {
             aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes,
             **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), mixed_cpu_bytes),
         }

@@ -1,0 +1,114 @@
+"""TRL's SFTTrainer over the same micro-batches as ours, timed step by step.
+
+Run as `python -m benchmarks.gpu.trl_steps CASE DEVICE STEPS`, where TRL is installed. The last line printed holds the
+seconds of each step and the peaks.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from benchmarks.gpu.run import base_model
+from benchmarks.gpu.speed_cases import CASES, LORA_RANK, SMALL_CASES, SpeedCase
+from stages.param_types import OptimizerName
+
+OPTIMIZERS: dict[OptimizerName, str] = {
+    "adamw": "adamw_torch_fused",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+}
+"""transformers' names."""
+
+
+class Ends(TrainerCallback):
+    """When training began, and when each step ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        """For work on `device`."""
+        self._device, self.times = device, list[float]()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock; loading does not count."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._note()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close a step."""
+        self._note()
+
+    def _note(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.times.append(time.perf_counter())
+
+
+def arguments(case: SpeedCase, device: torch.device, steps: int, out: str) -> SFTConfig:
+    """The settings of a case in TRL's words."""
+    return SFTConfig(
+        output_dir=out,
+        max_steps=steps,
+        per_device_train_batch_size=case.rows,
+        gradient_accumulation_steps=1,
+        max_length=case.length,
+        gradient_checkpointing=case.grad_ckpt,
+        activation_offloading=case.offload and device.type == "cuda",
+        optim=OPTIMIZERS[case.optimizer],
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        bf16=True,
+        use_cpu=device.type == "cpu",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def main() -> None:
+    """Train and print."""
+    name, device_name, steps = sys.argv[1:]
+    device = torch.device(device_name)
+    case = next(case for case in (*CASES, *SMALL_CASES) if case.name == name)
+    model: Any = base_model(case.config, case.setting.model, device)
+    model.config.use_cache = False
+    vocabulary = case.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (case.rows * int(steps), case.length)).tolist()
+    # TRL asks for a tokenizer although rows are token ids already.
+    words = WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="<eos>")
+    adapters = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    ends = Ends(device)
+    with tempfile.TemporaryDirectory() as out:
+        trainer = SFTTrainer(
+            model=model,
+            args=arguments(case, device, int(steps), out),
+            train_dataset=Dataset.from_dict({"input_ids": ids}),
+            processing_class=tokenizer,
+            peft_config=adapters if case.setting.model.adapted else None,
+            callbacks=[ends],
+        )
+        trainer.train()
+    seconds = [end - start for start, end in zip(ends.times, ends.times[1:], strict=False)]
+    cuda = device.type == "cuda"
+    peaks = {
+        "allocated_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
+    }
+    print(json.dumps({"trl": trl.__version__, "seconds": seconds, **peaks}))
+
+
+if __name__ == "__main__":
+    main()
