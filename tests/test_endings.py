@@ -1,0 +1,62 @@
+"""Signals that end a stage: raised once, final the second time, and final at last if nobody lets them through."""
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import stages.endings
+from tests.conftest import ROOT
+from tests.processes import run_bounded
+
+BEGINNING = """
+import os, signal, time
+from stages import endings
+
+def send(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+
+"""
+CASES = {
+    "raised": ("with endings.raised():\n    send()", 1, "Interrupted: SIGTERM"),
+    "raised for Ctrl-C": ("with endings.raised():\n    send(signal.SIGINT)", 1, "Interrupted: SIGINT"),
+    "the second is final": (
+        "with endings.raised():\n    try:\n        send()\n    finally:\n        send(signal.SIGINT)",
+        -signal.SIGINT,
+        "",
+    ),
+    "kept to itself by a library": (
+        "endings.GRACE_SECONDS = 1\nwith endings.raised():\n    try:\n        send()\n    except BaseException:\n"
+        "        time.sleep(30)",
+        -signal.SIGALRM,
+        "",
+    ),
+    "as before, afterwards": ("with endings.raised():\n    pass\nsend()", -signal.SIGTERM, ""),
+    "told to ignore": (
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\nwith endings.raised():\n    send(signal.SIGINT)",
+        0,
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("code, status, said", CASES.values(), ids=CASES)
+def test_a_process_ends_as_it_should(code, status, said):
+    done = run_bounded([sys.executable, "-c", BEGINNING + code], cwd=ROOT, timeout_seconds=20)
+    assert done.returncode == status, done.stderr
+    assert done.stderr.strip().splitlines()[-1:] == ([f"stages.endings.{said}"] if said else [])
+
+
+def test_whoever_imports_it_keeps_his_own_signals(tmp_path):
+    """Only `python -m stages.…` hands Ctrl-C to the system; a notebook or a test that imports a stage does not."""
+    script = Path(tmp_path / "script.py")
+    script.write_text(
+        "import signal, stages.endings\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    )
+    run_bounded([sys.executable, script], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True)
+
+
+def test_the_codes_are_those_of_the_shell():
+    assert stages.endings.Interrupted(signal.SIGTERM).exit_code == 143
+    assert stages.endings.Interrupted(signal.SIGINT).exit_code == 130
