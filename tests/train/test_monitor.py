@@ -174,20 +174,22 @@ def test_the_monitor_itself_keeps_nothing(monitor: Monitor):
 
 @pytest.fixture(scope="module")
 def job(small_llama: Path, tmp_path_factory) -> TrainJob:
-    """A run of `STEPS` steps of one row each."""
+    """A run of `STEPS` steps of one row each, the longest first."""
     few = small_job(small_llama, tmp_path_factory.mktemp("tokens"))
-    rows = few.rows
+    lengths, supervised = few.rows.lengths, few.rows.supervised
+    longest = int(lengths.argmax())
+    turns = [(longest + step) % len(lengths) for step in range(STEPS)]
     planned = [
         MicroBatch(
-            epoch=step // len(rows),
+            epoch=step // len(lengths),
             step=step,
             rank=0,
-            rows=np.array([step % len(rows)], dtype=np.int32),
-            length=int(rows.lengths[step % len(rows)]),
-            supervised=int(rows.supervised[step % len(rows)]),
+            rows=np.array([row], dtype=np.int32),
+            length=int(lengths[row]),
+            supervised=int(supervised[row]),
             flat=False,
         )
-        for step in range(STEPS)
+        for step, row in enumerate(turns)
     ]
     return replace(few, plan=Plan.of(planned), heldout_every_steps=None, measured_steps=frozenset(), loader_threads=0)
 
