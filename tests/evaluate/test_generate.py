@@ -62,6 +62,25 @@ def by_hand(model, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+def test_answers_do_not_depend_on_how_prompts_are_batched(model):
+    """A budget that is not kept, or prompts that are answered twice, or never."""
+    prompts = [Prompt(family="all", ids=list(range(20, 20 + size)), answer_ids=[]) for size in (9, 30, 3, 17, 30, 5)]
+    widest: list[int] = []
+
+    def watch(module, args, kwargs):
+        rows, tokens = kwargs["input_ids"].shape
+        if tokens > 1:  # The prompts; then one token after another.
+            widest.append(rows * (tokens + NEW_TOKENS))
+
+    hook = model.register_forward_pre_hook(watch, with_kwargs=True)
+    try:
+        within = answer(model, prompts, max_tokens=90)
+    finally:
+        hook.remove()
+    assert within == answer(model, prompts, batch_rows=1) == answer(model, prompts)
+    assert len(widest) == 3 and 80 <= max(widest) <= 90
+
+
 def test_batched_answers_equal_those_to_each_prompt_alone(model, rows):
     """Left padding that leaks, wrong positions or a stale cache would change an answer; so would a lost order."""
     prompts = choose(rows)
