@@ -156,7 +156,7 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
             run, load_host = _load(job, meter, monitor)
         ending.place.holds(run.model, run.optimizer)
         keeper.resume(run, total)
-        with keeper.keeping(run):
+        with keeper.keeping(run), ending.told():
             for step in range(run.step, total):
                 with first_window if step == 0 else _window(job, meter, step):
                     row = _run_step(job, run, feed, keeper, monitor, ending)

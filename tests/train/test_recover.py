@@ -11,13 +11,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stages.bucket.plan import MicroBatch, Plan
+from stages.errors import UserError
 from stages.step.optim import OptimSpec
 from stages.step.step import StepSpec
 from stages.step.tokens import TokenRows
+from stages.train.checkpoint import CheckpointStore
 from stages.train.loop import TrainJob, TrainResult, train
 from stages.train.measure import make_meter
 from stages.train.oom import Failure, OutOfMemory
 from stages.train.recover import Ending
+from stages.train.resume import Checkpoints
+from stages.train.signals import Stop
+from stages.train.snapshot import Running
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens
 
@@ -214,3 +219,29 @@ def test_other_faults_pass_through(small_llama, tokens):
     ending = ending_of(split=True, seen=[])
     with pytest.raises(RuntimeError, match="shape"), ending.told():
         raise RuntimeError("shape mismatch")
+
+
+class AfterTheFirstStep(Checkpoints):
+    """Makes one checkpoint while all is well."""
+
+    def step_done(self, run: Running) -> None:
+        if run.step == 1:
+            self._begin(run)
+
+
+@pytest.mark.parametrize(("phase", "goes_on_from"), [("backward", 2), ("optimizer", 1), ("heldout", 1)])
+def test_nothing_is_lost_when_memory_ends(small_llama, tokens, plain, tmp_path: Path, phase: str, goes_on_from: int):
+    """Hours of training gone with the last step; or a half-made update that is gone on from."""
+    job = job_of(small_llama, tokens)
+    ending = ending_of(split=False, seen=[])
+    ends = EndsIn(phase, 2, times=1)
+    ends.place = ending.place
+    keeper = AfterTheFirstStep(CheckpointStore(tmp_path, 2, print), seconds=None, stop=Stop(), told=print)
+    with ends, pytest.raises(UserError) as told:
+        train(job, make_meter(CPU), keeper, ending)
+    kept = f"the checkpoint of optimizer step {goes_on_from} is kept: the same command goes on from there"
+    assert told.value.details[-1] == kept
+    again = Checkpoints(CheckpointStore(tmp_path, 2, print), seconds=None, stop=Stop(), told=print)
+    assert again.first_step == goes_on_from
+    result = train(job, make_meter(CPU), again)
+    assert losses(result) == losses(plain(False)) and torch.equal(trained(result), trained(plain(False)))
