@@ -192,7 +192,15 @@ def _load(job: TrainJob, meter: Meter, monitor: Monitor) -> tuple[Running, HostP
         optimizer = build_optimizer(team.mine, job.optim_spec)
     torch.manual_seed(job.model_spec.seed + job.world.rank)
     scaler = LossScaler() if job.model_spec.scales_loss else None
-    run = Running(team=team, optimizer=optimizer, scaler=scaler, meter=meter, curves=[], device=job.device)
+    run = Running(
+        team=team,
+        optimizer=optimizer,
+        scaler=scaler,
+        meter=meter,
+        monitor=monitor,
+        curves=[],
+        device=job.device,
+    )
     return run, load_host
 
 

@@ -1,6 +1,6 @@
 """Memory as it moves while a run goes on: after every phase, and a row of the curves after every step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -101,6 +101,14 @@ class Monitor:
     def by_phase(self) -> dict[str, dict[str, int | None]]:
         """The most seen at the ends of each phase, for the metrics."""
         return {name: asdict(memory) for name, memory in self._phases.items()}
+
+    def restore(self, by_phase: Mapping[str, Mapping[str, int | None]]) -> None:
+        """Add what an earlier process of the same run saw; call before the first step."""
+        for name, seen in by_phase.items():
+            known = self._phases.setdefault(name, PhaseMemory())
+            for key, size in seen.items():
+                if size is not None:
+                    setattr(known, key, max(getattr(known, key) or 0, size))
 
 
 def _since(before: int | None, now: int) -> int:

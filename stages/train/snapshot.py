@@ -15,6 +15,7 @@ from stages.model.tensor_files import StoredTensor
 from stages.step.scale import LossScaler
 from stages.step.team import Team
 from stages.train.measure import Meter
+from stages.train.monitor import Monitor
 from stages.train.rng import random_state, set_random_state
 
 RANDOM = "random/"
@@ -30,6 +31,7 @@ class Running:
     optimizer: torch.optim.Optimizer
     scaler: LossScaler | None
     meter: Meter
+    monitor: Monitor
     curves: list[dict[str, Any]]
     """Of every step that is done."""
     device: torch.device
@@ -62,6 +64,7 @@ def values_of(run: Running) -> dict[str, Any]:
         "step": run.step,
         "curves": run.curves,
         "meter": run.meter.state(),
+        "memory_by_phase": run.monitor.by_phase(),
         "scaler": None if scaler is None else {key: getattr(scaler, key) for key in SCALER_NUMBERS},
         "optimizer": {name: _numbers(name, state) for name, state in _optimizer_states(run.optimizer)},
     }
@@ -95,6 +98,7 @@ def put_back(run: Running, stored: Mapping[str, StoredTensor], values: Mapping[s
         for key in SCALER_NUMBERS:
             setattr(run.scaler, key, values["scaler"][key])
     run.meter.restore(values["meter"])
+    run.monitor.restore(values["memory_by_phase"])
     run.curves.extend(values["curves"])
 
 

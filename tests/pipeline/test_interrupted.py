@@ -14,7 +14,9 @@ from ruamel.yaml import YAML
 from tests.pipeline.clone import Clone
 from tests.processes import TIMEOUT_SECONDS, killed_after
 
-RETRAIN = ("exp", "run", "--temp", "--force", "--single-item", "train", "-S", "run.checkpoint_seconds=0.05")
+HERE = ("repro", "--force", "--single-item", "train")
+IN_A_COPY = ("exp", "run", "--temp", "--force", "--single-item", "train")
+METRICS = "metrics/train.json"
 TIMES = ("seconds", "memory_by_phase", "host", "growth")
 """In names of metrics that say how a run went, and not what came of it."""
 
@@ -38,12 +40,14 @@ def wait_for(true: Callable[[], object], process: subprocess.Popen[Any] | None =
         time.sleep(0.02)
 
 
-def broken_off(clone: Clone, log: Path, end: Callable[[subprocess.Popen[Any]], None]) -> str:
+def broken_off(
+    clone: Clone, log: Path, command: tuple[str, ...], end: Callable[[subprocess.Popen[Any]], object]
+) -> str:
     """Output of a training that `end` ends once it has one checkpoint more."""
     before = kept(clone)
     with open(log, "w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dvc", *RETRAIN],
+            [sys.executable, "-m", "dvc", *command],
             cwd=clone.root,
             env=clone.environment,
             stdin=subprocess.DEVNULL,
@@ -67,17 +71,15 @@ def results(clone: Clone, revision: str) -> tuple[Any, dict[str, Any]]:
     return tuned, {key: value for key, value in metrics.items() if not any(part in key for part in TIMES)}
 
 
-METRICS = "metrics/train.json"
-
-
 @pytest.mark.slow
-def test_a_training_in_a_temporary_copy_goes_on_after_dvc_and_then_itself_was_killed(clone: Clone, tmp_path: Path):
-    """Hours of training lost with the temporary copy, or a trainer that DVC's death left behind."""
-    first = broken_off(clone, tmp_path / "first", lambda dvc: dvc.terminate())
+def test_a_training_goes_on_after_dvc_and_then_itself_was_killed(clone: Clone, tmp_path: Path):
+    """A trainer that DVC's death left behind, or hours of training lost with a temporary copy of the checkout."""
+    clone.set_params(run__checkpoint_seconds=0.05)
+    first = broken_off(clone, tmp_path / "first", HERE, lambda dvc: dvc.terminate())
     assert "train: stopped by the end of its parent; the checkpoint of optimizer step" in first
-    second = broken_off(clone, tmp_path / "second", lambda dvc: trainers(clone)[0].kill())
+    second = broken_off(clone, tmp_path / "second", IN_A_COPY, lambda _: trainers(clone)[0].kill())
     assert "train: resumed at optimizer step" in second
-    third = clone.dvc(*RETRAIN)
+    third = clone.dvc(*IN_A_COPY)
     assert "train: resumed at optimizer step" in third
     assert not kept(clone)
     revision = clone.run("git", "for-each-ref", "--format=%(objectname)", "refs/exps").split()[-1]

@@ -11,6 +11,7 @@ import torch
 from stages.errors import UserError
 from stages.model.load import load_model
 from stages.step.optimizers import OPTIMIZERS
+from stages.train.checkpoint import CheckpointStore
 from stages.train.loop import train
 from stages.train.measure import make_meter
 from tests.small_model import CPU, spec_of
@@ -98,6 +99,20 @@ def test_a_run_stopped_in_its_first_step_starts_again(small_llama: Path, tmp_pat
     keeper = Breaking(tmp_path / "kept")
     assert keeper.first_step == 0 and "no checkpoint" in keeper.kept()
     finish(job).refuse_other(finish(job, keeper))
+
+
+def test_memory_seen_by_an_earlier_process_is_reported(small_llama: Path, tmp_path: Path):
+    """The largest batch is in the first step: a process that begins later never sees what it took."""
+    job = small_job(small_llama, tmp_path / "tokens")
+    break_off(job, tmp_path / "kept", stop_after=1)
+    found = CheckpointStore(tmp_path / "kept", 2, print).newest()
+    assert found is not None
+    found.values["memory_by_phase"]["backward"]["rss_bytes"] = 1 << 50
+    keeper = Breaking(tmp_path / "kept")
+    keeper._found = found
+    by_phase = train(job, make_meter(CPU), keeper).memory_by_phase
+    assert by_phase["backward"]["rss_bytes"] == 1 << 50
+    assert by_phase["forward"]["rss_bytes"] not in (None, 0, 1 << 50)
 
 
 def test_checkpoints_change_nothing(small_llama: Path, tmp_path: Path):
