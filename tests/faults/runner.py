@@ -55,12 +55,17 @@ def main() -> None:
         else:
             # A pipe, which no limit of a file's size concerns; what a stage tells is far less than a pipe holds.
             out, into = os.pipe()
+            led, leads = os.pipe()
             child = os.fork()
             if child == 0:
                 os.setsid()
+                os.write(leads, b"!")
+                os.close(leads)
                 become(request, into)
                 run_to_the_end(entries[request["room"]], request["arguments"])
-            os.close(into)
+            os.read(led, 1)  # Until it leads its session: a signal to that would not find it.
+            for end in (led, leads, into):
+                os.close(end)
             outputs[child] = out
             say({"pid": child})
 
@@ -117,6 +122,7 @@ def become(request: dict[str, Any], output: int) -> None:
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     os.chdir(request["cwd"])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # As `stages.endings` has it, imported by `python -m stages.…`.
     if request["file_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], request["file_bytes"]))
     if request["unprivileged"]:

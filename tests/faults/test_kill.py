@@ -49,16 +49,18 @@ def kill_at_instants(runner: Runner, finished: Finished, stage: str, place: Path
     """Kill a stage at random instants of its run, each time alone or with all that it started; what each rerun told."""
     workspace, draw = finished.copy(place / "work"), random.Random(f"{SEED} {stage}")
     told: list[str] = []
-    for _ in range(4 * kills):
+    span_seconds = finished.seconds[stage]
+    for _ in range(4 * kills + 4):
         old = draw.choice((put_old, put_nothing))(workspace, stage)
-        instant = draw.random() * finished.seconds[stage]
+        instant = draw.random() * span_seconds
         run = runner.start(stage, workspace)
         time.sleep(instant)
         run.send(signal.SIGKILL, to_group=draw.random() < 0.5)
         ended = run.wait()
         check_nothing_half_written(workspace, stage, old, finished)
-        if ended.status == 0:
-            continue  # It was faster this time, and had ended before the signal.
+        if ended.status == 0:  # It was faster this time, and had ended before the signal.
+            span_seconds *= 0.8
+            continue
         assert ended.status == -signal.SIGKILL, ended.output
         told.append(check_rerun(runner, workspace, stage, finished))
         if len(told) == kills:
