@@ -1,0 +1,81 @@
+"""Memory that really ends on a GPU: PyTorch's allocator is given a share of what a run needs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stages.bucket.plan import MicroBatch, Plan
+from stages.step.tokens import TokenRows
+from stages.train.loop import TrainJob, train
+from stages.train.measure import make_meter
+from stages.train.oom import MOST_BLOCKS, MOST_SEGMENTS, Failure, OutOfMemory
+from stages.train.recover import Ending
+from tests.small_model import VOCABULARY
+from tests.token_files import Row, heldout, write_tokens
+from tests.train.test_recover import job_of, losses
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+STEPS, ROWS, LENGTH = 2, 512, 200
+"""All logits at once: some hundreds of MiB, where weights, state and cuBLAS' workspaces are tens."""
+SHARE = 0.6
+"""Of what the run needs: too little for a micro-batch, and enough for one half or quarter as large."""
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    """Gives the process all of the device again after the test."""
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def wide_job(model: Path, directory: Path) -> TrainJob:
+    """One micro-batch a step, on the GPU."""
+    draw = np.random.default_rng(1)
+    drawn = draw.integers(3, VOCABULARY, (STEPS * ROWS, LENGTH)).tolist()
+    rows: list[Row] = [(ids, [LENGTH // 2, LENGTH], None) for ids in drawn]
+    tokens = TokenRows(write_tokens(directory, rows), "train"), heldout(directory, rows[:3])
+    planned = [
+        MicroBatch(epoch=0, step=step, rows=part, length=LENGTH, supervised=int(tokens[0].supervised[part].sum()))
+        for step, part in enumerate(np.arange(STEPS * ROWS, dtype=np.int32).reshape(STEPS, ROWS))
+    ]
+    job = job_of(model, tokens)
+    step_spec = replace(job.step_spec, loss_chunk=None, foreach=True)
+    return replace(job, plan=Plan.of(planned), device=torch.device("cuda", 0), step_spec=step_spec)
+
+
+def test_a_run_is_told_and_then_recovered_with_the_same_losses(small_llama: Path, tmp_path: Path, limited):
+    """CUDA's allocator behaves otherwise than the CPU's stand-in."""
+    job = wide_job(small_llama, tmp_path)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    free = train(job, make_meter(job.device))
+    needed = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(SHARE * needed / torch.cuda.mem_get_info()[1])
+    seen: list[Failure] = []
+
+    def report(failure: Failure) -> OutOfMemory:
+        seen.append(failure)
+        return OutOfMemory(failure.message, weights_whole=failure.weights_whole)
+
+    def ending(*, split: bool) -> Ending:
+        return Ending(job.device, split=split, updates_in_backward=False, report=report)
+
+    with pytest.raises(OutOfMemory):
+        train(job, make_meter(job.device), ending=ending(split=False))
+    (failure,) = seen
+    assert failure.phase in ("forward", "backward") and (failure.step, failure.rows) == (0, ROWS)
+    assert failure.asked_bytes and failure.held_bytes and failure.reserved_bytes and failure.weights_whole
+    assert failure.held_bytes >= sum(failure.by_category.values()) > 0
+    segments = failure.snapshot["segments"]
+    assert 0 < len(segments) <= MOST_SEGMENTS and all(len(one["blocks"]) <= MOST_BLOCKS for one in segments)
+    result = train(job, make_meter(job.device), ending=ending(split=True))
+    assert losses(result) == pytest.approx(losses(free), rel=1e-4)
+    assert result.oom_splits is not None and result.oom_splits["steps"] == STEPS
