@@ -146,6 +146,30 @@ def test_activations_on_the_host_are_counted_there(workspace):
     assert told(run()).startswith("train.offload_activations: cpu takes activations off a GPU; got cpu where training")
 
 
+def test_an_optimizer_on_the_host_is_counted_there(workspace):
+    """A host that is said to need no more for the state that the device gives up."""
+    found = {}
+    for where in ("none", "optimizer"):
+        lay_out(workspace, hardware__gpu="24GiB", train__method="full", train__offload=where)
+        result = run()
+        assert result.exit_code == 0, result.output
+        found[where] = read(workspace)[3]
+        assert found[where]["reserved_replayed"].startswith("all 2 steps")
+    states = json.loads((workspace / "estimate" / "explanation.json").read_text())["states"]
+    there = [line["bytes"] for line in states if line["category"] == "host_optimizer"]
+    more = found["optimizer"]["host_bytes_predicted"] - found["none"]["host_bytes_predicted"]
+    assert 0 < more <= sum(there)  # Told in the device's blocks there.
+    assert found["optimizer"]["peak_bytes_predicted"] < found["none"]["peak_bytes_predicted"]
+    lay_out(workspace, train__offload="optimizer", hardware__gpu="auto")
+    assert told(run()).startswith("train.offload: optimizer takes its state off a GPU; got optimizer where training")
+
+
+def test_updates_in_backward_need_steps_of_one_micro_batch(workspace):
+    """A step whose second micro-batch would update what the first one has updated."""
+    lay_out(workspace, train__method="full", train__optimizer_in_backward=True, train__max_grad_norm=None)
+    assert told(run()).startswith("train.optimizer_in_backward: every optimizer step must be one micro-batch; step ")
+
+
 def test_an_unknown_gpu_is_one_line_and_leaves_nothing_behind(workspace):
     """A directory half written, or a traceback."""
     lay_out(workspace, hardware__gpu="RTX-409")

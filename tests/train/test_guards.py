@@ -11,7 +11,7 @@ from stages.errors import UserError
 from stages.model.load import load_model
 from stages.step.team import Alone
 from stages.train import device
-from stages.train.device import check_device, check_offload
+from stages.train.device import check_device, check_host, check_offload
 from stages.train.guards import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from stages.train.heldout import heldout_batches
 from stages.train.loop import measured_steps
@@ -70,6 +70,17 @@ def test_activations_are_sent_where_there_is_room_for_them(tmp_path: Path, choic
         UserError, match=rf"train\.offload_activations: {choice} must have room .* free {where}; free some"
     ):
         check_offload(choice, 2**60, tmp_path / "scratch")
+
+
+def test_an_optimizer_is_kept_on_a_host_that_has_room_for_it():
+    """A host that swaps itself to death under the state of an 8B, or a device that is the host itself."""
+    gpu = torch.device("cuda")
+    check_host("none", CPU, {"host_bytes_predicted": None})
+    check_host("optimizer", gpu, {"host_bytes_predicted": 2**10})
+    with pytest.raises(UserError, match=r"^train\.offload: optimizer must have room .* free .*; free some, use"):
+        check_host("optimizer", gpu, {"host_bytes_predicted": 2**60})
+    with pytest.raises(UserError, match=r"^train\.offload: .* where training runs on the CPU; use none$"):
+        check_host("optimizer", CPU, {"host_bytes_predicted": None})
 
 
 def test_heldout_batches_keep_the_budget_and_lose_no_row(tmp_path: Path):
