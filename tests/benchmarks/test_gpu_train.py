@@ -1,6 +1,7 @@
 """The GPU's benchmark of speed, proven with the CPU as a stand-in device."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,10 @@ def test_the_least_case_is_predicted_within_its_bar():
 def test_bars_are_held_against_what_was_measured():
     """A promise that cannot fail, or one told of a case that did not run."""
     fast = {"tokens_per_s": 13_000.0, "mfu_percent": 42.0, "allocated_bytes": 100, "reserved_bytes": 104}
-    rows = {LORA_4096: {**fast, "trl_tokens_per_s": 10_000.0}, "other": {"name": "other", "out_of_memory": "so"}}
+    rows: dict[str, dict[str, Any]] = {
+        LORA_4096: {**fast, "trl_tokens_per_s": 10_000.0},
+        "other": {"name": "other", "out_of_memory": "so"},
+    }
     bars = {name: (value, rule, limit) for name, value, rule, limit in bars_of(rows, PEAK_FLOPS / 2)}
     assert bars[f"{LORA_4096}: tokens/s"] == (13_000.0, ">=", 12_473 / 2)
     assert bars[f"{LORA_4096}: ours / TRL"] == (1.3, ">=", 1.2)
