@@ -10,8 +10,7 @@ Sizes inside are counted in units of 512 bytes, the allocator's grain.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from stages.estimate.block_pool import ADDRESS_BITS, ADDRESS_MASK, BlockPool
 from stages.units import MIB, readable_size
@@ -50,25 +49,16 @@ class OutOfMemory(Exception):
         self.reserved_bytes, self.capacity_bytes = reserved_bytes, capacity_bytes
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Snapshot:
-    """An allocator as it once was, with its peaks."""
-
-    small: BlockPool
-    large: BlockPool
-    live: dict[int, int]
-    counts: tuple[int, int, int, int, int]
-
-
 class CachingAllocator:
     """The allocator of one GPU, one stream."""
 
-    def __init__(self, *, expandable: bool, capacity_bytes: int | None):
+    def __init__(self, *, expandable: bool, capacity_bytes: int | None, first_segment: int = 0):
         """Start with nothing reserved.
 
         Args:
             expandable: whether PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set.
             capacity_bytes: memory the driver can give, None for no end of it.
+            first_segment: from where on addresses are taken.
         """
         self.expandable, self.capacity_bytes = expandable, capacity_bytes
         self._capacity = None if capacity_bytes is None else capacity_bytes // UNIT_BYTES
@@ -77,7 +67,7 @@ class CachingAllocator:
         self._large = BlockPool(page=LARGE_SEGMENT_UNITS, least_rest=least_large)
         self._live: dict[int, int] = {}
         self._allocated = self._peak_allocated = self._reserved = self._peak_reserved = 0
-        self._next_segment = 0
+        self._next_segment = first_segment
         self.retries = 0
         """How often all cached blocks were given back to serve a request (num_alloc_retries)."""
 
@@ -106,25 +96,44 @@ class CachingAllocator:
         """Address and size in bytes of every live block, by handle."""
         return {start: (start * UNIT_BYTES, size * UNIT_BYTES) for start, size in self._live.items()}
 
+    @property
+    def next_segment(self) -> int:
+        """From where on addresses are free for segments."""
+        return self._next_segment
+
+    def pool(self, *, small: bool) -> BlockPool:
+        """One of the two pools."""
+        return self._small if small else self._large
+
+    def load(
+        self, pool: BlockPool, *, small: bool, next_segment: int, live: Iterable[tuple[int, int]], allocated_units: int
+    ) -> None:
+        """Take over one pool of another allocator of this kind; peaks begin anew.
+
+        Args:
+            pool: is copied.
+            small: which of the two.
+            next_segment: from where on the other one had addresses left.
+            live: start and size of those blocks that will be freed.
+            allocated_units: all of its live blocks.
+        """
+        if small:
+            self._small = pool.copy()
+        else:
+            self._large = pool.copy()
+        self._live |= dict(live)
+        self._next_segment = max(next_segment, self._next_segment)
+        self._allocated += allocated_units
+        self._reserved = self._small.mapped + self._large.mapped
+        self.reset_peaks()
+
+    def size_units(self, handle: int) -> int:
+        """Size of a live block, in units."""
+        return self._live[handle]
+
     def reset_peaks(self) -> None:
         """Forget earlier peaks: torch.cuda.reset_peak_memory_stats."""
         self._peak_allocated, self._peak_reserved = self._allocated, self._reserved
-
-    def state(self) -> Hashable:
-        """Equal for allocators that serve the same later requests alike, but for capacity and counts."""
-        return self._small.state(), self._large.state(), frozenset(self._live.items())
-
-    def snapshot(self) -> Snapshot:
-        """What `restore` needs to come back to this moment."""
-        peaks = self._peak_allocated, self._peak_reserved
-        counts = (self._allocated, self._reserved, *peaks, self._next_segment)
-        return Snapshot(small=self._small.copy(), large=self._large.copy(), live=dict(self._live), counts=counts)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Be as at a snapshot of this allocator; retries are counted on."""
-        self._small, self._large, self._live = snapshot.small.copy(), snapshot.large.copy(), dict(snapshot.live)
-        self._allocated, self._reserved, self._peak_allocated, self._peak_reserved, next_segment = snapshot.counts
-        self._next_segment = max(next_segment, self._next_segment)
 
     def allocate(self, count_bytes: int) -> int:
         """Serve a request of at least one byte; returns its handle, by which `free` knows it.
@@ -138,7 +147,7 @@ class CachingAllocator:
         pool = self._small if wanted <= SMALL_UNITS else self._large
         place = bisect_left(pool.fits, wanted << ADDRESS_BITS)
         if place == len(pool.fits):
-            start, size = self._new_block(pool, wanted)
+            start, size = self.new_block(pool, wanted)
         else:
             if pool.unmapped:
                 place = pool.least_expandable(place)
@@ -176,7 +185,7 @@ class CachingAllocator:
                     self._reserved -= pool.take(start)
                     del pool.segments[start]
 
-    def _new_block(self, pool: BlockPool, wanted: int) -> tuple[int, int]:
+    def new_block(self, pool: BlockPool, wanted: int) -> tuple[int, int]:
         """A block of at least `wanted` units from the driver: start and size.
 
         Raises:

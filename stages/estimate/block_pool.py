@@ -31,6 +31,11 @@ class BlockPool:
         self.segments: dict[int, int] = {}
         """Size of the segment (of an expandable one: its addresses) at a start."""
 
+    @property
+    def mapped(self) -> int:
+        """Memory taken from the driver."""
+        return sum(self.segments.values()) - sum(self.unmapped.values())
+
     def put(self, start: int, size: int) -> None:
         """Add a free block, merged with the free blocks beside it; segments never touch each other."""
         before = self.free_ends.pop(start, None)

@@ -1,10 +1,11 @@
 """What the whole plan reserves on a GPU, step by step, by either kind of segments, and the step at which it would end.
 
-As many first steps are replayed as bounded time allows, and behind them, as far as it allows as much again, the further
-steps that hold one of the plan's worst micro-batches. How many steps that is, is told.
+As many first steps are replayed as bounded time allows, and behind them, as far as it allows, the further steps that
+hold one of the plan's worst micro-batches. What repeats from an equal state takes no time, so a plan whose shapes come
+again is played to its end. How many steps that is, is told.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from stages.bucket.worst import worst_steps
 from stages.estimate.cut import NotAffine, Unit
 from stages.estimate.kernels import EMBEDDING_SORT_TOKENS, Target
 from stages.estimate.predict import Prediction, Setting
-from stages.estimate.replay import Replay, replay
+from stages.estimate.replay import PlanPlayer, Replay
 from stages.estimate.step_units import step_units
 from stages.estimate.templates import RunModel
 from stages.estimate.tiers import ALLOCATORS, CONTEXT_BYTES, segments_of
@@ -25,9 +26,11 @@ from stages.model.attention import FLASH_CAPABILITY, VARLEN_READY
 from stages.step.batches import BatchShape
 from stages.units import GIB
 
-MOST_EVENTS = 300_000
-"""Allocations and frees of the first steps that are played for each kind of segments, and as many again of the worst
-ones: a second in all. A number, so that it is the same on every machine."""
+MOST_EVENTS = 4_000_000
+"""Allocations and frees that are played, of the first steps by both kinds of segments together: what was met before in
+the same state is looked up and not counted. About four seconds; a number, so that it is the same on every machine."""
+MOST_EVENTS_WORST = 1_000_000
+"""The same for the worst steps behind them, and for each replay within the device's memory."""
 MOST_TRACED_LAYERS = 12
 """A model whose layers do not tell of each other is traced whole up to so many."""
 RESERVED_COLUMNS = ("step", "allocated_gib", "reserved_gib", "reserved_expandable_gib", "retries")
@@ -128,12 +131,10 @@ def replay_plan(
         return None, f"worst micro-batches only: {reason}"
     try:
         model = fit_run(config, setting, target, prediction.shallow, _examples(plan, lengths, setting))
-        numbers, steps = _bounded(plan, lengths, setting, model)
-        unlimited = {
-            name: replay(model, steps, expandable=grows, capacity_bytes=None) for name, grows in ALLOCATORS.items()
-        }
+        numbers, unlimited = _played(plan, lengths, setting, model)
         limited = {
-            name: _within(model, steps, found, ALLOCATORS[name], capacity_bytes) for name, found in unlimited.items()
+            name: _within(plan, lengths, setting, model, numbers, found, ALLOCATORS[name], capacity_bytes)
+            for name, found in unlimited.items()
         }
     except NotAffine as error:
         return None, f"worst micro-batches only: {error}"
@@ -144,20 +145,74 @@ def replay_plan(
         unlimited=unlimited,
         limited=limited,
     )
-    if len(numbers) == found.planned_steps:
-        return found, f"all {len(numbers)} steps replayed"
-    part = "the first ones and those that hold a worst micro-batch"
-    return found, f"{len(numbers)} of {found.planned_steps} steps replayed: {part}"
+    return found, _told(found)
+
+
+def _told(memory: PlanMemory) -> str:
+    """How much of the plan was played."""
+    count, planned = len(memory.steps), memory.planned_steps
+    told = f"all {count} steps replayed"
+    if count < planned:
+        part = "the first ones and those that hold a worst micro-batch; the rest would take too long"
+        told = f"{count} of {planned} steps replayed: {part}"
+    for name, found in memory.limited.items():
+        if found.out_of_memory is None and len(found.steps) < count:
+            told += f"; within the device's memory {len(found.steps)} ({name} segments)"
+    return told
+
+
+def _units(plan: Plan, lengths: np.ndarray, setting: Setting, number: int) -> list[Unit]:
+    """The units of a step."""
+    return step_units([BatchShape.of(one, lengths) for one in plan.steps[number]], kind_of(setting))
+
+
+def _played(
+    plan: Plan, lengths: np.ndarray, setting: Setting, model: RunModel
+) -> tuple[tuple[int, ...], dict[str, Replay]]:
+    """The steps that are played, by number, and what they reserve by kind of segments.
+
+    Raises:
+        NotAffine: a unit is beyond what was traced.
+    """
+    players = {name: PlanPlayer(model, expandable=grows, capacity_bytes=None) for name, grows in ALLOCATORS.items()}
+    numbers: list[int] = []
+
+    def play(candidates: Iterable[int], most_events: int) -> None:
+        start = sum(player.played_events for player in players.values())
+        for number in candidates:
+            if sum(player.played_events for player in players.values()) - start >= most_events:
+                return
+            units = _units(plan, lengths, setting, number)
+            for player in players.values():
+                player.step(units)
+            numbers.append(number)
+
+    play(range(len(plan.steps)), MOST_EVENTS)
+    behind = numbers[-1]
+    play((number for number in worst_steps(plan, lengths) if number > behind), MOST_EVENTS_WORST)
+    return tuple(numbers), {name: player.replay for name, player in players.items()}
 
 
 def _within(
-    model: RunModel, steps: Sequence[Sequence[Unit]], free: Replay, expandable: bool, capacity_bytes: int
+    plan: Plan,
+    lengths: np.ndarray,
+    setting: Setting,
+    model: RunModel,
+    numbers: Sequence[int],
+    free: Replay,
+    expandable: bool,
+    capacity_bytes: int,
 ) -> Replay:
     """The replay within a capacity: the same as without one where that is never reached."""
     usable = capacity_bytes - CONTEXT_BYTES
     if max(step.reserved_peak_bytes for step in free.steps) <= usable:
         return free
-    return replay(model, steps, expandable=expandable, capacity_bytes=usable)
+    player = PlanPlayer(model, expandable=expandable, capacity_bytes=usable)
+    for number in numbers:
+        player.step(_units(plan, lengths, setting, number))
+        if player.replay.out_of_memory is not None or player.played_events > MOST_EVENTS_WORST:
+            break
+    return player.replay
 
 
 def _why_not(
@@ -188,31 +243,3 @@ def _examples(plan: Plan, lengths: np.ndarray, setting: Setting) -> list[BatchSh
     if len(below):
         numbers.add(int(below[tokens[below].argmax()]))
     return [BatchShape.of(plan.micro_batch(number), lengths) for number in sorted(numbers)]
-
-
-def _bounded(
-    plan: Plan, lengths: np.ndarray, setting: Setting, model: RunModel
-) -> tuple[tuple[int, ...], list[list[Unit]]]:
-    """The steps that are played, by number, and their units.
-
-    Raises:
-        NotAffine: a unit is beyond what was traced.
-    """
-    kind = kind_of(setting)
-    numbers: list[int] = []
-    steps: list[list[Unit]] = []
-
-    def play(number: int) -> int:
-        numbers.append(number)
-        shapes = [BatchShape.of(micro_batch, lengths) for micro_batch in plan.steps[number]]
-        steps.append(step_units(shapes, kind))
-        return sum(len(model.template(unit).events.actions) for unit in steps[-1])
-
-    events = 0
-    while len(numbers) < len(plan.steps) and events < MOST_EVENTS:
-        events += play(len(numbers))
-    events = 0
-    for number in worst_steps(plan, lengths):
-        if number >= numbers[-1] + 1 and events < MOST_EVENTS:
-            events += play(number)
-    return tuple(numbers), steps

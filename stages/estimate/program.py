@@ -56,6 +56,16 @@ class Stretch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turns:
+    """A stretch of tokens that is the same block again and again."""
+
+    start: int
+    size: int
+    """Tokens of a turn."""
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """The tokens of units of one kind for any number of layers and chunks."""
 
@@ -96,6 +106,24 @@ class Program:
             sites += [*self.sites[birth : birth + births], *block.sites * turns[block.loop]]
             place, birth = block.place, birth + births
         return [*tokens, *self.base[place:]], [*sites, *self.sites[birth:]]
+
+    def turns(self, counts: Counts) -> tuple[Turns, ...]:
+        """Where the tokens of `unroll` repeat: what a block inserts, and the block before it that it is like.
+
+        Raises:
+            NotAffine: see `unroll`.
+        """
+        if self.single and counts.chunks == 1:
+            return self._of_one_chunk().turns(counts)
+        turns = {LAYERS: self._turns_of_layers(counts.layers), CHUNKS: self._turns_of_chunks(counts.chunks)}
+        found = []
+        grown = 0
+        for block in self.blocks:
+            size, count = len(block.tokens), turns[block.loop]
+            before = int(block.loop == LAYERS)
+            found.append(Turns(start=block.place + grown - before * size, size=size, count=count + before))
+            grown += size * count
+        return tuple(found)
 
     def _of_one_chunk(self) -> "Program":
         """The program of a loss of one chunk."""

@@ -1,14 +1,12 @@
 """What a plan reserves, step by step: its micro-batches' events in the plan's order, played to the allocator."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
-
-from stages.estimate.allocator import UNIT_BYTES, CachingAllocator, OutOfMemory, Snapshot
+from stages.estimate.allocator import UNIT_BYTES, OutOfMemory
 from stages.estimate.cut import FIRST, LATER, UPDATE, Unit
-from stages.estimate.templates import BIRTH, RunModel, Template
+from stages.estimate.templates import RunModel
+from stages.estimate.unit_player import UnitPlayer, play_template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +41,6 @@ class Replay:
         return max(last - 1, 0)
 
 
-class Allocates(Protocol):
-    """What events can be played to."""
-
-    def allocate(self, count_bytes: int) -> int:
-        """Serve a request and return its handle."""
-
-    def free(self, handle: int) -> None:
-        """Take back what a handle stands for."""
-
-
 def replay(model: RunModel, steps: Sequence[Sequence[Unit]], *, expandable: bool, capacity_bytes: int | None) -> Replay:
     """Play a plan to the allocator.
 
@@ -65,32 +53,56 @@ def replay(model: RunModel, steps: Sequence[Sequence[Unit]], *, expandable: bool
     Raises:
         NotAffine: a unit's shape or kind is beyond what was traced.
     """
-    allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
-    player = _RememberingPlayer(model, allocator)
-    finished: list[StepMemory] = []
-    try:
-        player.begin()
-        for units in steps:
-            finished.append(_replay_step(player, allocator, units))
-    except OutOfMemory as error:
-        return Replay(steps=tuple(finished), out_of_memory=error)
-    return Replay(steps=tuple(finished), out_of_memory=None)
+    player = PlanPlayer(model, expandable=expandable, capacity_bytes=capacity_bytes)
+    for units in steps:
+        player.step(units)
+    return player.replay
 
 
-def _replay_step(player: "_RememberingPlayer", allocator: CachingAllocator, units: Sequence[Unit]) -> StepMemory:
-    """Play one step and read the allocator's counters, as one would around a real step."""
-    retries = allocator.retries
-    allocated, reserved = [], []
-    for unit in units:
-        player.unit(unit)
-        allocated.append(allocator.peak_allocated_bytes)
-        reserved.append(allocator.peak_reserved_bytes)
-    return StepMemory(
-        allocated_peak_bytes=max(allocated),
-        reserved_peak_bytes=max(reserved),
-        reserved_bytes=allocator.reserved_bytes,
-        retries=allocator.retries - retries,
-    )
+class PlanPlayer:
+    """Plays a plan step by step: what repeats is looked up."""
+
+    def __init__(self, model: RunModel, *, expandable: bool, capacity_bytes: int | None):
+        """With what exists before the first step; see `replay`."""
+        self._finished: list[StepMemory] = []
+        self._error: OutOfMemory | None = None
+        self._player: UnitPlayer | None = None
+        try:
+            self._player = UnitPlayer(model, expandable=expandable, capacity_bytes=capacity_bytes)
+        except OutOfMemory as error:
+            self._error = error
+
+    @property
+    def replay(self) -> Replay:
+        """What was played so far."""
+        return Replay(steps=tuple(self._finished), out_of_memory=self._error)
+
+    @property
+    def played_events(self) -> int:
+        """Events that were played so far, not looked up: the time it took."""
+        return self._player.played_events if self._player else 0
+
+    def step(self, units: Sequence[Unit]) -> None:
+        """Play one more step, unless one before it failed.
+
+        Raises:
+            NotAffine: see `replay`.
+        """
+        if self._error is not None or self._player is None:
+            return
+        try:
+            played = [self._player.play(unit) for unit in units]
+        except OutOfMemory as error:
+            self._error = error
+            return
+        self._finished.append(
+            StepMemory(
+                allocated_peak_bytes=max(unit.allocated_peak_units for unit in played) * UNIT_BYTES,
+                reserved_peak_bytes=max(unit.reserved_peak_units for unit in played) * UNIT_BYTES,
+                reserved_bytes=played[-1].reserved_units * UNIT_BYTES,
+                retries=sum(unit.retries for unit in played),
+            )
+        )
 
 
 def stitched_events(model: RunModel, steps: Sequence[Sequence[Unit]]) -> list[tuple[int, int]]:
@@ -102,11 +114,16 @@ def stitched_events(model: RunModel, steps: Sequence[Sequence[Unit]]) -> list[tu
         NotAffine: see `replay`.
     """
     listed = _EventList()
-    player = _Player(model, listed)
-    player.begin()
-    for units in steps:
-        for unit in units:
-            player.unit(unit)
+    left: dict[str, list[list[int]]] = {FIRST: [], LATER: [], UPDATE: []}
+    for size in model.before_bytes:
+        listed.allocate(size)
+    for unit in (unit for units in steps for unit in units):
+        template = model.template(unit)
+        if unit.role == FIRST:
+            left[FIRST], left[LATER] = [], []
+        foreign = [[unit[rank] for unit in reversed(left[role])] for role, rank in template.events.foreign]
+        outliving = play_template(template, template.sizes(unit), foreign, listed)
+        left[unit.role] = [*([] if unit.role == UPDATE else left[unit.role]), outliving]
     return listed.events
 
 
@@ -124,78 +141,3 @@ class _EventList:
 
     def free(self, handle: int) -> None:
         self.events.append((handle, -self._sizes[handle]))
-
-
-class _Player:
-    """Plays units one after the other; knows what earlier ones left."""
-
-    def __init__(self, model: RunModel, allocator: Allocates):
-        self._model, self._allocator = model, allocator
-        self._left: dict[str, list[list[int]]] = {FIRST: [], LATER: [], UPDATE: []}
-
-    def begin(self) -> None:
-        """Allocate what exists before the first step."""
-        for size in self._model.before_bytes:
-            self._allocator.allocate(size)
-
-    def unit(self, unit: Unit) -> None:
-        """Play one unit."""
-        template = self._model.template(unit)
-        if unit.role == FIRST:
-            self._left[FIRST], self._left[LATER] = [], []
-        foreign = [[left[rank] for left in reversed(self._left[role])] for role, rank in template.events.foreign]
-        outliving = self._play(template, template.sizes(unit), foreign)
-        if unit.role == UPDATE:
-            self._left[UPDATE] = []
-        self._left[unit.role].append(outliving)
-
-    def _play(self, template: Template, sizes: np.ndarray, foreign: list[list[int]]) -> list[int]:
-        """Play a template's events; returns the handles that outlive it, in order of birth."""
-        allocate, free = self._allocator.allocate, self._allocator.free
-        handles: list[int] = []
-        size = iter(sizes.tolist())
-        for action in template.events.actions:
-            if action == BIRTH:
-                handles.append(allocate(next(size)))
-            elif action >= 0:
-                free(handles[action])
-            else:
-                for handle in foreign[-2 - action]:
-                    free(handle)
-        return [handles[place] for place in template.events.outliving]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """What a unit led to from one state of the allocator."""
-
-    after: Snapshot
-    outliving: list[int]
-    retries: int
-
-
-class _RememberingPlayer(_Player):
-    """Plays a unit once for each state it meets: where shapes repeat, states soon do too.
-
-    The allocator's peaks are those of the last unit played.
-    """
-
-    def __init__(self, model: RunModel, allocator: CachingAllocator):
-        super().__init__(model, allocator)
-        self._caching = allocator
-        self._outcomes: dict[Hashable, _Outcome] = {}
-
-    def _play(self, template: Template, sizes: np.ndarray, foreign: list[list[int]]) -> list[int]:
-        caching = self._caching
-        blocks = (-(-sizes // UNIT_BYTES)).tobytes()
-        key = (id(template), blocks, tuple(map(tuple, foreign)), caching.state())
-        if key in self._outcomes:
-            outcome = self._outcomes[key]
-            caching.restore(outcome.after)
-            caching.retries += outcome.retries
-            return outcome.outliving
-        retries = caching.retries
-        caching.reset_peaks()
-        outliving = super()._play(template, sizes, foreign)
-        self._outcomes[key] = _Outcome(after=caching.snapshot(), outliving=outliving, retries=caching.retries - retries)
-        return outliving

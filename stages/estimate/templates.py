@@ -16,7 +16,7 @@ import numpy as np
 from stages.estimate.cut import FREE, MAKE, UPDATE, Living, NotAffine, Piece, Role, Timeline, Token, Unit, cut, left_by
 from stages.estimate.find_program import find_program
 from stages.estimate.loops import find_loops
-from stages.estimate.program import LAYERS, TRACED_TURNS, Counts, Program, count_births
+from stages.estimate.program import LAYERS, TRACED_TURNS, Counts, Program, Turns, count_births
 from stages.estimate.sizes import Tie, fit_sizes, tell_apart
 
 BIRTH = -1
@@ -52,7 +52,10 @@ class SiteSizes:
 class Template:
     """The events of a kind of unit, for any figures."""
 
+    role: Role
     events: Events
+    turns: tuple[Turns, ...]
+    """Where actions repeat, with births of equal sizes."""
     layers: int
     sizes_by_site: SiteSizes
     sites: np.ndarray
@@ -101,12 +104,15 @@ class RunModel:
             if key[:2] not in self._programs:
                 raise NotAffine(f"no {unit.role} unit of kind {unit.kind!r} was traced")
             program, sizes = self._programs[key[:2]]
-            tokens, sites = program.unroll(Counts(layers=self._layers, chunks=unit.chunks))
+            counts = Counts(layers=self._layers, chunks=unit.chunks)
+            tokens, sites = program.unroll(counts)
             events, left = _resolve(tokens, self._left_by)
             if left != self._left_by(unit.role):
                 raise NotAffine(f"{unit.role} units of kind {unit.kind!r} leave other tensors")
-            found = np.array(sites, dtype=np.int64)
-            self._templates[key] = Template(events=events, layers=self._layers, sizes_by_site=sizes, sites=found)
+            found, turns = np.array(sites, dtype=np.int64), program.turns(counts)
+            self._templates[key] = Template(
+                role=unit.role, events=events, turns=turns, layers=self._layers, sizes_by_site=sizes, sites=found
+            )
         return self._templates[key]
 
     def _left_by(self, role: str) -> tuple[Hashable, ...]:
@@ -241,10 +247,8 @@ def _fit_sites(pooled: Sequence[tuple[Program, Piece]], what: str) -> SiteSizes:
         found[sites[fresh]] = np.array(piece.sizes, dtype=np.int64)[fresh]
         if (found[sites] != piece.sizes).any():
             raise NotAffine(f"{what}: tensors of a loop differ in size from turn to turn")
-    figures_SF, sizes_SB = (
-        np.array(list(samples), dtype=np.int64).reshape(len(samples), -1),
-        np.stack(list(samples.values())),
-    )
+    figures_SF = np.array(list(samples), dtype=np.int64).reshape(len(samples), -1)
+    sizes_SB = np.stack(list(samples.values()))
     free, ties = tell_apart(names, [dict(zip(names, row, strict=True)) for row in figures_SF.tolist()])
     figures_SF = figures_SF[:, [names.index(name) for name in free]]
     constant, slopes_FB = np.zeros(count, np.int64), np.zeros((len(free), count), np.int64)

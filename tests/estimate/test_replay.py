@@ -1,17 +1,18 @@
 """The replay of a plan: equal to a direct trace of it, event by event; refused where the traces do not tell."""
 
+import random
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import pytest
 from transformers import GemmaConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from stages.estimate.allocator import CachingAllocator
+from stages.estimate.allocator import CachingAllocator, OutOfMemory
 from stages.estimate.cut import NotAffine, Timeline, Unit
 from stages.estimate.explain import trace_origins
 from stages.estimate.layers import with_layers
-from stages.estimate.replay import replay, stitched_events
+from stages.estimate.replay import PlanPlayer, StepMemory, replay, stitched_events
 from stages.estimate.step_units import StepKind, step_units
 from stages.estimate.templates import RunModel, fit
 from stages.estimate.traced_runs import fit_run, kind_of
@@ -29,6 +30,8 @@ PLAN = (
     (shape(31, 123, 64),),
 )
 """One chunk of the loss to seven; as few tokens as the embedding's backward does not sort, and more."""
+SHAPES = ((10, 399, 299), (13, 256, 65), (50, 64, 400), (31, 123, 64), (17, 200, 100), (3, 999, 222))
+STEP_KIND = StepKind(loss_chunk=CHUNK, embedding_trained=False)
 WORST = ((PLAN[0][0], PLAN[0][2]), (PLAN[1][0],))
 
 
@@ -130,6 +133,70 @@ def test_the_replay_is_that_of_a_direct_trace_step_by_step(case, expandable):
         assert (step.reserved_peak_bytes, step.reserved_bytes) == (allocator.peak_reserved_bytes,) * 2
     assert found.out_of_memory is None
     assert len(found.steps) == len(PLAN)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("spare", [None, 1.0, 0.97])
+def test_a_long_plan_is_played_as_one_allocator_plays_it(case, expandable, spare):
+    """Looked up from a state that is not the same; pools apart although memory ends; unlike turns skipped."""
+    model, _, _ = case
+    chance = random.Random(3)
+    shapes = [shape(rows, length, supervised) for rows, length, supervised in SHAPES]
+    steps = [step_units(chance.choices(shapes, k=chance.randint(1, 3)), STEP_KIND) for _ in range(24)]
+    capacity = None
+    if spare is not None:
+        free = replay(model, steps, expandable=expandable, capacity_bytes=None)
+        capacity = int(max(step.reserved_peak_bytes for step in free.steps) * spare) - (spare == 1.0) * MIB
+    found = replay(model, steps, expandable=expandable, capacity_bytes=capacity)
+    plain, error = played_plainly(model, steps, expandable=expandable, capacity_bytes=capacity)
+    assert list(found.steps) == plain
+    assert str(found.out_of_memory) == str(error)
+    player = PlanPlayer(model, expandable=expandable, capacity_bytes=None)
+    for number in range(3 * len(steps)):
+        player.step(steps[number % len(steps)])
+        if number == 2 * len(steps) - 1:
+            before = player.played_events
+    assert player.played_events == before  # The second round ended as the first did: nothing is left to be played.
+
+
+def played_plainly(model, steps, *, expandable, capacity_bytes):
+    """One allocator, event by event."""
+    allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
+    events = iter(stitched_events(model, steps))
+    handles: dict[int, int] = {}
+    found: list[StepMemory] = []
+    try:
+        for _ in model.before_bytes:
+            storage, change = next(events)
+            handles[storage] = allocator.allocate(change)
+        for units in steps:
+            retries = allocator.retries
+            allocator.reset_peaks()
+            # Of a step that frees several units' tensors at one place, as many events.
+            for storage, change in islice(events, sum(events_of(model, unit, units) for unit in units)):
+                if change > 0:
+                    handles[storage] = allocator.allocate(change)
+                else:
+                    allocator.free(handles.pop(storage))
+            found.append(
+                StepMemory(
+                    allocated_peak_bytes=allocator.peak_allocated_bytes,
+                    reserved_peak_bytes=allocator.peak_reserved_bytes,
+                    reserved_bytes=allocator.reserved_bytes,
+                    retries=allocator.retries - retries,
+                )
+            )
+    except OutOfMemory as error:
+        return found, error
+    return found, None
+
+
+def events_of(model, unit, units) -> int:
+    """How many events a unit has; an update frees what every later micro-batch left."""
+    events = model.template(unit).events
+    counts = {"first": 1, "later": len(units) - 2, "update": 1}
+    own = sum(action >= -1 for action in events.actions)
+    return own + sum(counts[role] for role, _ in events.foreign)
 
 
 def test_the_step_that_runs_out_of_memory_is_told(case):
