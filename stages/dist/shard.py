@@ -29,6 +29,10 @@ class ShardSpec:
         """Read train.sharding and train.shard_group_gpus."""
         return cls(mode=params.train.sharding, group_gpus=params.train.shard_group_gpus)
 
+    def loads_here(self, world: World) -> bool:
+        """Whether this process reads weights: where they are cut, the first one does, and hands them out."""
+        return world.leads or self.mode not in CUTTING
+
     def load_device(self, device: torch.device) -> torch.device:
         """Where weights are loaded: where no GPU is to hold all of them, in the host's memory."""
         return torch.device("cpu") if self.mode in CUTTING else device
@@ -38,7 +42,8 @@ def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.dev
     """Share a loaded model as asked.
 
     Args:
-        model: with the same weights in every process; on `device`, or in the host's memory where weights are cut.
+        model: with the same weights in every process, on `device`; where weights are cut, in the host's memory, and
+            those of the first process count.
         world: which process this is.
         spec: how.
         device: where this process computes.

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from stages.dist.hand_out import check_same_form, handed_out
 from stages.dist.whole import Parts, Whole
 from stages.dist.world import World
 from stages.errors import UserError
@@ -42,7 +43,7 @@ class Shards:
         """Cut the weights of `model`, layer by layer: what is not yet cut may be in the host's memory.
 
         Args:
-            model: with the same weights in every process.
+            model: of the same form in every process, with the weights of the first one.
             world: which process this is.
             device: where it computes; each layer is moved there before it is cut.
             mesh: the processes, with a dimension `SHARD`, and `REPLICATE` where groups of them hold the same.
@@ -61,10 +62,11 @@ class Shards:
                 "train.sharding: cuts a model by its decoder layers, and this model's are of a kind that is not known; "
                 "use ddp or zero1"
             )
+        check_same_form(model, world, device)
         for layer in layers:
-            fully_shard(layer.to(device), mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(handed_out(layer, device), mesh=mesh, reshard_after_forward=reshard)
         # The root (embedding, last norm, head) stays whole from forward to backward, which begins with it.
-        self._whole = fully_shard(Whole(model.to(device)), mesh=mesh, reshard_after_forward=False)
+        self._whole = fully_shard(Whole(handed_out(model, device)), mesh=mesh, reshard_after_forward=False)
         modules = cast(nn.Module, self._whole).modules()
         self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
         for module in self._sharded:  # A mean would divide what is divided by the step's tokens already.

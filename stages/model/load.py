@@ -221,6 +221,15 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
     """
     if detect_fake_mode() is None:
         raise RuntimeError("fake_model must be called under a FakeTensorMode")
+    return hollow_model(config, spec, device)
+
+
+def hollow_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
+    """The same model as `load_model` makes, in memory that nobody has written to: it takes no room until then.
+
+    Raises:
+        UserError: as `fake_model`.
+    """
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         try:
             model = AutoModelForCausalLM.from_config(

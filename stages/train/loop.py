@@ -19,7 +19,7 @@ from stages.bucket.plan import MicroBatch, Plan
 from stages.bucket.worst import worst_steps
 from stages.dist.shard import ShardSpec, make_team
 from stages.dist.world import ALONE, World
-from stages.model.load import load_model
+from stages.model.load import hollow_model, load_model, read_config
 from stages.model.spec import ModelSpec
 from stages.step.batches import Batch
 from stages.step.loss import check_head, check_joined_rows
@@ -183,7 +183,11 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
 def _load(job: TrainJob, meter: Meter, monitor: Monitor) -> tuple[Running, HostPeak]:
     """The model and its optimizer, state made, and what the host held meanwhile; dropout is seeded from here on."""
     with monitor.phase("load"), host_peak() as load_host:
-        model = load_model(job.model_directory, job.model_spec, job.sharing.load_device(job.device))
+        directory, where = job.model_directory, job.sharing.load_device(job.device)
+        if job.sharing.loads_here(job.world):
+            model = load_model(directory, job.model_spec, where)
+        else:
+            model = hollow_model(read_config(directory), job.model_spec, where)
         team = make_team(model, job.world, job.sharing, job.device)
         with torch.no_grad():
             team.run(partial(check_head, device=job.device))

@@ -10,7 +10,7 @@ import torch
 
 from stages.dist.shard import ShardSpec, make_team
 from stages.dist.world import World
-from stages.model.load import load_model
+from stages.model.load import hollow_model, load_model, read_config
 from stages.step.batches import Batch, collate, idle_batch
 from stages.step.offload import DiskStore, Offload
 from stages.step.optim import OptimSpec, build_optimizer
@@ -82,12 +82,13 @@ def dealt(case: Case, world: World) -> tuple[list[Batch], int]:
 def learn(case: Case, world: World) -> Outcome:
     """Train as the case says."""
     model_spec = spec_of(**case.model)
-    team = make_team(
-        load_model(Path(case.directory), model_spec, CPU),
-        world,
-        ShardSpec(mode=case.mode, group_gpus=case.group_gpus),  # type: ignore[arg-type]
-        CPU,
-    )
+    sharing = ShardSpec(mode=case.mode, group_gpus=case.group_gpus)  # type: ignore[arg-type]
+    directory = Path(case.directory)
+    if sharing.loads_here(world):
+        model = load_model(directory, model_spec, CPU)
+    else:
+        model = hollow_model(read_config(directory), model_spec, CPU)
+    team = make_team(model, world, sharing, CPU)
     optimizer = build_optimizer(team.mine, OptimSpec(**{**PLAIN, **case.optim}))
     torch.manual_seed(0)
     scaler = LossScaler() if model_spec.scales_loss else None
