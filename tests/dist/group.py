@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from tests.conftest import ROOT
 from tests.dist.cases import Case
 from tests.processes import kill_group, killed_after
 
-GROUP_SECONDS = 500
-"""A group that lives longer is killed: the slow matrix takes a few minutes."""
+ANSWER_SECONDS = 240
+"""A group that takes longer over a case is killed: several times what the longest takes on two busy cores."""
 
 
 class Group:
@@ -35,10 +35,17 @@ class Group:
 
     def ask(self, task: str, arguments: dict[str, Any]) -> Any:
         """Have every process call a function of tests.dist.worker; what rank 0 returns."""
+        with ExitStack() as stack:
+            for process in self.processes:
+                stack.enter_context(killed_after(process, ANSWER_SECONDS))
+            return self._ask(task, arguments)
+
+    def _ask(self, task: str, arguments: dict[str, Any]) -> Any:
         for process in self.processes:
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"task": task, "arguments": arguments}) + "\n")
-            process.stdin.flush()
+            with suppress(BrokenPipeError):  # It ended: told below, with what it said.
+                process.stdin.write(json.dumps({"task": task, "arguments": arguments}) + "\n")
+                process.stdin.flush()
         answers = []
         for rank, process in enumerate(self.processes):
             assert process.stdout is not None
@@ -69,7 +76,6 @@ def group_of(size: int) -> Iterator[Group]:
                 env={**environment, "RANK": str(rank)},
             )
             stack.callback(_end, process)
-            stack.enter_context(killed_after(process, GROUP_SECONDS))
             processes.append(process)
         yield Group(processes, directory)
 
@@ -79,4 +85,5 @@ def _end(process: subprocess.Popen[str]) -> None:
     kill_group(process)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            pipe.close()
+            with suppress(BrokenPipeError):
+                pipe.close()
