@@ -1,5 +1,6 @@
 """The loop over a real plan: what reads batches, and how rows are laid out, changes no loss."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,12 @@ def plan_of(tokens: TokenRows, *, flat: bool, broken_step: int | None = None) ->
 
 
 def losses(
-    directory: Path, tokens: tuple[TokenRows, TokenRows], plan: Plan, threads: int, offload: Offload | None = None
+    directory: Path,
+    tokens: tuple[TokenRows, TokenRows],
+    plan: Plan,
+    threads: int,
+    offload: Offload | None = None,
+    **changes: Any,
 ) -> list[Any]:
     """Losses, held-out losses and gradient norms of a whole run."""
     rows, held = tokens
@@ -73,6 +79,7 @@ def losses(
         device=CPU,
         progress=False,
     )
+    job = replace(job, **changes)
     curves = train(job, make_meter(CPU)).curves
     return [value for row in curves for value in (row["loss"], row.get("heldout_loss"), row["grad_norm"])]
 
@@ -91,6 +98,20 @@ def test_activations_on_disk_change_no_bit_of_a_run(small_llama: Path, tokens, t
     plan = plan_of(tokens[0], flat=flat)
     store = DiskStore(CPU, tmp_path)
     assert losses(small_llama, tokens, plan, 0, Offload(store)) == losses(small_llama, tokens, plan, 0)
+
+
+def test_where_and_when_weights_are_updated_changes_no_bit_of_a_run(small_llama: Path, tokens):
+    """A learning rate, a held-out pass or a gradient norm that updates in backward or on the host miss."""
+    two = plan_of(tokens[0], flat=False)
+    plan = Plan.of([replace(two.micro_batch(number), step=number) for number in range(STEPS)])
+    full: dict[str, Any] = {"model_spec": spec_of(method="full"), "measured_steps": frozenset({0})}
+    found = []
+    for in_backward, place in ((False, "none"), (True, "none"), (True, "optimizer")):
+        optim = OptimSpec(name="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_fraction=0.5)
+        spec = StepSpec(loss_chunk=16, max_grad_norm=None, foreach=False, optimizer_in_backward=in_backward)
+        chosen = replace(optim, offload=place)  # type: ignore[arg-type]
+        found.append(losses(small_llama, tokens, plan, 0, step_spec=spec, optim_spec=chosen, **full))
+    assert found[0] == found[1] == found[2] and found[0][0] > 1
 
 
 def test_a_packed_run_has_the_losses_of_the_padded_run(small_llama: Path, tokens):
