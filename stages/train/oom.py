@@ -5,6 +5,7 @@ the memory is free again once the exception is gone.
 """
 
 import errno
+import mmap
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -114,7 +115,7 @@ class Whereabouts:
         self._device, self._counters = device, make_counters(device)
         self._updates_in_backward = updates_in_backward
         self._held_before = self._counters.read().held_bytes
-        self._reserve: bytearray | None = bytearray(RESERVE_BYTES)
+        self._reserve: mmap.mmap | None = mmap.mmap(-1, RESERVE_BYTES)
         self.phase_name = READING
         self.step: int | None = None
         self._number: int | None = None
@@ -131,7 +132,7 @@ class Whereabouts:
         self.step, self._micro_batches, self._number = step, micro_batches, None
         self.phase_name = READING
         if self._reserve is None:
-            self._reserve = bytearray(RESERVE_BYTES)
+            self._reserve = mmap.mmap(-1, RESERVE_BYTES)
 
     def watching(self, phase: Phase) -> Phase:
         """The step's Phase hook that also tells here what runs."""
@@ -154,7 +155,9 @@ class Whereabouts:
 
     def failure(self, error: BaseException) -> Failure:
         """What is there now; call while the exception is handled."""
-        self._reserve = None
+        if self._reserve is not None:
+            self._reserve.close()
+            self._reserve = None
         held = self._counters.read()
         cuda = self._device.type == "cuda"
         free, total = torch.cuda.mem_get_info(self._device) if cuda else (None, None)
