@@ -50,7 +50,6 @@ class _Streams:
     """A unit's events by pool."""
 
     template: Template
-    sizes: np.ndarray
     large: np.ndarray
     """Of each birth: whether it is in the pool of large blocks."""
     pools: tuple[Stream, Stream]
@@ -111,11 +110,10 @@ class UnitPlayer:
     def _split(self, unit: Unit) -> _Streams:
         """A unit's events by pool."""
         template = self._model.template(unit)
-        sizes = template.sizes(unit)
-        units = -(-sizes // UNIT_BYTES)
+        units = -(-template.sizes(unit) // UNIT_BYTES)
         large = units > SMALL_UNITS
         pools = self._stream(template, units, ~large), self._stream(template, units, large)
-        return _Streams(template=template, sizes=sizes, large=large, pools=pools)
+        return _Streams(template=template, large=large, pools=pools)
 
     def _stream(self, template: Template, units: np.ndarray, chosen: np.ndarray) -> Stream:
         """The chosen births and what becomes of them."""
