@@ -118,7 +118,7 @@ def _end_when_asked_again(out: int) -> None:
     """Read the numbers of signals as they come, until the pipe is closed."""
     first: float | None = None
     while number := os.read(out, 1):
-        if number[0] not in SIGNALS:
+        if number[0] not in SIGNALS or (first is not None and number[0] == PARENT_ENDED):
             continue
         now = time.monotonic()
         first = now if first is None else first
