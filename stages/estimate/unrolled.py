@@ -13,12 +13,13 @@ from itertools import groupby
 from transformers import PretrainedConfig
 
 from stages.estimate.depth import AFTER, BEFORE, Label, NotRepeated, Place, Window, WindowTrace, peak_of
+from stages.estimate.experts import refuse_experts
 from stages.estimate.explain import Explanation, explain, largest_holdings, timeline_row, trace_origins
 from stages.estimate.kernels import Target
 from stages.estimate.layers import Repetition, find_repetition
 from stages.estimate.offloaded import offloaded_bytes
 from stages.estimate.origins import OriginTrace
-from stages.estimate.predict import Prediction, Setting, from_windows, predict, refuse_experts, shallow_windows
+from stages.estimate.predict import Prediction, Setting, from_windows, predict, shallow_windows
 from stages.estimate.shapes import TracedSteps
 
 UPDATE_PHASES = ("clip", "optimizer")
