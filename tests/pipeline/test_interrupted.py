@@ -15,7 +15,7 @@ from tests.pipeline.clone import Clone
 from tests.processes import TIMEOUT_SECONDS, killed_after
 
 HERE = ("repro", "--force", "--single-item", "train")
-IN_A_COPY = ("exp", "run", "--temp", "--force", "--single-item", "train")
+IN_A_COPY = ("exp", "run", "--temp", "--force", "--single-item", "train", "-S", "run.checkpoint_seconds=0.05")
 METRICS = "metrics/train.json"
 TIMES = ("seconds", "memory_by_phase", "host", "growth")
 """In names of metrics that say how a run went, and not what came of it."""
@@ -77,6 +77,7 @@ def test_a_training_goes_on_after_dvc_and_then_itself_was_killed(clone: Clone, t
     clone.set_params(run__checkpoint_seconds=0.05)
     first = broken_off(clone, tmp_path / "first", HERE, lambda dvc: dvc.terminate())
     assert "train: stopped by the end of its parent; the checkpoint of optimizer step" in first
+    clone.back_to_baseline()  # Without a git identity DVC copies no changed checkout.
     second = broken_off(clone, tmp_path / "second", IN_A_COPY, lambda _: trainers(clone)[0].kill())
     assert "train: resumed at optimizer step" in second
     third = clone.dvc(*IN_A_COPY)
