@@ -23,7 +23,7 @@ SMALL = {
     "data__heldout_fraction": 0.9,
     "data__max_length": 128,
     "bucket__max_tokens": 512,
-    "train__tokens_per_step": 1024,
+    "train__tokens_per_step": 512,
     "train__epochs": 1,
     "train__heldout_every_steps": 4,
     "train__heldout_rows": 8,
