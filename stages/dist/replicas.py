@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
+from stages.dist.hand_out import check_same_form, handed_out
 from stages.dist.whole import Parts, Whole
 from stages.dist.world import World
 from stages.errors import UserError
@@ -20,12 +21,13 @@ from stages.step.team import NamedParameters, Result, named_trained
 class Replicas:
     """A team (stages.step.team) of equals: same weights, same summed gradients."""
 
-    def __init__(self, model: nn.Module, world: World, *, owners: bool):
+    def __init__(self, model: nn.Module, world: World, device: torch.device, *, owners: bool):
         """Put `model` beside the others.
 
         Args:
-            model: with the same weights in every process, where it computes.
+            model: of the same form in every process, with the weights of the first one.
             world: which process this is.
+            device: where it is.
             owners: each tensor is updated by one process, which alone holds its optimizer state, and sent to the
                 others (stage 1 of Rajbhandari et al. 2020, arXiv 1910.02054).
 
@@ -34,6 +36,8 @@ class Replicas:
         """
         self.rank, self.size, self.model = world.rank, world.size, model
         self._trained = named_trained(model)
+        check_same_form(model, world, device)
+        handed_out(model, device)
         # Gradients are views into the buffers that are sent: a copy of them all would stay for the whole run.
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -42,6 +46,7 @@ class Replicas:
             self._ddp = DistributedDataParallel(
                 Whole(model),
                 broadcast_buffers=False,
+                init_sync=False,
                 gradient_as_bucket_view=True,
             )
         self._ddp.register_comm_hook(None, _sum)
@@ -89,9 +94,10 @@ class Replicas:
 
 def _sum(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum gradients over all processes. DDP's own mean would divide what is divided by the step's tokens already."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+    return work.get_future().then(lambda future: buffer)
 
 
 def assign_owners(sizes: list[int], count: int) -> list[int]:

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stages.dist.replicas import Replicas
 from stages.dist.shards import REPLICATE, SHARD, Shards
 from stages.dist.world import World
 from stages.errors import UserError
-from stages.param_types import Sharding
+from stages.param_types import Method, Sharding
 from stages.params import Params
 from stages.params_sharing import CUTTING
 from stages.step.team import Alone, Team
@@ -29,9 +30,12 @@ class ShardSpec:
         """Read train.sharding and train.shard_group_gpus."""
         return cls(mode=params.train.sharding, group_gpus=params.train.shard_group_gpus)
 
-    def loads_here(self, world: World) -> bool:
-        """Whether this process reads weights: where they are cut, the first one does, and hands them out."""
-        return world.leads or self.mode not in CUTTING
+    def reads_weights(self, world: World, method: Method) -> bool:
+        """Whether this process reads the model's files; else the first one hands it the weights.
+
+        8-bit weights hold values outside of all that is handed out: each process reads them.
+        """
+        return world.leads or method == "int8_lora"
 
     def load_device(self, device: torch.device) -> torch.device:
         """Where weights are loaded: where no GPU is to hold all of them, in the host's memory."""
@@ -42,8 +46,8 @@ def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.dev
     """Share a loaded model as asked.
 
     Args:
-        model: with the same weights in every process, on `device`; where weights are cut, in the host's memory, and
-            those of the first process count.
+        model: of the same form in every process, on `device`, or in the host's memory where weights are cut. The
+            weights of the first process count.
         world: which process this is.
         spec: how.
         device: where this process computes.
@@ -54,7 +58,7 @@ def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.dev
     if world.size == 1:
         return Alone(model)
     if spec.mode not in CUTTING:
-        return Replicas(model, world, owners=spec.mode == "zero1")
+        return Replicas(model, world, device, owners=spec.mode == "zero1")
     return Shards(
         model,
         world,
@@ -69,11 +73,17 @@ def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.dev
 def _mesh(world: World, spec: ShardSpec, device: torch.device) -> DeviceMesh:
     """The processes in a row, or in groups that each hold all weights."""
     if spec.mode != "hsdp":
-        return init_device_mesh(device.type, (world.size,), mesh_dim_names=(SHARD,))
+        return _made(device, (world.size,), (SHARD,))
     group = world.local_size if spec.group_gpus is None else spec.group_gpus
     if world.size % group or not 1 < group < world.size:
         raise UserError(
             f"train.shard_group_gpus: must be a divisor of the GPUs, above 1 and below all; got {group} of "
             f"{world.size}; set it, or use train.sharding=zero3 (one group of all) or ddp (groups of one)"
         )
-    return init_device_mesh(device.type, (world.size // group, group), mesh_dim_names=(REPLICATE, SHARD))
+    return _made(device, (world.size // group, group), (REPLICATE, SHARD))
+
+
+def _made(device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh; its table of ranks is read, so it is real where all else is fake."""
+    with unset_fake_temporarily():
+        return init_device_mesh(device.type, sizes, mesh_dim_names=names)

@@ -184,7 +184,7 @@ def _load(job: TrainJob, meter: Meter, monitor: Monitor) -> tuple[Running, HostP
     """The model and its optimizer, state made, and what the host held meanwhile; dropout is seeded from here on."""
     with monitor.phase("load"), host_peak() as load_host:
         directory, where = job.model_directory, job.sharing.load_device(job.device)
-        if job.sharing.loads_here(job.world):
+        if job.sharing.reads_weights(job.world, job.model_spec.method):
             model = load_model(directory, job.model_spec, where)
         else:
             model = hollow_model(read_config(directory), job.model_spec, where)

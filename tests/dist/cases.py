@@ -84,7 +84,7 @@ def learn(case: Case, world: World) -> Outcome:
     model_spec = spec_of(**case.model)
     sharing = ShardSpec(mode=case.mode, group_gpus=case.group_gpus)  # type: ignore[arg-type]
     directory = Path(case.directory)
-    if sharing.loads_here(world):
+    if sharing.reads_weights(world, model_spec.method):
         model = load_model(directory, model_spec, CPU)
     else:
         model = hollow_model(read_config(directory), model_spec, CPU)

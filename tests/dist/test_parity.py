@@ -144,6 +144,11 @@ def distance(group: Group, single: Single, case: Case, plain: Case | None = None
     return losses, (apart / learnt).item()
 
 
+def same_cut(case: Case) -> Case:
+    """One process, the same micro-batches: in few bits another cut rounds otherwise."""
+    return replace(plain_of(case), sizes=case.sizes, chunk=case.chunk)
+
+
 RATES = {"sgd": 0.05, "lion": 5e-4, "lion_8bit": 5e-4}
 EXACT = (LOSS, WEIGHTS)
 OF_PARTS = {str(name): (0.005, 0.1) for name in OPTIMIZERS if "8bit" in name} | {"adafactor": (0.03, 0.3)}
@@ -157,14 +162,16 @@ def optimizer_case(directory: Path, mode: str, name: str) -> Case:
 
 def test_8_bit_state_of_parts(small_llama: Path, pair: Group, single: Single):
     """The library of bitsandbytes knows no DTensor: it sees plain parts."""
-    found = distance(pair, single, optimizer_case(small_llama, "zero3", "adamw_8bit"))
+    case = optimizer_case(small_llama, "zero3", "adamw_8bit")
+    found = distance(pair, single, case, same_cut(case))
     assert all(a <= b for a, b in zip(found, OF_PARTS["adamw_8bit"], strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_under_zero3(small_llama: Path, pair: Group, single: Single, name: str):
-    found = distance(pair, single, optimizer_case(small_llama, "zero3", name))
+    case = optimizer_case(small_llama, "zero3", name)
+    found = distance(pair, single, case, same_cut(case))
     assert all(a <= b for a, b in zip(found, OF_PARTS.get(name, EXACT), strict=True))
 
 
@@ -173,9 +180,10 @@ def test_every_optimizer_under_zero3(small_llama: Path, pair: Group, single: Sin
 def test_every_optimizer_is_exact_under_zero1(small_llama: Path, pair: Group, single: Single, name: str):
     """Whole tensors have one owner each, also those scaled by blocks, rows or columns; none holds all state."""
     case = optimizer_case(small_llama, "zero1", name)
-    assert all(a <= b for a, b in zip(distance(pair, single, case), EXACT, strict=True))
+    assert distance(pair, single, case, same_cut(case)) == (0.0, 0.0)
     everything = pair.learn(replace(case, mode="ddp"))["state_bytes"]
-    assert pair.learn(case)["state_bytes"] <= 0.6 * everything
+    # Owners share values, and small tensors keep wider ones.
+    assert pair.learn(case)["state_bytes"] <= 0.75 * everything
 
 
 BF16, FP16 = (0.005, 0.05), (0.001, 0.01)
@@ -203,9 +211,8 @@ BF16, FP16 = (0.005, 0.05), (0.001, 0.01)
     ],
 )
 def test_precisions_and_adapters(small_llama: Path, pair: Group, single: Single, mode, model, optim, bounds):
-    # The same cut as one process has: in 16 bits another one rounds otherwise.
     case = Case(directory=str(small_llama), mode=mode, sizes=IDLE, chunk=16, steps=12, model=model, optim=optim)
-    found = distance(pair, single, case, replace(plain_of(case), sizes=IDLE, chunk=16))
+    found = distance(pair, single, case, same_cut(case))
     assert all(a <= b for a, b in zip(found, bounds, strict=True))
 
 
