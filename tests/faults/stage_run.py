@@ -92,6 +92,7 @@ class StageRun:
             AssertionError: it did not end in time, or left a process behind.
         """
         answer = self.runner.ask({"wait": self.pid, "seconds": seconds})
+        self.runner.left.discard(self.pid)
         status, said = answer["status"], answer["output"]
         took = time.monotonic() - self.started
         assert status is not None, f"no end within {seconds} s: {said}"
@@ -132,6 +133,8 @@ class Runner:
             start_new_session=True,
             text=True,
         )
+        self.left: set[int] = set()
+        """Runs that were started and not waited for."""
         self.pid: int = self._answer()["ready"]
 
     def ask(self, request: dict[str, Any]) -> Any:
@@ -151,7 +154,9 @@ class Runner:
         """Start a stage of dvc.yaml in a workspace."""
         room, given = command_of(stage)
         request = {"room": room, "arguments": [*given, *arguments], "cwd": str(workspace), **fault.as_request()}
-        return StageRun(runner=self, pid=self.ask(request)["pid"])
+        run = StageRun(runner=self, pid=self.ask(request)["pid"])
+        self.left.add(run.pid)
+        return run
 
     def mount(self, target: Path, size_bytes: int | None) -> None:
         """Mount memory of this size at a directory, or forbid to write there, for the runs of this runner alone."""
@@ -166,7 +171,10 @@ class Runner:
         return self.start(stage, workspace, fault, *arguments).wait()
 
     def close(self) -> None:
-        """End it."""
+        """End it, and the runs that a failed test left."""
+        for pid in self.left:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         kill_group(self._process)
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             assert pipe is not None
