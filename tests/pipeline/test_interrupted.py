@@ -17,7 +17,7 @@ from tests.processes import TIMEOUT_SECONDS, killed_after
 HERE = ("repro", "--force", "--single-item", "train")
 IN_A_COPY = ("exp", "run", "--temp", "--force", "--single-item", "train", "-S", "run.checkpoint_seconds=0.05")
 METRICS = "metrics/train.json"
-TIMES = ("seconds", "memory_by_phase", "host", "growth")
+TIMES = ("second", "memory_by_phase", "host", "growth")
 """In names of metrics that say how a run went, and not what came of it."""
 
 
@@ -28,7 +28,7 @@ def kept(clone: Clone) -> set[str]:
 
 def trainers(clone: Clone) -> list[psutil.Process]:
     """The training that runs, if any."""
-    return [one for one in clone.processes() if one.is_running() and "stages.train" in " ".join(one.cmdline())]
+    return [one for one in clone.processes() if one.is_running() and one.cmdline()[1:] == ["-m", "stages.train"]]
 
 
 def wait_for(true: Callable[[], object], process: subprocess.Popen[Any] | None = None) -> None:
