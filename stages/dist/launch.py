@@ -20,6 +20,8 @@ from stages.errors import UserError
 
 DIRECTORY = "LEAN_FINETUNE_RANKS"
 """Variable of the environment that names the processes' directory; absent where the user started torchrun."""
+LAUNCHER = "LEAN_FINETUNE_LAUNCHER"
+"""Variable of the environment with the number of the process that started it."""
 LOCAL = "127.0.0.1"
 LOOPBACK = "lo"
 """Linux' name of the interface of that address."""
@@ -42,7 +44,7 @@ def launch(module: str, arguments: Sequence[str], *, processes: int, directory: 
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    os.environ[DIRECTORY] = str(directory.resolve())
+    os.environ[DIRECTORY], os.environ[LAUNCHER] = str(directory.resolve()), str(os.getpid())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # Each process would warn of how the others ended.
     if sys.platform == "linux":
         os.environ.setdefault(
@@ -70,6 +72,12 @@ def launch(module: str, arguments: Sequence[str], *, processes: int, directory: 
         raise SystemExit(128 + stopped.sigval) from None
     finally:
         logging.disable(logging.NOTSET)
+
+
+def launcher() -> int | None:
+    """The process of `launch` that started this one; None for a process that was started otherwise."""
+    number = os.environ.get(LAUNCHER)
+    return None if number is None else int(number)
 
 
 def _first_fault(directory: Path) -> str | None:

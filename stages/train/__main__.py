@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from stages.bucket.plan import read_plan
 from stages.declared import parameter_values, read_params
-from stages.dist.launch import as_one_of_many
+from stages.dist.launch import as_one_of_many, launcher
 from stages.dist.shard import ShardSpec
 from stages.dist.world import World, joined, under_torchrun
 from stages.errors import StageCommand
@@ -75,7 +75,7 @@ def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
     model card, per-step curves and the measured peak memory.
     """
     if "DVC_STAGE" in os.environ or under_torchrun():
-        end_with_parent()
+        end_with_parent(launcher())
     if explain is not None:
         click.echo("\n".join(explained(explain, left_gib)))
         return

@@ -15,18 +15,21 @@ PARENT_ENDED = signal.SIGUSR1
 """That signal: none that a group of processes is sent, so that it is never taken for a second request to stop."""
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int | None = None) -> None:
     """Get `PARENT_ENDED` when the parent ends, which saves and stops. Elsewhere than on Linux this does nothing.
 
     DVC runs commands through a shell, and some shells stay beside the command: such a parent outlives DVC, so who
     started it is watched as well.
+
+    Args:
+        parent: the number of the process that started this one, which may have ended; None = the parent there is.
 
     Raises:
         OSError: the system refused.
     """
     if sys.platform != "linux":
         return
-    parent = os.getppid()
+    parent = parent or os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(PARENT_ENDED), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
