@@ -100,11 +100,11 @@ class OriginTrace(MemoryTrace):
             yield
         self.phases.append((start, len(self._events), name))
 
-    def hold(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+    def hold(self, tensors: Iterable[torch.Tensor], category: str, but: str | None = None) -> None:
         """Count tensors that exist; see MemoryTrace."""
         for tensor in tensors:
             self._tensor = tensor
-            super().hold((tensor,), category)
+            super().hold((tensor,), category, but)
         self._tensor = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -14,10 +13,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from stages.errors import UserError
 from stages.estimate.depth import NotRepeated, Place, Window, WindowTrace, deep_peaks, deep_windows
+from stages.estimate.experts import refuse_experts
+from stages.estimate.fake_team import Sharing, local, shared
 from stages.estimate.kernels import Target
 from stages.estimate.layers import Repetition, find_repetition, with_layers
 from stages.estimate.offloaded import counting, offloaded_bytes
@@ -28,6 +30,7 @@ from stages.estimate.trace import (
     GRADIENTS,
     OPTIMIZER,
     QUANTISATION_STATE,
+    SHARDING,
     WEIGHTS,
     WORKSPACE,
     MemoryTrace,
@@ -38,11 +41,12 @@ from stages.model.quantize import quantisation_tensors
 from stages.model.spec import ModelSpec
 from stages.param_types import OffloadActivations, OffloadState, OptimizerName, Precision
 from stages.params import Params
-from stages.step.batches import Batch, empty_batch
+from stages.step.batches import Batch, empty_batch, idle_batch
 from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
 from stages.step.optimizers import device_state
 from stages.step.scale import LossScaler
 from stages.step.step import StepSpec, training_step
+from stages.step.team import Team
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -56,7 +60,6 @@ UNTRACEABLE = (
 """What a trace raises where it cannot know: values, shapes that depend on them, operations without a shape function."""
 Trace = TypeVar("Trace", bound=MemoryTrace)
 Windows = TypeVar("Windows", bound=WindowTrace)
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,8 @@ class Setting:
     offload_activations: OffloadActivations = "none"
     offload: OffloadState = "none"
     optimizer_in_backward: bool = False
+    sharing: Sharing | None = None
+    """How several GPUs share the run; None = one GPU."""
 
     @classmethod
     def from_params(cls, params: Params, precision: Precision) -> "Setting":
@@ -201,11 +206,16 @@ def trace_steps(
 
     Returns the step and the position in it of the micro-batch that set the peak.
     """
-    model = fake_model(config, setting.model, CPU)
-    optimizer = build_optimizer(model, optim_of(setting), trace.elsewhere)
-    _hold_state(trace, model, optimizer, setting, cuda=target.foreach)
+    with shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as team:
+        return _steps_of(team, trace, setting, steps, target)
+
+
+def _steps_of(team: Team, trace: MemoryTrace, setting: Setting, steps: TracedSteps, target: Target) -> tuple[int, int]:
+    """The steps of a team; see `trace_steps`."""
+    optimizer = build_optimizer(team.mine, optim_of(setting), trace.elsewhere)
+    _hold_state(trace, team, optimizer, setting, cuda=target.foreach)
     trace.hold_bytes(target.constant_bytes, WORKSPACE)
-    trace.begin_run(model)
+    trace.begin_run(team.model)
     spec = StepSpec(
         loss_chunk=setting.loss_chunk,
         max_grad_norm=setting.max_grad_norm,
@@ -215,6 +225,7 @@ def trace_steps(
     scaler = LossScaler(finite=lambda norm: True) if setting.model.scales_loss else None
     store, offload = counting(trace, setting.offload_activations)
     highest_bytes, position = 0, (0, 0)
+    several_turns = setting.sharing is not None and setting.sharing.several_turns
 
     def batches(step: int) -> Iterator[Batch]:
         nonlocal highest_bytes, position
@@ -223,11 +234,13 @@ def trace_steps(
             yield empty_batch(shape, CPU)
             if trace.highest_bytes > highest_bytes:  # Its backward is over: the step asks for the next one.
                 highest_bytes, position = trace.highest_bytes, (step, number)
+        if several_turns and len(steps[step]) == 1:  # Gradients are summed in another turn than this one.
+            yield idle_batch(0)
 
     with trace.recording():
         for step in range(len(steps)):
             training_step(
-                model,
+                team.model,
                 optimizer,
                 batches(step),
                 supervised_tokens=1,
@@ -239,6 +252,8 @@ def trace_steps(
                 guard=lambda losses, norm: None,
                 scaler=scaler,
                 offload=offload,
+                team=team,
+                turns=max(len(steps[step]), 2 if several_turns else 1),
             )
     trace.offloaded_peak_bytes = store.peak_bytes
     return position
@@ -258,24 +273,27 @@ def optim_of(setting: Setting) -> OptimSpec:
 
 
 def _hold_state(
-    trace: MemoryTrace, model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, *, cuda: bool
+    trace: MemoryTrace, team: Team, optimizer: torch.optim.Optimizer, setting: Setting, *, cuda: bool
 ) -> None:
     """Count what exists before the first step, and have gradients counted as such when they are made."""
+    model = team.model
     trained = trained_parameters(model)
-    trace.hold([*model.parameters(), *model.buffers()], WEIGHTS)
+    trace.hold([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
     trace.hold(quantisation_tensors(model), QUANTISATION_STATE)
     if setting.model.method != "full":
-        trace.hold(trained, ADAPTERS)
+        trace.hold([local(tensor) for tensor in trained], ADAPTERS)
         if setting.model.keeps_start and not cuda:  # In host memory, which is the device's own on a CPU.
-            trace.hold_bytes(sum(parameter.numel() * FP32.itemsize for parameter in trained), ADAPTERS)
+            start = sum(local(tensor).numel() * FP32.itemsize for tensor in trained)
+            trace.hold_bytes(start, ADAPTERS)
     trace.hold(device_state(optimizer, setting.optimizer, cuda=cuda), OPTIMIZER)
 
     def hold_gradient(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        trace.hold([parameter.grad], GRADIENTS)
+        trace.hold([local(parameter.grad)], GRADIENTS, but=SHARDING)  # DDP's buckets stay buckets.
 
     for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(hold_gradient)
+        if not isinstance(parameter, DTensor):  # Those that are cut are told apart where they are summed.
+            parameter.register_post_accumulate_grad_hook(hold_gradient)
 
 
 @contextmanager
@@ -288,23 +306,3 @@ def _phase(trace: MemoryTrace, name: str, *, like_cuda: bool) -> Iterator[None]:
             yield
     finally:
         torch.set_autocast_enabled("cuda", before)
-
-
-def refuse_experts(config: PretrainedConfig) -> None:
-    """Refuse mixtures of experts: how many tokens an expert gets depends on the data.
-
-    Raises:
-        UserError: the model has experts.
-    """
-    experts = _experts(config.get_text_config().to_dict())
-    if experts > 1:
-        raise UserError(
-            f"model.name: {config.model_type} routes tokens to {experts} experts, so its memory depends on the "
-            "data and cannot be predicted yet; choose a dense model"
-        )
-
-
-def _experts(values: Mapping[str, Any]) -> int:
-    """The most experts that a configuration, or a part of it, names."""
-    own = [values[key] for key in EXPERT_KEYS if isinstance(values.get(key), int)]
-    return max([*own, *(_experts(part) for part in values.values() if isinstance(part, dict))], default=0)

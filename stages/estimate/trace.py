@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -32,6 +33,8 @@ LOGITS = "logits"
 INPUTS = "inputs"
 UPDATE = "update"
 WORKSPACE = "workspace"
+SHARDING = "sharding"
+"""What several GPUs need to share a run: gradient buckets, gathered weights, buffers of what is sent."""
 CATEGORIES = (
     WEIGHTS,
     QUANTISATION_STATE,
@@ -39,6 +42,7 @@ CATEGORIES = (
     OPTIMIZER,
     GRADIENTS,
     WORKSPACE,
+    SHARDING,
     INPUTS,
     ACTIVATIONS,
     LOGITS,
@@ -95,18 +99,20 @@ class MemoryTrace(TorchDispatchMode):
         self._phase: str | None = None
         self._module_depth = 0
         self._elsewhere = False
+        self._making: str | None = None
+        self._ends: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.finalize] = weakref.WeakKeyDictionary()
         self._peaks: dict[str, tuple[int, int]] = {}
         self.current_bytes = 0
         self.offloaded_peak_bytes = 0
         """The most that was away from the device at once, in host memory or in a file."""
 
-    def hold(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Count tensors that exist, or say better what counted ones are for."""
+    def hold(self, tensors: Iterable[torch.Tensor], category: str, but: str | None = None) -> None:
+        """Count tensors that exist, or say better what counted ones are for, `but` those of this category."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage not in self._ids and tensor.device.type == "cpu":
                 self._born(storage, category)
-            if storage in self._ids:
+            if storage in self._ids and self._categories[self._ids[storage]] != but:
                 self._categories[self._ids[storage]] = category
 
     def hold_bytes(self, count: int, category: str) -> None:
@@ -138,6 +144,21 @@ class MemoryTrace(TorchDispatchMode):
             yield
         finally:
             self._elsewhere = before
+
+    @contextmanager
+    def making(self, category: str) -> Iterator[None]:
+        """What is made inside is of this category."""
+        before, self._making = self._making, category
+        try:
+            yield
+        finally:
+            self._making = before
+
+    def resized(self, storage: torch.UntypedStorage, category: str) -> None:
+        """A storage was given back or taken anew where it is: all of it, in this category."""
+        if (end := self._ends.get(storage)) is not None:
+            end()
+        self._born(storage, category)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -185,6 +206,8 @@ class MemoryTrace(TorchDispatchMode):
         if func is ASK_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # Two thirds of all calls: answered here, they cost nothing.
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # It calls again with the parts that are here.
         if self._elsewhere:
             return func(*args, **kwargs)
         expansion = self._rules.expansions.get(func)
@@ -208,7 +231,9 @@ class MemoryTrace(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage in self._ids or tensor.device.type != "cpu":
             return
-        if tensor.ndim and tensor.shape[-1] == self._vocab_size:
+        if self._making is not None:
+            category = self._making
+        elif tensor.ndim and tensor.shape[-1] == self._vocab_size:
             category = LOGITS
         elif self._module_depth and self._phase == "backward":
             category = ACTIVATIONS  # Recomputed by checkpointing.
@@ -222,7 +247,8 @@ class MemoryTrace(TorchDispatchMode):
             return
         storage_id = self._add(storage.nbytes(), category)
         self._ids[storage] = storage_id
-        weakref.finalize(storage, self._remove, storage_id).atexit = False
+        self._ends[storage] = weakref.finalize(storage, self._remove, storage_id)
+        self._ends[storage].atexit = False
 
     def _add(self, count: int, category: str) -> int:
         """Count a block of `count` bytes, rounded as the allocator does."""

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from stages.dist.world import World
 from tests.dist.cases import Case, learn
+from tests.estimate.ranks import do_peaks
 
 TIMEOUT_SECONDS = 60
 """Of a process that waits for the others: one of them failed."""
@@ -43,7 +44,11 @@ def do_sent_by_all(world: World, directory: Path, arguments: dict[str, Any]) -> 
     return int(outcome.team.total(torch.tensor(outcome.sent_bytes)).item())
 
 
-TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {"learn": do_learn, "sent_by_all": do_sent_by_all}
+TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {
+    "learn": do_learn,
+    "sent_by_all": do_sent_by_all,
+    "peaks": do_peaks,
+}
 
 
 def main() -> None:

@@ -1,0 +1,79 @@
+"""One process of several that count what their allocator does while they share a run for real."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.estimate_cpu import make_code_books, real_batch
+from stages.dist.shard import ShardSpec, make_team
+from stages.dist.world import World
+from stages.estimate.fake_team import Sharing
+from stages.estimate.predict import Setting, optim_of
+from stages.estimate.shapes import TracedSteps
+from stages.model.load import load_model
+from stages.step.batches import idle_batch
+from stages.step.optim import build_optimizer
+from stages.step.step import StepSpec, training_step
+from stages.train.measure import make_meter
+from tests.estimate.common import setting_of, shape
+from tests.small_model import CPU, VOCABULARY
+
+STEPS: dict[str, TracedSteps] = {
+    "one turn": ((shape(4, 96, 200),), (shape(6, 64, 300),)),
+    "two turns": ((shape(4, 96, 200), shape(2, 128, 100)), (shape(6, 64, 300),)),
+}
+
+
+def shared_setting(mode: str, gpus: int, steps: str, **changes: Any) -> Setting:
+    """A setting shared by some processes; `hsdp` in groups of two."""
+    spec = ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None)  # type: ignore[arg-type]
+    return replace(setting_of(**changes), sharing=Sharing(spec=spec, gpus=gpus, several_turns=len(STEPS[steps][0]) > 1))
+
+
+def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -> dict[str, int]:
+    """Load and train under the CPU's meter, as train does; peaks by phase."""
+    sharing = setting.sharing
+    assert sharing is not None
+    make_code_books()
+    gc.collect()
+    meter = make_meter(CPU)
+    with meter.window("run"):
+        with meter.phase("load"):
+            team = make_team(load_model(directory, setting.model, CPU), world, sharing.spec, CPU)
+            optimizer = build_optimizer(team.mine, replace(optim_of(setting), lr=1e-3, weight_decay=0.01))
+        for shapes in steps:
+            idle = sharing.several_turns and len(shapes) == 1
+
+            def batches(shapes: Any = shapes, idle: bool = idle) -> Any:
+                for wanted in shapes:
+                    yield real_batch(wanted, VOCABULARY)
+                if idle:
+                    yield idle_batch(0)
+
+            training_step(
+                team.model,
+                optimizer,
+                batches(),
+                supervised_tokens=300,
+                model_spec=setting.model,
+                spec=StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=False),
+                phase=meter.phase,
+                guard=lambda losses, norm: None,
+                team=team,
+                turns=len(shapes) + idle,
+            )
+    return dict(meter.result().peak_bytes_by_phase)
+
+
+def do_peaks(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, int]:
+    """Peaks by phase, of each the largest of all processes."""
+    steps = STEPS[arguments["steps"]]
+    setting = shared_setting(arguments["mode"], world.size, arguments["steps"], **arguments["setting"])
+    found = count(world, Path(arguments["model"]), setting, steps)
+    names = sorted(found)
+    peaks = torch.tensor([found[name] for name in names])
+    torch.distributed.all_reduce(peaks, op=torch.distributed.ReduceOp.MAX)
+    return dict(zip(names, peaks.tolist(), strict=True))
