@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stages.dist.world import World
+from stages.endings import Interrupted
 from stages.errors import UserError
 
 DIRECTORY = "LEAN_FINETUNE_RANKS"
@@ -40,7 +41,7 @@ def launch(module: str, arguments: Sequence[str], *, processes: int, directory: 
 
     Raises:
         UserError: one of them failed: what it said first, or where its traceback is.
-        SystemExit: a signal came, and was handed on to all.
+        Interrupted: a signal came, and was handed on to all.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -65,11 +66,9 @@ def launch(module: str, arguments: Sequence[str], *, processes: int, directory: 
     try:
         elastic_launch(config, entrypoint=sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
-        raise UserError(_first_fault(directory) or _ended(error, directory)) from None
+        raise (_first_fault(directory) or UserError(_ended(error, directory))) from None
     except SignalException as stopped:
-        name = signal.Signals(stopped.sigval).name
-        print(f"train: stopped by {name}; no checkpoint of several GPUs was made", file=sys.stderr)
-        raise SystemExit(128 + stopped.sigval) from None
+        raise Interrupted(stopped.sigval) from None
     finally:
         logging.disable(logging.NOTSET)
 
@@ -80,10 +79,10 @@ def launcher() -> int | None:
     return None if number is None else int(number)
 
 
-def _first_fault(directory: Path) -> str | None:
-    """What the process that met a fault of the user's first said of it."""
+def _first_fault(directory: Path) -> UserError | None:
+    """The fault of the process that met one of the user's first."""
     faults = sorted(directory.glob("*.fault"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    return faults[0].read_text(encoding="utf-8") if faults else None
+    return UserError(*faults[0].read_text(encoding="utf-8").splitlines()) if faults else None
 
 
 def _ended(error: ChildFailedError, directory: Path) -> str:
@@ -100,7 +99,7 @@ def as_one_of_many(world: World) -> Iterator[None]:
     """In a process that `launch` started: output apart, and a fault left for it to tell. Elsewhere nothing.
 
     Raises:
-        SystemExit: with code 1 after any fault.
+        SystemExit: with code 1 after any fault, and with that of a signal.
     """
     where = os.environ.get(DIRECTORY)
     if where is None or world.size == 1:
@@ -114,9 +113,11 @@ def as_one_of_many(world: World) -> Iterator[None]:
         os.close(handle)
     try:
         yield
+    except Interrupted as ending:  # `launch` tells it.
+        sys.exit(ending.exit_code)
     except UserError as fault:
         aside = Path(where) / f".{world.rank}"
-        aside.write_text(" ".join(str(fault).split()), encoding="utf-8")
+        aside.write_text("\n".join((" ".join(str(fault).split()), *fault.details)), encoding="utf-8")
         aside.rename(Path(where) / f"{world.rank}.fault")
         sys.exit(1)
     except Exception:

@@ -15,7 +15,7 @@ from stages.dist.hand_out import check_same_form, handed_out
 from stages.dist.whole import Parts, Whole
 from stages.dist.world import World
 from stages.errors import UserError
-from stages.step.team import NamedParameters, Result, named_trained
+from stages.step.team import NamedParameters, Piece, Result, named_trained
 
 
 class Replicas:
@@ -67,6 +67,14 @@ class Replicas:
     def trained(self) -> NamedParameters:
         """See Team."""
         return self._trained
+
+    def pieces(self) -> list[Piece]:
+        """See Team: owners keep what they own, else each keeps every so many-th."""
+        keepers = self._owners or [number % self.size for number in range(len(self._trained))]
+        return [
+            Piece(first=0, whole=tuple(p.shape), kept_here=keeper == self.rank)
+            for (_, p), keeper in zip(self._trained, keepers, strict=True)
+        ]
 
     def norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
         """See Team: every process holds all gradients."""

@@ -21,7 +21,7 @@ from stages.dist.hand_out import check_same_form, handed_out
 from stages.dist.whole import Parts, Whole
 from stages.dist.world import World
 from stages.errors import UserError
-from stages.step.team import NamedParameters, Result, named_trained
+from stages.step.team import NamedParameters, Piece, Result, named_trained
 
 SHARD, REPLICATE = "shard", "replicate"
 """Dimensions of the mesh."""
@@ -55,6 +55,8 @@ class Shards:
         """
         self.rank, self.size, self.model = world.rank, world.size, model
         self._device, self._group = device, mesh.get_group(SHARD)
+        self._place, self._places = mesh.get_local_rank(SHARD), mesh[SHARD].size()
+        self._first_copy = REPLICATE not in (mesh.mesh_dim_names or ()) or mesh.get_local_rank(REPLICATE) == 0
         self._sum_every_turn = sum_every_turn
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
@@ -98,6 +100,17 @@ class Shards:
                 assert isinstance(cut.grad, DTensor)
                 part.grad, cut.grad = cut.grad.to_local(), None
         return self._parts
+
+    def pieces(self) -> list[Piece]:
+        """See Team: rows are dealt in equal stretches, of which the last ones may be short or empty."""
+        found = []
+        for (name, cut), (_, part) in zip(self._cut, self._parts, strict=True):
+            stretch = -(-cut.shape[0] // self._places)
+            first = min(self._place * stretch, cut.shape[0])
+            if len(part) != min(stretch, cut.shape[0] - first):
+                raise RuntimeError(f"{name} is cut in another way than in stretches of {stretch} rows")
+            found.append(Piece(first=first, whole=tuple(cut.shape), kept_here=self._first_copy))
+        return found
 
     def norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
         """See Team."""

@@ -191,6 +191,26 @@ def processes_of(launcher: subprocess.Popen[str], root: Path) -> list[psutil.Pro
 
 
 @pytest.mark.slow
+def test_a_signal_ends_all_with_one_line(copy: Path):
+    """Each process would tell of it, and of the others' end."""
+    planned(copy, 2, "ddp", train__epochs=200)
+    launcher = started(copy)
+    with killed_after(launcher):
+        try:
+            ranks = processes_of(launcher, copy)
+            launcher.send_signal(signal.SIGTERM)
+            launcher.wait(ENDS_SECONDS)
+            assert not psutil.wait_procs(ranks, timeout=ENDS_SECONDS)[1]
+        finally:
+            kill_group(launcher)
+        assert launcher.stderr is not None
+        said = launcher.stderr.read()
+        launcher.stderr.close()
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert said.startswith("stopped by SIGTERM: ") and len(said.splitlines()) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_nothing_outlives_a_killed_process(copy: Path, victim: str):
     """An orphan would hold its GPU's memory until someone finds it."""

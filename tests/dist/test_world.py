@@ -40,9 +40,10 @@ def test_the_first_fault_is_told(tmp_path: Path):
     """The others fail because the first one left: their words would hide the cause."""
     assert _first_fault(tmp_path) is None
     for name, text, seconds in (("0", "later", 2), ("1", "the cause", 1)):
-        (tmp_path / f"{name}.fault").write_text(text)
+        (tmp_path / f"{name}.fault").write_text(f"{text}\nmore of it")
         os.utime(tmp_path / f"{name}.fault", (seconds, seconds))
-    assert _first_fault(tmp_path) == "the cause"
+    fault = _first_fault(tmp_path)
+    assert fault is not None and str(fault) == "the cause" and fault.details == ("more of it",)
 
 
 class Pair(Alone):
