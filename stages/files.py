@@ -147,13 +147,18 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def bench_of(path: Path) -> Path:
+    """Where the new content of `path` is made, under the same name."""
+    return path.with_name(f".{path.name}.partial")
+
+
 @contextmanager
 def _bench(path: Path) -> Iterator[Path]:
     """A directory beside `path` in which its new content is made, by one process at a time; gone afterwards.
 
     What a killed run left in it is removed first.
     """
-    bench = path.with_name(f".{path.name}.partial")
+    bench = bench_of(path)
     with told_in_one_line(path):
         held = hold(bench)
         if held is None:

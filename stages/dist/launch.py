@@ -23,6 +23,10 @@ DIRECTORY = "LEAN_FINETUNE_RANKS"
 """Variable of the environment that names the processes' directory; absent where the user started torchrun."""
 LAUNCHER = "LEAN_FINETUNE_LAUNCHER"
 """Variable of the environment with the number of the process that started it."""
+WAITED = ".waited"
+"""Ending of a file beside the fault of a process that waited for the others in vain."""
+TOLD = ".told"
+"""Ending of a file of a process that told the user why it ended."""
 LOCAL = "127.0.0.1"
 LOOPBACK = "lo"
 """Linux' name of the interface of that address."""
@@ -66,8 +70,10 @@ def launch(module: str, arguments: Sequence[str], *, processes: int, directory: 
     try:
         elastic_launch(config, entrypoint=sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
-        raise (_first_fault(directory) or UserError(_ended(error, directory))) from None
+        raise (_first_fault(directory, processes) or UserError(_ended(error, directory))) from None
     except SignalException as stopped:
+        if (directory / f"0{TOLD}").exists():
+            raise SystemExit(128 + stopped.sigval) from None
         raise Interrupted(stopped.sigval) from None
     finally:
         logging.disable(logging.NOTSET)
@@ -79,10 +85,17 @@ def launcher() -> int | None:
     return None if number is None else int(number)
 
 
-def _first_fault(directory: Path) -> UserError | None:
+def _first_fault(directory: Path, processes: int) -> UserError | None:
     """The fault of the process that met one of the user's first."""
     faults = sorted(directory.glob("*.fault"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    return UserError(*faults[0].read_text(encoding="utf-8").splitlines()) if faults else None
+    if not faults:
+        return None
+    own = [path for path in faults if not path.with_suffix(WAITED).exists()]
+    message, *details = (own or faults)[0].read_text(encoding="utf-8").splitlines()
+    absent = sorted({str(rank) for rank in range(processes)} - {path.stem for path in faults})
+    if absent and not own:
+        message += f"; the one that did not come: process {', '.join(absent)}"
+    return UserError(message, *details)
 
 
 def _ended(error: ChildFailedError, directory: Path) -> str:
@@ -91,7 +104,15 @@ def _ended(error: ChildFailedError, directory: Path) -> str:
     code = failure.exitcode
     how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
     log = directory / f"{rank}.log"
-    return f"hardware.num_gpus: process {rank} of {len(error.failures)} that failed ended {how}; see {log}"
+    said = f"see {log}" if log.exists() and log.stat().st_size else "it said nothing"
+    return (
+        f"hardware.num_gpus: process {rank} ended {how}; {said}; the same command goes on from the last checkpoint, if "
+        "one was made"
+    )
+
+
+class WaitedInVain(UserError):
+    """A process waited too long for the others: it is they that are at fault."""
 
 
 @contextmanager
@@ -115,9 +136,14 @@ def as_one_of_many(world: World) -> Iterator[None]:
         yield
     except Interrupted as ending:  # `launch` tells it.
         sys.exit(ending.exit_code)
+    except SystemExit:
+        (Path(where) / f"{world.rank}{TOLD}").touch()
+        raise
     except UserError as fault:
         aside = Path(where) / f".{world.rank}"
         aside.write_text("\n".join((" ".join(str(fault).split()), *fault.details)), encoding="utf-8")
+        if isinstance(fault, WaitedInVain):
+            (Path(where) / f"{world.rank}{WAITED}").touch()
         aside.rename(Path(where) / f"{world.rank}.fault")
         sys.exit(1)
     except Exception:

@@ -7,7 +7,7 @@ import ctypes
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import EllipsisType
@@ -58,6 +58,11 @@ class StoredTensor:
     def bytes(self) -> int:
         """Its size."""
         return prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, first: int, count: int) -> "StoredTensor":
+        """Some of its rows, that is of its first dimension."""
+        row_bytes = self.bytes // self.shape[0]
+        return replace(self, shape=(count, *self.shape[1:]), start=self.start + first * row_bytes)
 
     def read(self) -> torch.Tensor:
         """The tensor, in memory of its own that PyTorch's allocator counts.

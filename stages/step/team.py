@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -11,6 +12,18 @@ from torch.nn.utils import get_total_norm
 Result = TypeVar("Result")
 
 NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Which rows of a trained parameter a process holds, and who keeps them."""
+
+    first: int
+    """Of its rows, that is along the first dimension."""
+    whole: tuple[int, ...]
+    """Shape of the parameter."""
+    kept_here: bool
+    """Whether checkpoints take them from this process: of several that hold the same, from one."""
 
 
 class Team(Protocol):
@@ -37,6 +50,9 @@ class Team(Protocol):
 
     def trained(self) -> NamedParameters:
         """What this process holds of the trained parameters; after a step's backward, with gradients of all members."""
+
+    def pieces(self) -> list[Piece]:
+        """What of each of `trained` this process holds."""
 
     def norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
         """L2 norm of all gradients together, of which this process holds `gradients`."""
@@ -71,6 +87,10 @@ class Alone:
     def trained(self) -> NamedParameters:
         """See Team."""
         return named_trained(self.model)
+
+    def pieces(self) -> list[Piece]:
+        """See Team."""
+        return [Piece(first=0, whole=tuple(p.shape), kept_here=True) for _, p in self.trained()]
 
     def norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
         """See Team."""

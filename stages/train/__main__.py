@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from stages.bucket.plan import read_plan
 from stages.declared import parameter_values, read_params
+from stages.dist.agree import Voices
 from stages.dist.launch import as_one_of_many, launcher
 from stages.dist.shard import ShardSpec
 from stages.dist.world import World, joined, under_torchrun
@@ -37,22 +38,24 @@ from stages.step.tokens import TokenRows
 from stages.train.card import model_card
 from stages.train.device import check_attention, check_device, check_host, check_offload
 from stages.train.heartbeat import heartbeat
-from stages.train.identity import run_key
+from stages.train.identity import key_of_all, learnt_rows, run_key
 from stages.train.loop import CURVE_COLUMNS, TrainJob, measured_steps, train
 from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
 from stages.train.oom import SAVE, Failure, OutOfMemory
 from stages.train.oom_report import Forecast, out_of_memory, read_forecast
 from stages.train.orphan import end_with_parent
-from stages.train.ranks import most_of_all, started_ranks, take_place
+from stages.train.ranks import most_of_all, started_ranks, take_place, told_of_waiting
 from stages.train.recorded import explained
 from stages.train.recover import Ending
-from stages.train.resume import NOTHING_KEPT, Keeper, opened, scratch_root
+from stages.train.resume import opened, scratch_root
 from stages.train.save import Merge, save_tuned
 from stages.train.signals import Stop, stopped_by_signals
+from stages.train.together import opened_together
 
 PATH = click.Path(path_type=Path)
 SCRATCH = Path("scratch")
+SHARING = ("sharding", "shard_group_gpus")
 
 
 @click.command(cls=StageCommand)
@@ -83,16 +86,18 @@ def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
     if started_ranks(params.hardware.num_gpus, SCRATCH / "train" / "ranks"):
         return
     world = World.here()
+    threads = params.run.cpu_threads or torch.get_num_threads()
     with as_one_of_many(world):
         device = take_place(world, params.hardware.num_gpus, params.run.cpu_threads)
         with joined(world, device, params.run.rank_timeout_seconds):
-            _run(params, world, device, **paths)
+            _run(params, world, device, threads, **paths)
 
 
 def _run(
     params: Params,
     world: World,
     device: torch.device,
+    threads: int,
     *,
     tokens: Path,
     batches: Path,
@@ -105,7 +110,7 @@ def _run(
     curves: Path,
     metrics: Path,
 ) -> None:
-    """The stage, as one of the processes of `world`."""
+    """The stage, as one of the processes of `world`, which have so many `threads` on this machine."""
     if note := use_segments(params.train.expandable_segments, device):
         click.echo(f"note: {note}", err=True)
     spec = ModelSpec.from_params(params, precision_of(params, verdict))
@@ -153,18 +158,36 @@ def _run(
         sharing=ShardSpec.from_params(params),
     )
     values = {key: value for key, value in parameter_values(params).items() if key != "run"}
-    decided = {"seed": values["seed"], "train": values["train"], "precision": spec.precision}
-    read = {"tokens": tokens, "plan": plan_file, "model": model_lock, "tokenizer": tokenizer_lock, "data": data_lock}
+    read = {"tokens": tokens, "model": model_lock, "tokenizer": tokenizer_lock, "data": data_lock}
+    decided = {
+        "seed": values["seed"],
+        # How GPUs share a step decides no more than rounding: another number of them goes on from the same checkpoint.
+        "train": {name: value for name, value in values["train"].items() if name not in SHARING},
+        "bucket": values["bucket"],
+        "rows": learnt_rows(plan),
+        "precision": spec.precision,
+    }
     stop = Stop()
     with ExitStack() as stack:
-        keeper: Keeper = NOTHING_KEPT
         begun = stack.enter_context(heartbeat(scratch_root() / "running", _told)).begun
+        stack.enter_context(stopped_by_signals(stop))
+        voices = Voices(world, device)
+        key = key_of_all(lambda: run_key(decided, read, device, threads), voices)
         if world.size == 1:
-            stack.enter_context(stopped_by_signals(stop))
-            key = run_key(decided, read, device)
             keeper = stack.enter_context(opened(scratch_root() / key, run=params.run, stop=stop, told=_told))
+        else:
+            keeper = stack.enter_context(
+                opened_together(
+                    scratch_root() / key,
+                    run=params.run,
+                    stop=stop,
+                    told=_told,
+                    voices=voices,
+                    sharding=params.train.sharding,
+                )
+            )
         ending = _ending(job, params.run, lambda: read_forecast(predicted, verdict.parent), begun)
-        with ending.told():
+        with told_of_waiting(ending.place, world, params.run.rank_timeout_seconds), ending.told():
             result = train(job, meter, keeper, ending)
             tokenizer_files = list(read_json(tokenizer_lock)["files"])
             merge = Merge(spec=spec, files=[*lock["files"], *tokenizer_files]) if params.train.merge else None

@@ -1,14 +1,19 @@
 """What decides the result of a training, as one key: a checkpoint is gone on from under the same key alone."""
 
+import hashlib
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from stages.bucket.plan import Plan
+from stages.dist.agree import Voices
 from stages.files import sha256_file, sha256_json
 
 PACKAGE = Path(__file__).parents[1]
@@ -22,13 +27,14 @@ def code_files() -> list[Path]:
     return sorted(file for file in named if file.suffix == ".py" and file.is_relative_to(PACKAGE))
 
 
-def run_key(values: Mapping[str, Any], files: Mapping[str, Path], device: torch.device) -> str:
+def run_key(values: Mapping[str, Any], files: Mapping[str, Path], device: torch.device, threads: int) -> str:
     """The key of a run.
 
     Args:
         values: what is no file: parameters, precision.
         files: what it reads, by name, directories whole. Names count, places do not: a temporary copy reads elsewhere.
         device: what computes.
+        threads: of the CPU that the run was given, over all its processes on this machine.
     """
     cuda = device.type == "cuda"
     return sha256_json(
@@ -37,11 +43,26 @@ def run_key(values: Mapping[str, Any], files: Mapping[str, Path], device: torch.
             "files": {name: _content(path) for name, path in files.items()},
             "code": {file.relative_to(PACKAGE).as_posix(): sha256_file(file) for file in code_files()},
             "device": torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
+            "threads": threads,
             "python": platform.python_version(),
             "libraries": {name: version(name) for name in LIBRARIES},
         }
     )[:KEY_DIGITS]
+
+
+def key_of_all(make: Callable[[], str], voices: Voices) -> str:
+    """The key that the first process makes, in every process: what it is of is read once."""
+    digits = bytes.fromhex(make()) if voices.leads else bytes(KEY_DIGITS // 2)
+    return bytes(voices.of_first(*digits)).hex()
+
+
+def learnt_rows(plan: Plan) -> str:
+    """A hash of what every step of a plan learns from: its rows, however they are cut and dealt to GPUs."""
+    digest = hashlib.sha256()
+    for start, end in pairwise(plan.bounds[plan.step_bounds].tolist()):
+        digest.update(np.sort(plan.rows[start:end]).tobytes() + b"|")
+    epochs = plan.epoch[plan.step_bounds[:-1]]
+    return hashlib.sha256(digest.digest() + epochs.tobytes()).hexdigest()
 
 
 def _content(path: Path) -> str | dict[str, str]:

@@ -150,15 +150,15 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
         tqdm(total=total, initial=keeper.first_step, desc="train", unit="step", disable=not job.progress) as bar,
         ExitStack() as first_window,
     ):
-        if keeper.first_step == 0:
-            first_window.enter_context(meter.window("step 0"))
+        if keeper.measures_load:
+            first_window.enter_context(meter.window(f"step {keeper.first_step}"))
         with ending.place.inside(LOAD):
             run, load_host = _load(job, meter, monitor)
         ending.place.holds(run.model, run.optimizer)
         keeper.resume(run, total)
         with keeper.keeping(run), ending.told():
             for step in range(run.step, total):
-                with first_window if step == 0 else _window(job, meter, step):
+                with first_window if keeper.measures_load and step == keeper.first_step else _window(job, meter, step):
                     row = _run_step(job, run, feed, keeper, monitor, ending)
                 row |= monitor.step()
                 with ending.place.inside(HELDOUT):
@@ -204,6 +204,7 @@ def _load(job: TrainJob, meter: Meter, monitor: Monitor) -> tuple[Running, HostP
         monitor=monitor,
         curves=[],
         device=job.device,
+        sharding=job.sharing.mode,
     )
     return run, load_host
 

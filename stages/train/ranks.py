@@ -1,16 +1,19 @@
 """One run in several processes: how the stage starts them, where each computes, what all have measured."""
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from stages.dist.launch import launch
+from stages.dist.launch import WaitedInVain, launch
 from stages.dist.world import World, check_devices, check_size, under_torchrun
 from stages.step.team import Team
 from stages.train.device import training_device
 from stages.train.measure import Measured
+from stages.train.oom import Whereabouts
 
 
 def started_ranks(num_gpus: int, directory: Path) -> bool:
@@ -38,6 +41,25 @@ def take_place(world: World, num_gpus: int, cpu_threads: int | None) -> torch.de
         torch.cuda.set_device(world.local_rank)
     torch.set_num_threads(cpu_threads or max(1, torch.get_num_threads() // world.local_size))
     return training_device()
+
+
+@contextmanager
+def told_of_waiting(place: Whereabouts, world: World, seconds: float) -> Iterator[None]:
+    """Inside, a process that waited too long for the others says so, and where.
+
+    Raises:
+        UserError: naming the process, how long it waited and in which part of which step.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if world.size == 1 or not re.search("timed out|timeout", str(error), re.IGNORECASE):
+            raise
+        step = "before the first step" if place.step is None else f"of optimizer step {place.step}"
+        raise WaitedInVain(
+            f"run.rank_timeout_seconds: no process may wait longer for the others; process {world.rank} of "
+            f"{world.size} waited {seconds:g} s in phase {place.phase_name} {step}; raise it if one may take so long"
+        ) from error
 
 
 def most_of_all(measured: Measured, team: Team, device: torch.device) -> Measured:

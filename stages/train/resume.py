@@ -7,9 +7,10 @@ nothing that a result depends on.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from stages.errors import UserError
 from stages.files import repo_root, told_in_one_line
@@ -20,9 +21,10 @@ from stages.train.checkpoint import CheckpointStore, Unfinished
 from stages.train.guards import Diverged, refuse_broken_weights
 from stages.train.oom import OutOfMemory
 from stages.train.signals import Stop, Stopped
-from stages.train.snapshot import Running, put_back, tensors_of, values_of
+from stages.train.snapshot import Running, cut_of, held_by, pieces_of, put_back, tensors_of, values_of
 from stages.units import readable_size
 
+ALONE_CUT = cut_of(1, "none")
 LARGEST_SHARE = 0.02
 """Of the time, that checkpoints may take: after a dear one, the next comes later."""
 
@@ -37,6 +39,8 @@ class Keeper:
 
     first_step = 0
     """The optimizer step to begin with."""
+    measures_load = True
+    """Whether figures of memory begin here: they do not go on from an earlier process's."""
 
     def resume(self, run: Running, steps: int) -> None:
         """Put a run of so many `steps` that was just loaded where `first_step` begins."""
@@ -67,6 +71,7 @@ class Checkpoints(Keeper):
         stop: Stop,
         told: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        cut: Mapping[str, Any] = ALONE_CUT,
     ):
         """Look for what an earlier process left.
 
@@ -76,11 +81,13 @@ class Checkpoints(Keeper):
             stop: who asks.
             told: gets a line where one is gone on from, is damaged or cannot be written.
             clock: seconds that never jump.
+            cut: how the run is shared.
         """
         self._store, self._seconds, self._told, self._clock = store, seconds, told, clock
         self._stop = stop
         self._found = store.newest()
         self.first_step = 0 if self._found is None else self._found.values["step"]
+        self.measures_load = self._found is None or self._found.values["cut"] != cut
         self._finishing: threading.Thread | None = None
         self._spent = 0.0
         """Seconds that the last checkpoint took from training, or from a core that training may use."""
@@ -91,8 +98,14 @@ class Checkpoints(Keeper):
         if self._found is None:
             return
         found, self._found = self._found, None
-        put_back(run, found.tensors(), found.values)
+        put_back(run, found.tensors(), [found.values_of(part) for part in range(found.parts)])
         self._told(f"train: resumed at optimizer step {run.step} of {steps} (checkpoint of {found.values['saved_at']})")
+        if self.measures_load:
+            cut = found.values["cut"]
+            self._told(
+                f"note: that checkpoint is of {cut['gpus']} GPU(s), train.sharding={cut['sharding']}: the steps before "
+                "it are those of this run but for rounding, and peaks of memory are measured from here on"
+            )
 
     def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Stops between two batches where that was asked for."""
@@ -109,7 +122,7 @@ class Checkpoints(Keeper):
         try:
             with self._stop.waiting():
                 yield
-            self._stop.check()
+            self.check_stop()
         except Stopped:
             self._keep_last(run)
             raise
@@ -117,8 +130,20 @@ class Checkpoints(Keeper):
             raise UserError(f"{error}; {self._kept_of_diverged()}") from None
         except OutOfMemory as error:
             if error.weights_whole:  # Then the run is where its last step left it, random states too.
-                self._keep_last(run)
+                self.keep_after_fault(run)
             raise UserError(str(error), *error.details, self.kept()) from None
+
+    def check_stop(self) -> None:
+        """Stop here if that was asked for.
+
+        Raises:
+            Stopped: it was.
+        """
+        self._stop.check()
+
+    def keep_after_fault(self, run: Running) -> None:
+        """Make a checkpoint of the steps before a fault."""
+        self._keep_last(run)
 
     def step_done(self, run: Running) -> None:
         """Makes a checkpoint where one is due.
@@ -164,6 +189,21 @@ class Checkpoints(Keeper):
             "from there and ends here again, a changed one starts at the first step"
         )
 
+    @contextmanager
+    def told_of_stop(self) -> Iterator[None]:
+        """Inside, the run is stopped with a word to the user; nothing is left half-written.
+
+        Raises:
+            Stopped: that was asked for.
+        """
+        try:
+            yield
+        except Stopped as reason:
+            self._told(f"train: stopped by {reason.name}; {self.kept()}")
+            raise
+        finally:
+            self.wait()
+
     def wait(self) -> None:
         """Wait for the thread that finishes the last checkpoint."""
         if self._finishing is not None:
@@ -176,14 +216,23 @@ class Checkpoints(Keeper):
         refuse_broken_weights(run.team, run.step)
         start = self._clock()
         try:
-            unfinished = self._store.write(run.step, tensors_of(run), values_of(run))
+            unfinished = self._write(run)
         except UserError as error:
             self._warn(error)
             unfinished = None
         self._spend(self._clock() - start)
         if unfinished is not None:
-            self._finishing = threading.Thread(target=self._finish, args=(unfinished,), name="checkpoint")
-            self._finishing.start()
+            self._finish_in_thread(unfinished)
+
+    def _write(self, run: Running) -> Unfinished:
+        """Hand the bytes to the system."""
+        held = held_by(run)
+        return self._store.write(run.step, tensors_of(held), values_of(run), pieces_of(held))
+
+    def _finish_in_thread(self, unfinished: Unfinished) -> None:
+        """Do what is left while training goes on."""
+        self._finishing = threading.Thread(target=self._finish, args=(unfinished,), name="checkpoint")
+        self._finishing.start()
 
     def _finish(self, unfinished: Unfinished) -> None:
         """In the thread; its work on checksums takes a core from training."""
@@ -218,6 +267,20 @@ def opened(directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None]
         UserError: another process works there, or the disk refused.
         Stopped: that was asked for; the user was told.
     """
+    with held_alone(directory, told):
+        store = CheckpointStore(directory, run.keep_checkpoints, told)
+        checkpoints = Checkpoints(store, seconds=run.checkpoint_seconds, stop=stop, told=told)
+        with checkpoints.told_of_stop():
+            yield checkpoints
+
+
+@contextmanager
+def held_alone(directory: Path, told: Callable[[str], None]) -> Iterator[None]:
+    """A training's directory, held for the length of the block and emptied where that ends well.
+
+    Raises:
+        UserError: another process holds it, or the disk refused.
+    """
     with told_in_one_line(directory):
         held = hold(directory)
     if held is None:
@@ -227,15 +290,7 @@ def opened(directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None]
         )
     try:
         _tell_of_others(directory, told)
-        store = CheckpointStore(directory, run.keep_checkpoints, told)
-        checkpoints = Checkpoints(store, seconds=run.checkpoint_seconds, stop=stop, told=told)
-        try:
-            yield checkpoints
-        except Stopped as reason:
-            told(f"train: stopped by {reason.name}; {checkpoints.kept()}")
-            raise
-        finally:
-            checkpoints.wait()
+        yield
         clear(directory)
     finally:
         leave(directory, held)

@@ -37,6 +37,11 @@ class Stop:
         self._waits = False
 
     @property
+    def number(self) -> int | None:
+        """The signal that came; None before."""
+        return self._number
+
+    @property
     def asked(self) -> bool:
         """Whether somebody asked."""
         return self._number is not None

@@ -38,11 +38,11 @@ def test_owners_share_the_state_evenly():
 
 def test_the_first_fault_is_told(tmp_path: Path):
     """The others fail because the first one left: their words would hide the cause."""
-    assert _first_fault(tmp_path) is None
+    assert _first_fault(tmp_path, 2) is None
     for name, text, seconds in (("0", "later", 2), ("1", "the cause", 1)):
         (tmp_path / f"{name}.fault").write_text(f"{text}\nmore of it")
         os.utime(tmp_path / f"{name}.fault", (seconds, seconds))
-    fault = _first_fault(tmp_path)
+    fault = _first_fault(tmp_path, 2)
     assert fault is not None and str(fault) == "the cause" and fault.details == ("more of it",)
 
 

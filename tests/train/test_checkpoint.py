@@ -17,7 +17,7 @@ from stages.model.tensor_files import stored_tensors
 from stages.params_file import load_params
 from stages.train.checkpoint import SUMS, TENSORS, VALUES, CheckpointStore
 from stages.train.identity import PACKAGE, run_key
-from stages.train.resume import LARGEST_SHARE, Checkpoints, opened
+from stages.train.resume import ALONE_CUT, LARGEST_SHARE, Checkpoints, opened
 from stages.train.signals import Stop
 from tests.conftest import ROOT
 from tests.processes import run_bounded
@@ -39,7 +39,9 @@ def store(tmp_path: Path, said: list[str]) -> CheckpointStore:
 
 def keep(store: CheckpointStore, step: int) -> Path:
     """A checkpoint that says which it is."""
-    store.write(step, {"weights/w": WEIGHT + step, "count": torch.tensor(step)}, {"step": step}).finish()
+    store.write(
+        step, {"weights/w": WEIGHT + step, "count": torch.tensor(step)}, {"step": step, "cut": ALONE_CUT}
+    ).finish()
     return store.directory / f"step-{step:09d}"
 
 
@@ -205,10 +207,10 @@ def test_trainings_that_were_given_up_are_told_of(tmp_path: Path, said: list[str
 KEY_FILES = {"tokens": "tokens", "plan": "plan.arrow", "model": "model.json"}
 
 
-def key_in(directory: Path, device: torch.device = CPU, **values: Any) -> str:
+def key_in(directory: Path, device: torch.device = CPU, threads: int = 1, **values: Any) -> str:
     """The key of a run over the files in a directory."""
     decided = {"seed": 1, "train": {"lr": 0.1}, "precision": "fp32", **values}
-    return run_key(decided, {name: directory / path for name, path in KEY_FILES.items()}, device)
+    return run_key(decided, {name: directory / path for name, path in KEY_FILES.items()}, device, threads)
 
 
 @pytest.fixture
@@ -261,9 +263,7 @@ def test_other_code_threads_or_libraries_are_another_run(read: Path, monkeypatch
         patched.setattr("stages.train.identity.sha256_file", other_hash)
         assert key_in(read) != before
     assert PACKAGE / "step/step.py" in hashed
-    with monkeypatch.context() as patched:
-        patched.setattr("torch.get_num_threads", lambda: 64)
-        assert key_in(read) != before
+    assert key_in(read, threads=64) != before
     with monkeypatch.context() as patched:
         patched.setattr("stages.train.identity.version", lambda name: "99")
         assert key_in(read) != before

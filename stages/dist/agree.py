@@ -1,0 +1,34 @@
+"""What the processes of a run tell each other apart from tensors: a few whole numbers, heard by all."""
+
+import torch
+import torch.distributed as dist
+
+from stages.dist.world import ALONE, World
+
+
+class Voices:
+    """The processes of a run, all of which speak at the same places. One alone hears itself."""
+
+    def __init__(self, world: World = ALONE, device: torch.device = torch.device("cpu")):  # noqa: B008 - immutable
+        """Speak as one of `world`; `device` is where the tensors of its link are."""
+        self.rank, self.size = world.rank, world.size
+        self._device = device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides."""
+        return self.rank == 0
+
+    def each(self, *own: int) -> list[list[int]]:
+        """What every process said, by rank; all say equally many numbers."""
+        if self.size == 1:
+            return [list(own)]
+        said = torch.zeros(self.size, len(own), dtype=torch.int64)
+        said[self.rank] = torch.tensor(own)
+        said = said.to(self._device)
+        dist.all_reduce(said)  # Others add 0.
+        return said.tolist()
+
+    def of_first(self, *own: int) -> list[int]:
+        """What the first process said."""
+        return self.each(*own)[0]
