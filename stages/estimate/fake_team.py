@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import bitsandbytes.nn.modules as bnb_modules
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # noqa: F401 - gives collectives their shape functions
@@ -98,6 +99,7 @@ def _patch(stack: ExitStack, trace: MemoryTrace) -> None:
         put(team, "check_same_form", lambda model, world, device: None)
         put(team, "handed_out", lambda module, device: module)
     put(dist, "Reducer", _FixedReducer)
+    put(bnb_modules, "fix_4bit_weight_quant_state_from_module", _name_scales)
     # Shapes of whole tensors, which DTensor works out on fake tensors of its own, are no memory.
     put(ShardingPropagator, "_fake_mode_lock", _Muted(trace))
     for name in GATHERING:
@@ -111,6 +113,12 @@ def _patch(stack: ExitStack, trace: MemoryTrace) -> None:
         return result
 
     put(torch.UntypedStorage, "resize_", resized)
+
+
+def _name_scales(layer: Any) -> None:
+    """Tell a whole 4-bit weight its scales; bitsandbytes makes it one of its own class, which no fake tensor can be."""
+    if getattr(layer.weight, "quant_state", None) is None:
+        layer.weight.quant_state = layer.quant_state
 
 
 class _Muted:

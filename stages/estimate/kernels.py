@@ -25,8 +25,6 @@ from stages.model.attention import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_k
 
 aten = torch.ops.aten
 bnb = torch.ops.bitsandbytes
-c10d = torch.ops.c10d
-"""gloo copies the whole tensor that it gathers, or cuts (ProcessGroupGloo.cpp); NCCL writes where it is told to."""
 
 CUDA_BLOCK_BYTES = 512
 """The caching allocator rounds every request up to a multiple of this (kMinBlockSize)."""
@@ -87,8 +85,6 @@ def target_of(device: Device) -> Target:
         inside: dict[Any, Callable[..., int]] = {
             aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes,
             **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), mixed_cpu_bytes),
-            c10d._allgather_base_.default: lambda whole, *rest: whole.nbytes,
-            c10d._reduce_scatter_base_.default: lambda part, whole, *rest: whole.nbytes,
         }
         rules = OpRules(expansions=_cpu_expansions(), workspaces=inside)
         return Target(granularity_bytes=1, rules=rules, constant_bytes=0, foreach=False, capability=None)

@@ -14,7 +14,7 @@ from tests.estimate.common import CPU_TARGET
 from tests.estimate.ranks import STEPS, shared_setting
 
 TOLERATED_SHARE, TOLERATED_BYTES = 1e-3, 1536
-MODES = ("ddp", "zero1")
+MODES = ("ddp", "zero1", "zero2", "zero3")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,28 @@ def check(group: Group, size: int, directory: Path, mode: str, steps: str, **cha
         assert abs(peak.bytes - counted[phase]) <= allowed, (phase, peak.bytes - counted[phase], peak)
 
 
+FAST = [("ddp", "full"), ("zero1", "lora"), ("zero2", "full"), ("zero3", "full"), ("zero3", "qlora")]
+ALL = list(product(MODES, ("full", "lora", "qlora"), STEPS))
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("mode", "method", "steps"), list(product(MODES, ("full", "lora", "qlora"), STEPS)))
+@pytest.mark.parametrize(
+    ("mode", "method", "steps"),
+    [
+        case if case[:2] in FAST and case[2] == "two turns" else pytest.param(*case, marks=pytest.mark.slow)
+        for case in ALL
+    ],
+)
 def test_prediction_equals_what_processes_count(small_llama: Path, pair: Group, mode, method, steps):
+    """A buffer of DDP or FSDP2 that is traced unlike it is made, or a part that is counted whole."""
     check(pair, 2, small_llama, mode, steps, method=method)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_prediction_holds_for_groups_that_hold_the_same(small_llama: Path, method):
+    """Sums between groups kept in buffers that are not traced."""
+    with group_of(4) as four:
+        for steps in STEPS:
+            check(four, 4, small_llama, "hsdp", steps, method=method)
