@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from stages.dist.world import World
 from tests.dist.cases import Case, learn
+from tests.dist.part_of_run import PartOfRun, run_part
 from tests.estimate.ranks import do_peaks
 
 TIMEOUT_SECONDS = 60
@@ -44,10 +45,16 @@ def do_sent_by_all(world: World, directory: Path, arguments: dict[str, Any]) -> 
     return int(outcome.team.total(torch.tensor(outcome.sent_bytes)).item())
 
 
+def do_run_part(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run a part of a run."""
+    return run_part(PartOfRun(**arguments), world)
+
+
 TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {
     "learn": do_learn,
     "sent_by_all": do_sent_by_all,
     "peaks": do_peaks,
+    "run_part": do_run_part,
 }
 
 

@@ -1,0 +1,93 @@
+"""A short run that is stopped after a step, or goes on from where it was stopped, on as many processes as there are."""
+
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save_file
+
+from stages.bucket.plan import Plan
+from stages.dist.agree import Voices
+from stages.dist.shard import ShardSpec
+from stages.dist.world import World
+from stages.errors import UserError
+from stages.train.checkpoint import CheckpointStore
+from stages.train.loop import TrainJob, train
+from stages.train.measure import make_meter
+from stages.train.resume import Checkpoints
+from stages.train.signals import Stop, Stopped
+from stages.train.snapshot import Running, cut_of
+from stages.train.together import SharedCheckpoints
+from tests.small_model import CPU
+from tests.train.interrupted import small_job
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOfRun:
+    """What is run, as plain values: it travels as JSON."""
+
+    model: str
+    directory: str
+    """Of checkpoints, tokens and results."""
+    mode: str
+    method: str = "full"
+    optimizer: str = "adamw"
+    dropout: float = 0.0
+    stop_after: int | None = None
+    """A step after which the last process alone is asked to stop."""
+    full_disk_rank: int | None = None
+    """A process that cannot write its part of any checkpoint."""
+    every_step: bool = False
+    """Make a checkpoint after each step."""
+
+
+def job_of(part: PartOfRun, world: World) -> TrainJob:
+    """The run, its micro-batches dealt in turns."""
+    tokens = Path(part.directory) / f"tokens-{world.size}-{world.rank}"
+    options: dict[str, Any] = {"method": part.method, "optim": {"name": part.optimizer}}
+    job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
+    ranks = np.arange(len(job.plan), dtype=np.int32) % world.size
+    plan: Plan = replace(job.plan, rank=ranks, ranks=world.size)
+    return replace(job, plan=plan, world=world, sharing=ShardSpec(mode=part.mode))  # type: ignore[arg-type]
+
+
+def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
+    """Run it; what the process said, and what came of it where it came to its end."""
+    directory, said, stop = Path(part.directory), list[str](), Stop()
+    kind = Checkpoints if world.size == 1 else SharedCheckpoints
+
+    class Asked(kind):  # type: ignore[valid-type, misc]
+        def step_done(self, run: Running) -> None:
+            if run.step == part.stop_after and world.rank == world.size - 1:
+                stop.ask(signal.SIGTERM)
+            super().step_done(run)
+
+        def is_due(self) -> bool:
+            return part.every_step
+
+        def _write(self, run: Running) -> Any:
+            unfinished = super()._write(run)
+            if world.rank == part.full_disk_rank:
+                self._failed = True
+                self._warn(UserError("disk is full"))
+            return unfinished
+
+    store = CheckpointStore(directory / "kept", 2, said.append, Voices(world, CPU))
+    keeper = Asked(store, seconds=None, stop=stop, told=said.append, cut=cut_of(world.size, part.mode))  # type: ignore[arg-type]
+    first_step = keeper.first_step
+    try:
+        result = train(job_of(part, world), make_meter(CPU), keeper)
+    except Stopped:
+        keeper.wait()
+        return {"first_step": first_step, "said": said, "stopped_at": store.last_step()}
+    except UserError as error:
+        return {"first_step": first_step, "said": said, "error": str(error)}
+    keeper.wait()
+    weights = {name: tensor.clone() for name, tensor in result.team.whole()}
+    path = directory / f"weights-{part.stop_after}-{world.size}.safetensors"
+    if world.leads:
+        save_file(weights, path)
+    losses = [row["loss"] for row in result.curves]
+    return {"first_step": first_step, "said": said, "losses": losses, "weights": str(path), "kept": store.last_step()}
