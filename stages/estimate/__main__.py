@@ -4,7 +4,7 @@ import stages.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on
 
 # isort: split
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from stages.estimate.answer import Answer, answer
 from stages.estimate.devices import GIB, GPUS, Device, attention_on, precision_on, resolve_gpu
 from stages.estimate.explain import TIMELINE_COLUMNS, Explanation, closed_form, host_state_bytes, trace_origins
 from stages.estimate.kernels import target_of
+from stages.estimate.outputs import breakdown, metrics_of
 from stages.estimate.phases import (
     Surroundings,
     generation_shapes,
@@ -36,9 +37,7 @@ from stages.estimate.shapes import longest_row, traced_steps
 from stages.estimate.standalone import tell_what_fits
 from stages.estimate.switches import Switch, as_advice, halving_flag, trace_switches
 from stages.estimate.tiers import tiers, tiers_metrics
-from stages.estimate.trace import Peak
 from stages.estimate.unrolled import predict_explained
-from stages.estimate.verdict import Verdict
 from stages.estimate.what_fits import turn_round
 from stages.estimate.workload import Workload
 from stages.files import atomic_directory, read_json, write_csv, write_json
@@ -102,12 +101,6 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     plan = read_plan(plan_path)
     lengths = read_lengths(index)
     refuse_other_tokens(plan, lengths)
-    if plan.ranks > 1:
-        plan = plan.of_rank(0)
-        click.echo(
-            f"note: predicted for one GPU that holds all weights; train.sharding={p.train.sharding} is not counted yet",
-            err=True,
-        )
     config = read_config(config_directory(read_json(model_lock)))
     stored = stored_dtype(config)
     longest = longest_row(plan, lengths)
@@ -119,7 +112,9 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     steps = traced_steps(plan, lengths, tiled=device.kind == "cuda", windowed=windowed)
     refuse_offload(p.train.offload_activations, device.kind)
     refuse_offloaded_state(p.train.offload, device.kind)
-    setting = Setting.from_params(p, precision)
+    several_turns = bool((np.diff(plan.step_bounds) > plan.ranks).any())
+    setting = Setting.from_params(p, precision, several_turns=several_turns)
+    plan = plan.of_rank(0) if plan.ranks > 1 else plan
     if setting.optimizer_in_backward:
         refuse_in_backward(setting.model, np.diff(plan.step_bounds))
     attention = attention_on(device, config, setting.model, masked=beyond_window and not plan.flat)
@@ -155,13 +150,16 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     found = answer(run, prediction, device, p, memory)
     inverse = _inverse(run, device, prediction.peak.bytes, p)
     around = _surroundings(p, plan, config, stored, longest)
-    by_phase = {**prediction.by_phase, **other_phases(config, setting, around, target)}
+    by_phase = {
+        **prediction.by_phase,
+        **other_phases(config, setting, around, target, prediction.by_phase["optimizer"]),
+    }
     if (note := note_of_asking(by_phase, prediction.peak.bytes, Limits.from_params(p).max_tokens, longest)) is not None:
         click.echo(f"note: {note}", err=True)
     process, reserved = _beside_tensors(config, setting, prediction, plan, device, stored)
     with atomic_directory(out) as aside:
         write_json(aside / "verdict.json", found.verdict.as_json(chosen))
-        write_json(aside / "breakdown.json", _breakdown(by_phase, prediction.peak))
+        write_json(aside / "breakdown.json", breakdown(by_phase, prediction.peak))
         states = list(closed_form(config, setting, target))
         write_json(aside / "explanation.json", {**explanation.as_json(), "states": states})
         write_json(aside / "tiers.json", reserved)
@@ -169,7 +167,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         write_json(aside / "what_fits.json", inverse)
         _write_tables(aside, found, explanation, switches, memory, prediction.peak.bytes)
     host_bytes = None if process is None else process["host_needed_bytes"]
-    told = _metrics(prediction, by_phase, device, reason, verdict=found.verdict)
+    told = metrics_of(prediction, by_phase, device, reason, verdict=found.verdict)
     told |= tiers_metrics(reserved, p.train.expandable_segments)
     told |= {"attention": attention, "host_bytes_predicted": host_bytes, "reserved_replayed": replayed}
     write_json(metrics, told if memory is None else {**told, **memory.metrics()})
@@ -211,7 +209,8 @@ def _beside_tensors(
         optimizer_bytes=host_state_bytes(config, setting),
     )
     origins = trace_origins(config, setting, prediction.steps_of_peak, target_of(device))
-    return as_json(on_device(device), host), tiers(origins, device.memory_bytes)
+    gpus = 1 if setting.sharing is None else setting.sharing.gpus
+    return as_json(on_device(device, gpus), host, gpus), tiers(origins, device.memory_bytes)
 
 
 def _write_tables(
@@ -258,36 +257,6 @@ def _inverse(run: Workload, device: Device, peak_bytes: int, p: Params) -> dict[
     headroom = p.estimate.headroom_percent
     found = turn_round(run, device, peak_bytes=peak_bytes, headroom_percent=headroom, positions=positions)
     return {"reason": None, **found.as_json()}
-
-
-def _breakdown(by_phase: Mapping[str, Peak], highest: Peak) -> dict[str, dict[str, int]]:
-    """Bytes by category at the peak of each phase, and at the highest of the training step as `peak`."""
-    phases = {phase: dict(peak.by_category) for phase, peak in by_phase.items()}
-    return {**phases, "peak": dict(highest.by_category)}
-
-
-def _metrics(
-    prediction: Prediction,
-    by_phase: Mapping[str, Peak],
-    device: Device,
-    reason: str,
-    *,
-    verdict: Verdict,
-) -> dict[str, Any]:
-    """The content of metrics/estimate.json, tiers apart."""
-    return {
-        "peak_bytes_predicted": prediction.peak.bytes,
-        "peak_gib_predicted": round(prediction.peak.bytes / GIB, 6),
-        "offloaded_bytes_predicted": prediction.offloaded_bytes,
-        "predicted_by_phase": {phase: peak.bytes for phase, peak in by_phase.items()},
-        "worst_phase": prediction.worst_phase,
-        "fits": verdict.fits,
-        "verdict": verdict.state,
-        "layers_traced": prediction.layers_traced,
-        "gpu": device.name,
-        "gpu_reason": reason,
-        "capacity_gib": round(device.memory_bytes / GIB, 2),
-    }
 
 
 def _list_gpus() -> None:

@@ -2,9 +2,8 @@
 
 Changes come in classes by what they do to learning. Within the first class that holds a way to fit, and on into the
 next ones until enough are found (shorter rows only where nothing else is), combinations are tried in the order of their
-predicted slow-down; ties go by how easy a change is, from the token budget to shorter rows. States alone (closed form)
-rule out what cannot fit; the strongest combination of a class is traced first, and where that does not fit, the class
-is left.
+predicted slow-down; ties go by how easy a change is, from the token budget to shorter rows. States alone rule out what
+cannot fit; the strongest combination of a class is traced first, and where that does not fit, the class is left.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from stages.estimate import neighbours
 from stages.estimate.kernels import Target
-from stages.estimate.neighbours import LIGHTER, lighter_activations, lighter_state, with_method, with_precision
 from stages.estimate.predict import Setting, predict
 from stages.estimate.shapes import TracedSteps, halved
 from stages.estimate.workload import Costs, Workload
@@ -171,7 +170,7 @@ class _Search:
 
     def look_through(self, candidates: Sequence[Candidate]) -> None:
         """Find those of a class that fit and do no more than needed."""
-        strongest = max(candidates, key=lambda candidate: [option.strength for option in candidate.options])
+        strongest = max(candidates, key=lambda c: [option.strength for option in c.options])
         strongest = max(candidates, key=lambda c: (sum(c.covers(other) for other in candidates), c is strongest))
         if not self._fits(strongest):
             return
@@ -216,18 +215,19 @@ def _candidates(run: Workload, costs: Costs, native_bf16: bool) -> Iterator[Cand
     plain = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
     # Updates in backward need steps of one micro-batch.
     switches = [[plain, *(() if run.setting.optimizer_in_backward else _budgets(run))]]
-    switches.append([plain, *_in_turn(run, lighter_activations(run.setting, cuda=costs.cuda), SAME, 1)])
+    switches.append([plain, *_in_turn(run, neighbours.lighter_activations(run.setting, cuda=costs.cuda), SAME, 1)])
     if run.setting.loss_chunk is None:
         chunked = replace(run.setting, loss_chunk=LOSS_CHUNK_TOKENS)
         switches.append([plain, *_in_turn(run, [(chunked, (f"train.loss_chunk={LOSS_CHUNK_TOKENS}",))], SAME, 4)])
     if run.setting.optimizer in ("adamw", "adamw_foreach"):
         small = replace(run.setting, optimizer="adamw_8bit")
         switches.append([plain, *_in_turn(run, [(small, ("train.optimizer=adamw_8bit",))], ROUNDED, 5)])
-    switches.append([plain, *_in_turn(run, lighter_state(run.setting, cuda=costs.cuda), SAME, 8)])
+    switches.append([plain, *_in_turn(run, neighbours.lighter_state(run.setting, cuda=costs.cuda), SAME, 8)])
+    switches.append([plain, *_in_turn(run, neighbours.lighter_sharing(run.setting), SAME, 9)])
     if model.precision == "fp32" and (native_bf16 or model.adapted):  # Full weights stay fp32 under fp16.
-        half = with_precision(run.setting, "bf16" if native_bf16 else "fp16")
+        half = neighbours.with_precision(run.setting, "bf16" if native_bf16 else "fp16")
         switches.append([plain, *_in_turn(run, [half], ROUNDED, 6)])
-    methods = [with_method(run.setting, method) for method in LIGHTER[model.method]]
+    methods = [neighbours.with_method(run.setting, method) for method in neighbours.LIGHTER[model.method]]
     switches.append([plain, *_in_turn(run, methods, OTHER_WEIGHTS, 7)])
     for options in product(*switches):
         if any(option.flags for option in options):

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from stages.errors import UserError
 from stages.estimate.depth import NotRepeated, WindowTrace, deep_peaks, deep_windows
+from stages.estimate.fake_team import local, shared
 from stages.estimate.kernels import Target
 from stages.estimate.layers import find_repetition, with_layers
 from stages.estimate.predict import CPU, UNTRACEABLE, Setting, Trace, new_trace
@@ -24,11 +25,12 @@ from stages.model.quantize import quantisation_tensors
 from stages.step.batches import Batch, BatchShape, empty_batch
 from stages.step.loss import causal_lm
 from stages.step.optim import trained_parameters
+from stages.step.team import Team
 
 KV_CACHE = "kv_cache"
 """Category of the keys and values that generation keeps for every token so far."""
-Use = Callable[[nn.Module, MemoryTrace], None]
-"""What is done with a model, in phases of the trace."""
+Use = Callable[[Team, MemoryTrace], None]
+"""What is done with a team's model, in phases of the trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +52,9 @@ def peak_of_loss(
 ) -> Peak:
     """The peak of one batch through the model in evaluation mode."""
 
-    def use(model: nn.Module, trace: MemoryTrace) -> None:
+    def use(team: Team, trace: MemoryTrace) -> None:
         with trace.phase("forward"):
-            loss(model, empty_batch(shape, CPU))
+            team.run(lambda model: loss(model, empty_batch(shape, CPU)))
 
     return _peak_of_use(config, setting, target, use)
 
@@ -64,8 +66,8 @@ def peak_of_answers(config: PretrainedConfig, setting: Setting, shape: Generatio
         UserError: PyTorch cannot trace an operation of it.
     """
 
-    def use(model: nn.Module, trace: MemoryTrace) -> None:
-        _answer(causal_lm(model), shape, trace)
+    def use(team: Team, trace: MemoryTrace) -> None:
+        _answer(causal_lm(team.model), shape, trace)
 
     try:
         return _peak_of_use(config, setting, target, use)
@@ -98,15 +100,19 @@ def _highest(peaks: Any) -> Peak:
 def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, target: Target, use: Use) -> Trace:
     """A trace of what is done with a model in evaluation mode."""
     trace = new_trace(kind, config, target)
-    with FakeTensorMode(allow_non_fake_inputs=True), target.attention():
-        model = fake_model(config, setting.model, CPU).eval()
-        trace.hold([*model.parameters(), *model.buffers()], WEIGHTS)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        target.attention(),
+        shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as team,
+    ):
+        model = team.model.eval()
+        trace.hold([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
         trace.hold(quantisation_tensors(model), QUANTISATION_STATE)
         if setting.model.method != "full":
-            trace.hold(trained_parameters(model), ADAPTERS)
+            trace.hold([local(tensor) for tensor in trained_parameters(model)], ADAPTERS)
         trace.begin_run(model)
         with trace.recording(), torch.no_grad(), setting.model.autocast("cpu"):
-            use(model, trace)
+            use(team, trace)
     return trace
 
 

@@ -24,9 +24,13 @@ from stages.dist import replicas, shards
 from stages.dist.replicas import assign_owners
 from stages.dist.shard import ShardSpec, make_team
 from stages.dist.world import World
-from stages.estimate.trace import GRADIENTS, SHARDING, MemoryTrace
+from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, SHARDING, WEIGHTS, MemoryTrace
+from stages.params import Params
+from stages.params_sharing import CUTTING
 from stages.step.team import Alone, Team, named_trained
 
+CUT = {WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER}
+"""Categories of which each GPU holds a part, where weights are cut; scales of packed weights are whole."""
 GATHERING = ("foreach_all_gather", "foreach_all_gather_copy_out")
 """What FSDP2 calls to make a layer whole; it reduces gradients by `foreach_reduce`."""
 
@@ -39,6 +43,29 @@ class Sharing:
     gpus: int
     several_turns: bool
     """Whether a step is more than one micro-batch on each GPU."""
+
+    @classmethod
+    def from_params(cls, params: Params, *, several_turns: bool) -> "Sharing | None":
+        """Read hardware.num_gpus and what `train` says of sharing; None for one GPU."""
+        if params.hardware.num_gpus == 1:
+            return None
+        return cls(spec=ShardSpec.from_params(params), gpus=params.hardware.num_gpus, several_turns=several_turns)
+
+    def holders_of(self, category: str) -> int:
+        """GPUs among which a category of states is divided, once a backward is over."""
+        if self.spec.mode == "zero1":
+            return self.gpus if category == OPTIMIZER else 1
+        return self.holders if category in CUT else 1
+
+    @property
+    def holders(self) -> int:
+        """GPUs that hold one copy of the weights together."""
+        return self.spec.group_gpus or self.gpus if self.spec.mode in CUTTING else 1
+
+    @property
+    def all_layers(self) -> str | None:
+        """Why a few layers do not tell of all; None where they do."""
+        return "zero1 deals out tensors by the sizes of all" if self.spec.mode == "zero1" else None
 
 
 class _FixedReducer(dist.Reducer):

@@ -43,9 +43,16 @@ class Repetition:
         return sum(self.depths) < self.layers
 
 
-def find_repetition(config: PretrainedConfig, spec: ModelSpec) -> tuple[Repetition | None, str]:
-    """How the layers of a model repeat, or None where all of them must be traced; and why."""
+def find_repetition(
+    config: PretrainedConfig, spec: ModelSpec, whole: str | None = None
+) -> tuple[Repetition | None, str]:
+    """How the layers of a model repeat, or None where all of them must be traced; and why.
+
+    `whole` says why they must be whatever they are.
+    """
     count = config.get_text_config().num_hidden_layers
+    if whole is not None:
+        return None, f"all {count} layers: {whole}"
     if any("." in target for target in spec.lora_targets) and spec.method != "full":
         return None, f"all {count} layers: train.lora.targets names layers by path"
     if not Repetition(layers=count, period=1).pays:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stages.estimate.predict import Setting
-from stages.param_types import Method, Precision
+from stages.param_types import Method, Precision, Sharding
+from stages.params_sharing import CUTTING
 from stages.step.optimizers import OPTIMIZERS
 
 LIGHTER: Mapping[Method, tuple[Method, ...]] = {
@@ -18,6 +19,15 @@ PLAIN_START = "train.lora.init=default"
 PLAIN_LENGTHS = "train.lora.dora=false"
 FULL_POLICY = "train.grad_ckpt_policy=full"
 NO_MASTERS = "train.master_weights=false"
+SHARED_FURTHER: Mapping[Sharding, tuple[Sharding, ...]] = {
+    "none": (),
+    "ddp": ("zero1", "zero2", "zero3"),
+    "zero1": ("zero2", "zero3"),
+    "zero2": ("zero3",),
+    "zero3": (),
+    "hsdp": ("zero3",),
+}
+"""Modes in which a GPU holds less than in one, the nearest first."""
 AFTER_BACKWARD = "train.optimizer_in_backward=false"
 
 
@@ -78,3 +88,19 @@ def lighter_state(setting: Setting, *, cuda: bool) -> list[tuple[Setting, tuple[
     if not cuda or setting.model.adapted or setting.offload != "none" or not alone:
         return []
     return [(replace(setting, offload="optimizer"), ("train.offload=optimizer",))]
+
+
+def lighter_sharing(setting: Setting) -> list[tuple[Setting, tuple[str, ...]]]:
+    """Settings in which each of several GPUs holds less, each less than the one before, and the flags to each."""
+    sharing = setting.sharing
+    found: list[tuple[Setting, tuple[str, ...]]] = []
+    if sharing is None:
+        return found
+    for mode in SHARED_FURTHER[sharing.spec.mode]:
+        # 8-bit weights cannot be cut; the state of adapters is too small to be dealt out.
+        if (mode in CUTTING and setting.model.method == "int8_lora") or (mode == "zero1" and setting.model.adapted):
+            continue
+        spec = replace(sharing.spec, mode=mode, group_gpus=None)
+        grouped = () if sharing.spec.group_gpus is None else ("train.shard_group_gpus=null",)
+        found.append((replace(setting, sharing=replace(sharing, spec=spec)), (f"train.sharding={mode}", *grouped)))
+    return found

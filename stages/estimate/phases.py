@@ -22,7 +22,7 @@ from stages.estimate.states import (
     state_bytes,
     state_lines,
 )
-from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS, Peak
+from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, SHARDING, WEIGHTS, Peak
 from stages.model.spec import ModelSpec
 from stages.step.batches import BatchShape
 from stages.step.limits import Limits
@@ -37,6 +37,8 @@ STATES = (WEIGHTS, QUANTISATION_STATE, ADAPTERS, OPTIMIZER)
 """Categories that do not depend on what a model is asked."""
 FILE = "weight_files"
 """Category of a weight as it was read, until it is converted."""
+WHOLE = "whole_weights"
+"""Category of weights that are whole on a GPU while they are cut, or gathered to be saved."""
 LOADING = "loading"
 """Category of what quantising one layer needs for a moment."""
 HALF_BYTES = 2
@@ -103,12 +105,15 @@ def stored_dtype(config: PretrainedConfig) -> torch.dtype:
 
 
 def other_phases(
-    config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target
+    config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target, update: Peak
 ) -> Mapping[str, Peak]:
     """Peaks of load, heldout (during training), evaluate, generate and save, on the device.
 
-    The setting has been predicted before, so what cannot be traced was refused there.
+    The setting has been predicted before, so what cannot be traced was refused there. `update` is its peak in the
+    optimizer's phase: where several GPUs share the run, it tells what one of them holds. Stage evaluate is one GPU's.
     """
+    if setting.sharing is not None:
+        return _of_one_of_many(config, setting, around, target, update)
     lines = state_lines(
         model_shapes(config),
         setting.model,
@@ -119,14 +124,8 @@ def other_phases(
     states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
     states.pop(GRADIENTS)
     optimizer_bytes = states.pop(OPTIMIZER, 0)
-    in_training = around.in_training
-    chunk = setting.loss_chunk or in_training.rows * in_training.length  # As the loop has it.
-    heldout = peak_of_loss(config, setting, in_training, target, lambda model, batch: summed_loss(model, batch, chunk))
+    heldout = _heldout(config, setting, around, target)
     asked = _asked(config, setting, around, target)
-    if around.merged:
-        whole = replace(setting, model=replace(setting.model, method="full"))
-        merged = _asked(config, whole, around, target).values()
-        asked[EVALUATE_MERGED] = max(merged, key=lambda peak: peak.bytes)
     return {
         LOAD: _load(config, setting, around.stored_dtype, target, states, optimizer_bytes),
         HELDOUT: _peak({**heldout.by_category, OPTIMIZER: optimizer_bytes}),
@@ -135,8 +134,45 @@ def other_phases(
     }
 
 
+def _of_one_of_many(
+    config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target, update: Peak
+) -> Mapping[str, Peak]:
+    """The same where several GPUs share the run: of one of them, and of the one that evaluates."""
+    shapes, sharing = model_shapes(config), setting.sharing
+    assert sharing is not None
+    optimizer_bytes = update.by_category.get(OPTIMIZER, 0)
+    kept = {category: update.by_category.get(category, 0) for category in (*STATES, SHARDING)}
+    largest = max(parameter.values for parameter in shapes.parameters) * setting.model.dtype.itemsize
+    # The last to be cut is what no layer holds: whole on the device once, beside the parts of all layers.
+    uncut = largest if sharing.holders > 1 else 0
+    loaded = {**kept, OPTIMIZER: 0, WHOLE: uncut * (1 if config.get_text_config().tie_word_embeddings else 2)}
+    return {
+        LOAD: max(_peak(kept), _peak(loaded), key=lambda peak: peak.bytes),
+        HELDOUT: _peak({**_heldout(config, setting, around, target).by_category, OPTIMIZER: optimizer_bytes}),
+        **_asked(config, replace(setting, sharing=None), around, target),
+        SAVE: _peak({**kept, WHOLE: uncut}),
+    }
+
+
+def _heldout(config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target) -> Peak:
+    """The peak of held-out losses during training, but for the optimizer's state."""
+    shape = around.in_training
+    chunk = setting.loss_chunk or shape.rows * shape.length  # As the loop has it.
+    return peak_of_loss(config, setting, shape, target, lambda model, batch: summed_loss(model, batch, chunk))
+
+
 def _asked(config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target) -> dict[str, Peak]:
-    """Peaks of stage evaluate's questions to one model."""
+    """Peaks of stage evaluate's questions, to the merged model too where it is asked."""
+    found = _asked_of_one(config, setting, around, target)
+    if around.merged:
+        whole = replace(setting, model=replace(setting.model, method="full"))
+        merged = _asked_of_one(config, whole, around, target).values()
+        found[EVALUATE_MERGED] = max(merged, key=lambda peak: peak.bytes)
+    return found
+
+
+def _asked_of_one(config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target) -> dict[str, Peak]:
+    """Peaks of its questions to one model."""
     plain = replace(setting, model=replace(setting.model, attention="auto"))  # As stage evaluate loads it.
     loss = peak_of_loss(
         config, plain, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)

@@ -219,6 +219,8 @@ def _why_not(
     plan: Plan, config: PretrainedConfig, setting: Setting, target: Target, prediction: Prediction, *, windowed: bool
 ) -> str | None:
     """Why sizes of other shapes would not follow; None where they do."""
+    if setting.sharing is not None:
+        return "several GPUs share the steps, and what they send is made and freed on streams of its own"
     if windowed:
         return "the model makes masks, which grow with the square of the length"
     window = getattr(config.get_text_config(), "sliding_window", None)

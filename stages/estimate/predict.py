@@ -1,7 +1,6 @@
 """The peak memory of a setting: the training step of `stages.step` run on fake tensors under a memory trace."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -13,37 +12,30 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from stages.errors import UserError
 from stages.estimate.depth import NotRepeated, Place, Window, WindowTrace, deep_peaks, deep_windows
 from stages.estimate.experts import refuse_experts
-from stages.estimate.fake_team import Sharing, local, shared
+from stages.estimate.fake_team import Sharing, shared
+from stages.estimate.held import hold_state
 from stages.estimate.kernels import Target
 from stages.estimate.layers import Repetition, find_repetition, with_layers
+from stages.estimate.like_cuda import phase_of
 from stages.estimate.offloaded import counting, offloaded_bytes
 from stages.estimate.origins import OriginTrace
 from stages.estimate.shapes import TracedSteps, only
 from stages.estimate.trace import (
-    ADAPTERS,
-    GRADIENTS,
-    OPTIMIZER,
-    QUANTISATION_STATE,
-    SHARDING,
-    WEIGHTS,
     WORKSPACE,
     MemoryTrace,
     Peak,
 )
 from stages.model.load import fake_model
-from stages.model.quantize import quantisation_tensors
 from stages.model.spec import ModelSpec
 from stages.param_types import OffloadActivations, OffloadState, OptimizerName, Precision
 from stages.params import Params
 from stages.step.batches import Batch, empty_batch, idle_batch
-from stages.step.optim import OptimSpec, build_optimizer, trained_parameters
-from stages.step.optimizers import device_state
+from stages.step.optim import OptimSpec, build_optimizer
 from stages.step.scale import LossScaler
 from stages.step.step import StepSpec, training_step
 from stages.step.team import Team
@@ -78,8 +70,14 @@ class Setting:
     """How several GPUs share the run; None = one GPU."""
 
     @classmethod
-    def from_params(cls, params: Params, precision: Precision) -> "Setting":
-        """Read the `train` section and the seed; `precision` is what train.precision means on the device."""
+    def from_params(cls, params: Params, precision: Precision, *, several_turns: bool) -> "Setting":
+        """Read the `train` section, the seed and the number of GPUs.
+
+        Args:
+            params: of the run.
+            precision: what train.precision means on the device.
+            several_turns: whether a GPU has more than one micro-batch in a step.
+        """
         return cls(
             model=ModelSpec.from_params(params, precision),
             optimizer=params.train.optimizer,
@@ -89,7 +87,13 @@ class Setting:
             offload_activations=params.train.offload_activations,
             offload=params.train.offload,
             optimizer_in_backward=params.train.optimizer_in_backward,
+            sharing=Sharing.from_params(params, several_turns=several_turns),
         )
+
+    @property
+    def all_layers(self) -> str | None:
+        """Why all layers must be traced whatever they are; None where it is theirs to say."""
+        return None if self.sharing is None else self.sharing.all_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +129,7 @@ def predict(config: PretrainedConfig, setting: Setting, steps: TracedSteps, targ
         UserError: the model's memory depends on the data, or PyTorch cannot trace one of its operations.
     """
     refuse_experts(config)
-    repetition, reason = find_repetition(config, setting.model)
+    repetition, reason = find_repetition(config, setting.model, setting.all_layers)
     if repetition is not None:
         try:
             windows, shallow = shallow_windows(WindowTrace, config, setting, steps, target, repetition)
@@ -213,7 +217,7 @@ def trace_steps(
 def _steps_of(team: Team, trace: MemoryTrace, setting: Setting, steps: TracedSteps, target: Target) -> tuple[int, int]:
     """The steps of a team; see `trace_steps`."""
     optimizer = build_optimizer(team.mine, optim_of(setting), trace.elsewhere)
-    _hold_state(trace, team, optimizer, setting, cuda=target.foreach)
+    hold_state(trace, team, optimizer, setting.model, setting.optimizer, cuda=target.foreach)
     trace.hold_bytes(target.constant_bytes, WORKSPACE)
     trace.begin_run(team.model)
     spec = StepSpec(
@@ -246,7 +250,7 @@ def _steps_of(team: Team, trace: MemoryTrace, setting: Setting, steps: TracedSte
                 supervised_tokens=1,
                 model_spec=setting.model,
                 spec=spec,
-                phase=lambda name: _phase(
+                phase=lambda name: phase_of(
                     trace, name, like_cuda=target.foreach and setting.model.autocast_dtype is not None
                 ),
                 guard=lambda losses, norm: None,
@@ -270,39 +274,3 @@ def optim_of(setting: Setting) -> OptimSpec:
         master_weights=setting.master_weights,
         offload=setting.offload,
     )
-
-
-def _hold_state(
-    trace: MemoryTrace, team: Team, optimizer: torch.optim.Optimizer, setting: Setting, *, cuda: bool
-) -> None:
-    """Count what exists before the first step, and have gradients counted as such when they are made."""
-    model = team.model
-    trained = trained_parameters(model)
-    trace.hold([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
-    trace.hold(quantisation_tensors(model), QUANTISATION_STATE)
-    if setting.model.method != "full":
-        trace.hold([local(tensor) for tensor in trained], ADAPTERS)
-        if setting.model.keeps_start and not cuda:  # In host memory, which is the device's own on a CPU.
-            start = sum(local(tensor).numel() * FP32.itemsize for tensor in trained)
-            trace.hold_bytes(start, ADAPTERS)
-    trace.hold(device_state(optimizer, setting.optimizer, cuda=cuda), OPTIMIZER)
-
-    def hold_gradient(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        trace.hold([local(parameter.grad)], GRADIENTS, but=SHARDING)  # DDP's buckets stay buckets.
-
-    for parameter in trained:
-        if not isinstance(parameter, DTensor):  # Those that are cut are told apart where they are summed.
-            parameter.register_post_accumulate_grad_hook(hold_gradient)
-
-
-@contextmanager
-def _phase(trace: MemoryTrace, name: str, *, like_cuda: bool) -> Iterator[None]:
-    """The step's phase hook; `like_cuda` also tells libraries that CUDA's autocast is on, since peft asks for it."""
-    before = torch.is_autocast_enabled("cuda")
-    torch.set_autocast_enabled("cuda", like_cuda)
-    try:
-        with trace.phase(name):
-            yield
-    finally:
-        torch.set_autocast_enabled("cuda", before)

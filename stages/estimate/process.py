@@ -25,6 +25,11 @@ CUDA_HOST_MARGIN_BYTES = 3072 * MIB
 """What the CUDA libraries and the driver may add to it."""
 LOADING_THREADS = 4
 """transformers moves so many weights to a GPU at a time; one where weights are packed on the way."""
+NCCL_BYTES = 256 * MIB
+NCCL_MARGIN_BYTES = 768 * MIB
+NCCL_WHY = "buffers of its channels, outside of PyTorch's blocks; never measured here: they depend on links and GPUs"
+GPUS_OF_A_NODE = 8
+"""Processes that share a host, at most: what servers hold."""
 BATCH_TOKEN_BYTES = 100
 """RAM of a batch, per token (see stages.step.loader)."""
 
@@ -54,12 +59,14 @@ CONTEXTS: tuple[tuple[tuple[int, int], Part], ...] = (
 )
 
 
-def on_device(device: Device) -> dict[str, Part]:
+def on_device(device: Device, gpus: int = 1) -> dict[str, Part]:
     """What the process takes on a GPU besides the blocks that PyTorch reserves, or inside them where it says so."""
     context = next(part for capability, part in CONTEXTS if device.compute_capability >= capability)
     workspaces = f"{CUBLAS_HANDLES} handles (forward, backward), PyTorch's default size; inside what tensors count"
     cublas = Part(bytes=target_of(device).constant_bytes, margin_bytes=0, basis="documented", why=workspaces)
     nccl = Part(bytes=0, margin_bytes=0, basis="derived", why="one GPU: no communicator is made")
+    if gpus > 1:
+        nccl = Part(bytes=NCCL_BYTES, margin_bytes=NCCL_MARGIN_BYTES, basis="assumed", why=NCCL_WHY)
     return {"cuda_context": context, "cublas_workspaces": cublas, "nccl": nccl}
 
 
@@ -120,10 +127,12 @@ def needed_bytes(parts: dict[str, Part]) -> int:
     return sum(part.bytes for part in parts.values())
 
 
-def as_json(device: dict[str, Part], host: dict[str, Part]) -> dict[str, Any]:
-    """The content of process.json."""
+def as_json(device: dict[str, Part], host: dict[str, Part], gpus: int = 1) -> dict[str, Any]:
+    """The content of process.json; what the host needs is of all processes that are on one."""
+    processes = min(gpus, GPUS_OF_A_NODE)
     return {
         "device": {name: asdict(part) for name, part in device.items()},
         "host": {name: asdict(part) for name, part in host.items()},
-        "host_needed_bytes": needed_bytes(host),
+        "processes_per_host": processes,
+        "host_needed_bytes": processes * needed_bytes(host),
     }

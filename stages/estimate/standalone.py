@@ -107,14 +107,14 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
     tokens = shape.rows * shape.length
     return Workload(
         config=config,
-        setting=Setting.from_params(p, precision),
-        steps=largest_steps(shape, several=p.train.tokens_per_step > tokens),
+        setting=Setting.from_params(p, precision, several_turns=p.train.tokens_per_step > tokens * p.hardware.num_gpus),
+        steps=largest_steps(shape, several=p.train.tokens_per_step > tokens * p.hardware.num_gpus),
         mode=p.bucket.mode,
         max_tokens=p.bucket.max_tokens,
         fixed_rows=p.bucket.fixed_rows,
         longest=length,
-        tokens_per_step=max(p.train.tokens_per_step, length),
-        micro_batches_per_step=max(1, math.ceil(p.train.tokens_per_step / tokens)),
+        tokens_per_step=max(p.train.tokens_per_step / p.hardware.num_gpus, length),
+        micro_batches_per_step=max(1, math.ceil(p.train.tokens_per_step / tokens / p.hardware.num_gpus)),
     )
 
 

@@ -44,7 +44,7 @@ def predict_explained(
         UserError: the model's memory depends on the data, or PyTorch cannot trace one of its operations.
     """
     refuse_experts(config)
-    repetition, reason = find_repetition(config, setting.model)
+    repetition, reason = find_repetition(config, setting.model, setting.all_layers)
     if repetition is not None:
         try:
             windows, shallow = shallow_windows(OriginWindowTrace, config, setting, steps, target, repetition)

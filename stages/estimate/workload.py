@@ -1,5 +1,6 @@
 """A run as advice changes it: its setting, the micro-batches that matter, and what its steps cost."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,12 +13,15 @@ from stages.estimate.predict import Setting
 from stages.estimate.shapes import TracedSteps
 from stages.estimate.states import Line, ModelShapes, model_shapes, state_bytes, state_lines, trained_values
 from stages.model.spec import ModelSpec
+from stages.param_types import Sharding
 from stages.step.batches import BatchShape
 
 RANKED_AS = "A100-80GB"
 """The GPU by whose speed changes are ranked where the device's own is not known: their order hardly depends on it."""
 VALUES_KEPT = 28
 """Values that a layer keeps for backward, by its width: of Llama-3.1-8B with LoRA in bf16, traced."""
+SENDING_TIME: Mapping[Sharding, float] = {"zero1": 1.02, "zero2": 1.05, "zero3": 1.10, "hsdp": 1.08}
+"""Assumed: weights are sent as well as gradients, once or twice, mostly while layers compute."""
 FIRST = BatchShape(rows=1, length=8, supervised=7, joined_lengths=None)
 """A micro-batch so small that the one behind it sets the peak."""
 
@@ -83,6 +87,11 @@ def _offloaded_bytes(run: Workload) -> int:
     return round(values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step * element_bytes)
 
 
+def sending_time(setting: Setting) -> float:
+    """A step's time by what its GPUs send, that of plain sums being 1; assumed, since links are not known."""
+    return 1.0 if setting.sharing is None else SENDING_TIME.get(setting.sharing.spec.mode, 1.0)
+
+
 class Costs:
     """What a run holds at least and how long its steps take, beside the run that is changed."""
 
@@ -112,11 +121,15 @@ class Costs:
     def least_bytes(self, setting: Setting) -> int:
         """What the end of every backward holds, whatever the micro-batches."""
         held = state_bytes(self.lines(setting), granularity_bytes=self._target.granularity_bytes)
+        sharing = setting.sharing
+        if sharing is not None:
+            held = {category: size // sharing.holders_of(category) for category, size in held.items()}
         return sum(held.values()) + self._target.constant_bytes
 
     def slowdown(self, changed: Workload) -> float:
         """How many times as long a token takes."""
-        return relative_slowdown(self._work(changed), self._work(self._run), self._speed)
+        sent = sending_time(changed.setting) / sending_time(self._run.setting)
+        return sent * relative_slowdown(self._work(changed), self._work(self._run), self._speed)
 
     def _work(self, run: Workload) -> StepWork:
         """The terms of the cost model."""

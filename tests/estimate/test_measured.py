@@ -11,7 +11,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from benchmarks.estimate_cpu import LAYOUTS, count, without_onednn
-from stages.estimate import predict as traced
+from stages.estimate import held
 from stages.estimate.predict import Setting, predict
 from stages.estimate.shapes import TracedSteps
 from stages.estimate.states import host_lines, model_shapes
@@ -163,7 +163,7 @@ def test_prediction_holds_for_device_and_host_together(small_llama, changes, mon
         yield from device_state(optimizer.inner, name, cuda=False)  # type: ignore[arg-type]
 
     monkeypatch.setattr(MemoryTrace, "elsewhere", lambda trace: nullcontext())
-    monkeypatch.setattr(traced, "device_state", all_state)
+    monkeypatch.setattr(held, "device_state", all_state)
     together = predict(config, setting, STEPS, CPU_TARGET).by_phase["forward"]
     assert together.bytes - apart.bytes == host_bytes
     with without_onednn():

@@ -23,6 +23,8 @@ from tests.small_model import CPU, VOCABULARY
 
 TRAINING, EVALUATION, CHUNK = shape(2, 96, 150), shape(3, 80, 200), 64
 ANSWERS = GenerationShape(rows=5, prompt_tokens=90, new_tokens=40)
+NOTHING = Peak(bytes=0, by_category={})
+"""What one GPU alone is not asked for."""
 AROUND = Surroundings(
     stored_dtype=torch.bfloat16,
     in_training=TRAINING,
@@ -45,7 +47,7 @@ def batch_of(wanted: BatchShape) -> Batch:
 def test_losses_without_gradients_hold_what_is_predicted(small_llama, method):
     """Activations counted as kept for a backward that never comes, or an optimizer forgotten."""
     setting = setting_of(method=method)
-    predicted = other_phases(read_config(small_llama), setting, AROUND, CPU_TARGET)
+    predicted = other_phases(read_config(small_llama), setting, AROUND, CPU_TARGET, NOTHING)
     gc.collect()
     meter = make_meter(CPU)
     with meter.window("all"):
@@ -140,7 +142,7 @@ def test_loading_holds_what_is_predicted(small_llama, method, precision):
     Scales and code books are too small to be followed: 0.5 percent of a model of 90,000 values.
     """
     setting = setting_of(method=method, precision=precision)
-    predicted = other_phases(read_config(small_llama), setting, AROUND, CPU_TARGET)["load"]
+    predicted = other_phases(read_config(small_llama), setting, AROUND, CPU_TARGET, NOTHING)["load"]
     make_code_books()
     gc.collect()
     meter = make_meter(CPU)
@@ -153,7 +155,7 @@ def test_loading_holds_what_is_predicted(small_llama, method, precision):
 def test_a_gpu_holds_one_layer_more_while_it_packs(small_llama):
     """4-bit loading planned as if all of the full-size weights were on the GPU at once, or none."""
     setting = setting_of(method="qlora", precision="bf16", optimizer="sgd", lora_targets=("v_proj",), lora_rank=1)
-    found = other_phases(read_config(small_llama), setting, AROUND, gpu_target("H100"))
+    found = other_phases(read_config(small_llama), setting, AROUND, gpu_target("H100"), NOTHING)
     # The larger weights of a layer come before those of attention, while less is there.
     assert found["load"].by_category["loading"] == 64 * 64 * 2
     assert found["save"].bytes < found["load"].bytes

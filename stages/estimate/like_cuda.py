@@ -1,0 +1,20 @@
+"""A phase of the traced step, in which libraries find autocast as they would on CUDA."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from stages.estimate.trace import MemoryTrace
+
+
+@contextmanager
+def phase_of(trace: MemoryTrace, name: str, *, like_cuda: bool) -> Iterator[None]:
+    """The step's phase hook; `like_cuda` also tells libraries that CUDA's autocast is on, since peft asks for it."""
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", like_cuda)
+    try:
+        with trace.phase(name):
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before)
