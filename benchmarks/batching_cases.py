@@ -174,6 +174,7 @@ def prepare_stage(directory: Path, lengths: np.ndarray, *, mode: str, ranks: int
     values["data"]["max_length"] = int(lengths.max())
     values["bucket"] |= {"mode": mode, "max_tokens": CAPACITY, "pad_multiple": PAD_MULTIPLE}
     values["hardware"]["num_gpus"] = ranks
+    values["train"]["sharding"] = "ddp" if ranks > 1 else "none"
     values["train"] |= {"epochs": 1, "tokens_per_step": tokens_per_step}
     values["run"]["progress"] = False
     with open(directory / "params.yaml", "w", encoding="utf-8") as file:
