@@ -47,9 +47,8 @@ class Sharing:
     @classmethod
     def from_params(cls, params: Params, *, several_turns: bool) -> "Sharing | None":
         """Read hardware.num_gpus and what `train` says of sharing; None for one GPU."""
-        if params.hardware.num_gpus == 1:
-            return None
-        return cls(spec=ShardSpec.from_params(params), gpus=params.hardware.num_gpus, several_turns=several_turns)
+        found = cls(spec=ShardSpec.from_params(params), gpus=params.hardware.num_gpus, several_turns=several_turns)
+        return found if found.gpus > 1 else None
 
     def holders_of(self, category: str) -> int:
         """GPUs among which a category of states is divided, once a backward is over."""
