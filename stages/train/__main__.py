@@ -45,10 +45,11 @@ from stages.train.metrics import train_metrics
 from stages.train.oom import SAVE, Failure, OutOfMemory
 from stages.train.oom_report import Forecast, out_of_memory, read_forecast
 from stages.train.orphan import end_with_parent
+from stages.train.place import scratch_root
 from stages.train.ranks import most_of_all, started_ranks, take_place, told_of_waiting
 from stages.train.recorded import explained
 from stages.train.recover import Ending
-from stages.train.resume import opened, scratch_root
+from stages.train.resume import opened
 from stages.train.save import Merge, save_tuned
 from stages.train.signals import Stop, stopped_by_signals
 from stages.train.together import opened_together

@@ -13,25 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
-from stages.files import repo_root, told_in_one_line
-from stages.locks import clear, hold, leave
 from stages.params import Run
 from stages.step.batches import Batch
 from stages.train.checkpoint import CheckpointStore, Unfinished
 from stages.train.guards import Diverged, refuse_broken_weights
 from stages.train.oom import OutOfMemory
+from stages.train.place import held_alone
 from stages.train.signals import Stop, Stopped
 from stages.train.snapshot import Running, cut_of, held_by, pieces_of, put_back, tensors_of, values_of
-from stages.units import readable_size
 
 ALONE_CUT = cut_of(1, "none")
 LARGEST_SHARE = 0.02
 """Of the time, that checkpoints may take: after a dear one, the next comes later."""
-
-
-def scratch_root() -> Path:
-    """The directory of all unfinished trainings; runs in temporary copies share the checkout's."""
-    return repo_root() / "scratch" / "train"
 
 
 class Keeper:
@@ -272,36 +265,3 @@ def opened(directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None]
         checkpoints = Checkpoints(store, seconds=run.checkpoint_seconds, stop=stop, told=told)
         with checkpoints.told_of_stop():
             yield checkpoints
-
-
-@contextmanager
-def held_alone(directory: Path, told: Callable[[str], None]) -> Iterator[None]:
-    """A training's directory, held for the length of the block and emptied where that ends well.
-
-    Raises:
-        UserError: another process holds it, or the disk refused.
-    """
-    with told_in_one_line(directory):
-        held = hold(directory)
-    if held is None:
-        raise UserError(
-            f"{directory}: one process at a time may train the same run, and another one does; wait for its end, or "
-            "end it: the same command then goes on from its checkpoint"
-        )
-    try:
-        _tell_of_others(directory, told)
-        yield
-        clear(directory)
-    finally:
-        leave(directory, held)
-
-
-def _tell_of_others(directory: Path, told: Callable[[str], None]) -> None:
-    """Say what else lies beside a run's directory: nobody else removes the checkpoints of runs that were given up."""
-    others = [path for path in directory.parent.iterdir() if path != directory and list(path.glob("step-*"))]
-    if others:
-        size = sum(file.stat().st_size for path in others for file in path.glob("step-*/*"))
-        told(
-            f"note: {directory.parent} holds checkpoints of {len(others)} other unfinished trainings "
-            f"({readable_size(size)}); remove those that you will not go on with"
-        )

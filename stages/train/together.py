@@ -17,7 +17,8 @@ from stages.params import Run
 from stages.step.batches import Batch
 from stages.train.checkpoint import CheckpointStore, Unfinished
 from stages.train.guards import refuse_broken_weights
-from stages.train.resume import Checkpoints, held_alone
+from stages.train.place import held_alone
+from stages.train.resume import Checkpoints
 from stages.train.signals import Stop, Stopped
 from stages.train.snapshot import Running, cut_of
 

@@ -44,13 +44,16 @@ class PartOfRun:
 
 
 def job_of(part: PartOfRun, world: World) -> TrainJob:
-    """The run, its micro-batches dealt in turns."""
+    """The run, its micro-batches dealt in turns, of which the last may be without rows."""
     tokens = Path(part.directory) / f"tokens-{world.size}-{world.rank}"
     options: dict[str, Any] = {"method": part.method, "optim": {"name": part.optimizer}}
     job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
-    ranks = np.arange(len(job.plan), dtype=np.int32) % world.size
-    plan: Plan = replace(job.plan, rank=ranks, ranks=world.size)
-    return replace(job, plan=plan, world=world, sharing=ShardSpec(mode=part.mode))  # type: ignore[arg-type]
+    dealt = []
+    for step in job.plan.steps:
+        idle = replace(step[0], rows=np.empty(0, np.int32), supervised=0)
+        full = [*step, *[idle] * (-len(step) % world.size)]
+        dealt += [replace(one, rank=number % world.size) for number, one in enumerate(full)]
+    return replace(job, plan=Plan.of(dealt, ranks=world.size), world=world, sharing=ShardSpec(mode=part.mode))  # type: ignore[arg-type]
 
 
 def run_part(part: PartOfRun, world: World) -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""Entry of one process of a run in which something goes wrong: stages.train with a fault that the environment names.
+
+`LEAN_FINETUNE_FAULT` is `KIND RANK STEP`. The process of that rank meets it when it begins that optimizer step, in the
+first run alone: a file beside the checkpoints says that it has.
+"""
+
+import os
+import runpy
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.train.recover import Ending
+
+VARIABLE = "LEAN_FINETUNE_FAULT"
+MET = Path("fault-was-met")
+
+
+def _meet(kind: str) -> None:
+    """The fault."""
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "memory":
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+    time.sleep(1e6)  # "hangs"
+
+
+def _with_fault(step: Any) -> Any:
+    kind, rank, at = os.environ[VARIABLE].split()
+
+    def faulty(self: Ending, number: int, feed: Any, model: Any, attempt: Any) -> Any:
+        def failing(micro_batches: Any, batches: Any) -> Any:
+            if number == int(at) and os.environ["RANK"] == rank and not MET.exists():
+                MET.touch()
+                _meet(kind)
+            return attempt(micro_batches, batches)
+
+        return step(self, number, feed, model, failing)
+
+    return faulty
+
+
+if __name__ == "__main__":
+    Ending.step = _with_fault(Ending.step)  # type: ignore[method-assign]
+    runpy.run_module("stages.train", run_name="__main__", alter_sys=True)
