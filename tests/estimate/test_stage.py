@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from stages.bucket.plan import write_plan
+from stages.bucket.plan import MicroBatch, Plan, write_plan
 from stages.estimate.__main__ import main
 from stages.estimate.switches import halving_flag
 from stages.files import sha256_file
@@ -218,3 +219,60 @@ def test_auto_precision_is_chosen_said_and_passed_on(workspace, gpu, precision):
     assert done.exit_code == 0, done.output
     chosen = json.loads((workspace / "estimate/verdict.json").read_text())["precision"]
     assert chosen == (precision or "bf16") and f"train.precision: auto is {chosen}: " in done.output
+
+
+SHARED_PLAN = Plan.of(
+    [
+        MicroBatch(epoch=0, step=0, rows=np.arange(2), length=128, supervised=60, rank=0, flat=False),
+        MicroBatch(epoch=0, step=0, rows=np.arange(3), length=80, supervised=40, rank=1, flat=False),
+    ],
+    ranks=2,
+)
+
+
+def test_a_run_of_several_gpus_is_held_against_one_of_them(workspace):
+    """Weights of all GPUs counted on each, the larger batch of another GPU missed, or a host asked for one process."""
+    write_plan(workspace / "plan.arrow", [SHARED_PLAN])
+    found = {}
+    for mode in ("ddp", "zero3"):
+        lay_out(workspace, hardware__gpu="24GiB", hardware__num_gpus=2, train__sharding=mode, train__method="full")
+        assert run().exit_code == 0
+        found[mode] = read(workspace)
+    (_, ddp, _, metrics), (_, zero3, _, less) = found["ddp"], found["zero3"]
+    assert ddp["clip"]["weights"] / zero3["clip"]["weights"] == pytest.approx(2, rel=0.05)
+    assert ddp["clip"]["optimizer"] / zero3["clip"]["optimizer"] == pytest.approx(2, rel=0.05)
+    assert ddp["forward"]["sharding"] == pytest.approx(ddp["forward"]["weights"], rel=0.05)  # Buckets of all gradients.
+    assert less["predicted_by_phase"]["clip"] < metrics["predicted_by_phase"]["clip"]
+    assert "several GPUs" in metrics["reserved_replayed"]
+    process = json.loads((workspace / "estimate" / "process.json").read_text())
+    assert process["device"]["nccl"]["basis"] == "assumed" and process["processes_per_host"] == 2
+    assert metrics["host_bytes_predicted"] > sum(part["bytes"] for part in process["host"].values())
+
+
+def test_a_mode_that_holds_less_is_offered(workspace):
+    """Advice that lowers quality where the other GPUs have room."""
+    write_plan(workspace / "plan.arrow", [SHARED_PLAN])
+    lay_out(
+        workspace,
+        hardware__gpu="24GiB",
+        hardware__num_gpus=2,
+        train__sharding="ddp",
+        train__method="full",
+        train__grad_ckpt=True,
+        data__max_length=128,
+        bucket__max_tokens=256,
+    )
+    assert run().exit_code == 0
+    peak = read(workspace)[3]["peak_bytes_predicted"]
+    lay_out(
+        workspace,
+        hardware__gpu=f"{peak * 0.99 / GIB:.6f}GiB",
+        hardware__num_gpus=2,
+        train__sharding="ddp",
+        train__method="full",
+        train__grad_ckpt=True,
+        data__max_length=128,
+        bucket__max_tokens=256,
+    )
+    assert run().exit_code == 0
+    assert any("train.sharding=" in remedy["command"] for remedy in advice(workspace)["remedies"])
