@@ -1,0 +1,158 @@
+"""Training steps shared by two processes, in every mode, beside plain DDP and Hugging Face's Trainer.
+
+Two CPU processes of one thread each, linked by gloo, take full fp32 steps of a small random Llama (4 rows of 128 tokens
+each); ways are interleaved, and what a round compares shares its noise. Bytes are those that the loopback device
+counted. While the model is loaded, what both processes read from files is held against the size of its file. How steps
+divide on many GPUs is a model (benchmarks/scaling.py), whose assumptions its rows rest on.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.form import Bar, Measured, Row, benchmark, interleaved, median_ratio
+from benchmarks.scaling import scaling
+
+PROCESSES = 2
+MODES = ("ddp", "zero1", "zero2", "zero3")
+PLAIN, HF = "ddp_plain", "hf"
+NAMES = {PLAIN: "plain DDP", HF: "HF Trainer (DDP)"}
+ROUNDS, QUICK_ROUNDS = 9, 1
+STEPS = 6
+WARM_STEPS = 1
+"""Of each call, that do not count: the Trainer makes its DDP anew in each."""
+STEP_LIMIT, READ_LIMIT = 1.0, 1.1
+HIDDEN, QUICK_HIDDEN = 256, 64
+
+
+def save_model(directory: Path, hidden: int) -> int:
+    """A random Llama of four layers; bytes of its weights' file."""
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 3,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return (directory / "model.safetensors").stat().st_size
+
+
+class Pair:
+    """Two processes that share steps."""
+
+    def __init__(self, processes: list[subprocess.Popen[str]]):
+        """Speak with them."""
+        self._processes = processes
+
+    def ask(self, **asked: Any) -> dict[str, Any]:
+        """What the first process answers.
+
+        Raises:
+            RuntimeError: a process ended.
+        """
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(asked) + "\n")
+            process.stdin.flush()
+        answers = []
+        for process in self._processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"a process ended while it was asked for {asked}")
+            answers.append(json.loads(line))
+        return answers[0]
+
+
+@contextmanager
+def started(model: Path, out: Path) -> Iterator[Pair]:
+    """Two processes; they end with the block."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"WORLD_SIZE": str(PROCESSES), "LOCAL_WORLD_SIZE": str(PROCESSES), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "benchmarks.rivals.shared_steps", str(model), str(out)]
+    processes = [
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(PROCESSES)
+    ]
+    try:
+        yield Pair(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def measure(quick: bool) -> Measured:
+    """Load, then steps in turns."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "model"
+        file_bytes = save_model(model, QUICK_HIDDEN if quick else HIDDEN)
+        with started(model, Path(directory) / "out") as pair:
+            loads = {mode: pair.ask(way=mode, steps=0, load=True) for mode in MODES}
+            cases = {way: partial(pair.ask, way=way, steps=WARM_STEPS + STEPS) for way in (*MODES, PLAIN, HF)}
+            answers = interleaved(cases, QUICK_ROUNDS if quick else ROUNDS)
+    seconds = {way: [median(one["seconds"][WARM_STEPS:]) for one in found] for way, found in answers.items()}
+    rows: list[Row] = [
+        {
+            "what": f"step: {NAMES.get(way, way)}",
+            "step_s": median(found),
+            "of plain DDP": median_ratio(found, seconds[PLAIN]),
+            "sent_bytes": median(one["sent_bytes"] for one in answers[way]) / (WARM_STEPS + STEPS),
+        }
+        for way, found in seconds.items()
+    ]
+    for mode, load in loads.items():
+        rows.append(
+            {
+                "what": f"load: {mode}",
+                "read of the file": load["read_bytes"] / file_bytes,
+                "first_own_bytes": load["own_bytes"][0],
+                "second_own_bytes": load["own_bytes"][1],
+            }
+        )
+    bars = [
+        Bar(
+            name="DDP step / HF Trainer's",
+            value=median_ratio(seconds["ddp"], seconds[HF]),
+            rule="<=",
+            limit=STEP_LIMIT,
+        ),
+        Bar(
+            name="bytes read to load / bytes of the file",
+            value=max(load["read_bytes"] for load in loads.values()) / file_bytes,
+            rule="<=",
+            limit=READ_LIMIT,
+        ),
+    ]
+    return Measured(rows=[*rows, *scaling()], bars=bars)
+
+
+if __name__ == "__main__":
+    benchmark("distributed", measure)()
