@@ -168,7 +168,7 @@ class HfTrainer:
             dataloader_pin_memory=False,
         )
         rows = self._rows * (steps * dist.get_world_size())
-        Trainer(model=self._model, args=arguments, train_dataset=rows, callbacks=[clock]).train()  # type: ignore[arg-type]
+        Trainer(model=self._model, args=arguments, train_dataset=rows, callbacks=[clock]).train()
         return clock.seconds
 
 
