@@ -1,17 +1,22 @@
 """Runs that several GPUs share: predicted per GPU beside what real processes count, and what sharing saves."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
+from stages.estimate import predict as traced
 from stages.estimate.predict import predict
+from stages.estimate.states import model_shapes
 from stages.model.load import read_config
 from tests.dist.group import Group, group_of
-from tests.estimate.common import CPU_TARGET
+from tests.estimate.common import CPU_TARGET, gpu_target
 from tests.estimate.ranks import STEPS, shared_setting
+from tests.estimate.test_trace import WIDE
 
 TOLERATED_SHARE, TOLERATED_BYTES = 1e-3, 1536
 MODES = ("ddp", "zero1", "zero2", "zero3")
@@ -59,3 +64,81 @@ def test_prediction_holds_for_groups_that_hold_the_same(small_llama: Path, metho
     with group_of(4) as four:
         for steps in STEPS:
             check(four, 4, small_llama, "hsdp", steps, method=method)
+
+
+DEEP = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=14,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=256,
+    tie_word_embeddings=False,
+)
+"""Deep enough that a few layers are traced for all."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "method"),
+    [
+        ("zero3", "full"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("ddp", "full"), ("zero2", "full"), ("hsdp", "full"), ("zero3", "qlora"))
+        ),
+    ],
+)
+def test_a_few_layers_tell_of_all(monkeypatch: pytest.MonkeyPatch, mode, method):
+    """Gathers that a layer's window does not see, or that differ with depth."""
+    setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
+    found = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET)
+    assert found.layers_traced.startswith("models of 3, 4, 5 layers")
+    monkeypatch.setattr(traced, "find_repetition", lambda *args: (None, "all"))
+    whole = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET)
+    assert {phase: peak.bytes for phase, peak in found.by_phase.items()} == {
+        phase: peak.bytes for phase, peak in whole.by_phase.items()
+    }
+
+
+def states(mode: str, gpus: int) -> dict[str, int]:
+    """What the update holds, by category."""
+    setting = shared_setting(mode, gpus, "one turn", method="full", grad_ckpt=True)
+    return dict(predict(DEEP, setting, STEPS["one turn"], CPU_TARGET).by_phase["clip"].by_category)
+
+
+def test_states_of_a_gpu_fall_as_published():
+    """Rajbhandari et al. 2020, arXiv 1910.02054: stage 1 divides optimizer state, stage 2 gradients, 3 weights too."""
+    W, N = model_shapes(DEEP).values * 4, 8
+    whole = states("ddp", N)
+    assert whole["weights"] == pytest.approx(W, rel=1e-3) and whole["optimizer"] == pytest.approx(2 * W, rel=1e-3)
+    assert whole["sharding"] == pytest.approx(W, rel=1e-3)  # DDP's buckets are the gradients.
+    assert states("zero1", N)["optimizer"] == pytest.approx(2 * W / N, rel=0.05)
+    for gpus in (N, 32):
+        parts = states("zero3", gpus)
+        held = sum(parts[category] for category in ("weights", "gradients", "optimizer"))
+        assert held == pytest.approx(4 * W / gpus, rel=0.05)
+
+
+def test_the_model_is_never_whole_on_a_gpu_under_zero3():
+    """ZeRO-3 holds 1/n, a layer or two that are whole, and embedding and head."""
+    setting = shared_setting("zero3", 64, "one turn", method="full", grad_ckpt=True)
+    peak = predict(DEEP, setting, STEPS["one turn"], CPU_TARGET).by_phase["forward"].by_category
+    shapes = model_shapes(DEEP).parameters
+    ends = sum(p.values for p in shapes if ".layers." not in p.name) * 4
+    layer = sum(p.values for p in shapes if ".layers.0." in p.name) * 4
+    assert ends + layer <= peak["sharding"] <= 1.02 * (ends + 3 * layer)
+
+
+def test_eight_small_cards_hold_no_more_under_ddp_but_do_under_zero3():
+    """The case of a 7B model in 4 bits on 8 × P4: DDP does not lower what a card holds, it adds to it."""
+    card = gpu_target("P4")
+    steps = STEPS["two turns"]
+
+    def held(mode: str, gpus: int) -> tuple[int, int]:
+        setting = shared_setting(mode, gpus, "two turns", method="qlora", precision="fp16", grad_ckpt=True)
+        found = predict(WIDE, replace(setting, sharing=None) if mode == "none" else setting, steps, card)
+        return found.peak.bytes, found.by_phase["clip"].bytes
+
+    one, ddp, zero3 = held("none", 1), held("ddp", 8), held("zero3", 8)
+    assert ddp[0] > one[0] and ddp[1] >= one[1]
+    assert zero3[1] < 0.6 * one[1]
