@@ -13,7 +13,7 @@ from stages.bucket.steps import run_steps
 from stages.bucket.summary import summarise
 from stages.declared import read_params
 from stages.errors import StageCommand
-from stages.files import atomic_directory, write_json
+from stages.files import atomic_directory, sha256_json, write_json
 
 
 @click.command(cls=StageCommand)
@@ -38,7 +38,8 @@ def main(index_path: Path, out: Path, metrics: Path) -> None:
     )
     steps = run_steps(index, seed=p.seed, epochs=p.train.epochs, tokens_per_step=p.train.tokens_per_step)
     with atomic_directory(out) as aside:
-        write_plan(aside / "plan.arrow", _shown(cut_steps(steps, index, cutting), p.run.progress))
+        parts = _shown(cut_steps(steps, index, cutting), p.run.progress)
+        write_plan(aside / "plan.arrow", parts, cut=sha256_json(cutting.deciding))
         summary = summarise(read_plan(aside / "plan.arrow"), index.lengths, mode=cutting.mode)
     write_json(metrics, summary)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -45,6 +45,16 @@ class Cutting:
         """Most tokens of a micro-batch that leave its padded size within `max_tokens`."""
         multiple = 1 if self.constant_shape else self.pad_multiple
         return self.max_tokens // multiple * multiple
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """What of these decides how a step is cut, the number of GPUs apart."""
+        read = {
+            "bucketed": ("max_tokens",),
+            "packed": ("max_tokens", "constant_shape"),
+            "fixed": ("fixed_rows",),
+        }[self.mode]
+        return {name: getattr(self, name) for name in ("mode", "pad_multiple", *read)}
 
 
 def cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterator[Plan]:

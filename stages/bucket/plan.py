@@ -173,8 +173,13 @@ class StepViews(Sequence[list[MicroBatch]]):
         return [self._plan.micro_batch(one) for one in range(start, end)]
 
 
-def write_plan(path: Path, parts: Iterable[Plan]) -> None:
+def write_plan(path: Path, parts: Iterable[Plan], *, cut: str = "") -> None:
     """Write consecutive parts of a plan as they come, a record batch each; the caller makes the writing atomic.
+
+    Args:
+        path: the file.
+        parts: in order.
+        cut: a hash of what decided the cuts, the number of GPUs apart; `how_cut` reads it.
 
     Raises:
         ValueError: there is no part, or parts differ in layout or ranks.
@@ -183,7 +188,8 @@ def write_plan(path: Path, parts: Iterable[Plan]) -> None:
     first = next(stream, None)
     if first is None:
         raise ValueError("a plan needs a part")
-    schema = SCHEMA.with_metadata({"layout": FLAT if first.flat else PADDED, "ranks": str(first.ranks)})
+    layout = FLAT if first.flat else PADDED
+    schema = SCHEMA.with_metadata({"layout": layout, "ranks": str(first.ranks), "cut": cut})
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         part: Plan | None = first
         while part is not None:
@@ -219,6 +225,16 @@ def read_plan(path: Path) -> Plan:
     )
     _check(path, plan)
     return plan
+
+
+def how_cut(path: Path) -> str:
+    """The hash that `write_plan` took: equal for plans of any number of GPUs that were cut by the same parameters.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    metadata = open_batches(path, {})[0].schema.metadata or {}
+    return metadata.get(b"cut", b"").decode()
 
 
 def _check(path: Path, plan: Plan) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from stages.bucket.plan import read_plan
+from stages.bucket.plan import how_cut, read_plan
 from stages.declared import parameter_values, read_params
 from stages.dist.agree import Voices
 from stages.dist.launch import as_one_of_many, launcher
@@ -164,7 +164,7 @@ def _run(
         "seed": values["seed"],
         # How GPUs share a step decides no more than rounding: another number of them goes on from the same checkpoint.
         "train": {name: value for name, value in values["train"].items() if name not in SHARING},
-        "bucket": values["bucket"],
+        "cut": how_cut(plan_file),
         "rows": learnt_rows(plan),
         "precision": spec.precision,
     }

@@ -6,8 +6,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from stages.bucket.plan import SCHEMA, MicroBatch, Plan, read_plan, write_plan
+from stages.bucket.cut import Cutting
+from stages.bucket.plan import SCHEMA, MicroBatch, Plan, how_cut, read_plan, write_plan
 from stages.errors import UserError
+from stages.files import sha256_json
 from tests.bucket.common import all_batches
 
 
@@ -109,3 +111,18 @@ def test_parts_of_different_layout_are_never_one_plan(tmp_path):
     parts = [Plan.of([batch()]), Plan.of([batch(step=1, flat=True)])]
     with pytest.raises(ValueError, match="must agree"):
         write_plan(tmp_path / "plan.arrow", parts)
+
+
+def test_a_plan_tells_how_it_was_cut_whatever_the_number_of_gpus(tmp_path):
+    """A training goes on from a checkpoint with another number of GPUs, and never with other micro-batches."""
+
+    def cut(ranks: int, **changed: Any) -> str:
+        values: dict[str, Any] = {"mode": "bucketed", "max_tokens": 64, "pad_multiple": 8}
+        cutting = Cutting(**{**values, "constant_shape": False, "fixed_rows": 8, "ranks": ranks, **changed})
+        batch = MicroBatch(epoch=0, step=0, rows=np.array([0], np.int32), length=8, supervised=4)
+        write_plan(tmp_path / "plan.arrow", [Plan.of([batch], ranks=1)], cut=sha256_json(cutting.deciding))
+        return how_cut(tmp_path / "plan.arrow")
+
+    assert cut(1) == cut(2) == cut(1, fixed_rows=9) == cut(1, constant_shape=True)
+    others = [cut(1, max_tokens=128), cut(1, pad_multiple=16), cut(1, mode="packed"), cut(1, mode="fixed")]
+    assert len({cut(1), *others}) == 5
