@@ -137,7 +137,8 @@ def test_eight_small_cards_hold_no_more_under_ddp_but_do_under_zero3():
     def held(mode: str, gpus: int) -> tuple[int, int]:
         setting = shared_setting(mode, gpus, "two turns", method="qlora", precision="fp16", grad_ckpt=True)
         found = predict(WIDE, replace(setting, sharing=None) if mode == "none" else setting, steps, card)
-        return found.peak.bytes, found.by_phase["clip"].bytes
+        # Libraries' own workspaces are as large on any number of cards.
+        return found.peak.bytes - card.constant_bytes, found.by_phase["clip"].bytes - card.constant_bytes
 
     one, ddp, zero3 = held("none", 1), held("ddp", 8), held("zero3", 8)
     assert ddp[0] > one[0] and ddp[1] >= one[1]
