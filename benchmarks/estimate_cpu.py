@@ -34,7 +34,8 @@ from stages.estimate.kernels import target_of
 from stages.estimate.predict import Setting, optim_of, predict
 from stages.estimate.shapes import TracedSteps
 from stages.model.attention import JoinedRows
-from stages.model.load import load_model, read_config
+from stages.model.config import read_config
+from stages.model.load import load_model
 from stages.model.quantize import BLOCK_WEIGHTS
 from stages.model.spec import ModelSpec
 from stages.step.batches import IGNORED, Batch, BatchShape, join_rows

@@ -22,8 +22,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.form import Bar, Measured, Row, benchmark, interleaved_seconds, median_ratio
+from benchmarks.specs import FP32_LORA
 from stages.model.load import load_model
-from stages.model.spec import ModelSpec
 from stages.step.batches import Batch, collate
 from stages.step.optim import OptimSpec, build_optimizer
 from stages.step.step import Phase, StepSpec, training_step
@@ -74,18 +74,8 @@ class Ground:
             tie_word_embeddings=True,
         )
         LlamaForCausalLM(config).save_pretrained(directory)
-        self.spec = ModelSpec(
-            method="lora",
-            precision="fp32",
-            grad_ckpt=False,
-            lora_rank=8,
-            lora_alpha=16,
-            lora_dropout=0.0,
-            lora_targets=("all-linear",),
-            seed=SEED,
-        )
         self.device = device
-        self.model: nn.Module = load_model(directory, self.spec, device)
+        self.model: nn.Module = load_model(directory, FP32_LORA, device)
         optim = OptimSpec(name="adamw", lr=1e-4, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
         self.optimizer = build_optimizer(self.model, optim)
         draw = np.random.default_rng(SEED)
@@ -103,7 +93,7 @@ class Ground:
             self.optimizer,
             batches,
             supervised_tokens=sum(len(batch.supervised_index_N) for batch in self.batches),
-            model_spec=self.spec,
+            model_spec=FP32_LORA,
             spec=StepSpec(loss_chunk=256, max_grad_norm=1.0, foreach=self.device.type == "cuda"),
             phase=phase,
             guard=lambda losses, norm: None,

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from benchmarks.data import RIVALS
 from benchmarks.data_cases import ROOT, Rival
 from stages.errors import UserError
 from stages.files import read_json
-from stages.step.tokens import TokenRows
+from stages.step.tokens import TokenRows, read_lengths
 
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 TOKENIZER = ROOT / "stages/pin/tiny"
@@ -31,6 +30,8 @@ LR = 1e-4
 MAX_LENGTH = 512
 MEDIAN_WORDS, SIGMA = 24, 0.8
 """Of an answer: with them prompts and answers are as long as those of the alpaca data sets."""
+COUNTED_STEPS = 2
+"""Of a rival's, besides the first: those with the largest micro-batches."""
 SOURCE = "rows.jsonl"
 TOKENIZED = "tokenized.jsonl"
 
@@ -46,8 +47,21 @@ class Steps:
     """Tokens without padding."""
     padded: Sequence[int]
     """Tokens that went through the model."""
+    largest: Sequence[int]
+    """Of them, those of the largest micro-batch."""
+    limit_seconds: Sequence[float] | None = None
+    """Of the bare forward and backward passes of the same batches; None where they were not run."""
     peak_bytes: int | None = None
-    """Of PyTorch's allocator over the whole run, loading included; None where time was measured."""
+    """Of PyTorch's allocator, loading included; None where time was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The most that PyTorch's allocator held, loading included."""
+
+    peak_bytes: int
+    steps: Sequence[int]
+    """In which it was counted, from 0; the first with the loading before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,28 +149,28 @@ class Field:
         with open(self.directory / "params.yaml", "w", encoding="utf-8") as file:
             yaml.dump(values, file)
 
-    @cached_property
+    @property
     def steps(self) -> int:
         """Optimizer steps of the plan."""
         return int(read_json(self.directory / "metrics/bucket.json")["optimizer_steps"])
 
+    @property
+    def rows_per_step(self) -> float:
+        """Rows that have as many tokens as a step is to have."""
+        return self.tokens_per_step / float(read_lengths(self.directory / "data/tokens/train-index.arrow").mean())
+
     def ours(self) -> Steps:
-        """Stage train, whole. Steps whose memory it measures take longer: their seconds are left out as NaN."""
+        """The loop of stage train, and the limit beside it."""
+        told = run_python([str(ROOT / "benchmarks/rivals/our_steps.py"), str(THREADS)], self.directory)
+        return Steps(**told)
+
+    def our_peak(self) -> Peak:
+        """Of stage train, whole: it counts in the first step, in those said to be the worst, and in four others."""
         run_python(["-m", "stages.train"], self.directory)
         with open(self.directory / "data/train/curves.csv", encoding="utf-8", newline="") as file:
-            curves = list(csv.DictReader(file))
-        return Steps(
-            seconds=[float("nan") if row["measured"] == "True" else float(row["seconds"]) for row in curves],
-            supervised=[int(row["supervised_tokens"]) for row in curves],
-            real=[int(row["tokens"]) for row in curves],
-            padded=[int(row["padded_tokens"]) for row in curves],
-            peak_bytes=read_json(self.directory / "metrics/train.json")["peak_bytes_measured"],
-        )
-
-    def forward_backward(self) -> list[float]:
-        """Seconds of each step's bare forward and backward passes."""
-        told = run_python([str(ROOT / "benchmarks/rivals/forward_backward.py"), str(THREADS)], self.directory)
-        return [float(value) for value in told["seconds"]]
+            counted = [int(row["step"]) for row in csv.DictReader(file) if row["measured"] == "True"]
+        peak_bytes = read_json(self.directory / "metrics/train.json")["peak_bytes_measured"]
+        return Peak(peak_bytes=peak_bytes, steps=counted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +181,24 @@ class TrainerCase:
     """hf | trl."""
     arguments: Mapping[str, Any]
 
-    def run(self, ground: Field, steps: int, memory: bool) -> Steps:
-        """Train `steps` optimizer steps.
+    def peak(self, ground: Field, seen: Steps) -> Peak:
+        """Its peak over the steps that a run has `seen`, counted in the first and in the largest of the others.
+
+        The first has no optimizer state before its end; so none of the others is left out for being smaller than it.
+
+        Raises:
+            UserError: it failed, or was given other batches than then.
+        """
+        others = sorted(range(1, len(seen.largest)), key=lambda step: seen.largest[step], reverse=True)
+        counted = sorted(others[:COUNTED_STEPS])
+        run = self.run(ground, counted[-1] + 1, counted)
+        if list(run.padded) != list(seen.padded[: len(run.padded)]):
+            raise UserError("benchmarks.train: a rival's batches changed from run to run: its largest is not known")
+        assert run.peak_bytes is not None
+        return Peak(peak_bytes=run.peak_bytes, steps=[0, *counted])
+
+    def run(self, ground: Field, steps: int, measured: Sequence[int] | None = None) -> Steps:
+        """Train `steps` optimizer steps; memory is counted in the first and in those `measured`, if that is a list.
 
         Raises:
             UserError: it failed; its last line is told.
@@ -182,7 +212,7 @@ class TrainerCase:
             "steps": steps,
             "lr": LR,
             "threads": THREADS,
-            "memory": memory,
+            "measured": measured,
         }
         script = ROOT / "benchmarks/rivals/trainer_steps.py"
         rows = ground.directory / (SOURCE if self.trainer == "trl" else TOKENIZED)

@@ -38,8 +38,13 @@ class Declared:
         return value
 
 
-def parameter_values(section: Any) -> dict[str, Any]:
-    """All values of a section (or of what a stage may read of it) as plain nested dictionaries."""
+def tracked_values(params: Params) -> dict[str, Any]:
+    """All values that the stage may read, as plain nested dictionaries; not those of `run`, which none tracks."""
+    return {key: value for key, value in _values(params).items() if key != "run"}
+
+
+def _values(section: Any) -> dict[str, Any]:
+    """All values of a section, or of what a stage may read of it."""
     if isinstance(section, Declared):
         return {key: _plain(getattr(section, key)) for key in section._declared}
     return section.model_dump()
@@ -47,7 +52,7 @@ def parameter_values(section: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A leaf unchanged, a section as a dictionary."""
-    return parameter_values(value) if isinstance(value, Declared | BaseModel) else value
+    return _values(value) if isinstance(value, Declared | BaseModel) else value
 
 
 def read_params() -> Params:

@@ -1,18 +1,26 @@
 """SIGTERM and Ctrl-C end a stage in order: what it began to write is removed, its workers end, one line is told.
 
 Every entry imports this first: libraries such as torch take seconds to import, and from here on Ctrl-C ends the process
-without a traceback of that.
+without a traceback of that. They take seconds to take down as well, for which nobody waits who asked a process to end.
 """
 
+import atexit
+import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 8
 """After which a stage that was asked to end is killed, should a library keep what was raised to itself."""
+
+
+FIRST_OF_SIGNALS = 128
+"""Exit codes above it are of signals: it, and the signal's number."""
+_asked: list[int] = []
+"""The exit code of this process, once a signal has decided it."""
 
 
 class Interrupted(BaseException):
@@ -21,7 +29,7 @@ class Interrupted(BaseException):
     def __init__(self, number: int):
         """By the signal of this number."""
         self.name = signal.Signals(number).name
-        self.exit_code = 128 + number
+        self.exit_code = FIRST_OF_SIGNALS + number
         """The shell's code of a process that a signal ended."""
         super().__init__(self.name)
 
@@ -57,5 +65,25 @@ def _is_a_stage() -> bool:
     return spec is not None and spec.name.startswith("stages.")
 
 
-if _is_a_stage() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def end_soon(code: int) -> None:
+    """Have this process, if it is a stage, end with `code` once its threads have ended and what is to run at exit has.
+
+    What is left out is the interpreter's taking down of modules, which holds nothing that is not the system's to free.
+    """
+    _asked.append(code)
+
+
+def _end_if_asked() -> None:
+    """Be the last that runs at exit."""
+    if not _asked:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # Whoever read it is gone.
+            stream.flush()
+    os._exit(_asked[-1])
+
+
+if _is_a_stage():
+    atexit.register(_end_if_asked)  # Registered first, so called last.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

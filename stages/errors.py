@@ -28,6 +28,19 @@ class UserError(Exception):
 class StageCommand(click.Command):
     """A click command that ends a `UserError` as one line on standard error and exit code 1."""
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """As click's; a process that a signal ended is gone soon after.
+
+        Raises:
+            SystemExit: with the exit code.
+        """
+        try:
+            return super().main(*args, **kwargs)
+        except SystemExit as ending:
+            if isinstance(ending.code, int) and ending.code > endings.FIRST_OF_SIGNALS:
+                endings.end_soon(ending.code)
+            raise
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command.
 

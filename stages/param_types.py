@@ -1,8 +1,8 @@
-"""Types of the values of params.yaml: names that may be chosen, and ranges."""
+"""Types of params.yaml: what a section is, names that may be chosen, and ranges."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 Text = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -15,7 +15,7 @@ AnyPrecision = Literal["auto", "bf16", "fp16", "fp32", "pure_bf16"]
 QuantType = Literal["nf4", "fp4"]
 AttentionName = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex"]
 OffloadActivations = Literal["none", "cpu", "disk"]
-OffloadState = Literal["none", "optimizer"]
+OffloadState = Literal["none", "optimizer", "parameters"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = Literal["default", "pissa", "loftq"]
@@ -33,3 +33,9 @@ OptimizerName = Literal[
     "sgd",
 ]
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+
+
+class Section(BaseModel):
+    """A frozen, strict part of params.yaml: unknown keys are refused and there are no defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -1,13 +1,13 @@
 """Schema of params.yaml: types, units, limits, meaning."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Field
 
+from stages.data_params import Data
 from stages.param_types import (
     AnyPrecision,
     AttentionName,
-    Format,
     GradCkptPolicy,
     LoraInit,
     Method,
@@ -19,19 +19,13 @@ from stages.param_types import (
     PositiveFloat,
     PositiveInt,
     QuantType,
+    Section,
     Sharding,
     Share,
     Text,
 )
 
-HUB_PREFIX = "hf://"
 ALL_LINEAR = "all-linear"
-
-
-class Section(BaseModel):
-    """A frozen, strict part of params.yaml: unknown keys are refused and there are no defaults."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Model(Section):
@@ -41,86 +35,6 @@ class Model(Section):
     """`tiny`, a directory, or a hub id."""
     revision: Text | None
     """Hub branch, tag or commit; None means main."""
-
-
-class Source(Section):
-    """One of several sources of rows. A key that is absent takes the value of `data.<key>`."""
-
-    source: Text
-    """A file, glob, directory, `datasets.save_to_disk` folder, or `hf://org/name`."""
-    revision: Text | None = None
-    """Hub branch, tag or commit."""
-    config: Text | None = None
-    """Hub configuration (subset)."""
-    split: Text | None = None
-    """Split of a hub data set or of a saved DatasetDict."""
-    format: Format | None = None
-    """Shape of its rows."""
-    columns: dict[Text, Text] | None = None
-    """Column of the source by name of the shape's key."""
-    rows: PositiveInt | None = None
-    """Its first rows, at most; absent means all."""
-    weight: PositiveFloat = 1.0
-    """Mean times each of its training rows is taken in an epoch: 0.5 takes half of them, another half each epoch."""
-
-
-def _source_form(value: Any) -> str:
-    """Which form of data.source a value has, so that its faults are told of that form alone."""
-    return "list" if isinstance(value, list) else "path"
-
-
-SourceList = Annotated[list[Source], Field(min_length=1)]
-Sources = Annotated[Annotated[Text, Tag("path")] | Annotated[SourceList, Tag("list")], Discriminator(_source_form)]
-
-
-def named_sources(source: str | list[Source]) -> list[tuple[str, Source]]:
-    """The sources that data.source names, in order, each with the dotted parameter of its path."""
-    if isinstance(source, str):
-        return [("data.source", Source(source=source))]
-    return [(f"data.source.{k}.source", one) for k, one in enumerate(source)]
-
-
-class Data(Section):
-    """Which rows are learnt, and how they become tokens."""
-
-    source: Sources
-    """A file, glob, directory, `datasets.save_to_disk` folder or `hf://org/name`; or a list of such with weights."""
-    revision: Text | None
-    """Hub branch, tag or commit; None means main."""
-    config: Text | None
-    """Hub configuration (subset); None means the default one."""
-    split: Text | None
-    """Split of a hub data set or of a saved DatasetDict; None means train."""
-    format: Format
-    """Shape of a row; `auto` reads it off the first row."""
-    columns: dict[Text, Text] | None
-    """Column of the source by name of the shape's key; None means the names are the same."""
-    on_bad_row: Literal["fail", "skip"]
-    """What a row that cannot be used does: end the run, or be counted and listed."""
-    chat_template: Text
-    """`tokenizer` (its own), `chatml` (built in), or the path of a .jinja file."""
-    train_on: Literal["assistant", "last_assistant", "all"]
-    """Whose tokens count in the loss."""
-    max_length: Annotated[int, Field(ge=8)]
-    """Tokens of the longest row. Activation memory grows with it."""
-    over_length: Literal["truncate", "drop", "split"]
-    """What is done with a longer row."""
-    drop_duplicates: bool
-    """Leave out training and held-out rows whose tokens are those of an earlier row."""
-    heldout_fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """Share of rows held out, by a hash of heldout_seed and what precedes the first answer."""
-    heldout_seed: Annotated[int, Field(ge=0, lt=2**32)]
-    """Another number holds out other rows."""
-    max_rows: PositiveInt | None
-    """Rows read at most, over all sources; None means all."""
-
-    def sources(self) -> list[Source]:
-        """The sources in order, with absent keys taken from the section (`rows` has none there)."""
-        shared = ("revision", "config", "split", "format", "columns")
-        return [
-            one.model_copy(update={key: getattr(self, key) for key in shared if getattr(one, key) is None})
-            for _, one in named_sources(self.source)
-        ]
 
 
 class Bucket(Section):
@@ -210,7 +124,7 @@ class Train(Section):
     optimizer: OptimizerName
     """How gradients become updates; decides the bytes of state kept for each trained value."""
     offload: OffloadState
-    """What of training is in the host's memory: nothing, or the optimizer with its state and its update."""
+    """What of training is in the host's memory: nothing, the optimizer with its update, or all but what computes."""
     optimizer_in_backward: bool
     """Method full, steps of one micro-batch: update each weight as soon as its gradient is whole, and free that."""
     sharding: Sharding

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
+from stages.data_params import HUB_PREFIX, Data, Source, named_sources
 from stages.errors import UserError
-from stages.params import ALL_LINEAR, HUB_PREFIX, Data, Params, Source, Train, named_sources, round_up
+from stages.params import ALL_LINEAR, Params, Train, round_up
 from stages.params_sharing import check_sharing
 
 PARAMS_FILE = Path("params.yaml")
@@ -126,6 +127,7 @@ def _check_methods(params: Params) -> None:
         ),
         *_optimizer_faults(train, params.hardware.num_gpus),
         *_recovery_faults(params),
+        *_unread_faults(train),
         (
             train.grad_ckpt_policy != "full" and not train.grad_ckpt,
             f"train.grad_ckpt_policy: has an effect only with train.grad_ckpt=true; got {train.grad_ckpt_policy} with "
@@ -165,6 +167,29 @@ def _check_methods(params: Params) -> None:
             raise UserError(message)
 
 
+def _unread_faults(train: Train) -> Iterator[tuple[bool, str]]:
+    """Where a method does not read what was asked for beside it: faults of `_check_methods`."""
+    method = f"train.method={train.method}"
+    for key, value, given in (
+        ("train.quant.type", "fp4", train.quant.type != "nf4"),
+        ("train.quant.double", "false", not train.quant.double),
+    ):
+        yield (
+            given and train.method != "qlora",
+            f"{key}: has an effect only with train.method=qlora; got {value} with {method}; set it to "
+            f"{'nf4' if value == 'fp4' else 'true'}, or use train.method=qlora",
+        )
+    for key, value, given in (
+        ("train.lora.dropout", str(train.lora.dropout), train.lora.dropout > 0),
+        ("train.lora.rslora", "true", train.lora.rslora),
+    ):
+        yield (
+            given and train.method == "full",
+            f"{key}: has an effect only with adapters; got {value} with {method}; set it to "
+            f"{'false' if value == 'true' else 0.0}, or use train.method=lora",
+        )
+
+
 def _recovery_faults(params: Params) -> Iterator[tuple[bool, str]]:
     """Where a step cannot be cut smaller and done again: faults of `_check_methods`."""
     split = params.run.oom_recovery == "split"
@@ -182,15 +207,11 @@ def _recovery_faults(params: Params) -> Iterator[tuple[bool, str]]:
 
 def _optimizer_faults(train: Train, num_gpus: int) -> Iterator[tuple[bool, str]]:
     """Where the update is made, and when: faults of `_check_methods`."""
-    for key, value, given in (
-        ("train.offload", "optimizer", train.offload == "optimizer"),
-        ("train.optimizer_in_backward", "true", train.optimizer_in_backward),
-    ):
-        yield (
-            given and num_gpus > 1,
-            f"{key}: updates one GPU's own gradients, which several share; got {value} with hardware.num_gpus="
-            f"{num_gpus}; set {key} to {'none' if value == 'optimizer' else 'false'}, or hardware.num_gpus to 1",
-        )
+    yield (
+        train.optimizer_in_backward and num_gpus > 1,
+        f"train.optimizer_in_backward: updates one GPU's own gradients, which several share; got true with "
+        f"hardware.num_gpus={num_gpus}; set train.optimizer_in_backward to false, or hardware.num_gpus to 1",
+    )
     one_by_one = {
         "train.master_weights=true": train.master_weights,
         "train.offload=optimizer": train.offload == "optimizer",
@@ -202,11 +223,11 @@ def _optimizer_faults(train: Train, num_gpus: int) -> Iterator[tuple[bool, str]]
             f"train.optimizer: adamw_foreach updates all tensors at once, {switch} one by one; got adamw_foreach; use "
             "adamw",
         )
+    unpaged = train.optimizer.removeprefix("paged_").removesuffix("_32bit")
     yield (
-        train.offload == "optimizer" and train.optimizer.startswith("paged_"),
-        f"train.optimizer: a paged one moves its state to the host by itself, train.offload=optimizer keeps it there; "
-        f"got {train.optimizer} with both; use {train.optimizer.removeprefix('paged_').removesuffix('_32bit')}, or "
-        "train.offload=none",
+        train.offload != "none" and train.optimizer != unpaged,
+        f"train.optimizer: a paged one moves its state to the host by itself, train.offload={train.offload} keeps it "
+        f"there; got {train.optimizer} with both; use {unpaged}, or train.offload=none",
     )
     if train.optimizer_in_backward:
         yield (

@@ -6,6 +6,8 @@ from stages.params import Params
 
 CUTTING: frozenset[Sharding] = frozenset({"zero2", "zero3", "hsdp"})
 """Modes in which every GPU holds a part of each weight."""
+GATHERING: frozenset[Sharding] = frozenset({"zero3", "hsdp"})
+"""Those of them in which a layer's weights are whole only while it computes."""
 
 
 def check_sharing(params: Params) -> None:
@@ -42,6 +44,11 @@ def check_sharing(params: Params) -> None:
             cut and train.method == "int8_lora",
             f"train.sharding: 8-bit weights cannot be cut: bitsandbytes keeps them outside of parameters; got {mode} "
             "with train.method=int8_lora; use ddp or zero1, or train.method=qlora",
+        ),
+        (
+            train.offload == "parameters" and mode not in GATHERING,
+            "train.offload: parameters sends a GPU the weights of a layer when zero3 or hsdp gather it; got parameters "
+            f"with train.sharding={mode}; set train.sharding=zero3 (hardware.num_gpus above 1), or use optimizer",
         ),
     )
     for wrong, message in faults:

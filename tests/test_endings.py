@@ -48,6 +48,36 @@ def test_a_process_ends_as_it_should(code, status, said):
     assert done.stderr.strip().splitlines()[-1:] == ([f"stages.endings.{said}"] if said else [])
 
 
+STAGE = """
+import atexit, importlib.machinery, os, signal, sys
+sys.modules["__main__"].__spec__ = importlib.machinery.ModuleSpec("stages.demo", None)
+from stages.errors import StageCommand
+
+class Library:
+    def __del__(self, write=os.write):
+        write(1, b"taken down, ")
+
+library = Library()
+atexit.register(print, "closed,", end=" ")
+
+def work():
+    if len(sys.argv) > 1:
+        os.kill(os.getpid(), int(sys.argv[1]))
+
+StageCommand("demo", callback=work).main([])
+"""
+
+
+@pytest.mark.parametrize(
+    "asked, status, said",
+    [([], 0, "closed, taken down, "), ([signal.SIGTERM], 143, "closed, "), ([signal.SIGINT], 130, "closed, ")],
+)
+def test_a_stage_that_a_signal_ended_is_not_taken_down(asked, status, said):
+    """A scheduler waits seconds for torch's modules to be taken down; but what is to run at exit does, and is heard."""
+    done = run_bounded([sys.executable, "-c", STAGE, *(str(int(number)) for number in asked)], cwd=ROOT)
+    assert (done.returncode, done.stdout) == (status, said), done.stderr
+
+
 def test_whoever_imports_it_keeps_his_own_signals(tmp_path):
     """Only `python -m stages.…` hands Ctrl-C to the system; a notebook or a test that imports a stage does not."""
     script = Path(tmp_path / "script.py")

@@ -13,6 +13,21 @@ from stages.model.spec import ModelSpec
 from stages.param_types import Method, OptimizerName, Precision
 from stages.step.batches import BatchShape
 
+
+def small_llama(*, tied: bool) -> LlamaConfig:
+    """Small enough for a CPU; `tied`, its head is the input embedding."""
+    return LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+    )
+
+
 MODELS: Mapping[str, PretrainedConfig] = {
     "Llama-3.1-8B": LlamaConfig(
         hidden_size=4096,
@@ -45,16 +60,7 @@ MODELS: Mapping[str, PretrainedConfig] = {
         max_position_embeddings=32768,
         tie_word_embeddings=True,
     ),
-    "tiny": LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    ),
+    "tiny": small_llama(tied=True),
 }
 BIG = ("Llama-3.1-8B", "Llama-3.2-3B", "Qwen2.5-1.5B")
 LORA_RANK, LOSS_CHUNK = 16, 512

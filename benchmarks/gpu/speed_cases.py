@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from benchmarks.gpu.cases import MODELS
+from benchmarks.gpu.cases import MODELS, small_llama
 from stages.estimate.predict import Setting
 from stages.model.spec import ModelSpec
 from stages.param_types import Method, OptimizerName
@@ -72,16 +72,7 @@ class SpeedCase:
         )
 
 
-SMALL = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=256,
-    max_position_embeddings=256,
-    tie_word_embeddings=False,
-)
+SMALL = small_llama(tied=False)
 """With which a CPU shows that the benchmark works."""
 LORA_4096, QLORA_LEAST = "LoRA, 1 x 4096", "QLoRA, 2 x 2048, everything on"
 _8B: dict[str, Any] = {"model": "Llama-3.1-8B", "loss_chunk": 512}

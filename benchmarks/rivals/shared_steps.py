@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from benchmarks.specs import FP32_LORA
 from stages.dist.shard import ShardSpec, make_team
 from stages.dist.world import World
-from stages.model.load import hollow_model, load_model, read_config
-from stages.model.spec import ModelSpec
+from stages.model.config import read_config
+from stages.model.load import hollow_model, load_model
 from stages.step.batches import Batch, collate
 from stages.step.optim import OptimSpec, build_optimizer
 from stages.step.step import StepSpec, training_step
@@ -33,16 +35,7 @@ ROWS, LENGTH = 4, 128
 """Of each process's micro-batch, one a step."""
 LR, MAX_GRAD_NORM = 1e-4, 1.0
 LOOPBACK = "lo"
-SPEC = ModelSpec(
-    method="full",
-    precision="fp32",
-    grad_ckpt=False,
-    lora_rank=8,
-    lora_alpha=16,
-    lora_dropout=0.0,
-    lora_targets=("all-linear",),
-    seed=1,
-)
+SPEC = replace(FP32_LORA, method="full")
 
 
 def token_rows(rank: int, vocabulary: int) -> list[list[int]]:

@@ -1,7 +1,11 @@
 """Hugging Face's Trainer and TRL's SFTTrainer on the benchmark's rows, timed step by step.
 
 Run as `python trainer_steps.py ROWS MODEL OUT CASE`; CASE is JSON: trainer (hf | trl), its own arguments, steps, and
-whether memory is counted instead of time. The last line printed holds, by step: seconds, supervised and padded tokens.
+the steps in which memory is counted, null where none is. The last line printed holds, by step: seconds, supervised and
+padded tokens, padded tokens of the largest batch.
+
+Memory is counted as stage train counts its own: from before the model is loaded to the end of the first step, then
+around single steps; a step leaves nothing behind but the optimizer's state. Where it is counted, time says nothing.
 
 For hf the rows come as token ids, already cut, from ROWS (JSON Lines of input_ids and labels); for trl as text, and it
 makes its own tokens. Both count what reaches the model's forward pass.
@@ -10,7 +14,7 @@ makes its own tokens. Both count what reaches the model's forward pass.
 import json
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import torch
 from datasets import load_dataset
@@ -31,7 +35,7 @@ class Seen(TrainerCallback):
 
     def __init__(self):
         self.ends = []
-        self.supervised, self.padded, self.real = [0], [0], [0]
+        self.supervised, self.padded, self.real, self.largest = [0], [0], [0], [0]
 
     def watch(self, model):
         """Count the tokens of every forward pass."""
@@ -41,13 +45,14 @@ class Seen(TrainerCallback):
         labels, ids = kwargs["labels"], kwargs["input_ids"]
         self.supervised[-1] += int((labels != -100).sum())
         self.padded[-1] += ids.numel()
+        self.largest[-1] = max(self.largest[-1], ids.numel())
         mask = kwargs.get("attention_mask")
         self.real[-1] += ids.numel() if mask is None else int(mask.sum())
 
     def on_step_end(self, args, state, control, **kwargs):
         """Close the step."""
         self.ends.append(time.perf_counter())
-        for counts in (self.supervised, self.padded, self.real):
+        for counts in (self.supervised, self.padded, self.real, self.largest):
             counts.append(0)
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -63,7 +68,26 @@ class Seen(TrainerCallback):
             "supervised": self.supervised[:steps],
             "padded": self.padded[:steps],
             "real": self.real[:steps],
+            "largest": self.largest[:steps],
         }
+
+
+class Windows(TrainerCallback):
+    """Counts memory from now to the end of the first step, and in further steps."""
+
+    def __init__(self, meter, steps):
+        self._meter, self._steps = meter, steps
+        self._open = ExitStack()
+        self._open.enter_context(meter.window("loading and the first step"))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Open a window where the step is to be counted; the first step's is open."""
+        if state.global_step and state.global_step in self._steps:
+            self._open.enter_context(self._meter.window(f"step {state.global_step}"))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Close it."""
+        self._open.close()
 
 
 def main() -> None:
@@ -73,6 +97,9 @@ def main() -> None:
     torch.set_num_threads(case["threads"])
     meter = CpuMeter()
     seen = Seen()
+    callbacks: list[TrainerCallback] = [seen]
+    if case["measured"] is not None:
+        callbacks.append(Windows(meter, case["measured"]))
     arguments = {
         "output_dir": out,
         "max_steps": case["steps"],
@@ -88,32 +115,30 @@ def main() -> None:
         "seed": 17,
         **case["arguments"],
     }
-    with meter.window("all") if case["memory"] else nullcontext():
-        tokenizer = AutoTokenizer.from_pretrained(model_directory)
-        model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
-        seen.watch(model)
-        data = load_dataset("json", data_files=rows, split="train", cache_dir=out)
-        if case["trainer"] == "trl":
-            from trl import SFTConfig, SFTTrainer
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    seen.watch(model)
+    data = load_dataset("json", data_files=rows, split="train", cache_dir=out)
+    if case["trainer"] == "trl":
+        from trl import SFTConfig, SFTTrainer
 
-            trainer = SFTTrainer(
-                model=model,
-                args=SFTConfig(**arguments),
-                train_dataset=data,
-                processing_class=tokenizer,
-                callbacks=[seen],
-            )
-        else:
-            trainer = Trainer(
-                model=model,
-                args=TrainingArguments(**arguments),
-                train_dataset=data,
-                data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),
-                callbacks=[seen],
-            )
-        trainer.train()
-    peak = meter.result().peak_bytes if case["memory"] else None
-    print(json.dumps({**seen.told(), "peak_bytes": peak}))
+        trainer = SFTTrainer(
+            model=model,
+            args=SFTConfig(**arguments),
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
+    else:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(**arguments),
+            train_dataset=data,
+            data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),
+            callbacks=callbacks,
+        )
+    trainer.train()
+    print(json.dumps({**seen.told(), "peak_bytes": meter.result().peak_bytes}))
 
 
 if __name__ == "__main__":

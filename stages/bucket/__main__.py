@@ -1,15 +1,17 @@
 """Stage bucket: cut the training rows into optimizer steps and micro-batches."""
 
+import stages.endings  # noqa: F401 - first: signals are its own from here on
+
+# isort: split
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
 from tqdm import tqdm
 
-from stages.bucket.cut import Cutting, cut_steps
-from stages.bucket.index import read_index, source_weights
+from stages.bucket.index import read_index
 from stages.bucket.plan import Plan, read_plan, write_plan
-from stages.bucket.steps import run_steps
+from stages.bucket.run_cut import RunCut
 from stages.bucket.summary import summarise
 from stages.declared import read_params
 from stages.errors import StageCommand
@@ -27,20 +29,12 @@ def main(index_path: Path, out: Path, metrics: Path) -> None:
     decides only how a step is cut, so it changes memory and speed and never what is learnt.
     """
     p = read_params()
-    index = read_index(index_path, source_weights(p.data.source))
-    cutting = Cutting(
-        mode=p.bucket.mode,
-        max_tokens=p.bucket.max_tokens,
-        pad_multiple=p.bucket.pad_multiple,
-        constant_shape=p.bucket.constant_shape,
-        fixed_rows=p.bucket.fixed_rows,
-        ranks=p.hardware.num_gpus,
-    )
-    steps = run_steps(index, seed=p.seed, epochs=p.train.epochs, tokens_per_step=p.train.tokens_per_step)
+    run = RunCut.from_params(p)
+    index = read_index(index_path, run.weights)
     with atomic_directory(out) as aside:
-        parts = _shown(cut_steps(steps, index, cutting), p.run.progress)
-        write_plan(aside / "plan.arrow", parts, cut=sha256_json(cutting.deciding))
-        summary = summarise(read_plan(aside / "plan.arrow"), index.lengths, mode=cutting.mode)
+        parts = _shown(run.parts(index), p.run.progress)
+        write_plan(aside / "plan.arrow", parts, cut=sha256_json(run.cutting.deciding))
+        summary = summarise(read_plan(aside / "plan.arrow"), index.lengths, mode=run.cutting.mode)
     write_json(metrics, summary)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from stages.bucket.arrow import open_batches
+from stages.data_params import Source
 from stages.errors import UserError
-from stages.params import Source
 
 COLUMNS = {
     "length": (pa.int32(),),

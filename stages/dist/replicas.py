@@ -1,6 +1,5 @@
-"""Every process holds all weights (train.sharding ddp and zero1): DDP sums the gradients as backward makes them."""
+"""Every process holds all weights (train.sharding ddp and zero1); gradients are summed as backward makes them."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from stages.dist.hand_out import check_same_form, handed_out
-from stages.dist.whole import Parts, Whole
+from stages.dist.sums import GradientSums
+from stages.dist.whole import Parts
 from stages.dist.world import World
 from stages.errors import UserError
 from stages.step.team import NamedParameters, Piece, Result, named_trained
@@ -38,18 +37,7 @@ class Replicas:
         self._trained = named_trained(model)
         check_same_form(model, world, device)
         handed_out(model, device)
-        # Gradients are views into the buffers that are sent: a copy of them all would stay for the whole run.
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "`broadcast_buffers` is deprecated", FutureWarning
-            )  # Before 2.13 its name.
-            self._ddp = DistributedDataParallel(
-                Whole(model),
-                broadcast_buffers=False,
-                init_sync=False,
-                gradient_as_bucket_view=True,
-            )
-        self._ddp.register_comm_hook(None, _sum)
+        self._sums = GradientSums(self._trained)
         self._owners = assign_owners([p.numel() for _, p in self._trained], world.size) if owners else None
         self.mine: nn.Module = model
         if self._owners is not None:
@@ -58,11 +46,11 @@ class Replicas:
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
         """See Team."""
-        return self._ddp(compute)
+        return compute(self.model)
 
     def turn(self, *, last: bool) -> AbstractContextManager[object]:
         """See Team."""
-        return nullcontext() if last else self._ddp.no_sync()
+        return self._sums.sent() if last else nullcontext()
 
     def trained(self) -> NamedParameters:
         """See Team."""
@@ -98,14 +86,6 @@ class Replicas:
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Team."""
         return ((name, parameter.detach()) for name, parameter in self._trained)
-
-
-def _sum(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum gradients over all processes. DDP's own mean would divide what is divided by the step's tokens already."""
-    buffer = bucket.buffer()
-    work = dist.all_reduce(buffer, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: buffer)
 
 
 def assign_owners(sizes: list[int], count: int) -> list[int]:

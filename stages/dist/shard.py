@@ -24,11 +24,20 @@ class ShardSpec:
     mode: Sharding
     group_gpus: int | None = None
     """Mode hsdp: GPUs that hold a copy of the weights together; None = those of a node."""
+    offload_weights: bool = False
+    """Where weights are cut: each process keeps its parts, their gradients and the update in its host's memory."""
 
     @classmethod
     def from_params(cls, params: Params) -> "ShardSpec":
-        """Read train.sharding and train.shard_group_gpus."""
-        return cls(mode=params.train.sharding, group_gpus=params.train.shard_group_gpus)
+        """Read train.sharding, train.shard_group_gpus and train.offload."""
+        train = params.train
+        offload_weights = train.offload == "parameters"
+        return cls(mode=train.sharding, group_gpus=train.shard_group_gpus, offload_weights=offload_weights)
+
+    @property
+    def cut(self) -> str:
+        """How weights are divided among as many processes: what tells one cut from another."""
+        return self.mode if self.group_gpus is None else f"{self.mode} in groups of {self.group_gpus}"
 
     def reads_weights(self, world: World, method: Method) -> bool:
         """Whether this process reads the model's files; else the first one hands it the weights.
@@ -65,6 +74,7 @@ def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.dev
         device,
         _mesh(world, spec, device),
         reshard=spec.mode != "zero2",
+        offload_weights=spec.offload_weights,
         # Adapters' gradients are small: they wait for the last micro-batch. All weights' would be the largest of all.
         sum_every_turn=all(parameter.requires_grad for parameter in model.parameters()),
     )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -39,6 +39,7 @@ class Shards:
         *,
         reshard: bool,
         sum_every_turn: bool,
+        offload_weights: bool = False,
     ):
         """Cut the weights of `model`, layer by layer: what is not yet cut may be in the host's memory.
 
@@ -49,6 +50,8 @@ class Shards:
             mesh: the processes, with a dimension `SHARD`, and `REPLICATE` where groups of them hold the same.
             reshard: give a layer's other parts back after its forward, and gather them again for backward.
             sum_every_turn: keep no more than a part of the gradients between micro-batches, for a sum after each.
+            offload_weights: keep the parts and their gradients in the host's memory, where they are updated: a layer's
+                part is copied to the device whenever the layer is gathered.
 
         Raises:
             UserError: the model has no layers to cut it by: all weights would be whole at once.
@@ -65,10 +68,13 @@ class Shards:
                 "use ddp or zero1"
             )
         check_same_form(model, world, device)
+        pinned = device.type == "cuda"
+        policy = CPUOffloadPolicy(pin_memory=pinned) if offload_weights else OffloadPolicy()
         for layer in layers:
-            fully_shard(handed_out(layer, device), mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(handed_out(layer, device), mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
         # The root (embedding, last norm, head) stays whole from forward to backward, which begins with it.
-        self._whole = fully_shard(Whole(handed_out(model, device)), mesh=mesh, reshard_after_forward=False)
+        root = Whole(handed_out(model, device))
+        self._whole = fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
         modules = cast(nn.Module, self._whole).modules()
         self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
         for module in self._sharded:  # A mean would divide what is divided by the step's tokens already.
@@ -130,4 +136,5 @@ class Shards:
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Team: each is gathered when it is asked for."""
-        return ((name, cast(DTensor, cut.detach()).full_tensor()) for name, cut in self._cut)
+        here = ((name, cast(DTensor, cut.detach().to(self._device))) for name, cut in self._cut)
+        return ((name, cut.full_tensor()) for name, cut in here)

@@ -1,8 +1,8 @@
 """A model inside a module whose forward runs whatever is asked of it.
 
-FSDP2 and DDP act on a module's call: weights are gathered when it begins, and gradients summed when its backward ends.
-The loss reads the head's weight beside the model's own forward pass (chunk by chunk, and again in backward), so all of
-it has to happen inside one call.
+FSDP2 acts on a module's call: weights are gathered when it begins, and gradients summed when its backward ends. The
+loss reads the head's weight beside the model's own forward pass (chunk by chunk, and again in backward), so all of it
+has to happen inside one call.
 """
 
 from collections.abc import Callable

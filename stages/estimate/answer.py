@@ -1,11 +1,13 @@
 """What a prediction means on a device: the verdict, and what would fit where the run does not."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stages.estimate.advice import EFFECTS, SAME, Remedy, advise
+from stages.estimate.advice import Confirm, Remedy, advise
 from stages.estimate.devices import Device
 from stages.estimate.kernels import target_of
+from stages.estimate.options import EFFECTS, SAME
 from stages.estimate.plan_memory import PlanMemory
 from stages.estimate.predict import Prediction
 from stages.estimate.tiers import ALLOCATORS
@@ -31,26 +33,42 @@ class Answer:
 
 
 def answer(
-    run: Workload, prediction: Prediction, device: Device, p: Params, memory: PlanMemory | None = None
+    run: Workload,
+    prediction: Prediction,
+    device: Device,
+    p: Params,
+    memory: PlanMemory | None = None,
+    confirm: Confirm | None = None,
 ) -> Answer:
-    """Hold a prediction against a device, and look for changes only where its tensors do not fit.
+    """Hold a prediction against a device, and look for changes where the run does not fit.
 
-    `memory` is the replay of the whole plan, where there is one: it tells whether the other kind of segments holds a
-    run whose tensors fit but not the segments they lie in.
+    `memory` is the replay of the whole plan, where there is one. Where tensors fit but not the segments they lie in,
+    the other kind of segments comes before every other change: it costs nothing. `confirm` holds a changed run against
+    the device in the same way: without it tensors alone decide what is offered.
     """
     headroom, enforce = p.estimate.headroom_percent, p.estimate.enforce
     usable, target = usable_bytes(device, headroom), target_of(device)
+
+    def judged(remedies: Sequence[Remedy]) -> Verdict:
+        return judge(prediction, device, remedies, headroom_percent=headroom, enforce=enforce, memory=memory)
+
     if prediction.peak.bytes <= usable:
         other = () if memory is None else other_segments(memory, prediction)
-        verdict = judge(prediction, device, other, headroom_percent=headroom, enforce=enforce, memory=memory)
-        return Answer(verdict=verdict, remedies=other, ranked=None)
+        verdict = judged(other)
+        if verdict.fits or other or confirm is None:
+            return Answer(verdict=verdict, remedies=other, ranked=None)
     costs = Costs(run, device, target)
-    remedies = advise(run, costs, target, usable_bytes=usable, native_bf16=device.native_bf16, progress=p.run.progress)
-    return Answer(
-        verdict=judge(prediction, device, remedies, headroom_percent=headroom, enforce=enforce, memory=memory),
-        remedies=tuple(remedies),
-        ranked=f"by what is learnt, then {costs.reason}",
+    remedies = advise(
+        run,
+        costs,
+        target,
+        usable_bytes=usable,
+        native_bf16=device.native_bf16,
+        progress=p.run.progress,
+        confirm=confirm,
     )
+    ranked = f"by what is learnt, then {costs.reason}"
+    return Answer(verdict=judged(remedies), remedies=tuple(remedies), ranked=ranked)
 
 
 def other_segments(memory: PlanMemory, prediction: Prediction) -> tuple[Remedy, ...]:

@@ -120,6 +120,8 @@ class StepWork:
     """The update is of fp32 copies."""
     recomputed_share: float = 1.0
     """With grad_ckpt, of the forward pass's products and attention."""
+    weights_from_host: float = 0
+    """The share of all weights that a GPU fetches from the host for each pass over a micro-batch."""
     offload_to_disk: bool = False
     """Activations go on to a file."""
     offloaded_activations_bytes: int
@@ -188,7 +190,9 @@ def _update_seconds(work: StepWork, element_bytes: int, bandwidth: float) -> flo
 
 
 def _link_bytes(work: StepWork, element_bytes: int) -> float:
-    """Gradients out and weights back, activations out and back."""
+    """Gradients out and weights back, activations out and back; weights for forward and again for backward."""
     value_bytes = element_bytes if work.method == "full" else FP32_BYTES
     state = 2 * work.trained_parameters * value_bytes if work.offloaded_optimizer else 0
-    return state + 2 * work.offloaded_activations_bytes
+    weight_bytes = 0.5 if work.method == "qlora" else element_bytes
+    weights = 2 * work.weights_from_host * work.parameters * weight_bytes * work.micro_batches
+    return state + weights + 2 * work.offloaded_activations_bytes

@@ -6,7 +6,9 @@ above have left their gradients; nothing else depends on depth.) So the instant 
 same, and what lives then grows by the same tensors with every layer: their number by size is a straight line in depth.
 The few tensors that list something of every layer (the norms that clipping stacks) grow in size instead, by the same
 step each. Windows are kept apart for the first layers, the last ones, and whatever runs outside of any layer; layers in
-the middle lie on a line between those, so none of them is fuller than both its ends.
+the middle lie on a line between those, so none of them is fuller than both its ends. Where no layer has been at work
+(norms and update, of lists of all tensors) so are instants inside operations: what these take for themselves grows by
+other steps than lists do, and a few layers may turn the scale.
 
 Three depths are traced: two make the line and the third must lie on it, for every window and every size.
 """
@@ -21,12 +23,14 @@ from torch import nn
 from torch.autograd import _get_sequence_nr
 
 from stages.estimate.layers import Repetition, decoder_layers
-from stages.estimate.trace import MemoryTrace, OpRules, Peak
+from stages.estimate.trace import WORKSPACE, MemoryTrace, OpRules, Peak
 from stages.step.batches import BatchShape
 from stages.step.loss import causal_lm
 
 BEFORE, AFTER = -1, -2
 """In place of a layer's number: no layer is at work, and none or some have been in this phase. Layers come between."""
+INSIDE = -3
+"""In place of BEFORE at instants inside an operation, with the memory that it takes for itself."""
 NO_SEQUENCE = 2**64 - 1
 """What PyTorch gives nodes that stand for no forward operation: those that add up gradients."""
 
@@ -67,6 +71,7 @@ class WindowTrace(MemoryTrace):
         # The fullest instant of each window: bytes, number of events, micro-batch.
         self._fullest: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._raw_bytes: list[int] = []
+        self._inside = False
 
     def begin_run(self, model: nn.Module) -> None:
         """Watch from now on which of the model's layers is at work."""
@@ -104,13 +109,18 @@ class WindowTrace(MemoryTrace):
 
     def _add(self, count: int, category: str) -> int:
         self._raw_bytes.append(count)
-        return super()._add(count, category)
+        self._inside = category == WORKSPACE
+        try:
+            return super()._add(count, category)
+        finally:
+            self._inside = False
 
     def _note_peak(self) -> None:
         super()._note_peak()
         if self._phase is None:
             return
-        window = (len(self._visits) - 1, self._layer())
+        layer = self._layer()
+        window = (len(self._visits) - 1, INSIDE if self._inside and layer == BEFORE else layer)
         if self.current_bytes > self._fullest.get(window, (-1, 0, 0))[0]:
             self._fullest[window] = (self.current_bytes, len(self._events), self._micro_batch)
 
@@ -204,7 +214,7 @@ def deep_peaks(windows: Mapping[Place, Window], granularity_bytes: int) -> DeepP
 def _placed(windows: Mapping[tuple[int, int], Window], depth: int, period: int) -> Iterator[tuple[Place, Window]]:
     """Windows by place: a layer near both ends of a shallow model stands for two."""
     for (visit, layer), window in windows.items():
-        if layer in (BEFORE, AFTER):
+        if layer in (BEFORE, AFTER, INSIDE):
             yield (visit, "outside", layer), window
         elif layer <= period:
             yield (visit, "first", layer), window

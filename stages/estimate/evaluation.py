@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -19,6 +18,7 @@ from stages.estimate.fake_team import local, shared
 from stages.estimate.kernels import Target
 from stages.estimate.layers import find_repetition, with_layers
 from stages.estimate.predict import CPU, UNTRACEABLE, Setting, Trace, new_trace
+from stages.estimate.quick_fake import QuickFakeMode
 from stages.estimate.trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
 from stages.model.load import fake_model
 from stages.model.quantize import quantisation_tensors
@@ -101,7 +101,7 @@ def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, targe
     """A trace of what is done with a model in evaluation mode."""
     trace = new_trace(kind, config, target)
     with (
-        FakeTensorMode(allow_non_fake_inputs=True),
+        QuickFakeMode(),
         target.attention(),
         shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as team,
     ):

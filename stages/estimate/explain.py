@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from stages.estimate.kernels import Target
 from stages.estimate.origins import OriginTrace
 from stages.estimate.predict import Setting, trace_steps
+from stages.estimate.quick_fake import QuickFakeMode
 from stages.estimate.shapes import TracedSteps
 from stages.estimate.states import host_lines, model_shapes, paged_lines, state_lines
-from stages.estimate.trace import CATEGORIES
+from stages.estimate.trace import CATEGORIES, OPTIMIZER
 from stages.units import GIB
 
 MOST_HOLDINGS = 10
@@ -85,7 +85,7 @@ def trace_origins(config: PretrainedConfig, setting: Setting, steps: TracedSteps
         rules=target.rules,
         vocab_size=config.get_text_config().vocab_size,
     )
-    with FakeTensorMode(allow_non_fake_inputs=True), target.attention():
+    with QuickFakeMode(), target.attention():
         trace_steps(trace, config, setting, steps, target)
     return trace
 
@@ -174,7 +174,10 @@ def timeline_row(event: int, phase: str, sizes: Mapping[str, int]) -> Mapping[st
 
 
 def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> Iterator[dict[str, Any]]:
-    """What stays from step to step, by arithmetic alone: category, why, bytes; managed or host memory comes last."""
+    """What stays on a GPU from step to step, by arithmetic alone: category, why, bytes; managed or host memory is last.
+
+    Of what GPUs divide, each tensor counts with an equal part: rows that do not divide evenly are left out of account.
+    """
     shapes, spec, optimizer = model_shapes(config), setting.model, setting.optimizer
     cuda, masters = target.foreach, setting.master_weights
     held = state_lines(
@@ -189,17 +192,20 @@ def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> I
     if setting.offload == "none":
         apart = paged_lines(shapes, spec, optimizer, cuda=cuda, master_weights=masters)
     else:
-        apart = host_lines(shapes, spec, optimizer, master_weights=masters)
-    lines = (*held, *apart)
-    for line in lines:
-        size = line.total_bytes(target.granularity_bytes)
-        yield {"category": line.category, "why": line.what, "tensors": len(line.tensor_bytes), "bytes": size}
+        apart = host_lines(shapes, spec, optimizer, master_weights=masters, offload=setting.offload)
+    for line in (*held, *apart):
+        category = OPTIMIZER if line in apart else line.category
+        parts = setting.sharing.holders_of(category) if setting.sharing and line.divides else 1
+        why = line.what if parts == 1 else f"{line.what}, divided among {parts} GPUs"
+        size = line.total_bytes(target.granularity_bytes, parts)
+        yield {"category": line.category, "why": why, "tensors": len(line.tensor_bytes), "bytes": size}
 
 
 def host_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
-    """What the optimizer takes of the host's memory, in blocks as they are asked for."""
+    """What train.offload takes of the host's memory in one process, in blocks as they are asked for."""
     if setting.offload == "none":
         return 0
-    masters = setting.master_weights
-    lines = host_lines(model_shapes(config), setting.model, setting.optimizer, master_weights=masters)
-    return sum(line.total_bytes(1) for line in lines)
+    masters, offload = setting.master_weights, setting.offload
+    lines = host_lines(model_shapes(config), setting.model, setting.optimizer, master_weights=masters, offload=offload)
+    holders = 1 if setting.sharing is None else setting.sharing.holders_of(OPTIMIZER)
+    return sum(line.total_bytes(1, holders) for line in lines)

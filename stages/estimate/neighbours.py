@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from stages.estimate.predict import Setting
 from stages.param_types import Method, Precision, Sharding
-from stages.params_sharing import CUTTING
+from stages.params_sharing import CUTTING, GATHERING
 from stages.step.optimizers import OPTIMIZERS
 
 LIGHTER: Mapping[Method, tuple[Method, ...]] = {
@@ -15,8 +16,15 @@ LIGHTER: Mapping[Method, tuple[Method, ...]] = {
     "qlora": (),
 }
 """Methods that hold less than one, the nearest first."""
-PLAIN_START = "train.lora.init=default"
-PLAIN_LENGTHS = "train.lora.dora=false"
+PLAIN: Mapping[str, str] = {
+    "lora_init": "train.lora.init=default",
+    "lora_dora": "train.lora.dora=false",
+    "lora_dropout": "train.lora.dropout=0.0",
+    "lora_rslora": "train.lora.rslora=false",
+    "quant_type": "train.quant.type=nf4",
+    "double_quant": "train.quant.double=true",
+}
+"""Flags that put back what not every method reads, by the field of the model's spec."""
 FULL_POLICY = "train.grad_ckpt_policy=full"
 NO_MASTERS = "train.master_weights=false"
 SHARED_FURTHER: Mapping[Sharding, tuple[Sharding, ...]] = {
@@ -32,18 +40,21 @@ AFTER_BACKWARD = "train.optimizer_in_backward=false"
 
 
 def with_method(setting: Setting, method: Method) -> tuple[Setting, tuple[str, ...]]:
-    """The setting with another method, and the flags that lead there: starts and DoRA belong to the method they had."""
-    flags = [f"train.method={method}"]
-    model = replace(setting.model, method=method, lora_init="default", lora_dora=False)
-    if setting.model.lora_init != "default" and setting.model.adapted:
-        flags.append(PLAIN_START)
-    if setting.model.lora_dora and setting.model.adapted:
-        flags.append(PLAIN_LENGTHS)
+    """The setting with another method, and the flags that lead there: what only the method it had reads is put back."""
+    model, flags = setting.model, [f"train.method={method}"]
+    plain: dict[str, Any] = {"lora_init": "default", "lora_dora": False}
+    if method == "full":
+        plain |= {"lora_dropout": 0.0, "lora_rslora": False}
+    if method != "qlora":
+        plain |= {"quant_type": "nf4", "double_quant": True}
+    if model.adapted:
+        flags += [PLAIN[name] for name, value in plain.items() if getattr(model, name) != value]
     if setting.master_weights:
         flags.append(NO_MASTERS)
     if setting.optimizer_in_backward:
         flags.append(AFTER_BACKWARD)
-    return replace(setting, model=model, master_weights=False, optimizer_in_backward=False), tuple(flags)
+    changed = replace(model, method=method, **plain)
+    return replace(setting, model=changed, master_weights=False, optimizer_in_backward=False), tuple(flags)
 
 
 def with_precision(setting: Setting, precision: Precision) -> tuple[Setting, tuple[str, ...]]:
@@ -90,8 +101,11 @@ def lighter_state(setting: Setting, *, cuda: bool) -> list[tuple[Setting, tuple[
     return [(replace(setting, offload="optimizer"), ("train.offload=optimizer",))]
 
 
-def lighter_sharing(setting: Setting) -> list[tuple[Setting, tuple[str, ...]]]:
-    """Settings in which each of several GPUs holds less, each less than the one before, and the flags to each."""
+def lighter_sharing(setting: Setting, *, cuda: bool) -> list[tuple[Setting, tuple[str, ...]]]:
+    """Settings in which each of several GPUs holds less, each less than the one before, and the flags to each.
+
+    Last, what is cut is kept in the host's memory.
+    """
     sharing = setting.sharing
     found: list[tuple[Setting, tuple[str, ...]]] = []
     if sharing is None:
@@ -103,4 +117,15 @@ def lighter_sharing(setting: Setting) -> list[tuple[Setting, tuple[str, ...]]]:
         spec = replace(sharing.spec, mode=mode, group_gpus=None)
         grouped = () if sharing.spec.group_gpus is None else ("train.shard_group_gpus=null",)
         found.append((replace(setting, sharing=replace(sharing, spec=spec)), (f"train.sharding={mode}", *grouped)))
+    last, flags = found[-1] if found else (setting, ())
+    cut = last.sharing is not None and last.sharing.spec.mode in GATHERING
+    if cuda and cut and setting.offload != "parameters" and not OPTIMIZERS[setting.optimizer].paged:
+        found.append((parts_away(last), (*flags, "train.offload=parameters")))
     return found
+
+
+def parts_away(setting: Setting) -> Setting:
+    """The shared setting with what is cut in the host's memory."""
+    assert setting.sharing is not None
+    sharing = replace(setting.sharing, spec=replace(setting.sharing.spec, offload_weights=True))
+    return replace(setting, offload="parameters", sharing=sharing)

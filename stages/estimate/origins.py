@@ -5,7 +5,7 @@ whose forward pass made the node of the graph that runs, found by the node's seq
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,6 @@ class OriginTrace(MemoryTrace):
         """The number of events before each micro-batch, and its shape."""
         self.phases: list[tuple[int, int, str]] = []
         """The number of events before and at the end of each phase, and its name."""
-        self._operation: Any = HELD
         self._tensor: torch.Tensor | None = None
         self._names: dict[int, str] = {}
         self._running: list[str] = []
@@ -100,17 +99,12 @@ class OriginTrace(MemoryTrace):
             yield
         self.phases.append((start, len(self._events), name))
 
-    def hold(self, tensors: Iterable[torch.Tensor], category: str, but: str | None = None) -> None:
+    def hold(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Count tensors that exist; see MemoryTrace."""
         for tensor in tensors:
             self._tensor = tensor
-            super().hold((tensor,), category, but)
+            super().hold((tensor,), category)
         self._tensor = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
-        """Run one operation, counting what it makes under its name."""
-        self._operation = func
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _see(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -120,7 +114,7 @@ class OriginTrace(MemoryTrace):
     def _add(self, count: int, category: str) -> int:
         storage_id = super()._add(count, category)
         self.exact_bytes.append(count)
-        operation = self._operation if isinstance(self._operation, str) else self._operation.overloadpacket.__name__
+        operation = HELD if self._operation is None else self._operation.overloadpacket.__name__
         form = {"shape": None, "dtype": None} if self._tensor is None else _form(self._tensor)
         if category == WORKSPACE and operation != HELD:
             operation += " (inside)"

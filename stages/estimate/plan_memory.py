@@ -26,10 +26,10 @@ from stages.model.attention import FLASH_CAPABILITY, VARLEN_READY
 from stages.step.batches import BatchShape
 from stages.units import GIB
 
-MOST_EVENTS = 4_000_000
+MOST_EVENTS = 800_000
 """Allocations and frees that are played, of the first steps by both kinds of segments together: what was met before in
-the same state is looked up and not counted. About four seconds; a number, so that it is the same on every machine."""
-MOST_EVENTS_WORST = 1_000_000
+the same state is looked up and not counted. About two seconds; a number, so that it is the same on every machine."""
+MOST_EVENTS_WORST = 300_000
 """The same for the worst steps behind them, and for each replay within the device's memory."""
 MOST_TRACED_LAYERS = 12
 """A model whose layers do not tell of each other is traced whole up to so many."""
@@ -78,6 +78,20 @@ class PlanMemory:
             told[f"reserved_bytes_predicted{suffix}"] = self.reserved_bytes(allocator)
             told[f"retries_predicted{suffix}"] = self.retries(allocator)
             told[f"out_of_memory_step{suffix}"] = self.failing_step(allocator)
+        return told
+
+    def tiers(self, worst: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of tiers.json, in place of what the `worst` micro-batches alone reserve; phases stay theirs."""
+        told: dict[str, Any] = {}
+        for name in ALLOCATORS:
+            step, error = self.failing_step(name), self.limited[name].out_of_memory
+            told[name] = {
+                **worst[name],
+                "reserved_bytes": self.reserved_bytes(name),
+                "retries": self.retries(name),
+                "out_of_memory": None if step is None else f"optimizer step {step}: {error}",
+                "process_bytes": self.reserved_bytes(name) + CONTEXT_BYTES,
+            }
         return told
 
     def rows(self) -> list[dict[str, Any]]:

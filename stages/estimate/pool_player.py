@@ -181,6 +181,7 @@ class PoolPlayer:
         self.played_events += len(actions)
         pool = self._pool
         fits, free, free_ends, least_rest = pool.fits, pool.free, pool.free_ends, pool.least_rest
+        unmapped = pool.unmapped
         for action in actions:
             if action == BIRTH:
                 wanted = next(units)
@@ -188,10 +189,13 @@ class PoolPlayer:
                 if place == len(fits):
                     start, size = self._allocator.new_block(pool, wanted)
                 else:
-                    if pool.unmapped:
-                        place = pool.least_expandable(place)
-                    fit = fits.pop(place)
+                    fit = fits[place]
                     start, size = fit & ADDRESS_MASK, fit >> ADDRESS_BITS
+                    if start + size in unmapped:  # It could grow, so another one may fit better.
+                        place = pool.least_expandable(place)
+                        fit = fits[place]
+                        start, size = fit & ADDRESS_MASK, fit >> ADDRESS_BITS
+                    del fits[place]
                     del free[start], free_ends[start + size]
                 rest = size - wanted
                 if rest >= least_rest:

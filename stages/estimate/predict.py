@@ -8,7 +8,6 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
@@ -18,12 +17,13 @@ from stages.errors import UserError
 from stages.estimate.depth import NotRepeated, Place, Window, WindowTrace, deep_peaks, deep_windows
 from stages.estimate.experts import refuse_experts
 from stages.estimate.fake_team import Sharing, shared
-from stages.estimate.held import hold_state
+from stages.estimate.held import hold_state, random_states_held
 from stages.estimate.kernels import Target
 from stages.estimate.layers import Repetition, find_repetition, with_layers
 from stages.estimate.like_cuda import phase_of
 from stages.estimate.offloaded import counting, offloaded_bytes
 from stages.estimate.origins import OriginTrace
+from stages.estimate.quick_fake import QuickFakeMode
 from stages.estimate.shapes import TracedSteps, only
 from stages.estimate.trace import (
     WORKSPACE,
@@ -42,6 +42,7 @@ from stages.step.team import Team
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
+UPDATE_PHASES = ("clip", "optimizer")
 UNTRACEABLE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -93,7 +94,18 @@ class Setting:
     @property
     def all_layers(self) -> str | None:
         """Why all layers must be traced whatever they are; None where it is theirs to say."""
-        return None if self.sharing is None else self.sharing.all_layers
+        frees = self.master_weights or self.offload != "none"
+        if self.sharing is None or self.sharing.spec.mode != "zero1" or not frees:
+            return None
+        return "zero1's update gives up the gradients of what it owns one by one"
+
+    def of_whole(self, config: PretrainedConfig) -> "Setting":
+        """For traces of the model with fewer layers than `config` says.
+
+        Raises:
+            UserError: the GPUs cannot share the model so.
+        """
+        return self if self.sharing is None else replace(self, sharing=self.sharing.of_whole(config, self.model))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +172,7 @@ def shallow_windows(
         NotRepeated: they do not tell.
         UserError: PyTorch cannot trace an operation.
     """
+    setting = setting.of_whole(config)
     shallow = (with_layers(config, depth) for depth in repetition.depths)
     traces = [_traced(kind, each, setting, steps, target)[0] for each in shallow]
     by_depth = tuple(zip(repetition.depths, traces, strict=True))
@@ -193,7 +206,7 @@ def _traced(
     """
     trace = new_trace(kind, config, target)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), target.attention():
+        with QuickFakeMode(), target.attention():
             position = trace_steps(trace, config, setting, steps, target)
     except UNTRACEABLE as error:
         raise UserError(
@@ -217,7 +230,8 @@ def trace_steps(
 def _steps_of(team: Team, trace: MemoryTrace, setting: Setting, steps: TracedSteps, target: Target) -> tuple[int, int]:
     """The steps of a team; see `trace_steps`."""
     optimizer = build_optimizer(team.mine, optim_of(setting), trace.elsewhere)
-    hold_state(trace, team, optimizer, setting.model, setting.optimizer, cuda=target.foreach)
+    away = setting.offload == "parameters"
+    hold_state(trace, team, optimizer, setting.model, setting.optimizer, cuda=target.foreach, parts_away=away)
     trace.hold_bytes(target.constant_bytes, WORKSPACE)
     trace.begin_run(team.model)
     spec = StepSpec(
@@ -241,7 +255,7 @@ def _steps_of(team: Team, trace: MemoryTrace, setting: Setting, steps: TracedSte
         if several_turns and len(steps[step]) == 1:  # Gradients are summed in another turn than this one.
             yield idle_batch(0)
 
-    with trace.recording():
+    with trace.recording(), random_states_held(trace, cuda=target.foreach):
         for step in range(len(steps)):
             training_step(
                 team.model,
@@ -251,7 +265,10 @@ def _steps_of(team: Team, trace: MemoryTrace, setting: Setting, steps: TracedSte
                 model_spec=setting.model,
                 spec=spec,
                 phase=lambda name: phase_of(
-                    trace, name, like_cuda=target.foreach and setting.model.autocast_dtype is not None
+                    trace,
+                    name,
+                    like_cuda=target.foreach and setting.model.autocast_dtype is not None,
+                    on_host=away and name in UPDATE_PHASES,
                 ),
                 guard=lambda losses, norm: None,
                 scaler=scaler,

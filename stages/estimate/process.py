@@ -87,7 +87,7 @@ def on_host(
         stored: type of the weights in its files.
         batch_tokens: of the largest micro-batch.
         pinned_bytes: of activations that wait there.
-        optimizer_bytes: of train.offload=optimizer.
+        optimizer_bytes: of train.offload.
     """
     shapes = model_shapes(config)
     largest = max(parameter.values for parameter in shapes.parameters)
@@ -117,8 +117,8 @@ def _activations(count: int) -> Part:
 
 
 def _optimizer(count: int) -> Part:
-    """What train.offload=optimizer keeps there."""
-    why = "copies of the weights, their optimizer's state, the largest gradient and the buffer that tensors pass"
+    """What train.offload keeps there."""
+    why = "weights or their copies, their optimizer's state, gradients or the largest one, buffers that tensors pass"
     return Part(bytes=count, margin_bytes=0, basis="derived", why=why)
 
 

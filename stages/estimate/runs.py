@@ -14,7 +14,7 @@ SCALAR, HEAD = "scalar", "head"
 """In place of an operation, for single values and for what is shaped like the head's weight."""
 
 
-def timeline_of(trace: OriginTrace, kind: StepKind, *, layers: int, vocab_size: int) -> Timeline:
+def timeline_of(trace: OriginTrace, kind: StepKind, *, layers: int, vocab_size: int, period: int = 1) -> Timeline:
     """The events of whole steps, with sizes before rounding.
 
     Args:
@@ -22,6 +22,7 @@ def timeline_of(trace: OriginTrace, kind: StepKind, *, layers: int, vocab_size: 
         kind: of the setting's steps.
         layers: of the traced model.
         vocab_size: of the traced model.
+        period: every so many layers they are alike.
     """
     events = tuple(
         (storage, trace.exact_bytes[storage] * (1 if change > 0 else -1)) for storage, change in trace.events
@@ -34,12 +35,12 @@ def timeline_of(trace: OriginTrace, kind: StepKind, *, layers: int, vocab_size: 
         begun = begun[len(own) :]
         starts = [*(start for start, _ in own), update]
         marks += zip(starts, step_units([shape for _, shape in own], kind), strict=True)
-    kinds = {storage: _kind(origin, vocab_size) for storage, origin in trace.origins.items()}
+    kinds = {storage: _kind(origin, vocab_size, period) for storage, origin in trace.origins.items()}
     return Timeline(events=events, units=tuple(marks), kinds=kinds, layers=layers)
 
 
-def _kind(origin: Origin, vocab_size: int) -> Hashable:
-    """What made a storage, with no number of a layer: those of all layers are of one kind.
+def _kind(origin: Origin, vocab_size: int, period: int) -> Hashable:
+    """What made a storage, with no number of a layer: those of all layers that are alike are of one kind.
 
     So are those that are summed up chunk by chunk, whatever operation made them: the losses and the head's gradients.
     """
@@ -48,10 +49,14 @@ def _kind(origin: Origin, vocab_size: int) -> Hashable:
         operation = SCALAR
     elif origin.shape is not None and len(origin.shape) == 2 and origin.shape[0] == vocab_size != origin.shape[1]:
         operation = HEAD
-    return operation, _without_numbers(origin.module), origin.phase
+    return operation, _without_numbers(origin.module, period), origin.phase
 
 
 @cache
-def _without_numbers(module: str) -> str:
-    """A module's path with * for every number."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
+def _without_numbers(module: str, period: int) -> str:
+    """A module's path with * for every number, and its place in the period where there is one."""
+
+    def place(number: re.Match[str]) -> str:
+        return "*" if period == 1 else f"*{int(number[0]) % period}"
+
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", place, module)

@@ -10,13 +10,14 @@ from transformers import PretrainedConfig
 from stages.errors import UserError
 from stages.estimate.answer import answer
 from stages.estimate.devices import Device, attention_on, precision_on, resolve_gpu
+from stages.estimate.experts import refuse_experts
 from stages.estimate.explain import host_state_bytes
 from stages.estimate.kernels import target_of
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.verdict import describe, usable_bytes
 from stages.estimate.what_fits import Largest, turn_round
 from stages.estimate.workload import Workload, full_batch, largest_steps
-from stages.model.load import attention_window, read_config, refuse_joined_rows, refuse_long_rows
+from stages.model.config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from stages.param_types import Precision
 from stages.params import Params, round_up
 from stages.pin.locate import TINY, TINY_DIRECTORY
@@ -48,6 +49,7 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     refuse_offloaded_state(p.train.offload, device.kind)
     directory = find_model(p.model.name if model is None else str(model))
     config = read_config(directory)
+    refuse_experts(config)
     run = workload_of(p, config, precision)
     if p.train.optimizer_in_backward:
         refuse_in_backward(run.setting.model, [math.ceil(run.micro_batches_per_step)])
@@ -58,7 +60,8 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     yield f"device     {device.name}: {readable_size(device.memory_bytes)}, less {headroom:g}% ({reason})"
     yield f"model      {directory}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers"
     train = f"{p.train.method}, {precision}, {p.train.optimizer}, grad_ckpt={str(p.train.grad_ckpt).lower()}"
-    yield f"run        {train}, loss_chunk={p.train.loss_chunk}, micro-batches of {describe(run.steps[-1][-1])}"
+    train += f", loss_chunk={p.train.loss_chunk or 'null'}"
+    yield f"run        {train}, micro-batches of {describe(run.steps[-1][-1])}"
     yield f"attention  {attention}"
     prediction = predict(config, run.setting, run.steps, target_of(device))
     yield from _peaks(prediction)

@@ -7,7 +7,7 @@ lines made here say why a category is as large as it is.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ FP32_BYTES = 4
 PAGED = "paged_optimizer"
 """Category of optimizer state in managed memory: no part of what the device's allocator holds."""
 ON_HOST = "host_optimizer"
-"""Category of optimizer state in the host's memory (train.offload=optimizer): no part of it either."""
+"""Category of optimizer state in the host's memory (train.offload), of weights too: no part of it either."""
 NF4_BITS = 4
 PACKED_BITS: Mapping[str, int] = {"qlora": NF4_BITS, "int8_lora": 8}
 """Bits of a frozen weight, by method."""
@@ -71,10 +71,17 @@ class Line:
     """For people: what the tensors are and how large each value is."""
     tensor_bytes: tuple[int, ...]
     """Size of each tensor."""
+    divides: bool = True
+    """Whether GPUs that share what is of its category hold a part each; else each holds all."""
 
-    def total_bytes(self, granularity_bytes: int) -> int:
-        """Their sum, each rounded up to a multiple of `granularity_bytes`, as the allocator does."""
-        return sum(-(-size // granularity_bytes) * granularity_bytes for size in self.tensor_bytes)
+    def total_bytes(self, granularity_bytes: int, parts: int = 1) -> int:
+        """Their sum, of each tensor one of so many parts, rounded up to a multiple of `granularity_bytes`.
+
+        A count of steps is one value, which no part lacks.
+        """
+        parts = parts if self.divides else 1
+        rounded = (-(-size // (parts if size > FP32_BYTES else 1)) for size in self.tensor_bytes)
+        return sum(-(-size // granularity_bytes) * granularity_bytes for size in rounded)
 
 
 def model_shapes(config: PretrainedConfig) -> ModelShapes:
@@ -106,6 +113,9 @@ def state_lines(
 
     Paged state is managed memory on CUDA and stands apart, see `paged_lines`; so does the host's, see `host_lines`.
     """
+    if offload == "parameters":
+        stay = [*_quantisation_lines(shapes, spec), _buffers(shapes)]
+        return tuple(line for line in stay if line.tensor_bytes)
     lines = [*_weight_lines(shapes, spec), *_quantisation_lines(shapes, spec)]
     element_bytes = spec.dtype.itemsize
     trained, element_bytes = _trained(shapes, spec)
@@ -129,9 +139,19 @@ def state_lines(
 
 
 def host_lines(
-    shapes: ModelShapes, spec: ModelSpec, optimizer: OptimizerName, *, master_weights: bool
+    shapes: ModelShapes,
+    spec: ModelSpec,
+    optimizer: OptimizerName,
+    *,
+    master_weights: bool,
+    offload: OffloadState = "optimizer",
 ) -> tuple[Line, ...]:
-    """What train.offload=optimizer keeps in the host's memory."""
+    """What train.offload keeps in the host's memory."""
+    if offload == "parameters":
+        # All that a device would hold but what stays on it, updated by the host.
+        held = state_lines(shapes, spec, optimizer, cuda=False, master_weights=master_weights)
+        stay = state_lines(shapes, spec, optimizer, cuda=False, master_weights=master_weights, offload=offload)
+        return tuple(replace(line, category=ON_HOST) for line in held if line not in stay)
     trained, element_bytes = _trained(shapes, spec)
     copy_bytes = FP32_BYTES if master_weights else element_bytes
     values = [math.prod(shape) for shape in trained]
@@ -182,6 +202,11 @@ def _line(category: str, what: str, sizes: Iterable[int]) -> Line:
     return Line(category=category, what=what, tensor_bytes=tuple(sizes))
 
 
+def _buffers(shapes: ModelShapes) -> Line:
+    """What is no parameter."""
+    return Line(category=WEIGHTS, what="buffers", tensor_bytes=shapes.buffer_bytes, divides=False)
+
+
 def _weight_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
     """Parameters in the type of `train.precision`, packed ones at half a byte or a byte."""
     bits = PACKED_BITS.get(spec.method)
@@ -193,7 +218,7 @@ def _weight_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
     if bits is not None:
         what = f"{spec.quant_type.upper()}, half a byte a value" if bits == NF4_BITS else "int8, a byte a value"
         yield _line(WEIGHTS, what, (-(-p.values * bits // 8) for p in packed))
-    yield _line(WEIGHTS, "buffers", shapes.buffer_bytes)
+    yield _buffers(shapes)
 
 
 def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:

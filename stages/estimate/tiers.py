@@ -14,7 +14,7 @@ from stages.estimate.origins import OriginTrace
 from stages.units import MIB
 
 CONTEXT_BYTES = 141 * MIB
-"""A CUDA context with PyTorch's kernels on a T4, measured; the least that a process holds."""
+"""A CUDA context with PyTorch's kernels on a T4, measured; the least that a process holds (stages.estimate.process)."""
 CONTEXT_MARGIN_BYTES = 384 * MIB
 """Newer GPUs and drivers hold up to so much more (more multiprocessors, more kernels); not measured here."""
 ALLOCATORS = {"native": False, "expandable": True}
@@ -86,10 +86,15 @@ def _micro_batch(trace: OriginTrace, place: int) -> int:
     return sum(start <= place for start, _ in trace.micro_batches)
 
 
-def tiers(trace: OriginTrace, capacity_bytes: int) -> dict[str, Any]:
+def tiers(trace: OriginTrace, capacity_bytes: int, *, margin_bytes: int) -> dict[str, Any]:
     """The content of tiers.json for a GPU: reserved bytes by either allocator, and what the process takes.
 
     Played without a limit for the figures, and within the device's memory less the context for the failure.
+
+    Args:
+        trace: of the worst micro-batches.
+        capacity_bytes: all of the device's memory.
+        margin_bytes: so much more the context may hold on the device.
     """
     found: dict[str, Any] = {}
     for name, expandable in ALLOCATORS.items():
@@ -101,7 +106,7 @@ def tiers(trace: OriginTrace, capacity_bytes: int) -> dict[str, Any]:
             "retries": limited.retries,
             "out_of_memory": limited.out_of_memory,
             "process_bytes": unlimited.peak_bytes + CONTEXT_BYTES,
-            "process_margin_bytes": CONTEXT_MARGIN_BYTES,
+            "process_margin_bytes": margin_bytes,
         }
     return found
 

@@ -34,7 +34,7 @@ INPUTS = "inputs"
 UPDATE = "update"
 WORKSPACE = "workspace"
 SHARDING = "sharding"
-"""What several GPUs need to share a run: gradient buckets, gathered weights, buffers of what is sent."""
+"""What several GPUs need to share a run: gathered weights, buffers of what is sent."""
 CATEGORIES = (
     WEIGHTS,
     QUANTISATION_STATE,
@@ -54,6 +54,8 @@ CATEGORIES = (
 BORN_IN = {"forward": ACTIVATIONS, "backward": ACTIVATION_GRADIENTS, "clip": UPDATE, "optimizer": UPDATE}
 """Category of what an operation of a phase makes, unless something better is known."""
 
+UNCOUNTED = -1
+"""In place of a storage's number."""
 ASK_DEVICE = torch.ops.prim.device.default
 
 Workspace = Callable[..., int]
@@ -97,6 +99,7 @@ class MemoryTrace(TorchDispatchMode):
         # (storage, bytes): positive when born, negative when freed. The timeline from which peaks are taken apart.
         self._events: list[tuple[int, int]] = []
         self._phase: str | None = None
+        self._operation: Any = None
         self._module_depth = 0
         self._elsewhere = False
         self._making: str | None = None
@@ -106,14 +109,19 @@ class MemoryTrace(TorchDispatchMode):
         self.offloaded_peak_bytes = 0
         """The most that was away from the device at once, in host memory or in a file."""
 
-    def hold(self, tensors: Iterable[torch.Tensor], category: str, but: str | None = None) -> None:
-        """Count tensors that exist, or say better what counted ones are for, `but` those of this category."""
+    def hold(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Count tensors that exist, or say better what counted ones are for."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage not in self._ids and tensor.device.type == "cpu":
                 self._born(storage, category)
-            if storage in self._ids and self._categories[self._ids[storage]] != but:
-                self._categories[self._ids[storage]] = category
+            if (storage_id := self._ids.get(storage, UNCOUNTED)) != UNCOUNTED:
+                self._categories[storage_id] = category
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Never count tensors, whatever is done with them."""
+        for tensor in tensors:
+            self._ids[tensor.untyped_storage()] = UNCOUNTED
 
     def hold_bytes(self, count: int, category: str) -> None:
         """Count bytes that are held from now on and belong to no tensor."""
@@ -201,11 +209,16 @@ class MemoryTrace(TorchDispatchMode):
                 held[self._categories[storage_id]] += change
         return {phase: Peak(bytes=size, by_category=snapshots[index]) for phase, (size, index) in self._peaks.items()}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: PyTorch need not guard every operation against it."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
         """Run one operation and count what it makes."""
         if func is ASK_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # Two thirds of all calls: answered here, they cost nothing.
-        kwargs = kwargs or {}
+        self._operation, kwargs = func, kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # It calls again with the parts that are here.
         if self._elsewhere:

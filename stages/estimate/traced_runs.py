@@ -1,7 +1,7 @@
 """The few shapes from which the events of a whole plan follow: which are traced, and the model fitted to them."""
 
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import chain, product
 
 from transformers import PretrainedConfig
 
@@ -61,19 +61,25 @@ def fit_run(
     kind = kind_of(setting)
     depth = config.get_text_config().num_hidden_layers
     depths = [layers for layers, _ in shallow] or [depth]
+    period = depths[1] - depths[0] if len(depths) > 1 else 1
     vocab_size = config.get_text_config().vocab_size
 
     def traced(layers: int, steps: TracedSteps) -> Timeline:
         model = with_layers(config, layers) if layers < depth else config
         trace = trace_origins(model, setting, steps, target)
-        return timeline_of(trace, kind, layers=layers, vocab_size=vocab_size)
+        return timeline_of(trace, kind, layers=layers, vocab_size=vocab_size, period=period)
 
-    timelines = [timeline_of(trace, kind, layers=layers, vocab_size=vocab_size) for layers, trace in shallow]
+    timelines = [
+        timeline_of(trace, kind, layers=layers, vocab_size=vocab_size, period=period) for layers, trace in shallow
+    ]
     known = {(unit.role, unit.kind) for timeline in timelines for _, unit in timeline.units}
     for example in {unit_kind(shape, kind): shape for shape in wanted}.values():
         steps = _traced_steps(example, kind)
+        roles: tuple[Role, ...] = (FIRST, LATER)
+        if setting.optimizer_in_backward:  # No step has a later micro-batch, and none could be traced.
+            steps, roles = tuple((shape,) for shape in dict.fromkeys(chain.from_iterable(steps))), (FIRST,)
         timelines.append(traced(depths[0], steps))
-        needed: set[TracedKind] = set(product((FIRST, LATER), (unit_kind(example, kind),)))
+        needed: set[TracedKind] = set(product(roles, (unit_kind(example, kind),)))
         if needed - known:
             timelines += [traced(layers, steps[:1]) for layers in depths[1:]]
     return fit(timelines, depth)

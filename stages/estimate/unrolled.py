@@ -12,7 +12,7 @@ from itertools import groupby
 
 from transformers import PretrainedConfig
 
-from stages.estimate.depth import AFTER, BEFORE, Label, NotRepeated, Place, Window, WindowTrace, peak_of
+from stages.estimate.depth import AFTER, BEFORE, INSIDE, Label, NotRepeated, Place, Window, WindowTrace, peak_of
 from stages.estimate.experts import refuse_experts
 from stages.estimate.explain import Explanation, explain, largest_holdings, timeline_row, trace_origins
 from stages.estimate.kernels import Target
@@ -120,8 +120,9 @@ def _in_order(
     sizes: Mapping[tuple[str, int], Mapping[str, int]], repetition: Repetition, *, backward: bool
 ) -> Iterator[Mapping[str, int]]:
     """A phase from its beginning to its end: before any layer, every layer, after the last."""
-    if ("outside", BEFORE) in sizes:
-        yield sizes["outside", BEFORE]
+    for before in (INSIDE, BEFORE):
+        if ("outside", before) in sizes:
+            yield sizes["outside", before]
     if any(end == "first" for end, _ in sizes):
         layers = range(repetition.layers)
         for layer in reversed(layers) if backward else layers:

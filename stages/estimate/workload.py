@@ -133,7 +133,7 @@ class Costs:
 
     def _work(self, run: Workload) -> StepWork:
         """The terms of the cost model."""
-        text, model = run.config.get_text_config(), run.setting.model
+        text, model, sharing = run.config.get_text_config(), run.setting.model, run.setting.sharing
         looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
         heads = text.num_attention_heads
         return StepWork(
@@ -149,7 +149,8 @@ class Costs:
             optimizer=run.setting.optimizer,
             grad_ckpt=model.grad_ckpt,
             recomputed_share=_recomputed_share(model),
-            offloaded_optimizer=run.setting.offload == "optimizer",
+            offloaded_optimizer=run.setting.offload != "none",
+            weights_from_host=1 / sharing.holders if sharing and run.setting.offload == "parameters" else 0,
             master_weights=run.setting.master_weights,
             offload_to_disk=run.setting.offload_activations == "disk",
             offloaded_activations_bytes=_offloaded_bytes(run),

@@ -17,7 +17,7 @@ from stages.evaluate.generate import choose_prompts, special_ids
 from stages.evaluate.heldout import spread_rows
 from stages.evaluate.metrics import evaluate_metrics, generation_lines
 from stages.files import atomic_directory, read_json, write_json, write_text
-from stages.model.load import read_config
+from stages.model.config import read_config
 from stages.model.precision import precision_of
 from stages.model.segments import use_segments
 from stages.model.spec import WeightsSpec

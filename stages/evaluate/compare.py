@@ -14,10 +14,12 @@ from stages.evaluate.generate import Prompt, greedy_answers, stop_ids
 from stages.evaluate.heldout import row_losses
 from stages.model.adapters import load_adapter
 from stages.model.attention import generation_attention
-from stages.model.load import load_base, read_config
+from stages.model.config import read_config
+from stages.model.load import load_base
 from stages.model.merge import MERGED
 from stages.model.spec import WeightsSpec
 from stages.step.limits import Limits
+from stages.step.memory_end import is_out_of_memory
 from stages.step.tokens import TokenRows
 
 MODELS = ("base", "tuned")
@@ -65,11 +67,21 @@ def evaluate_models(
     Raises:
         UserError: a model cannot be loaded, does not fit in memory, or has losses that are not finite.
     """
-    answers = {}
-    for name, model in _models(base, tuned, spec, device, merged):
-        answers[name] = _ask(name, model, spec, questions, limits, device, progress)
-        # Gone before the next is loaded.
-        del model
+    answers: dict[str, Answers] = {}
+    try:
+        for name, model in _models(base, tuned, spec, device, merged):
+            answers[name] = _ask(name, model, spec, questions, limits, device, progress)
+            # Gone before the next is loaded.
+            del model
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        name = [*MODELS, MERGED][len(answers)]
+        raise UserError(
+            f"evaluate.max_tokens: the {name} model ran out of memory on {device}; got {limits.max_tokens}, "
+            f"evaluate.logits_chunk={limits.logits_chunk}, evaluate.generate_batch_rows={limits.generate_batch_rows}; "
+            "lower them, or free memory"
+        ) from None
     return answers
 
 
@@ -101,36 +113,29 @@ def _ask(
     progress: bool,
 ) -> Answers:
     """One model's losses and answers."""
-    try:
-        with tqdm(total=len(questions.loss_rows), desc=f"{name} loss", unit=" rows", disable=not progress) as bar:
-            losses = row_losses(
-                model,
-                spec,
-                questions.rows,
-                questions.loss_rows,
-                max_tokens=limits.max_tokens,
-                logits_chunk=limits.logits_chunk,
-                pad_id=questions.pad_id,
-                device=device,
-                progress=bar,
-            )
-        with tqdm(total=len(questions.prompts), desc=f"{name} answers", unit=" rows", disable=not progress) as bar:
-            answers = greedy_answers(
-                model,
-                spec,
-                questions.prompts,
-                stops=stop_ids(model, questions.eos_id, questions.prompts, questions.special),
-                limits=limits,
-                pad_id=questions.pad_id,
-                device=device,
-                progress=bar,
-            )
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"evaluate.max_tokens: the {name} model ran out of memory on {device}; got {limits.max_tokens}, "
-            f"evaluate.logits_chunk={limits.logits_chunk}, evaluate.generate_batch_rows={limits.generate_batch_rows}; "
-            "lower them"
-        ) from None
+    with tqdm(total=len(questions.loss_rows), desc=f"{name} loss", unit=" rows", disable=not progress) as bar:
+        losses = row_losses(
+            model,
+            spec,
+            questions.rows,
+            questions.loss_rows,
+            max_tokens=limits.max_tokens,
+            logits_chunk=limits.logits_chunk,
+            pad_id=questions.pad_id,
+            device=device,
+            progress=bar,
+        )
+    with tqdm(total=len(questions.prompts), desc=f"{name} answers", unit=" rows", disable=not progress) as bar:
+        answers = greedy_answers(
+            model,
+            spec,
+            questions.prompts,
+            stops=stop_ids(model, questions.eos_id, questions.prompts, questions.special),
+            limits=limits,
+            pad_id=questions.pad_id,
+            device=device,
+            progress=bar,
+        )
     if not np.isfinite(losses).all():
         row = questions.loss_rows[int(np.flatnonzero(~np.isfinite(losses))[0])]
         raise UserError(

@@ -1,7 +1,7 @@
 """LoRA adapters: added to a model, saved, and put back (peft)."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from stages.errors import UserError
 from stages.files import read_json, write_json
 from stages.model.quantize import keep_trainable_on_cpu
 from stages.model.spec import ModelSpec, WeightsSpec
 from stages.model.start import ADAPTER, adapted_layers, changed_start, on_original_weights
+from stages.params import ALL_LINEAR
 
 ADAPTER_PARTS = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
 """What names of adapter parameters hold."""
@@ -25,8 +28,10 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
     """Freeze the model and put LoRA adapters beside its target layers; A is seeded by `spec.seed`, B is zero.
 
     Raises:
-        UserError: train.lora.targets names no layer of this model.
+        UserError: train.lora.targets names what no adapter can be put beside.
     """
+    if spec.peft_targets != ALL_LINEAR:
+        _refuse_targets(model, spec.lora_targets)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     config = LoraConfig(
@@ -39,19 +44,31 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(spec.seed)
-    try:
-        with _without_rename_warning():
-            adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
-    except ValueError as error:
-        if "arget modules" not in str(error):
-            raise
-        linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if hasattr(m, "in_features")})
-        raise UserError(
-            f"train.lora.targets: must name linear layers of the model; got {list(spec.lora_targets)}; "
-            f"known: {', '.join(linear)}, or all-linear"
-        ) from None
+    with _without_rename_warning():
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
     _cast_adapters(adapted, spec)
     return adapted
+
+
+def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Refuse names that peft would pass over in silence, or put another kind of adapter beside."""
+    modules = dict(model.named_modules())
+    linear = {name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))}
+    wrong = []
+    for target in targets:
+        named = [name for name in modules if name == target or name.endswith(f".{target}")]
+        if not named or not linear.issuperset(named):
+            wrong.append(target)
+        elif any(modules[name].weight is model.get_input_embeddings().weight for name in named):
+            raise UserError(
+                f"train.lora.targets: {target} shares its weight with the embedding, and a change of it cannot be "
+                f"merged; got {list(targets)}; leave it out"
+            )
+    if wrong:
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise UserError(
+            f"train.lora.targets: must name linear layers of the model; got {wrong}; known: {known}, or {ALL_LINEAR}"
+        )
 
 
 def _cast_adapters(model: PeftModel, spec: WeightsSpec) -> None:

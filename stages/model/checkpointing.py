@@ -25,6 +25,9 @@ FUSED_ATTENTION = {
     torch.ops.torch_attn._varlen_attn.default,
 }
 
+HEAD_DROPOUTS = {"classifier_dropout", "summary_first_dropout"}
+"""Of heads for classification, which configurations name and no causal model has."""
+
 
 def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Recompute decoder layers in backward when asked (Chen et al. 2016, arXiv 1604.06174)."""
@@ -62,6 +65,8 @@ def _keep_products(
 
 
 def _has_dropout(config: Any) -> bool:
-    """Whether a dropout of the model is above zero (attention_dropout, resid_pdrop, classifier_dropout, …)."""
+    """Whether a dropout of the model is above zero (attention_dropout, resid_pdrop, …)."""
     values = config.get_text_config().to_dict()
-    return any(isinstance(v, float) and v > 0 for key, v in values.items() if "drop" in key)
+    return any(
+        isinstance(v, float) and v > 0 for key, v in values.items() if "drop" in key and key not in HEAD_DROPOUTS
+    )

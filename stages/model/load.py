@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
@@ -18,22 +18,14 @@ from transformers.utils import logging as transformers_logging
 
 from stages.errors import UserError
 from stages.model.adapters import add_adapters
-from stages.model.attention import caps_scores, training_attention
+from stages.model.attention import training_attention
 from stages.model.checkpointing import enable_checkpointing
+from stages.model.config import read_config
 from stages.model.loading_threads import loading_threads
 from stages.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta
 from stages.model.spec import ModelSpec, WeightsSpec
 from stages.model.start import start_from_weights
 from stages.model.tensor_files import model_tensors
-
-# Each scales or bends the logits after the head; the step below the head would miss it.
-UNSUPPORTED_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap")
-
-# A config.json must say these: for what it leaves out transformers takes the sizes of the family's first model.
-NEEDED_FIELDS = ("hidden_size", "num_hidden_layers", "vocab_size")
-
-# Layers whose attention to a joined row, given its bounds, is that to the row alone.
-JOINABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 PACKED_ATTRIBUTES = (
     *("quant_state", "blocksize", "quant_type", "bnb_quantized", "quant_storage", "module"),
@@ -42,99 +34,6 @@ PACKED_ATTRIBUTES = (
 """What bitsandbytes keeps on a 4-bit or an 8-bit parameter."""
 
 transformers_logging.disable_progress_bar()
-
-
-def read_config(directory: Path) -> PretrainedConfig:
-    """The model's config.json, checked for what the training step supports.
-
-    Raises:
-        UserError: unreadable, needs code of its own, or not a supported causal language model.
-    """
-    try:
-        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(
-            f"model.name: {directory}/config.json cannot be read ({first}); give a transformers model"
-        ) from None
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise UserError(f"model.name: must be a causal language model; got model_type {config.model_type!r}")
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"model.name: must be a decoder alone; got {config.model_type}, an encoder with a decoder")
-    if missing := _missing_fields(config, directory):
-        raise UserError(
-            f"model.name: {directory}/config.json must say {', '.join(NEEDED_FIELDS)}; missing {', '.join(missing)}; "
-            "give the config.json that belongs to the model"
-        )
-    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    if caps_scores(config) and not kind._supports_attention_backend:
-        raise UserError(f"model.name: {config.model_type} caps attention scores in code of its own; not supported yet")
-    for key in UNSUPPORTED_HEADS:
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            raise UserError(f"model.name: {config.model_type} scales its logits ({key}), which is not supported yet")
-    return config
-
-
-def _missing_fields(config: PretrainedConfig, directory: Path) -> list[str]:
-    """Needed fields that config.json says under none of their names; a part of a larger model may leave them out."""
-    if config.get_text_config() is not config:
-        return []
-    said, _ = PretrainedConfig.get_config_dict(str(directory), local_files_only=True)
-    aliases = config.attribute_map
-    return [name for name in NEEDED_FIELDS if name not in said and aliases.get(name) not in said]
-
-
-def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
-    """Refuse rows that reach past the positions a model knows: it would index past a table, or guess.
-
-    Args:
-        config: the model's config.
-        longest: padded tokens of the longest row.
-
-    Raises:
-        UserError: naming both numbers.
-    """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and longest > positions:
-        raise UserError(
-            f"data.max_length: rows must fit the model's {positions} positions (max_position_embeddings); the longest "
-            f"is padded to {longest}; lower data.max_length to {positions} or less"
-        )
-
-
-def attention_window(config: PretrainedConfig) -> int | None:
-    """Tokens that a model's sliding window spans; None for a model without one."""
-    return getattr(config.get_text_config(), "sliding_window", None)
-
-
-def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
-    """Refuse to join rows where a row's attention to itself is more than plain causal attention.
-
-    Args:
-        config: the model's config.
-        longest: tokens of the longest row.
-
-    Raises:
-        UserError: naming what the model has, and the remedy.
-    """
-    text = config.get_text_config()
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - JOINABLE_LAYERS)
-    if kinds:
-        raise UserError(
-            f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "
-            f"{', '.join(kinds)}; set bucket.mode=bucketed"
-        )
-    if caps_scores(config):
-        raise UserError(
-            f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} caps its scores, which "
-            "no such kernel does; set bucket.mode=bucketed"
-        )
-    window = attention_window(config)
-    if window is not None and longest > window:
-        raise UserError(
-            f"bucket.mode: packed rows must fit the model's attention window of {window} tokens (sliding_window); the "
-            f"longest has {longest}; lower data.max_length to {window} or set bucket.mode=bucketed"
-        )
 
 
 def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Module:
@@ -236,7 +135,8 @@ def hollow_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device
                 config, dtype=spec.dtype, attn_implementation=training_attention(config, spec.attention)
             )
         except (ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0].partition(". ")[0]
+            unknown = f"its code knows no {error}" if isinstance(error, KeyError) else str(error)
+            reason = unknown.splitlines()[0].partition(". ")[0]
             raise UserError(
                 f"model.name: {config.model_type} cannot be built ({reason}); choose another model"
             ) from None
@@ -256,7 +156,7 @@ def _materialize(model: nn.Module, spec: ModelSpec, device: torch.device) -> Non
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
-            empty = torch.empty_like(tensor.data, device=device)
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, tensor.requires_grad)
                 # bitsandbytes reads its state off the parameter; a fake tensor cannot be one of its classes.

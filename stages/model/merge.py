@@ -17,7 +17,7 @@ from transformers import initialization as init
 
 from stages.errors import UserError
 from stages.files import read_json
-from stages.model.load import read_config
+from stages.model.config import read_config
 from stages.model.quantize import INT8_LARGEST, quantisation, quantize_on_meta
 from stages.model.spec import WeightsSpec
 from stages.model.start import PEFT_PREFIX

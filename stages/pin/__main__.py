@@ -1,5 +1,8 @@
 """Entry of the stages pin_data and pin_model."""
 
+import stages.endings  # noqa: F401 - first: signals are its own from here on
+
+# isort: split
 from pathlib import Path
 
 import click

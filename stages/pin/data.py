@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from stages.data_params import HUB_PREFIX, Source, named_sources
 from stages.errors import UserError
 from stages.files import sha256_file, write_json
-from stages.params import HUB_PREFIX, Source, named_sources
 from stages.pin.hub import HUB_ID, list_files
 from stages.pin.kinds import KNOWN_NAMES, file_kind
 from stages.pin.local import pin_local, refuse_split

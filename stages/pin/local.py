@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stages.data_params import HUB_PREFIX
 from stages.errors import UserError
 from stages.files import find_source, repo_root, sha256_file
-from stages.params import HUB_PREFIX
 from stages.pin.kinds import KNOWN_NAMES, file_kind, glob_base, is_hidden, lies_beside
 
 # What the stages write, as dvc.yaml has it.

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stages.data_params import HUB_PREFIX
 from stages.errors import UserError
 from stages.files import find_source
-from stages.params import HUB_PREFIX
 from stages.pin.hub import cached_file, download
 from stages.pin.kinds import FileKind, file_kind, glob_base
 

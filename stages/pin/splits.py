@@ -1,7 +1,7 @@
 """Which files of a hub data set are one split of one configuration, as the library `datasets` resolves them."""
 
+from stages.data_params import HUB_PREFIX
 from stages.errors import UserError
-from stages.params import HUB_PREFIX
 from stages.pin.hub import told_in_one_line
 from stages.pin.kinds import KNOWN_NAMES
 

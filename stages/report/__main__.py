@@ -32,6 +32,8 @@ def main(locks: Path, metrics: Path, estimate: Path, train: Path, evaluate: Path
     """
     p = read_params()
     settings = {
+        "hardware.num_gpus": p.hardware.num_gpus,
+        "train.sharding": p.train.sharding,
         "train.method": p.train.method,
         "train.precision": p.train.precision,
         "train.optimizer": p.train.optimizer,

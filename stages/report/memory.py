@@ -20,7 +20,10 @@ def memory_section(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
             table(("phase", "predicted peak", "measured peak", "error"), _phases(inputs, metrics)),
             "",
             *_tiers(inputs),
+            *_by_rank(inputs),
             "![Peak memory of each phase](memory.png)",
+            "",
+            f"Over the steps that were trained: {inputs.train['growth']['told']}.",
             "",
             f"Where the bytes are at the predicted peak ({inputs.estimate['worst_phase']}):",
             "",
@@ -57,6 +60,14 @@ def _tiers(inputs: Inputs) -> list[str]:
         ("RAM of the host, without margin", size(estimate["host_bytes_predicted"])),
     ]
     return [table((f"on {estimate['gpu']}", "predicted"), rows), "", *_plan(inputs)]
+
+
+def _by_rank(inputs: Inputs) -> list[str]:
+    """What each of several GPUs held; above stands the most of any."""
+    peaks = inputs.train.get("peak_bytes_measured_by_rank")
+    if peaks is None:
+        return []
+    return [f"Measured peak of each of {len(peaks)} processes: {', '.join(map(size, peaks))}.", ""]
 
 
 def _plan(inputs: Inputs) -> list[str]:

@@ -87,12 +87,20 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
             + ("" if bucket["mode"] == "packed" else f", {bucket['max_batch_length']:,} tokens a row"),
         ),
         ("padding", f"{bucket['padding_percent']:.1f} % of the tokens computed"),
+        *_waiting(bucket, settings["hardware.num_gpus"]),
         ("trained parameters", f"{train['trained_parameters']:,}"),
         ("trained on", train["device"]),
         ("speed", f"{train['tokens_per_second']:,.0f} tokens/s"),
         *((name, _shown(value)) for name, value in settings.items()),
     ]
     return "## What was trained\n\n" + table(("", ""), rows)
+
+
+def _waiting(bucket: Mapping[str, Any], num_gpus: int) -> list[tuple[str, str]]:
+    """What of the GPUs' time is lost because their micro-batches differ; nothing of one."""
+    if num_gpus == 1:
+        return []
+    return [("waiting", f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the one with the most tokens")]
 
 
 def _loss(inputs: Inputs) -> str:
@@ -106,7 +114,19 @@ def _loss(inputs: Inputs) -> str:
     ]
     rows.append(("**all**", evaluate["evaluated_rows"], *(_figure(evaluate[column]) for column in columns)))
     header = ("row length", "rows", "loss before", "loss after", "perplexity before", "perplexity after")
-    return "\n".join(["## Loss", "", "![Loss](loss.png)", "", "Held-out rows:", "", table(header, rows)])
+    lines = ["## Loss", "", "![Loss](loss.png)", "", "Held-out rows:", "", table(header, rows), *_merged(evaluate)]
+    return "\n".join(lines)
+
+
+def _merged(evaluate: Mapping[str, Any]) -> list[str]:
+    """What merging the adapter cost; nothing where evaluate.merged is false."""
+    if "merged_loss" not in evaluate:
+        return []
+    told = f"Merged into one model: loss {_figure(evaluate['merged_loss'])}"
+    told += f", {evaluate['merged_minus_tuned_loss']:+.2g} beside the adapter on its base"
+    if (right := evaluate["merged_exact_match_percent"]) is not None:
+        told += f"; exact match {right:.1f} %"
+    return ["", f"{told}."]
 
 
 def _answers(inputs: Inputs) -> str:

@@ -17,6 +17,8 @@ WIDTH_INCHES = 8.0
 PALETTE = colormaps["tab20"].colors  # type: ignore[attr-defined]
 COLORS = [*PALETTE[::2], *PALETTE[1::2]]
 """Strong colours first, then their pale twins."""
+NAMED_SHARE = 0.08
+"""Of a plot's width: less has no room for the name of a phase."""
 
 
 def draw(directory: Path, inputs: Inputs) -> None:
@@ -50,7 +52,7 @@ def _memory(axes: Axes, inputs: Inputs) -> None:
     if measured:
         axes.plot(list(measured.values()), list(measured), "k|", ms=22, mew=2, label="measured")
     axes.invert_yaxis()
-    axes.set(xlabel=unit, title="Peak memory of each phase: predicted by category, and measured")
+    axes.set(xlabel=unit, xlim=(0, None), title="Peak memory of each phase: predicted by category, and measured")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small", markerscale=0.4)
 
 
@@ -70,7 +72,7 @@ def _stacks(
 
 
 def _timeline(axes: Axes, inputs: Inputs) -> None:
-    """Predicted bytes by category, stacked, over the events of the worst step; phases told apart by lines."""
+    """Predicted bytes by category, stacked, over the events up to the end of the worst step; its phases are named."""
     records = inputs.timeline
     events = [int(record["event"]) for record in records]
     sizes = {
@@ -80,12 +82,22 @@ def _timeline(axes: Axes, inputs: Inputs) -> None:
     divisor, unit = reading_unit(round(max(map(sum, zip(*held.values(), strict=True)))))
     layers = [[size / divisor for size in held[name]] for name in held]
     axes.stackplot(events, layers, labels=[name.replace("_", " ") for name in held], colors=COLORS, lw=0)
-    for event, before, phase in zip(events[1:], records, records[1:], strict=False):
-        if before["phase"] != phase["phase"]:
-            axes.axvline(event, color="black", lw=0.5, ls=":")
-    axes.set(xlabel="allocations and frees", ylabel=unit, title="Predicted memory over the worst step, by category")
+    _name_phases(axes, events, [record["phase"] for record in records])
+    axes.set(xlabel="allocations and frees", ylabel=unit)
+    axes.set_title("Predicted memory up to the end of the worst step, by category", pad=18)
     axes.margins(x=0)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small", reverse=True)
+
+
+def _name_phases(axes: Axes, events: list[int], phases: list[str]) -> None:
+    """A line where a phase ends, and above the plot the names of those that are wide enough for one."""
+    starts = [0, *(k for k in range(1, len(phases)) if phases[k] != phases[k - 1])]
+    for start, end in zip(starts, [*starts[1:], len(phases) - 1], strict=True):
+        if start:
+            axes.axvline(events[start], color="black", lw=0.5, ls=":")
+        if events[end] - events[start] > NAMED_SHARE * (events[-1] - events[0]):
+            middle = (events[start] + events[end]) / 2
+            axes.text(middle, 1.02, phases[start], transform=axes.get_xaxis_transform(), ha="center", fontsize="small")
 
 
 def _reserved(axes: Axes, inputs: Inputs) -> None:

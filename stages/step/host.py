@@ -55,12 +55,11 @@ class HostLink:
 
 
 def refuse_offloaded_state(choice: OffloadState, device_type: str) -> None:
-    """Refuse to keep the optimizer on the host where that is the device.
+    """Refuse to keep on the host what is there anyway.
 
     Raises:
         UserError: training runs on a CPU.
     """
-    if choice == "optimizer" and device_type == "cpu":
-        raise UserError(
-            "train.offload: optimizer takes its state off a GPU; got optimizer where training runs on the CPU; use none"
-        )
+    if choice != "none" and device_type == "cpu":
+        what = "optimizer takes its state" if choice == "optimizer" else "parameters takes weights"
+        raise UserError(f"train.offload: {what} off a GPU; got {choice} where training runs on the CPU; use none")

@@ -72,7 +72,6 @@ class Offload:
     @contextmanager
     def saving(self, model: nn.Module) -> Iterator[None]:
         """Inside, what is saved for backward goes away, but for the model's own weights."""
-        self._weights.clear()
         self._know_weights(model)
         # A layer of which this process holds a part has its weights only while it computes.
         cut = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -83,6 +82,7 @@ class Offload:
         finally:
             for hook in hooks:
                 hook.remove()
+            self._weights.clear()  # Where a weight was that is gone by then, another tensor may be.
 
     def _know_weights(self, module: nn.Module, args: object = None) -> None:
         """Take note of where a module's weights are now."""

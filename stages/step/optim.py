@@ -28,7 +28,7 @@ class OptimSpec:
     master_weights: bool = False
     """Update fp32 copies of 16-bit weights."""
     offload: OffloadState = "none"
-    """Whether state and update are the host's."""
+    """Whether state and update are the host's; with `parameters` the trained parameters are there already."""
 
     @classmethod
     def from_params(cls, params: Params) -> "OptimSpec":
@@ -70,10 +70,10 @@ def build_optimizer(model: nn.Module, spec: OptimSpec, elsewhere: Elsewhere = nu
         make_state(optimizer, kind)
         return optimizer
 
-    if not spec.master_weights and spec.offload == "none":
+    if not spec.master_weights and spec.offload != "optimizer":
         return build(groups)
     dtype = torch.float32 if spec.master_weights else trained[0].dtype
-    link = None if spec.offload == "none" else HostLink(trained, dtype, elsewhere)
+    link = HostLink(trained, dtype, elsewhere) if spec.offload == "optimizer" else None
     return MasterWeights(groups, spec.lr, build, dtype=dtype, link=link)
 
 

@@ -78,15 +78,14 @@ def training_step(
     for batch in batches:  # Not enumerated: that would hold the batch until it is asked for the next one.
         turn += 1
         compute = partial(summed_loss, batch=batch, chunk=spec.loss_chunk, offload=offload)
-        with team.turn(last=turn == turns):
-            with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type):
-                loss = team.run(compute) / supervised_tokens
-            del batch, compute
-            losses.append(loss.detach())
-            if spec.optimizer_in_backward:
-                guard(losses, torch.zeros_like(loss))
-            with phase("backward"), _updates(optimizer, norms, spec):
-                (loss if scaler is None else scaler.scaled(loss)).backward()
+        with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type):
+            loss = team.run(compute) / supervised_tokens
+        del batch, compute
+        losses.append(loss.detach())
+        if spec.optimizer_in_backward:
+            guard(losses, torch.zeros_like(loss))
+        with phase("backward"), team.turn(last=turn == turns), _updates(optimizer, norms, spec):
+            (loss if scaler is None else scaler.scaled(loss)).backward()
         del loss
     with phase("clip"):
         if spec.optimizer_in_backward:

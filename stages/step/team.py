@@ -46,7 +46,7 @@ class Team(Protocol):
         """Call `compute` with the model, whose weights are whole while it runs, layer by layer."""
 
     def turn(self, *, last: bool) -> AbstractContextManager[object]:
-        """The context of a micro-batch's forward and backward; gradients need not be summed before the `last` one."""
+        """The context of a micro-batch's backward; gradients need not be summed before the `last` one."""
 
     def trained(self) -> NamedParameters:
         """What this process holds of the trained parameters; after a step's backward, with gradients of all members."""

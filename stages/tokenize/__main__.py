@@ -1,5 +1,8 @@
 """Entry of the stage tokenize."""
 
+import stages.endings  # noqa: F401 - first: signals are its own from here on
+
+# isort: split
 import os
 
 # Before numpy is imported: its threads are of no use here, and without them worker processes can be forks.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stages.data_params import Data
 from stages.errors import UserError
-from stages.params import Data
 from stages.pin.locate import template_file
 from stages.read.block import RawRow
 from stages.read.blocks import file_names, read_blocks

@@ -8,7 +8,6 @@ included, and leaves out files that are mapped. Where there is neither, the coun
 import ctypes
 import mmap
 import platform
-import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ import psutil
 import torch
 
 from stages.memory_group import free_host_bytes
+from stages.train.process_status import process_status
 
-STATM, STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
-"""Linux: pages of the process, first all and then resident ones; and lines of which some tell more, at more cost."""
-RESIDENT_LINES = re.compile(rb"^(VmRSS|RssFile):\s+(\d+) kB$", re.MULTILINE)
+STATM = Path("/proc/self/statm")
+"""Linux: pages of the process, first all and then resident ones; cheaper than its status, which tells more."""
 PAGE_BYTES = mmap.PAGESIZE
 
 
@@ -169,7 +168,6 @@ class Resident:
         """
         if self._process is not None:
             return self.read(), None
-        with open(STATUS, "rb", buffering=0) as file:
-            found = {name: int(kib) * 2**10 for name, kib in RESIDENT_LINES.findall(file.read())}
-        rss = found[b"VmRSS"]
-        return rss, rss - found[b"RssFile"] if b"RssFile" in found else None
+        counts = process_status()
+        rss = counts["VmRSS"]
+        return rss, rss - counts["RssFile"] if "RssFile" in counts else None

@@ -76,7 +76,7 @@ def check_attention(device: torch.device, config: PretrainedConfig, spec: ModelS
 
 
 def check_host(choice: OffloadState, device: torch.device, predicted: Mapping[str, Any]) -> None:
-    """Refuse to keep the optimizer on a host that has no room for it.
+    """Refuse to keep the optimizer, or weights too, on a host that has no room for it.
 
     Args:
         choice: train.offload.
@@ -88,9 +88,9 @@ def check_host(choice: OffloadState, device: torch.device, predicted: Mapping[st
     """
     refuse_offloaded_state(choice, device.type)
     needed, (free, where) = predicted["host_bytes_predicted"], free_host_bytes()
-    if choice == "optimizer" and needed > free:
+    if choice != "none" and needed > free:
         raise UserError(
-            f"train.offload: optimizer must have room in the host's memory; {readable_size(needed)} are predicted and "
+            f"train.offload: {choice} must have room in the host's memory; {readable_size(needed)} are predicted and "
             f"{readable_size(free)} are free {where}; free some, use train.optimizer=adamw_8bit, or none"
         )
 

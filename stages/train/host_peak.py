@@ -1,16 +1,15 @@
 """The most host memory held inside a stretch of a run, as the kernel counts it: nothing is sampled."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+from stages.train.process_status import process_status
+
+CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 """What, written to clear_refs, sets the kernel's high-water mark to what is resident now (Linux 4.0 and later)."""
-LINES = re.compile(r"^(VmRSS|VmHWM|RssFile):\s+(\d+) kB$", re.MULTILINE)
-KIB = 2**10
 
 
 @dataclass(kw_only=True)
@@ -33,7 +32,7 @@ def host_peak() -> Iterator[HostPeak]:
     yield found
     if before is None:
         return
-    after = _resident()
+    after = process_status()
     found.peak_bytes = after["VmHWM"]
     found.added_bytes = after["VmHWM"] - before["VmRSS"]
     found.file_pages_added_bytes = after["RssFile"] - before["RssFile"]
@@ -43,11 +42,6 @@ def _begin() -> dict[str, int] | None:
     """What is resident now, with the high-water mark set to it; None where the kernel does not do that."""
     try:
         CLEAR_REFS.write_text(RESET_PEAK)
-        return _resident()
+        return process_status()
     except OSError:
         return None
-
-
-def _resident() -> dict[str, int]:
-    """The kernel's figures, in bytes."""
-    return {name: int(size) * KIB for name, size in LINES.findall(STATUS.read_text())}

@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from stages.bucket.plan import Plan
+from stages.bucket.plan import Plan, how_cut
+from stages.declared import tracked_values
 from stages.dist.agree import Voices
 from stages.files import sha256_file, sha256_json
+from stages.params import Params
+from stages.train.loop import TrainJob
 
 PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("bitsandbytes", "numpy", "peft", "safetensors", "torch", "transformers")
 KEY_DIGITS = 32
+SHARING = ("sharding", "shard_group_gpus")
 
 
 def code_files() -> list[Path]:
@@ -54,6 +58,19 @@ def key_of_all(make: Callable[[], str], voices: Voices) -> str:
     """The key that the first process makes, in every process: what it is of is read once."""
     digits = bytes.fromhex(make()) if voices.leads else bytes(KEY_DIGITS // 2)
     return bytes(voices.of_first(*digits)).hex()
+
+
+def decided(params: Params, job: TrainJob, plan_file: Path) -> dict[str, Any]:
+    """What of the parameters, and of the plan made with others, decides the result of a run."""
+    values = tracked_values(params)
+    return {
+        "seed": values["seed"],
+        # How GPUs share a step decides no more than rounding: another number of them goes on from the same checkpoint.
+        "train": {name: value for name, value in values["train"].items() if name not in SHARING},
+        "cut": how_cut(plan_file),
+        "rows": learnt_rows(job.plan),
+        "precision": job.model_spec.precision,
+    }
 
 
 def learnt_rows(plan: Plan) -> str:

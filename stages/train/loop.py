@@ -19,7 +19,8 @@ from stages.bucket.plan import MicroBatch, Plan
 from stages.bucket.worst import worst_steps
 from stages.dist.shard import ShardSpec, make_team
 from stages.dist.world import ALONE, World
-from stages.model.load import hollow_model, load_model, read_config
+from stages.model.config import read_config
+from stages.model.load import hollow_model, load_model
 from stages.model.spec import ModelSpec
 from stages.step.batches import Batch
 from stages.step.loss import check_head, check_joined_rows
@@ -204,7 +205,7 @@ def _load(job: TrainJob, meter: Meter, monitor: Monitor) -> tuple[Running, HostP
         monitor=monitor,
         curves=[],
         device=job.device,
-        sharding=job.sharing.mode,
+        sharding=job.sharing.cut,
     )
     return run, load_host
 

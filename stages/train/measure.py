@@ -34,6 +34,8 @@ class Measured:
     """What the caching allocator held from the device, CUDA only."""
     how: str
     """What counted, for people."""
+    peak_bytes_by_rank: tuple[int, ...] = ()
+    """Of each of several processes, over all phases but loading; the other figures are the most of any."""
 
 
 class Meter(ABC):

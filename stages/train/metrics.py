@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from stages.step.optim import trained_parameters
-from stages.train.growth import Growth, classify
+from stages.train.growth import Growth, Rows, classify
+from stages.train.growth_advice import growth_line
 from stages.train.loop import TrainResult
 from stages.train.measure import LOAD, Measured
 from stages.units import GIB
@@ -28,6 +29,7 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
     peak = max((size for phase, size in by_phase.items() if phase != LOAD), default=None)
     skipped = {} if result.skipped_steps is None else {"skipped_steps": result.skipped_steps}
     cut = {} if result.oom_splits is None else {"oom_splits": dict(result.oom_splits)}
+    by_rank = {"peak_bytes_measured_by_rank": list(measured.peak_bytes_by_rank)} if measured.peak_bytes_by_rank else {}
     return {
         "train_loss": sum(row["loss"] for row in last) / len(last),
         "heldout_loss_last": curves[-1].get("heldout_loss"),
@@ -39,20 +41,22 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
         **cut,
         "peak_bytes_measured": peak,
         "peak_gib_measured": None if peak is None else peak / GIB,
+        **by_rank,
         "measured_by_phase": by_phase,
         "peak_reserved_bytes": measured.peak_reserved_bytes,
         "peak_measured_how": measured.how,
         "memory_by_phase": result.memory_by_phase,
         "load_host_peak_bytes": result.load_host.peak_bytes,
         "load_host_added_bytes": result.load_host.added_bytes,
-        "growth": growth_figures(classify(curves)[0]),
+        "growth": growth_figures(classify(curves)[0], curves),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
 
 
-def growth_figures(growth: Growth) -> dict[str, Any]:
-    """What memory did over the run, and how sure its cause is."""
+def growth_figures(growth: Growth, curves: Rows) -> dict[str, Any]:
+    """What memory did over the run, how sure its cause is, and what helps; how much is left is nothing of the run's."""
     return {
+        "told": growth_line(growth, curves, lambda series: None),
         "cause": growth.cause,
         "series": growth.series,
         "slope_bytes_per_step": growth.slope_bytes_per_step,

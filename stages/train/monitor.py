@@ -9,7 +9,7 @@ import torch
 
 from stages.memory_group import free_host_bytes
 from stages.train.counters import Resident, make_counters
-from stages.train.growth import OWN, RESIDENT, Rows
+from stages.train.growth import OWN, RESIDENT, RETRIES, Rows
 from stages.train.growth_advice import GrowthWatch, growth_line
 from stages.train.measure import Meter
 from stages.units import readable_size
@@ -106,9 +106,10 @@ class Monitor:
         """Add what an earlier process of the same run saw; call before the first step."""
         for name, seen in by_phase.items():
             known = self._phases.setdefault(name, PhaseMemory())
-            for key, size in seen.items():
-                if size is not None:
-                    setattr(known, key, max(getattr(known, key) or 0, size))
+            for key, figure in seen.items():
+                if figure is not None:
+                    of_both = (getattr(known, key) or 0, figure)
+                    setattr(known, key, sum(of_both) if key == RETRIES else max(of_both))
 
 
 def _since(before: int | None, now: int) -> int:

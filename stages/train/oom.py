@@ -1,10 +1,9 @@
-"""Where memory ended: which exceptions say so, and what was seen at that instant, as plain numbers.
+"""Where memory ended, and what was seen at that instant, as plain numbers.
 
 An exception holds the frames it passed, and with them every tensor of the step. What is kept here holds none, so that
 the memory is free again once the exception is gone.
 """
 
-import errno
 import mmap
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,36 +19,17 @@ from stages.errors import UserError
 from stages.model.quantize import quantisation_tensors
 from stages.step.step import Phase
 from stages.train.counters import make_counters
+from stages.train.process_status import STATUS, process_status
 
 FORWARD, BACKWARD, CLIP = "forward", "backward", "clip"
 HELDOUT, CHECKPOINT, SAVE = "heldout", "checkpoint", "save"
 READING = "reading"
 """Between phases: a batch is read or copied to the device, or the step is brought to its end."""
-SAYINGS = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "std::bad_alloc",
-)
-"""Of exceptions without a type of their own: PyTorch's CPU allocator, and libraries beside CUDA's allocator."""
 SIZES = {"bytes": 1, "byte": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 RESERVE_BYTES = 8 * 2**20
 """Addresses that are kept, never touched, and given back when memory ends: to say so takes some."""
 MOST_SEGMENTS, MOST_BLOCKS = 64, 64
 """In a snapshot: the largest segments, and of each the largest blocks."""
-STATUS = ("VmPeak", "VmSize", "VmHWM", "VmRSS", "RssAnon", "RssFile", "VmData", "VmSwap")
-"""Lines of Linux's /proc/self/status."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory has ended, on the device or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in SAYINGS)
 
 
 def asked_bytes(message: str) -> int | None:
@@ -209,7 +189,7 @@ class Whereabouts:
 def snapshot_of(device: torch.device) -> dict[str, Any]:
     """Memory in detail, bounded in size: the allocator's largest segments on a GPU, the system's counts on a CPU."""
     if device.type != "cuda":
-        return {"process_status": _process_status()}
+        return {"process_status": process_status() if STATUS.exists() else None}
     segments = sorted(torch.cuda.memory_snapshot(), key=lambda segment: -segment["total_size"])
     return {
         "segments": [_segment(segment) for segment in segments[:MOST_SEGMENTS]],
@@ -228,13 +208,3 @@ def _segment(segment: Mapping[str, Any]) -> dict[str, Any]:
         "blocks": [{"bytes": block["size"], "state": block["state"]} for block in blocks[:MOST_BLOCKS]],
         "blocks_left_out": max(0, len(blocks) - MOST_BLOCKS),
     }
-
-
-def _process_status() -> dict[str, int] | None:
-    """Bytes by name, as Linux tells them; None elsewhere."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            lines = [line.split() for line in file]
-    except FileNotFoundError:
-        return None
-    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[0].rstrip(":") in STATUS}

@@ -12,8 +12,10 @@ from stages.dist.launch import WaitedInVain, launch
 from stages.dist.world import World, check_devices, check_size, under_torchrun
 from stages.step.team import Team
 from stages.train.device import training_device
-from stages.train.measure import Measured
+from stages.train.measure import LOAD, Measured
 from stages.train.oom import Whereabouts
+
+GLOO = ", and too much: what gloo gives back in threads of its own is not seen"
 
 
 def started_ranks(num_gpus: int, directory: Path) -> bool:
@@ -75,10 +77,13 @@ def most_of_all(measured: Measured, team: Team, device: torch.device) -> Measure
     known = sorted(name for name, figure in figures.items() if figure is not None)
     of_ranks = torch.zeros(team.size, len(known), dtype=torch.int64, device=device)
     of_ranks[team.rank] = torch.tensor([figures[name] for name in known], dtype=torch.int64)
-    most = dict(zip(known, team.total(of_ranks).amax(0).tolist(), strict=True))
+    of_ranks = team.total(of_ranks)
+    most = dict(zip(known, of_ranks.amax(0).tolist(), strict=True))
+    steps = [place for place, name in enumerate(known) if name in by_phase and name != f"phase {LOAD}"]
     return Measured(
         peak_bytes=most.get("peak"),
         peak_bytes_by_phase={name: most[f"phase {name}"] for name in measured.peak_bytes_by_phase},
         peak_reserved_bytes=most.get("reserved"),
-        how=f"{measured.how}; the most of {team.size} processes",
+        how=f"{measured.how}; the most of {team.size} processes{GLOO if device.type == 'cpu' else ''}",
+        peak_bytes_by_rank=tuple(of_ranks[:, steps].amax(1).tolist()) if steps else (),
     )

@@ -14,8 +14,9 @@ from torch import nn
 
 from stages.bucket.plan import MicroBatch, Plan
 from stages.step.batches import Batch
+from stages.step.memory_end import is_out_of_memory
 from stages.train.feed import Feed
-from stages.train.oom import Failure, OutOfMemory, Whereabouts, is_out_of_memory
+from stages.train.oom import Failure, OutOfMemory, Whereabouts
 
 Result = TypeVar("Result")
 Attempt = Callable[[list[MicroBatch], Iterator[Batch]], Result]

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from stages.errors import UserError
-from stages.param_types import Sharding
 from stages.step.scale import LossScaler
 from stages.step.team import Piece, Team
 from stages.train.kept import Kept
@@ -41,7 +40,8 @@ class Running:
     curves: list[dict[str, Any]]
     """Of every step that is done."""
     device: torch.device
-    sharding: Sharding = "none"
+    sharding: str = "none"
+    """How weights are divided, ShardSpec.cut."""
 
     @property
     def model(self) -> nn.Module:
@@ -71,7 +71,7 @@ class Held:
         return tuple(self.tensor.shape) != self.whole
 
 
-def cut_of(size: int, sharding: Sharding) -> dict[str, Any]:
+def cut_of(size: int, sharding: str) -> dict[str, Any]:
     """How a run is shared; what was kept under another cut is read, but memory is measured anew."""
     return {"gpus": size, "sharding": sharding}
 

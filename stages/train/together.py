@@ -7,18 +7,17 @@ is on the disk. Where one process fails alone nothing can be agreed on any more:
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from stages.dist.agree import Voices
 from stages.errors import UserError
-from stages.param_types import Sharding
 from stages.params import Run
 from stages.step.batches import Batch
 from stages.train.checkpoint import CheckpointStore, Unfinished
 from stages.train.guards import refuse_broken_weights
 from stages.train.place import held_alone
-from stages.train.resume import Checkpoints
+from stages.train.resume import Checkpoints, opened
 from stages.train.signals import Stop, Stopped
 from stages.train.snapshot import Running, cut_of
 
@@ -119,16 +118,25 @@ class SharedCheckpoints(Checkpoints):
             )
 
 
-@contextmanager
-def opened_together(
-    directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None], voices: Voices, sharding: Sharding
-) -> Iterator[Checkpoints]:
-    """As `resume.opened`, for a run of several processes, all of which call this; the first holds the directory.
+def opened_by_all(
+    directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None], voices: Voices, sharding: str
+) -> AbstractContextManager[Checkpoints]:
+    """As `resume.opened`, for a run of one process or of several, all of which call this.
 
     Raises:
         UserError: another run works there, or the disk refused.
         Stopped: that was asked for; the user was told.
     """
+    if voices.size == 1:
+        return opened(directory, run=run, stop=stop, told=told)
+    return _opened_together(directory, run, stop, told, voices, sharding)
+
+
+@contextmanager
+def _opened_together(
+    directory: Path, run: Run, stop: Stop, told: Callable[[str], None], voices: Voices, sharding: str
+) -> Iterator[Checkpoints]:
+    """Of several processes the first holds the directory."""
     with held_alone(directory, told) if voices.leads else nullcontext():
         voices.each(0)  # From here on the first process holds the directory.
         store = CheckpointStore(directory, run.keep_checkpoints, told, voices)

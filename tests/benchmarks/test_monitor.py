@@ -11,6 +11,7 @@ from tests.small_model import CPU
 
 def test_a_quick_run_measures_every_size(monkeypatch):
     monkeypatch.setattr(monitor, "SIZES", monitor.SIZES[:1])
+    monkeypatch.setattr(monitor, "STEPS_A_ROUND", 1)
     measured = monitor.measure(quick=True)
     assert [row["model"] for row in measured.rows] == [size.name for size in monitor.SIZES]
     assert all(math.isfinite(row[key]) for row in measured.rows for key in ("step_ms", "looks_us", "causes_us"))

@@ -10,7 +10,8 @@ import torch
 
 from stages.dist.shard import ShardSpec, make_team
 from stages.dist.world import World
-from stages.model.load import hollow_model, load_model, read_config
+from stages.model.config import read_config
+from stages.model.load import hollow_model, load_model
 from stages.step.batches import Batch, collate, idle_batch
 from stages.step.offload import DiskStore, Offload
 from stages.step.optim import OptimSpec, build_optimizer
@@ -82,7 +83,8 @@ def dealt(case: Case, world: World) -> tuple[list[Batch], int]:
 def learn(case: Case, world: World) -> Outcome:
     """Train as the case says."""
     model_spec = spec_of(**case.model)
-    sharing = ShardSpec(mode=case.mode, group_gpus=case.group_gpus)  # type: ignore[arg-type]
+    away = case.optim.get("offload") == "parameters"
+    sharing = ShardSpec(mode=case.mode, group_gpus=case.group_gpus, offload_weights=away)  # type: ignore[arg-type]
     directory = Path(case.directory)
     if sharing.reads_weights(world, model_spec.method):
         model = load_model(directory, model_spec, CPU)

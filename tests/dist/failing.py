@@ -5,6 +5,7 @@ first run alone: a file beside the checkpoints says that it has.
 """
 
 import os
+import resource
 import runpy
 import signal
 import time
@@ -17,6 +18,8 @@ from stages.train.recover import Ending
 
 VARIABLE = "LEAN_FINETUNE_FAULT"
 MET = Path("fault-was-met")
+FILE_BYTES = 1024
+"""Less than any output or part of a checkpoint."""
 
 
 def _meet(kind: str) -> None:
@@ -25,7 +28,10 @@ def _meet(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "memory":
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
-    time.sleep(1e6)  # "hangs"
+    if kind == "disk":  # As under a quota: from here on its files cannot grow.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
+    if kind == "hangs":
+        time.sleep(1e6)
 
 
 def _with_fault(step: Any) -> Any:

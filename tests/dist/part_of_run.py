@@ -1,6 +1,9 @@
 """A short run that is stopped after a step, or goes on from where it was stopped, on as many processes as there are."""
 
+import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,9 @@ from stages.train.together import SharedCheckpoints
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
 
+FILE_BYTES = 1024
+"""Less than a part of any checkpoint here."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartOfRun:
@@ -38,7 +44,7 @@ class PartOfRun:
     stop_after: int | None = None
     """A step after which the last process alone is asked to stop."""
     full_disk_rank: int | None = None
-    """A process that cannot write its part of any checkpoint."""
+    """A process whose files may not grow, as under a quota: it cannot write its part of any checkpoint."""
     every_step: bool = False
     """Make a checkpoint after each step."""
 
@@ -53,7 +59,23 @@ def job_of(part: PartOfRun, world: World) -> TrainJob:
         idle = replace(step[0], rows=np.empty(0, np.int32), supervised=0)
         full = [*step, *[idle] * (-len(step) % world.size)]
         dealt += [replace(one, rank=number % world.size) for number, one in enumerate(full)]
-    return replace(job, plan=Plan.of(dealt, ranks=world.size), world=world, sharing=ShardSpec(mode=part.mode))  # type: ignore[arg-type]
+    return replace(job, plan=Plan.of(dealt, ranks=world.size), world=world, sharing=sharing_of(part.mode))
+
+
+def sharing_of(mode: str) -> ShardSpec:
+    """The mode; `hsdp` in groups of two."""
+    return ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None)  # type: ignore[arg-type]
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process may have more than a few bytes inside."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
 def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
@@ -70,24 +92,19 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
         def is_due(self) -> bool:
             return part.every_step
 
-        def _write(self, run: Running) -> Any:
-            unfinished = super()._write(run)
-            if world.rank == part.full_disk_rank:
-                self._failed = True
-                self._warn(UserError("disk is full"))
-            return unfinished
-
     store = CheckpointStore(directory / "kept", 2, said.append, Voices(world, CPU))
-    keeper = Asked(store, seconds=None, stop=stop, told=said.append, cut=cut_of(world.size, part.mode))  # type: ignore[arg-type]
+    keeper = Asked(store, seconds=None, stop=stop, told=said.append, cut=cut_of(world.size, sharing_of(part.mode).cut))
     first_step = keeper.first_step
+    job = job_of(part, world)
     try:
-        result = train(job_of(part, world), make_meter(CPU), keeper)
+        with full_disk() if world.rank == part.full_disk_rank else nullcontext():
+            result = train(job, make_meter(CPU), keeper)
+            keeper.wait()
     except Stopped:
         keeper.wait()
         return {"first_step": first_step, "said": said, "stopped_at": store.last_step()}
     except UserError as error:
         return {"first_step": first_step, "said": said, "error": str(error)}
-    keeper.wait()
     weights = {name: tensor.clone() for name, tensor in result.team.whole()}
     path = directory / f"weights-{part.stop_after}-{world.size}.safetensors"
     if world.leads:

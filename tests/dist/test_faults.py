@@ -77,6 +77,7 @@ def run_with(fault: str, root: Path) -> tuple[int, list[str], float]:
 TOLD = {
     "memory": r"error: .*(memory|max_tokens).*",
     "killed": r"error: hardware\.num_gpus: process 1 ended by SIGKILL; .*the same command goes on from the last .*",
+    "disk": r"error: .*File too large.*free space, then rerun.*",
     "hangs": (
         rf"error: run\.rank_timeout_seconds: .* process 0 of 2 waited {TIMEOUT_SECONDS} s in phase \w+ of "
         rf"optimizer step {STEP}; .*; the one that did not come: process 1"
@@ -85,17 +86,21 @@ TOLD = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["killed", pytest.param("memory", marks=pytest.mark.slow), pytest.param("hangs", marks=pytest.mark.slow)]
+    ("kind", "rank"),
+    [
+        ("killed", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("memory", 1), ("hangs", 1), ("disk", 0))),
+    ],
 )
-def test_one_process_fails_and_the_same_command_goes_on(copy: Path, kind: str):  # noqa: F811
+def test_one_process_fails_and_the_same_command_goes_on(copy: Path, kind: str, rank: int):  # noqa: F811
     """The others would wait for ever, each with a traceback of its own."""
     planned(copy, 2, "zero3", run__rank_timeout_seconds=TIMEOUT_SECONDS, run__checkpoint_seconds=1e-6)
-    status, said, seconds = run_with(f"{kind} 1 {STEP}", copy)
+    status, said, seconds = run_with(f"{kind} {rank} {STEP}", copy)
     assert status == 1 and seconds < ENDS_SECONDS
     faults = [line for line in said if line.startswith("error: ")]
     assert len(faults) == 1 and re.fullmatch(TOLD[kind], faults[0]), said
     assert not [line for line in said if "Traceback" in line]
-    status, said, _ = run_with(f"{kind} 1 {STEP}", copy)
+    status, said, _ = run_with(f"{kind} {rank} {STEP}", copy)
     assert status == 0, said
     assert any(line.startswith("train: resumed at optimizer step ") for line in said)
     assert [int(row["step"]) for row in curve(copy)] == list(range(len(curve(copy))))

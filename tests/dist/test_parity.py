@@ -237,3 +237,26 @@ def test_activations_in_a_file_change_no_bit(small_llama: Path, pair: Group, mod
     alone = learn(replace(case, mode="none", sizes=(4, 4), offload=True), ALONE).sent_bytes
     other = pair.ask("sent_by_all", {**asdict(replace(case, offload=True))})
     assert other == alone > 0
+
+
+HOST_CASES = [
+    *product(("ddp", "zero1", "zero2", "zero3"), ("full", "lora"), ("optimizer",)),
+    *product(("zero3",), METHODS, ("parameters",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "place"),
+    [
+        case
+        if case in (("zero1", "full", "optimizer"), ("zero3", "full", "parameters"))
+        else pytest.param(*case, marks=pytest.mark.slow)
+        for case in HOST_CASES
+    ],
+)
+def test_the_host_changes_no_bit(small_llama: Path, pair: Group, mode, method, place):
+    """Updates of parts, or parts and their gradients, that lose something on the way to the host."""
+    case = Case(directory=str(small_llama), mode=mode, sizes=IDLE, steps=5, model={"method": method, "grad_ckpt": True})
+    here, there = pair.learn(case), pair.learn(replace(case, optim={"offload": place}))
+    assert there["losses"] == here["losses"] and there["norms"] == here["norms"]
+    assert all(torch.equal(there["weights"][name], weight) for name, weight in here["weights"].items())

@@ -106,6 +106,24 @@ def test_state_that_is_a_parts_alone_is_refused_elsewhere(small_llama: Path, tmp
     assert told.startswith("hardware.num_gpus: a checkpoint of ") and "got 1 for 2; go on with those" in told
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["hsdp", "zero3", "ddp", "none"])
+def test_groups_that_hold_the_same_go_on(small_llama: Path, tmp_path: Path, pair: Group, then: str):
+    """Each row is kept once, by the first group; the same four processes go on to the bit, fewer to rounding."""
+    with group_of(4) as four:
+        if then != "hsdp":
+            fewer = pair if then != "none" else None
+            check_recut(small_llama, tmp_path, (four, "hsdp"), (fewer, then))
+            return
+        whole = Runner(small_llama, tmp_path / "whole").part(four, "hsdp")
+        parts = Runner(small_llama, tmp_path / "parts")
+        assert parts.part(four, "hsdp", stop_after=2)["stopped_at"] == 2
+        ended = parts.part(four, "hsdp")
+    assert ended["first_step"] == 2 and ended["losses"] == whole["losses"]
+    found, expected = learnt(ended), learnt(whole)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_of_one_process_costs_a_checkpoint_only(small_llama: Path, tmp_path: Path, pair: Group, rank: int):
     """A checkpoint that lacks a part must not get a name, and training goes on."""

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from stages.estimate import advice, switches, what_fits
-from stages.estimate.advice import Remedy, advise
+from stages.estimate import advice, options, switches, what_fits
+from stages.estimate.advice import Confirm, Remedy, advise
 from stages.estimate.devices import resolve_gpu
 from stages.estimate.kernels import target_of
 from stages.estimate.neighbours import lighter_activations, lighter_state
@@ -50,8 +50,9 @@ def peak(run: Workload) -> int:
     return predict(run.config, run.setting, run.steps, TARGET).peak.bytes
 
 
-def ask(run: Workload, usable_bytes: int) -> list[Remedy]:
-    return advise(run, Costs(run, H100, TARGET), TARGET, usable_bytes=usable_bytes, native_bf16=True, progress=False)
+def ask(run: Workload, usable_bytes: int, confirm: Confirm | None = None) -> list[Remedy]:
+    costs = Costs(run, H100, TARGET)
+    return advise(run, costs, TARGET, usable_bytes=usable_bytes, native_bf16=True, progress=False, confirm=confirm)
 
 
 def changes(remedy: Remedy) -> set[str]:
@@ -104,12 +105,12 @@ def test_what_is_advised_fits_and_the_least_harmful_comes_first():
     found = ask(run, usable)
     assert found and all(remedy.peak_bytes <= usable for remedy in found)
     assert found[0].effect == "changes nothing that is learnt"
-    effects = [advice.EFFECTS.index(remedy.effect) for remedy in found]
+    effects = [options.EFFECTS.index(remedy.effect) for remedy in found]
     assert effects == sorted(effects)
     for one in found:
         assert not any(changes(other) < changes(one) for other in found)
-    same = [remedy.slowdown for remedy in found if remedy.effect == advice.EFFECTS[0]]
-    assert same == pytest.approx(sorted(same), abs=2 * advice.SAME_SPEED)
+    same = [remedy.slowdown for remedy in found if remedy.effect == options.EFFECTS[0]]
+    assert same == pytest.approx(sorted(same), abs=2 * options.SAME_SPEED)
 
 
 def test_the_optimizer_on_the_host_is_offered_where_its_state_is_large():
@@ -123,7 +124,7 @@ def test_the_optimizer_on_the_host_is_offered_where_its_state_is_large():
     costs = Costs(run, H100, TARGET)
     assert costs.slowdown(replace(run, setting=changed)) > 1.5
     remedy = next(one for one in ask(run, peak(replace(run, setting=changed))) if flags[0] in one.flags)
-    assert remedy.effect == advice.EFFECTS[0] and remedy.slowdown > 1.5
+    assert remedy.effect == options.EFFECTS[0] and remedy.slowdown > 1.5
 
 
 def test_a_remedy_is_the_prediction_of_the_run_it_names():
@@ -138,6 +139,20 @@ def test_a_remedy_is_the_prediction_of_the_run_it_names():
         changed = replace(run, setting=replace(run.setting, model=model, loss_chunk=chunk))
         assert peak(changed) == remedy.peak_bytes
         assert remedy.command == "dvc exp run " + " ".join(f"-S {flag}" for flag in remedy.flags)
+
+
+def test_what_is_not_confirmed_is_not_offered():
+    """A line that fits by its tensors alone; a search that holds hundreds of runs against the device."""
+    run = workload(method="lora", loss_chunk=None)
+    asked: list[Workload] = []
+
+    def refuse_all_but_the_last(changed: Workload) -> int | None:
+        asked.append(changed)
+        return 1 if len(asked) == advice.MOST_CONFIRMED else None
+
+    found = ask(run, peak(run), refuse_all_but_the_last)
+    assert len(asked) == advice.MOST_CONFIRMED
+    assert [remedy.peak_bytes for remedy in found] == [1], "the peak that was confirmed is told"
 
 
 @pytest.mark.slow
@@ -156,7 +171,7 @@ def test_states_alone_rule_out_and_shorter_rows_are_the_last_resort(monkeypatch)
     usable = costs.least_bytes(replace(run.setting, offload="optimizer")) - MIB // 8
     found = ask(run, usable)
     assert "full" not in traced and len(traced) <= advice.MOST_TRACES
-    assert found and all(remedy.effect == advice.EFFECTS[advice.OTHER_WEIGHTS] for remedy in found)
+    assert found and all(remedy.effect == options.EFFECTS[options.OTHER_WEIGHTS] for remedy in found)
 
 
 def test_nothing_is_advised_where_nothing_fits():
@@ -168,7 +183,7 @@ def test_the_budgets_flag_is_the_one_that_the_mode_heeds():
     """bucket.max_tokens lowered where fixed_rows decide."""
 
     def flags(**changes: Any) -> list[str]:
-        return [flag for option in advice._budgets(workload(**changes)) for flag in option.flags]
+        return [flag for option in options.budgets_of(workload(**changes)) for flag in option.flags]
 
     assert flags()[:2] == ["bucket.max_tokens=512", "bucket.max_tokens=256"]
     assert flags()[2:4] == ["data.max_length=128", "bucket.max_tokens=128"]

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from stages.dist.shard import ShardSpec
 from stages.errors import UserError
 from stages.estimate.devices import precision_on, resolve_gpu
 from stages.estimate.explain import host_state_bytes
+from stages.estimate.fake_team import Sharing
+from stages.estimate.neighbours import parts_away
 from stages.estimate.predict import Setting, predict
 from stages.estimate.replay import Replay, replay
 from stages.estimate.step_units import StepKind, step_units
@@ -148,6 +151,14 @@ def test_llama_8b_full_fits_24_gb_with_updates_in_backward_on_the_host():
         offload="optimizer",
     )
     assert 17.9 < peak_gib(LLAMA_3_1_8B, setting, "RTX-4090", 128) < 18.0 < memory_gib("RTX-4090")
+
+
+def test_llama_8b_full_takes_6_gib_of_each_gpu_with_its_parts_on_the_host():
+    """FSDP2 with CPU offload: nothing that stays is on a GPU, only layers that compute, activations and the ends."""
+    alone = setting_of(method="full", precision="bf16", grad_ckpt=True)
+    spec = ShardSpec(mode="zero3")
+    shared = replace(alone, sharing=Sharing(spec=spec, gpus=8, several_turns=False))
+    assert round(peak_gib(LLAMA_3_1_8B, parts_away(shared), "A100-80GB", 2048), 1) == 5.9
 
 
 def test_the_basic_three_save_more_than_half():

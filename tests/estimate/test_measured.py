@@ -16,7 +16,7 @@ from stages.estimate.predict import Setting, predict
 from stages.estimate.shapes import TracedSteps
 from stages.estimate.states import host_lines, model_shapes
 from stages.estimate.trace import MemoryTrace
-from stages.model.load import read_config
+from stages.model.config import read_config
 from stages.step.master import MasterWeights
 from stages.step.optimizers import OPTIMIZERS, device_state
 from stages.train.measure import make_meter
@@ -85,6 +85,8 @@ def test_prediction_holds_for_joined_rows(small_llama, method, grad_ckpt, optimi
 
 
 POLICIES = [
+    {"method": "lora", "lora_dropout": 0.1},  # The random generator's state is kept for each layer.
+    {"method": "int8_lora", "lora_dropout": 0.1},
     {"method": "lora", "grad_ckpt_policy": "every_n"},
     {"method": "full", "grad_ckpt_policy": "selective"},
     {"method": "lora", "grad_ckpt_policy": "selective"},

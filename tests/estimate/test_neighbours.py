@@ -36,6 +36,22 @@ def test_another_method_leaves_behind_what_it_excludes(changes, flags):
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.parametrize(
+    ("changes", "method", "flags"),
+    [
+        ({"quant_type": "fp4", "double_quant": False}, "lora", ("train.quant.type=nf4", "train.quant.double=true")),
+        ({"lora_dropout": 0.1, "lora_rslora": True}, "full", ("train.lora.dropout=0.0", "train.lora.rslora=false")),
+        ({"lora_dropout": 0.1, "lora_rslora": True}, "lora", ()),
+    ],
+    ids=str,
+)
+def test_what_another_method_does_not_read_is_put_back(changes, method, flags):
+    """Advice to set a flag beside which another one would be refused as without effect."""
+    found, told = with_method(setting_of(method="qlora", **changes), method)
+    assert told == (f"train.method={method}", *flags)
+    assert found == setting_of(method=method, **({} if flags else changes))
+
+
 def test_another_type_leaves_master_weights_behind():
     found, told = with_precision(setting_of(method="full", precision="bf16", master_weights=True), "fp32")
     assert found == setting_of(method="full") and told == ("train.precision=fp32", "train.master_weights=false")

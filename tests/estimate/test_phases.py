@@ -12,7 +12,8 @@ from stages.estimate.phases import Surroundings, generation_shapes, note_of_aski
 from stages.estimate.predict import predict
 from stages.estimate.trace import Peak
 from stages.evaluate.generate import Prompt, greedy_answers
-from stages.model.load import load_model, read_config
+from stages.model.config import read_config
+from stages.model.load import load_model
 from stages.step.batches import Batch, BatchShape
 from stages.step.limits import Limits
 from stages.step.loss import summed_loss, token_losses

@@ -40,6 +40,7 @@ def config_of(kind: type[PretrainedConfig] = LlamaConfig, layers: int = LAYERS, 
     return kind(**sizes)
 
 
+SINGLE_PLAN = ((PLAN[0][0],), (PLAN[0][1],))
 JOINED_PLAN = (
     (joined((300, 200, 77, 9), 400), joined((123,) * 9, 65)),
     (joined((901, 33, 2), 200), joined((5,) * 900, 64)),
@@ -47,15 +48,21 @@ JOINED_PLAN = (
 
 
 def case_of(
-    *, gpu: str = "H100", kind: type[PretrainedConfig] = LlamaConfig, ties: bool = True, plan: Any = PLAN, **values: Any
+    *,
+    gpu: str = "H100",
+    kind: type[PretrainedConfig] = LlamaConfig,
+    ties: bool = True,
+    plan: Any = PLAN,
+    depths: tuple[int, ...] = (3, 4, 5),
+    **values: Any,
 ) -> Any:
     """A model of runs fitted to shallow traces, the plan's units, and its direct trace through every layer."""
     plain: dict[str, Any] = {"method": "qlora", "precision": "bf16", "grad_ckpt": True, "loss_chunk": CHUNK}
     values = plain | values
     setting, target = setting_of(**values), gpu_target(gpu)
-    config = config_of(kind, tie_word_embeddings=ties)
+    config = config_of(kind, depths[-1] + depths[1] - depths[0], tie_word_embeddings=ties)
     worst = WORST if plan is PLAN else plan[:1]
-    shallow = [(depth, trace_origins(with_layers(config, depth), setting, worst, target)) for depth in (3, 4, 5)]
+    shallow = [(depth, trace_origins(with_layers(config, depth), setting, worst, target)) for depth in depths]
     model = fit_run(config, setting, target, shallow, [batch for step in plan for batch in step])
     units = [step_units(step, kind_of(setting)) for step in plan]
     return model, units, record(config, setting, target, plan)
@@ -72,6 +79,7 @@ def canonical(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 CASES: dict[str, dict[str, Any]] = {
     "qlora": {"optimizer": "adamw_8bit"},
     "full": {"method": "full", "grad_ckpt": False},
+    "full in backward": {"method": "full", "optimizer_in_backward": True, "max_grad_norm": None, "plan": SINGLE_PLAN},
 }
 SLOW_CASES: dict[str, dict[str, Any]] = {
     "lora without checkpoints": {"method": "lora", "grad_ckpt": False},
@@ -79,6 +87,7 @@ SLOW_CASES: dict[str, dict[str, Any]] = {
     "full with checkpoints": {"method": "full", "optimizer": "adamw_8bit", "ties": False},
     "T4 lora": {"gpu": "T4", "method": "lora", "precision": "fp32", "loss_chunk": None},
     "T4 full": {"gpu": "T4", "method": "full", "precision": "fp32", "loss_chunk": None},
+    "every other layer recomputed": {"method": "lora", "grad_ckpt_policy": "every_n", "depths": (4, 6, 8)},
     "Qwen2 qlora": {"kind": Qwen2Config, "ties": False},
     "Qwen2 full": {"kind": Qwen2Config, "method": "full", "loss_chunk": None},
     "Gemma lora": {"kind": GemmaConfig, "method": "lora"},
@@ -102,7 +111,7 @@ def test_the_stitched_events_are_those_of_a_direct_trace(case):
 
 @pytest.mark.parametrize(
     "values",
-    [*(pytest.param(CASES[name], id=name) for name in ("full",))]
+    [*(pytest.param(CASES[name], id=name) for name in ("full", "full in backward"))]
     + [pytest.param(values, id=name, marks=pytest.mark.slow) for name, values in SLOW_CASES.items()],
 )
 def test_so_they_are_in_other_settings_and_models(values):

@@ -10,9 +10,11 @@ import pytest
 from transformers import LlamaConfig
 
 from stages.estimate import predict as traced
+from stages.estimate.explain import closed_form
+from stages.estimate.neighbours import parts_away
 from stages.estimate.predict import predict
 from stages.estimate.states import model_shapes
-from stages.model.load import read_config
+from stages.model.config import read_config
 from tests.dist.group import Group, group_of
 from tests.estimate.common import CPU_TARGET, gpu_target
 from tests.estimate.ranks import STEPS, shared_setting
@@ -82,28 +84,59 @@ DEEP = LlamaConfig(
     ("mode", "method"),
     [
         ("zero3", "full"),
+        ("zero1", "full"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("ddp", "full"), ("zero2", "full"), ("hsdp", "full"), ("zero3", "qlora"))
+            for case in product((*MODES, "hsdp"), ("full", "lora", "qlora"))
+            if case not in (("zero3", "full"), ("zero1", "full"))
         ),
     ],
 )
 def test_a_few_layers_tell_of_all(monkeypatch: pytest.MonkeyPatch, mode, method):
-    """Gathers that a layer's window does not see, or that differ with depth."""
+    """Gathers that a layer's window does not see, or differ with depth; owners by the few layers alone."""
     setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
     found = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET)
     assert found.layers_traced.startswith("models of 3, 4, 5 layers")
     monkeypatch.setattr(traced, "find_repetition", lambda *args: (None, "all"))
     whole = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET)
-    assert {phase: peak.bytes for phase, peak in found.by_phase.items()} == {
-        phase: peak.bytes for phase, peak in whole.by_phase.items()
-    }
+    assert found.by_phase == whole.by_phase
 
 
-def states(mode: str, gpus: int) -> dict[str, int]:
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3"])
+def test_what_stays_is_told_of_one_gpu(mode):
+    """States of the whole model beside the peak of a GPU that holds a part of them."""
+    setting = shared_setting(mode, 4, "one turn", method="full", grad_ckpt=True)
+    held = predict(DEEP, setting, STEPS["one turn"], CPU_TARGET).by_phase["clip"].by_category
+    said: dict[str, int] = {}
+    for line in closed_form(DEEP, setting, CPU_TARGET):
+        said[line["category"]] = said.get(line["category"], 0) + line["bytes"]
+        divided = line["category"] == "optimizer" or (mode != "zero1" and line["why"] != "buffers")
+        assert ("divided among 4 GPUs" in line["why"]) == divided
+    whole_tensors = mode == "zero1"  # A GPU's tensors are more or less than an equal part.
+    assert said["optimizer"] == pytest.approx(held["optimizer"], rel=0.05 if whole_tensors else 1e-9)
+    assert said["weights"] == held["weights"]
+    assert whole_tensors or said["gradients"] == held["gradients"]
+
+
+@pytest.mark.parametrize(("mode", "method"), [("zero3", "full"), pytest.param("hsdp", "qlora", marks=pytest.mark.slow)])
+def test_parts_on_the_host_take_nothing_of_the_device(mode, method):
+    """Parts, gradients or state counted where they are not; or a part's copy on its way counted nowhere."""
+    setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
+    here = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET).by_phase
+    there = predict(DEEP, parts_away(setting), STEPS["two turns"], CPU_TARGET).by_phase
+    stay = ("activations", "inputs", "logits", "quantisation_state", "sharding")
+    for phase in ("forward", "clip", "optimizer"):
+        held, left = here[phase].by_category, there[phase].by_category
+        assert [held.get(name, 0) for name in stay] == pytest.approx([left.get(name, 0) for name in stay], abs=64)
+        assert left.get("weights", 0) <= 0.001 * held["weights"] and not {"adapters", "optimizer"} & left.keys()
+    # Of gradients, those on their way.
+    assert there["backward"].by_category["gradients"] <= here["backward"].by_category["gradients"]
+
+
+def states(mode: str, gpus: int, steps: str = "one turn") -> dict[str, int]:
     """What the update holds, by category."""
-    setting = shared_setting(mode, gpus, "one turn", method="full", grad_ckpt=True)
-    return dict(predict(DEEP, setting, STEPS["one turn"], CPU_TARGET).by_phase["clip"].by_category)
+    setting = shared_setting(mode, gpus, steps, method="full", grad_ckpt=True)
+    return dict(predict(DEEP, setting, STEPS[steps], CPU_TARGET).by_phase["clip"].by_category)
 
 
 def test_states_of_a_gpu_fall_as_published():
@@ -111,12 +144,13 @@ def test_states_of_a_gpu_fall_as_published():
     W, N = model_shapes(DEEP).values * 4, 8
     whole = states("ddp", N)
     assert whole["weights"] == pytest.approx(W, rel=1e-3) and whole["optimizer"] == pytest.approx(2 * W, rel=1e-3)
-    assert whole["sharding"] == pytest.approx(W, rel=1e-3)  # DDP's buckets are the gradients.
+    for held in (whole, states("ddp", N, "two turns")):  # Once, however many micro-batches add to them.
+        assert held["gradients"] == pytest.approx(W, rel=1e-3) and not held.get("sharding")
     assert states("zero1", N)["optimizer"] == pytest.approx(2 * W / N, rel=0.05)
     for gpus in (N, 32):
         parts = states("zero3", gpus)
-        held = sum(parts[category] for category in ("weights", "gradients", "optimizer"))
-        assert held == pytest.approx(4 * W / gpus, rel=0.05)
+        states_of_part = sum(parts[category] for category in ("weights", "gradients", "optimizer"))
+        assert states_of_part == pytest.approx(4 * W / gpus, rel=0.05)
 
 
 def test_the_model_is_never_whole_on_a_gpu_under_zero3():
@@ -130,7 +164,7 @@ def test_the_model_is_never_whole_on_a_gpu_under_zero3():
 
 
 def test_eight_small_cards_hold_no_more_under_ddp_but_do_under_zero3():
-    """The case of a 7B model in 4 bits on 8 × P4: DDP does not lower what a card holds, it adds to it."""
+    """The case of a 7B model in 4 bits on 8 × P4: DDP does not lower what a card holds."""
     card = gpu_target("P4")
     steps = STEPS["two turns"]
 
@@ -141,5 +175,5 @@ def test_eight_small_cards_hold_no_more_under_ddp_but_do_under_zero3():
         return found.peak.bytes - card.constant_bytes, found.by_phase["clip"].bytes - card.constant_bytes
 
     one, ddp, zero3 = held("none", 1), held("ddp", 8), held("zero3", 8)
-    assert ddp[0] > one[0] and ddp[1] >= one[1]
+    assert ddp[0] >= one[0] and ddp[1] >= one[1]
     assert zero3[1] < 0.6 * one[1]

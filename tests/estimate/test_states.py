@@ -16,7 +16,8 @@ from stages.estimate.states import (
     state_bytes,
     state_lines,
 )
-from stages.model.load import fake_model, load_model, read_config
+from stages.model.config import read_config
+from stages.model.load import fake_model, load_model
 from stages.model.quantize import quantisation_tensors
 from stages.step.master import MasterWeights
 from stages.step.optim import build_optimizer

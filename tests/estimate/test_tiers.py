@@ -30,9 +30,10 @@ def trace():
 def test_each_tier_holds_the_one_below(trace):
     """A process predicted to take less than its tensors."""
     tensors = predict(CONFIG, SETTING, STEPS, gpu_target("H100"))
-    for found in tiers(trace, 80 * GIB).values():
+    for found in tiers(trace, 80 * GIB, margin_bytes=7).values():
         assert tensors.peak.bytes <= found["reserved_bytes"] < found["process_bytes"]
         assert found["process_bytes"] == found["reserved_bytes"] + CONTEXT_BYTES
+        assert found["process_margin_bytes"] == 7
         assert max(found["reserved_by_phase"].values()) == found["reserved_bytes"]
         for phase, peak in tensors.by_phase.items():
             assert peak.bytes <= found["reserved_by_phase"][phase]

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, MixtralConfig
 from stages.errors import UserError
 from stages.estimate.predict import Prediction, predict
 from stages.estimate.trace import LOGITS, WORKSPACE, MemoryTrace, OpRules
-from stages.model.load import read_config
+from stages.model.config import read_config
 from stages.step.loss import summed_loss
 from tests.estimate.common import CPU_TARGET, gpu_target, joined, setting_of, shape
 

@@ -9,7 +9,7 @@ from stages.bucket.worst import memory_figures, worst_micro_batches, worst_steps
 from stages.errors import UserError
 from stages.estimate.predict import predict
 from stages.estimate.shapes import halved, longest_row, traced_steps
-from stages.model.load import read_config
+from stages.model.config import read_config
 from stages.step.batches import BatchShape, refuse_other_tokens
 from tests.estimate.common import CPU_TARGET, joined, plan_of, setting_of, shape
 

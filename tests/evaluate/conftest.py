@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from stages.evaluate.compare import Questions
+from stages.evaluate.generate import choose_prompts
 from stages.files import sha256_file, write_json
 from stages.model.adapters import add_adapters, save_adapter
 from stages.model.load import load_base
@@ -62,6 +64,22 @@ def heldout_rows() -> list[Row]:
             spans = [1, 3, *spans]
         rows.append(([*prompt, *answer, 20], spans, ("sums", "dates", None)[number % 3]))
     return rows
+
+
+def questions_of(rows: TokenRows, prompts: int) -> Questions:
+    """All rows for their loss, and so many of them for their answers."""
+    chosen, too_long = choose_prompts(
+        rows, prompts, max_length=64, max_prompt_tokens=None, max_new_tokens=4, special={EOS}
+    )
+    return Questions(
+        rows=rows,
+        loss_rows=list(range(len(rows))),
+        prompts=chosen,
+        unanswerable_rows=too_long,
+        special={EOS},
+        eos_id=EOS,
+        pad_id=PAD,
+    )
 
 
 @pytest.fixture(scope="session")

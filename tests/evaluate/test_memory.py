@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stages.evaluate.compare import Questions, evaluate_models
-from stages.evaluate.generate import choose_prompts
+from stages.evaluate.compare import evaluate_models
 from stages.model.load import load_base, load_model
 from stages.model.merge import MERGED, write_merged
 from stages.model.spec import ModelSpec
@@ -22,25 +21,12 @@ from stages.step.tokens import TokenRows
 from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.measure import make_meter
 from stages.train.save import Merge, save_full, save_tuned
-from tests.evaluate.conftest import CPU, EOS, PAD, TOKENIZER_FILES, save_random_adapter, spec_of
+from tests.evaluate.conftest import CPU, PAD, TOKENIZER_FILES, questions_of, save_random_adapter, spec_of
 from tests.small_model import spec_of as model_spec_of
 
 MAX_TOKENS = 128
 """Padded tokens of a micro-batch, and of every batch that is asked."""
 NUMBERS = OptimSpec(name="adamw", lr=1e-3, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
-
-
-def questions_of(rows: TokenRows) -> Questions:
-    prompts, too_long = choose_prompts(rows, 9, max_length=64, max_prompt_tokens=None, max_new_tokens=4, special={EOS})
-    return Questions(
-        rows=rows,
-        loss_rows=list(range(len(rows))),
-        prompts=prompts,
-        unanswerable_rows=too_long,
-        special={EOS},
-        eos_id=EOS,
-        pad_id=PAD,
-    )
 
 
 def train_and_save(base: Path, spec: ModelSpec, chunk: int | None, rows: TokenRows, out: Path) -> dict[str, int]:
@@ -100,7 +86,7 @@ def test_nothing_after_training_takes_more_than_training_did(
             base_dir,
             tmp_path / "tuned",
             spec,
-            questions_of(rows),
+            questions_of(rows, 9),
             limits,
             device=CPU,
             progress=False,

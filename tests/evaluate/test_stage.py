@@ -11,14 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from stages.evaluate.__main__ import main
 from stages.evaluate.compare import Answers, Questions, evaluate_models
-from stages.evaluate.generate import choose_prompts
 from stages.evaluate.metrics import evaluate_metrics
 from stages.files import write_json
 from stages.model.load import load_base
 from stages.model.merge import MERGED, write_merged
 from stages.step.limits import Limits
 from stages.step.tokens import TokenRows
-from tests.evaluate.conftest import CPU, EOS, PAD, save_random_adapter, spec_of
+from tests.evaluate.conftest import CPU, EOS, questions_of, save_random_adapter, spec_of
 from tests.evaluate.test_heldout import losses_of
 from tests.token_files import Row, heldout, write_tokens
 from tests.workspace import invoke, lay_out, told
@@ -52,25 +51,12 @@ def evaluate(tokens: Path, locks: Path, tuned: Path):
     )
 
 
-def questions_of(rows) -> Questions:
-    prompts, too_long = choose_prompts(rows, 4, max_length=64, max_prompt_tokens=None, max_new_tokens=4, special={EOS})
-    return Questions(
-        rows=rows,
-        loss_rows=list(range(len(rows))),
-        prompts=prompts,
-        unanswerable_rows=too_long,
-        special={EOS},
-        eos_id=EOS,
-        pad_id=PAD,
-    )
-
-
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_the_base_is_judged_without_its_adapter(method, base_dir, rows, tmp_path):
     """An adapter left on would hide what training changed; an adapter left off would hide it too."""
     tuned = save_random_adapter(base_dir, method, tmp_path / method)
     spec = spec_of(method)
-    answers = evaluate_models(base_dir, tuned, spec, questions_of(rows), LIMITS, device=CPU, progress=False)
+    answers = evaluate_models(base_dir, tuned, spec, questions_of(rows, 4), LIMITS, device=CPU, progress=False)
     alone = losses_of(load_base(base_dir, spec, CPU, "sdpa").eval(), rows)
     np.testing.assert_allclose(answers["base"].row_losses, alone, rtol=1e-5)
     assert np.abs(answers["tuned"].row_losses - alone).min() > 1e-3
@@ -86,7 +72,7 @@ def test_full_fine_tuning_compares_two_models(base_dir, rows, tmp_path):
         parameter.data += 0.02 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "tuned")
     answers = evaluate_models(
-        base_dir, tmp_path / "tuned", spec, questions_of(rows), LIMITS, device=CPU, progress=False
+        base_dir, tmp_path / "tuned", spec, questions_of(rows, 4), LIMITS, device=CPU, progress=False
     )
     np.testing.assert_allclose(answers["tuned"].row_losses, losses_of(model.eval(), rows), rtol=1e-5)
     assert np.abs(answers["base"].row_losses - answers["tuned"].row_losses).min() > 1e-4
@@ -169,13 +155,23 @@ def test_an_adapter_that_gives_no_finite_loss_is_told_in_one_line(place, tokens_
     assert not Path("metrics/evaluate.json").exists()
 
 
-def test_out_of_memory_names_the_parameters_that_help(place, tokens_dir, locks_dir, adapter, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+    ],
+)
+@pytest.mark.parametrize("place_of_it", ["load_base", "row_losses"])
+def test_out_of_memory_names_the_parameters_that_help(
+    place, tokens_dir, locks_dir, adapter, monkeypatch, place_of_it, error
+):
     """A traceback after hours of training helps nobody."""
 
     def refuse(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
-    monkeypatch.setattr("stages.evaluate.compare.row_losses", refuse)
+    monkeypatch.setattr(f"stages.evaluate.compare.{place_of_it}", refuse)
     line = told(evaluate(tokens_dir, locks_dir, adapter))
     assert line.startswith("evaluate.max_tokens: the base model ran out of memory") and "generate_batch_rows=32" in line
 

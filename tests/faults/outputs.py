@@ -1,4 +1,4 @@
-"""What a stage leaves behind, as hashes to compare: all but the times."""
+"""What a stage leaves behind, as hashes to compare."""
 
 import csv
 import hashlib
@@ -7,16 +7,13 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 
 from tests.conftest import ROOT
+from tests.repeatable import OF_THE_PROCESS, repeatable
 
 STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
-TIME_LIKE = re.compile(r"(^|_)(seconds|per_second|rss|host|held|reserved|unused)(_|$)")
-"""Names of metrics and columns that two equal runs need not agree on: times, speeds, and what the system counts of a
-process's memory. (`allocated` and `measured` are counted tensor by tensor, and are equal.)"""
 ABSENT = "absent"
 PLACES_OF_WORK = ("scratch", "scratch/tokenize", "scratch/train", "scratch/train/running")
 """Directories that hold nothing once a run has ended well."""
@@ -35,40 +32,35 @@ def declared(stage: str) -> list[str]:
 
 
 def state(workspace: Path, stage: str) -> dict[str, str]:
-    """Declared path → hash of its content but for the times, or `ABSENT`."""
+    """Declared path → hash of its content but for what is of the process, or `ABSENT`."""
     return {path: digest(workspace / path) for path in declared(stage)}
 
 
 def digest(path: Path) -> str:
-    """Hash of a file, or of the names and files of a directory; times left out."""
+    """Hash of a file, or of the names and files of a directory; what is of the process left out."""
     if path.is_dir():
         inside = sorted(child for child in path.rglob("*") if not child.is_dir())
         content = "\n".join(f"{child.relative_to(path)} {digest(child)}" for child in inside).encode()
     elif path.is_file():
-        content = without_times(path)
+        content = repeatable_bytes(path)
     else:
         return ABSENT
     return hashlib.sha256(content).hexdigest()
 
 
-def without_times(path: Path) -> bytes:
-    """A file's bytes; those of JSON, CSV and the model card without what is named as a time."""
+def repeatable_bytes(path: Path) -> bytes:
+    """A file's bytes; those of JSON, CSV and the model card without what is of the process."""
     content = path.read_bytes()
     if path.suffix == ".json":
-        return json.dumps(_timeless(json.loads(content)), sort_keys=True).encode()
+        return json.dumps(repeatable(json.loads(content)), sort_keys=True).encode()
     if path.suffix == ".csv":
         rows = list(csv.DictReader(content.decode().splitlines()))
-        return json.dumps(_timeless(rows)).encode()
+        return json.dumps(repeatable(rows)).encode()
     if path.name == "MODEL_CARD.md":
         lines = content.decode().splitlines()
-        return "\n".join(line for line in lines if not any(map(TIME_LIKE.search, re.findall(r"\w+", line)))).encode()
+        kept = [line for line in lines if not any(map(OF_THE_PROCESS.search, re.findall(r"\w+", line)))]
+        return "\n".join(kept).encode()
     return content
-
-
-def _timeless(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _timeless(item) for key, item in value.items() if not TIME_LIKE.search(key)}
-    return [_timeless(item) for item in value] if isinstance(value, list) else value
 
 
 def listing(workspace: Path) -> list[str]:

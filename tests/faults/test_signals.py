@@ -7,15 +7,18 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import ROOT
 from tests.faults.outputs import state
 from tests.faults.stage_run import Ended, Fault, Runner
-from tests.faults.workspaces import Finished, changes_of, check_kept_or_new, check_rerun, put_old
+from tests.faults.workspaces import Finished, changes_of, check_kept_or_new, check_rerun, put_nothing, put_old
 from tests.processes import killed_after
 
 END_SECONDS = 10.0
+END_CPU_SECONDS = 0.5
+"""Of the process, once the user was told."""
 STAGES = ("pin_data", "pin_model", "tokenize", "bucket", "estimate", "evaluate", "report")
 
 
@@ -88,6 +91,30 @@ def test_a_signal_while_outputs_are_put_in_place(runner, quick, tmp_path, number
         check_told(ended, number)
         check_kept_or_new(workspace, "bucket", old, quick)
     check_rerun(runner, workspace, "bucket", quick)
+
+
+@pytest.mark.slow
+def test_a_training_that_was_told_to_stop_is_gone_at_once(quick, tmp_path):
+    """Seconds for taking torch's modules down, after the line that says it is over: a scheduler kills by then."""
+    workspace = quick.copy(tmp_path / "work")
+    put_nothing(workspace, "train")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "stages.train"], cwd=workspace, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        with killed_after(process):
+            while not list(workspace.glob("scratch/train/*/step-*")):
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.005)
+            process.send_signal(signal.SIGTERM)
+            while "stopped by SIGTERM" not in (line := process.stderr.readline()):
+                assert line, "it ended without a word"
+            told = psutil.Process(process.pid).cpu_times()
+            _, status, total = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 143
+    assert total.ru_utime + total.ru_stime - told.user - told.system < END_CPU_SECONDS
 
 
 @pytest.mark.parametrize("room", ["evaluate"])

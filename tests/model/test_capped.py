@@ -11,7 +11,8 @@ from benchmarks.estimate_cpu import FAMILIES, SMALL, WINDOW
 from stages.errors import UserError
 from stages.evaluate.generate import Prompt, greedy_answers
 from stages.model.attention import caps_scores, generation_attention, training_attention
-from stages.model.load import load_base, read_config, refuse_joined_rows
+from stages.model.config import read_config, refuse_joined_rows
+from stages.model.load import load_base
 from stages.step.limits import Limits
 from tests.small_model import CPU, VOCABULARY, spec_of
 

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stages.errors import UserError
 from stages.model.adapters import load_adapter, save_adapter
-from stages.model.load import fake_model, load_base, load_model, read_config, refuse_long_rows
+from stages.model.config import read_config, refuse_long_rows
+from stages.model.load import fake_model, hollow_model, load_base, load_model
 from stages.model.quantize import quantisation_tensors
 from tests.small_model import CPU, spec_of
 
@@ -112,9 +113,27 @@ def test_missing_weights_are_refused(small_llama: Path, tmp_path: Path):
         load_base(tmp_path, spec_of(method="full"), CPU)
 
 
-def test_unknown_adapter_target_names_the_known_ones(small_llama: Path):
-    with pytest.raises(UserError, match=r"train\.lora\.targets.*q_proj"):
-        load_model(small_llama, spec_of(method="lora", lora_targets=("qproj",)), CPU)
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("qproj",), r"got \['qproj'\]; known: .*q_proj"),
+        (("q_proj", "vproj"), r"got \['vproj'\]; known: .*v_proj"),  # peft takes the one and says nothing of the other.
+        (("mlp",), r"got \['mlp'\]; known: "),
+        (("input_layernorm",), r"got \['input_layernorm'\]; known: "),
+        (("embed_tokens",), r"got \['embed_tokens'\]; known: "),
+        (("q_proj", "lm_head"), r"lm_head shares its weight with the embedding"),
+    ],
+)
+@pytest.mark.parametrize("fake", [False, True], ids=["train", "estimate"])
+def test_targets_that_are_no_linear_layers_are_told(small_llama: Path, targets: tuple, message: str, fake: bool):
+    """A misspelt name beside a good one would train half of what was asked for, with a normal-looking loss."""
+    spec = spec_of(method="lora", lora_targets=targets)
+    with pytest.raises(UserError, match=rf"^train\.lora\.targets: .*{message}") as told:
+        if fake:
+            hollow_model(read_config(small_llama), spec, CPU)
+        else:
+            load_model(small_llama, spec, CPU)
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig
 
 from benchmarks.estimate_cpu import FAMILIES, SMALL, make_code_books, save_small
-from stages.model.load import load_base, read_config
+from stages.model.config import read_config
+from stages.model.load import load_base
 from stages.model.quantize import quantisation, quantisation_tensors
 from stages.train.host_peak import host_peak
 from stages.train.measure import make_meter

@@ -13,12 +13,11 @@ from ruamel.yaml import YAML
 
 from tests.pipeline.clone import Clone
 from tests.processes import TIMEOUT_SECONDS, killed_after
+from tests.repeatable import repeatable
 
 HERE = ("repro", "--force", "--single-item", "train")
 IN_A_COPY = ("exp", "run", "--temp", "--force", "--single-item", "train", "-S", "run.checkpoint_seconds=0.05")
 METRICS = "metrics/train.json"
-TIMES = ("second", "memory_by_phase", "host", "growth")
-"""In names of metrics that say how a run went, and not what came of it."""
 
 
 def kept(clone: Clone) -> set[str]:
@@ -64,11 +63,11 @@ def broken_off(
 
 
 def results(clone: Clone, revision: str) -> tuple[Any, dict[str, Any]]:
-    """Hash of the tuned weights, and the metrics without times, of a commit."""
+    """Hash of the tuned weights, and the metrics that equal runs agree on, of a commit."""
     yaml = YAML(typ="safe")
     lock, metrics = (yaml.load(clone.run("git", "show", f"{revision}:{name}")) for name in ("dvc.lock", METRICS))
     tuned = [out for out in lock["stages"]["train"]["outs"] if out["path"] == "data/tuned"]
-    return tuned, {key: value for key, value in metrics.items() if not any(part in key for part in TIMES)}
+    return tuned, repeatable(metrics)
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ def metrics() -> dict[str, dict[str, Any]]:
             "max_batch_rows": 25,
             "max_batch_length": 512,
             "padding_percent": 12.157,
+            "straggler_percent": 1.5,
         },
         "estimate": {
             "peak_bytes_predicted": peak,
@@ -102,6 +103,7 @@ def metrics() -> dict[str, dict[str, Any]]:
                 "optimizer": 70 * MIB,
             },
             "peak_measured_how": "torch.profiler memory events",
+            "growth": {"cause": "flat", "told": "flat: held_bytes grows by 0 bytes a step; nothing to do"},
             "device": "cpu",
             "trained_parameters": 184320,
             "tokens_per_second": 4000.5,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from ruamel.yaml import YAML
 
 from stages.estimate.explain import TIMELINE_COLUMNS
 from stages.files import write_csv, write_json
@@ -82,12 +83,30 @@ def test_the_page_names_what_was_trained_and_what_came_out(place):
         "| dropped rows | 3 (0.1 %): 1 had no answer within data.max_length, 2 repeated another row |",
         "| micro-batches | bucketed; at most 1,024 padded tokens, 25 rows, 512 tokens a row |",
         "| train.grad_ckpt | false |",
+        "| hardware.num_gpus | 1 |",
         "| gradients | 30 MiB | 25.0 % |",
         "| up to 64 tokens | 200 | 2.5 | 1.25 | 12.18 | 3.49 |",
         "| sums | 1 | 0 % | 100 % |",
     ):
         assert line in text
+    assert "waiting" not in text and "Measured peak of each" not in text
     assert text.index("up to 64") < text.index("over 512") < text.index("**all**")
+
+
+def test_several_gpus_are_told_apart(place):
+    """The most of any GPU alone, and no word of what they wait for each other."""
+    with open(place / "params.yaml") as file:
+        params = YAML().load(file)
+    params["hardware"]["num_gpus"], params["train"]["sharding"] = 2, "zero3"
+    with open(place / "params.yaml", "w") as file:
+        YAML().dump(params, file)
+    found = metrics()
+    found["train"]["peak_bytes_measured_by_rank"] = [125 * MIB, 120 * MIB]
+    write_inputs(place, found, [GENERATION])
+    _, text = report(place)
+    assert "| hardware.num_gpus | 2 |" in text and "| train.sharding | zero3 |" in text
+    assert "| waiting | 1.5 % of the GPUs' time, for the one with the most tokens |" in text
+    assert "Measured peak of each of 2 processes: 0.1221 GiB, 0.1172 GiB." in text
 
 
 def test_odd_text_cannot_break_the_page(place):
@@ -128,6 +147,15 @@ def test_questions_left_out_and_perplexities_without_a_number_are_shown(place):
     assert "(perplexity 12.18 before, – after)" in text
 
 
+def test_what_merging_cost_is_shown_where_it_was_asked(place):
+    """evaluate.merged: a model that is published merged, judged by its adapter's figures."""
+    assert "Merged into one model" not in report(place)[1]
+    found = metrics()
+    found["evaluate"] |= {"merged_loss": 1.7321, "merged_minus_tuned_loss": 0.0021, "merged_exact_match_percent": None}
+    write_inputs(place, found, [GENERATION])
+    assert "Merged into one model: loss 1.732, +0.0021 beside the adapter on its base." in report(place)[1]
+
+
 def test_samples_are_of_different_families(place):
     """Six samples of one task would show one sixth of the result."""
     names = [f"family{number:02}" for number in range(8)]
@@ -150,6 +178,11 @@ def test_a_refused_prediction_is_shown(place):
     """With estimate.enforce false the run goes on: the reader must still see that it was not expected to fit."""
     (place / "data/estimate/verdict.json").write_text('{"enforce": true, "refusal": "predicted peak 9 GiB exceeds 8"}')
     assert "Verdict: predicted peak 9 GiB exceeds 8." in report(place)[1]
+
+
+def test_what_memory_did_while_it_trained_is_shown(place):
+    """A leak that was warned of in a log which nobody reads."""
+    assert "Over the steps that were trained: flat: held_bytes grows by 0 bytes a step; " in report(place)[1]
 
 
 def test_what_a_gpu_reserves_is_shown_and_a_cpu_has_no_such_row(place):

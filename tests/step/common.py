@@ -37,6 +37,16 @@ def cut(sizes: list[int]) -> list[Batch]:
     return batches
 
 
+def join(sizes: list[int], padding: int = 0) -> list[Batch]:
+    """The eight rows of `cut`, joined by groups of these sizes, with padding behind each group."""
+    batches, start = [], 0
+    for size in sizes:
+        group = rows()[start : start + size]
+        batches.append(collate(group, sum(len(ids) for ids, _ in group) + padding, 0, flat=True))
+        start += size
+    return batches
+
+
 def run(
     directory: Path,
     batches: list[Batch],

@@ -20,11 +20,12 @@ from transformers import (
 
 from stages.errors import UserError
 from stages.model.attention import ATTENTION
-from stages.model.load import load_model, read_config, refuse_joined_rows
-from stages.step.batches import Batch, collate
+from stages.model.config import read_config, refuse_joined_rows
+from stages.model.load import load_model
+from stages.step.batches import collate
 from stages.step.loss import check_joined_rows, summed_loss, token_losses
 from tests.small_model import CPU, VOCABULARY, spec_of
-from tests.step.common import assert_equal, cut, rows, run
+from tests.step.common import assert_equal, cut, join, rows, run
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -46,16 +47,6 @@ CONFIGS = [
               max_position_embeddings=64, word_embed_proj_dim=32),
     GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64),
 ]  # fmt: skip
-
-
-def join(sizes: list[int], padding: int = 0) -> list[Batch]:
-    """The eight rows of `cut`, joined by groups of these sizes, with padding behind each group."""
-    batches, start = [], 0
-    for size in sizes:
-        group = rows()[start : start + size]
-        batches.append(collate(group, sum(len(ids) for ids, _ in group) + padding, 0, flat=True))
-        start += size
-    return batches
 
 
 def small(config: PretrainedConfig) -> torch.nn.Module:

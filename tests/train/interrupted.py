@@ -24,14 +24,13 @@ from stages.train.metrics import train_metrics
 from stages.train.resume import Checkpoints
 from stages.train.signals import Stop, Stopped
 from stages.train.snapshot import Running
+from tests.repeatable import repeatable
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens
 
 STEPS, MICRO_BATCHES, ROWS_A_BATCH = 5, 2, 3
 LEARNT = ("step", "epoch", "loss", "heldout_loss", "lr", "grad_norm", "tokens", "micro_batches")
 """Columns of the curves that say nothing of time, nor of memory."""
-OF_THE_PROCESS = ("seconds", "per_second", "memory_by_phase", "rss", "host", "growth")
-"""In names of metrics that say how a run went, and not what came of it."""
 NOISE_BYTES = {"adafactor": 1 << 14}
 """By so much two runs in one go differ as well. Adafactor makes scalars anew in each step; where a window frees one
 that was made outside, PyTorch's profiler may count what lay at that address in a window before."""
@@ -157,15 +156,15 @@ def finish(job: TrainJob, keeper: Checkpoints | None = None) -> Outcome:
     return Outcome(
         weights=[weight.view(-1).view(torch.uint8).numpy().tobytes() for weight in trained],
         curves=[{key: row.get(key) for key in LEARNT} for row in result.curves],
-        metrics={key: value for key, value in metrics.items() if not _is_noise(key)},
+        metrics={key: value for key, value in repeatable(metrics).items() if not _is_measured(key)},
         measured_bytes={**sizes, **measured.peak_bytes_by_phase, "all": measured.peak_bytes},
         noise_bytes=NOISE_BYTES.get(job.optim_spec.name, 0),
     )
 
 
-def _is_noise(name: str) -> bool:
-    """Whether a metric is of time or memory: measured bytes are compared apart."""
-    return any(part in name for part in (*OF_THE_PROCESS, "peak_", "measured_by_phase")) and name != "peak_measured_how"
+def _is_measured(name: str) -> bool:
+    """Whether a metric is of measured bytes, which are compared apart."""
+    return name == "measured_by_phase" or (name.startswith("peak_") and name != "peak_measured_how")
 
 
 def break_off(job: TrainJob, directory: Path, **how: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stages.bucket.plan import MicroBatch, Plan
-from stages.train import counters, loop
+from stages.train import counters, loop, process_status
 from stages.train.counters import CudaCounters, MallocCounters, NoCounters, Resident, make_counters
 from stages.train.growth import SURE, classify
 from stages.train.growth_advice import FIRST_LOOK_STEPS
@@ -112,7 +112,7 @@ def test_resident_memory_tells_the_processs_own_from_mapped_files(tmp_path: Path
 def test_where_the_system_does_not_tell_files_apart_nothing_is_said_of_them(monkeypatch, tmp_path: Path):
     """Some containers' kernels leave the line out."""
     (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t    2048 kB\n")
-    monkeypatch.setattr(counters, "STATUS", tmp_path / "status")
+    monkeypatch.setattr(process_status, "STATUS", tmp_path / "status")
     assert Resident().read_both() == (2 * MIB, None)
 
 
@@ -144,6 +144,14 @@ def test_a_phase_that_fails_ends_the_meters_phase_and_is_no_sample(monitor: Moni
     with pytest.raises(ZeroDivisionError), monitor.phase("forward"):
         _ = 1 // 0
     assert monitor.by_phase() == {}
+
+
+def test_parts_of_a_resumed_run_add_their_retries_and_keep_the_most_bytes(monitor: Monitor):
+    """Retries before an interruption forgotten, or sizes of two processes summed."""
+    seen = {"reserved_bytes": 9 * MIB, "unused_bytes": 2 * MIB, "alloc_retries": 2, "rss_bytes": 8 * MIB}
+    monitor.restore({"forward": seen})
+    monitor.restore({"forward": {**seen, "reserved_bytes": 7 * MIB, "alloc_retries": 3}})
+    assert monitor.by_phase() == {"forward": {**seen, "alloc_retries": 5}}
 
 
 def test_a_step_has_every_column_of_memory(monitor: Monitor):
@@ -220,6 +228,7 @@ def test_a_list_of_tensors_is_found_in_the_first_look(job: TrainJob, monkeypatch
     growth = train_metrics(result, make_meter(CPU).result(), CPU)["growth"]
     assert growth["cause"] == "leak" and growth["confidence"] >= SURE
     assert growth["slope_bytes_per_step"] == pytest.approx(LEAK_BYTES, rel=0.2)
+    assert growth["told"].startswith("leak: held_bytes grows steadily") and "dvc exp run -S" in growth["told"]
 
 
 @linux

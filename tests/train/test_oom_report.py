@@ -11,7 +11,8 @@ import torch
 
 from stages.errors import StageCommand
 from stages.files import write_json
-from stages.train.oom import Failure, asked_bytes, is_out_of_memory
+from stages.step.memory_end import is_out_of_memory
+from stages.train.oom import Failure, asked_bytes
 from stages.train.oom_report import Forecast, out_of_memory, read_forecast, would_fit
 from stages.units import GIB, MIB
 from tests.workspace import invoke

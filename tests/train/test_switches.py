@@ -4,6 +4,7 @@ Every row trains the same rows for `STEPS` steps on one CPU thread and is compar
 the largest difference of a loss, and the norm of the difference of what was learnt, as a share of its own norm.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,13 +14,18 @@ import pytest
 import torch
 
 from stages.model.load import load_model
+from stages.params import Train
+from stages.step.batches import Batch
+from stages.step.offload import DiskStore, Offload
 from stages.step.optim import OptimSpec
 from tests.conftest import ROOT
 from tests.small_model import CPU, spec_of
-from tests.step.common import cut, run
+from tests.step.common import cut, join, run
 
 STEPS = 20
 PLAIN = OptimSpec(name="adamw", lr=2e-3, weight_decay=0.01, schedule="constant", warmup_fraction=0.0)
+LION_RATE = 4e-4
+"""Lion takes a third to a tenth of AdamW's."""
 DOCS = ROOT / "docs/switches.md"
 
 
@@ -34,8 +40,14 @@ class Row:
     optim: dict[str, Any] = field(default_factory=dict)
     chunk: int | None = None
     sizes: tuple[int, ...] = (3, 5)
+    joined: bool = False
+    """Rows of a micro-batch joined (bucket.mode=packed)."""
+    on_disk: bool = False
+    """Activations wait in a file."""
+    clipped: bool = True
     in_backward: bool = False
-    """Its plain run is not clipped either, and takes all rows at once too."""
+    plain: str = ""
+    """The run it is held against, of `PLAINS`; blank = the plain one of its method."""
     loss_bound: float = 0.0
     """Largest difference of any of the losses; 0 = not a bit."""
     weights_bound: float = 0.0
@@ -56,18 +68,54 @@ MEMORY_ONLY = [
         for policy in ("every_n", "selective")
         for method in ("full", "lora", "qlora")
     ),
+    *(
+        Row(switch="offload_activations=disk", method=method, on_disk=True)
+        for method in ("full", "lora", "qlora", "int8_lora")
+    ),
+    Row(
+        switch="grad_ckpt=true offload_activations=disk",
+        method="qlora",
+        model={"grad_ckpt": True},
+        on_disk=True,
+    ),
     Row(switch="offload=optimizer", optim={"offload": "optimizer"}),
     Row(switch="offload=optimizer", method="qlora", optim={"offload": "optimizer"}),
-    Row(switch="optimizer_in_backward=true max_grad_norm=null", sizes=(8,), in_backward=True),
+    Row(
+        switch="optimizer_in_backward=true max_grad_norm=null",
+        plain="unclipped",
+        clipped=False,
+        sizes=(8,),
+        in_backward=True,
+    ),
+    *(
+        Row(
+            switch="grad_ckpt=true with lora.dropout=0.1",
+            method=method,
+            plain=f"{method} with dropout",
+            model={"grad_ckpt": True, "lora_dropout": 0.1},
+        )
+        for method in ("lora", "int8_lora")
+    ),
     Row(switch="attention=eager", model={"attention": "eager"}, loss_bound=1e-5, weights_bound=1e-4),
     Row(switch="loss_chunk=16", chunk=16, loss_bound=1e-5, weights_bound=1e-4),
     Row(switch="smaller bucket.max_tokens", sizes=(1,) * 8, loss_bound=1e-5, weights_bound=1e-4),
+    *(
+        Row(switch="bucket.mode=packed", method=method, joined=True, loss_bound=1e-5, weights_bound=1e-4)
+        for method in ("full", "lora", "qlora")
+    ),
 ]
 OTHER_ARITHMETIC = [
     Row(switch="optimizer=adamw_foreach", optim={"name": "adamw_foreach"}, loss_bound=1e-5, weights_bound=1e-4),
     Row(switch="optimizer=paged_adamw_32bit", optim={"name": "paged_adamw_32bit"}, loss_bound=1e-5, weights_bound=1e-4),
     Row(switch="optimizer=adamw_8bit", optim={"name": "adamw_8bit"}, loss_bound=0.005, weights_bound=0.1),
     Row(switch="optimizer=paged_adamw_8bit", optim={"name": "paged_adamw_8bit"}, loss_bound=0.005, weights_bound=0.1),
+    Row(
+        switch="optimizer=lion_8bit against lion",
+        plain="lion",
+        optim={"name": "lion_8bit", "lr": LION_RATE},
+        loss_bound=0.005,
+        weights_bound=0.2,
+    ),
     Row(switch="precision=bf16", model={"precision": "bf16"}, loss_bound=0.2, weights_bound=0.2),
     Row(
         switch="precision=bf16 master_weights=true",
@@ -86,12 +134,45 @@ OTHER_ARITHMETIC = [
         loss_bound=0.02,
         weights_bound=0.1,
     ),
+    Row(switch="precision=bf16", method="qlora", model={"precision": "bf16"}, loss_bound=0.002, weights_bound=0.1),
+    Row(switch="precision=fp16", method="qlora", model={"precision": "fp16"}, loss_bound=0.0003, weights_bound=0.05),
+    Row(switch="precision=bf16", method="int8_lora", model={"precision": "bf16"}, loss_bound=0.002, weights_bound=0.1),
+    Row(
+        switch="precision=fp16", method="int8_lora", model={"precision": "fp16"}, loss_bound=0.0003, weights_bound=0.05
+    ),
     Row(
         switch="quant.double=false", method="qlora", model={"double_quant": False}, loss_bound=0.001, weights_bound=0.1
     ),
     Row(switch="quant.type=fp4", method="qlora", model={"quant_type": "fp4"}, loss_bound=0.01, weights_bound=0.8),
 ]
 ROWS = MEMORY_ONLY + OTHER_ARITHMETIC
+
+METHODS = ("full", "lora", "qlora", "int8_lora")
+PLAINS = {
+    **{method: Row(switch="plain", method=method) for method in METHODS},
+    **{
+        f"{method} with dropout": Row(switch="lora.dropout=0.1", method=method, model={"lora_dropout": 0.1})
+        for method in ("lora", "int8_lora")
+    },
+    "unclipped": Row(switch="max_grad_norm=null", clipped=False, sizes=(8,)),
+    "lion": Row(switch="optimizer=lion", optim={"name": "lion", "lr": LION_RATE}),
+}
+"""The runs that rows are held against."""
+
+WITHOUT_ROW = {
+    "method": "a column of the table",
+    "grad_ckpt_every": "read by grad_ckpt_policy=every_n, which has one",
+    "expandable_segments": "of a GPU's allocator: no kernel sees it",
+    "sharding": "of several GPUs: tests/dist/test_parity.py",
+    "shard_group_gpus": "of several GPUs: tests/dist/test_parity.py",
+    **dict.fromkeys(
+        ("lr", "weight_decay", "schedule", "warmup_fraction", "epochs", "tokens_per_step"), "what is learnt"
+    ),
+    **dict.fromkeys(("heldout_every_steps", "heldout_rows"), "what is looked at: tests/train/test_loop.py"),
+    "lora": "what is learnt: tests/model/test_adapters.py",
+    "merge": "after training: tests/model/test_adapters.py",
+}
+"""Keys of `train` that the table leaves out, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +184,9 @@ class Learnt:
     """What training added to each trained tensor."""
 
 
-UNCLIPPED = Row(switch="max_grad_norm=null", sizes=(8,), in_backward=True)
-"""The form of row that updates in backward are held against; the updates themselves come after it."""
+def micro_batches(row: Row) -> list[Batch]:
+    """The eight rows as the row's run takes them."""
+    return join(list(row.sizes)) if row.joined else cut(list(row.sizes))
 
 
 def learn(directory: Path, row: Row) -> Learnt:
@@ -112,18 +194,20 @@ def learn(directory: Path, row: Row) -> Learnt:
     start = load_model(directory, spec_of(method=row.method, **row.model), CPU)
     before = {name: p.detach().float().clone() for name, p in start.named_parameters() if p.requires_grad}
     optim = replace(PLAIN, **row.optim)
+    scratch = directory.parent / "scratch"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         results, weights = run(
             directory,
-            cut(list(row.sizes)),
+            micro_batches(row),
             chunk=row.chunk,
+            offload=Offload(DiskStore(CPU, scratch)) if row.on_disk else None,
             steps=STEPS,
             optim=optim,
             method=row.method,
-            max_grad_norm=None if row.in_backward else 1.0,
-            in_backward=row.in_backward and row is not UNCLIPPED,
+            max_grad_norm=1.0 if row.clipped else None,
+            in_backward=row.in_backward,
             **row.model,
         )
     finally:
@@ -134,15 +218,13 @@ def learn(directory: Path, row: Row) -> Learnt:
 
 @pytest.fixture(scope="module")
 def plain(small_llama: Path) -> dict[str, Learnt]:
-    """The plain run of each method, and one that is not clipped."""
-    methods = ("full", "lora", "qlora", "int8_lora")
-    runs = {method: learn(small_llama, Row(switch="plain", method=method)) for method in methods}
-    return {**runs, UNCLIPPED.switch: learn(small_llama, UNCLIPPED)}
+    """The runs that rows are held against."""
+    return {name: learn(small_llama, row) for name, row in PLAINS.items()}
 
 
 def plain_of(row: Row, plain: dict[str, Learnt]) -> Learnt:
     """The run that a row is held against."""
-    return plain[UNCLIPPED.switch if row.in_backward else row.method]
+    return plain[row.plain or row.method]
 
 
 def differences(a: Learnt, b: Learnt) -> tuple[float, float]:
@@ -167,6 +249,12 @@ def test_a_switch_changes_no_more_of_learning_than_is_said(small_llama: Path, pl
     """A memory switch that learns something else, in silence."""
     loss, weights = differences(plain_of(row, plain), learn(small_llama, row))
     assert loss <= row.loss_bound and weights <= row.weights_bound
+
+
+def test_every_switch_of_training_has_a_row_or_a_reason():
+    """A new switch that nobody held against the plain run."""
+    told = {re.split("[.=]", part)[0] for row in ROWS for part in row.switch.split()}
+    assert set(Train.model_fields) <= told | WITHOUT_ROW.keys()
 
 
 def test_the_table_of_the_docs_names_every_row_and_its_bound():

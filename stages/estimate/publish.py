@@ -1,0 +1,79 @@
+"""What stage estimate found, written: data/estimate and metrics/estimate.json."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.estimate.advice import ADVICE_COLUMNS
+from stages.estimate.answer import Answer
+from stages.estimate.devices import GIB
+from stages.estimate.explain import TIMELINE_COLUMNS, Explanation, closed_form
+from stages.estimate.kernels import target_of
+from stages.estimate.outputs import breakdown, metrics_of
+from stages.estimate.plan_memory import RESERVED_COLUMNS, PlanMemory, tensors_alone
+from stages.estimate.predict import Prediction
+from stages.estimate.read_run import Asked
+from stages.estimate.switches import Switch, as_advice
+from stages.estimate.tiers import tiers_metrics
+from stages.estimate.trace import Peak
+from stages.files import atomic_directory, write_csv, write_json
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """All that the stage says of a run."""
+
+    prediction: Prediction
+    explanation: Explanation
+    by_phase: Mapping[str, Peak]
+    """Also of what runs besides the step."""
+    switches: Sequence[Switch]
+    memory: PlanMemory | None
+    replayed: str | None
+    """How much of the plan was replayed, or why none."""
+    answer: Answer
+    inverse: Mapping[str, Any]
+    process: Mapping[str, Any] | None
+    reserved: Mapping[str, Any] | None
+
+
+def publish(asked: Asked, found: Found, out: Path, metrics: Path, *, auto_precision: bool) -> None:
+    """Write the directory whole or not at all, then the metrics.
+
+    Args:
+        asked: the run.
+        found: what is said of it.
+        out: the directory.
+        metrics: the file of metrics.
+        auto_precision: whether the stage chose the precision.
+    """
+    verdict, device = found.answer.verdict, asked.planned.device
+    states = list(closed_form(asked.config, asked.setting, target_of(device)))
+    with atomic_directory(out) as aside:
+        write_json(aside / "verdict.json", verdict.as_json(asked.precision if auto_precision else None))
+        write_json(aside / "breakdown.json", breakdown(found.by_phase, found.prediction.peak))
+        write_json(aside / "explanation.json", {**found.explanation.as_json(), "states": states})
+        write_json(aside / "tiers.json", found.reserved)
+        write_json(aside / "process.json", found.process)
+        write_json(aside / "what_fits.json", found.inverse)
+        _write_tables(aside, found)
+    told = metrics_of(found.prediction, found.by_phase, device, asked.device_reason, verdict=verdict)
+    told |= tiers_metrics(found.reserved, asked.planned.expandable)
+    told |= {
+        "attention": asked.attention,
+        "host_bytes_predicted": None if found.process is None else found.process["host_needed_bytes"],
+        "reserved_replayed": found.replayed,
+    }
+    write_json(metrics, told if found.memory is None else {**told, **found.memory.metrics()})
+
+
+def _write_tables(aside: Path, found: Found) -> None:
+    """Advice, and the data of the plots."""
+    write_json(aside / "advice.json", {**found.answer.as_json(), "single_changes": as_advice(found.switches)})
+    write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.answer.remedies])
+    alone = [tensors_alone(found.prediction.peak.bytes)]
+    write_csv(aside / "reserved.csv", RESERVED_COLUMNS, alone if found.memory is None else found.memory.rows())
+    write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, found.explanation.timeline)
+    rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in found.switches]
+    write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)

@@ -1,0 +1,58 @@
+"""Several GPUs through DVC on a machine that has none: two processes, in the workspace, in a copy of it, and queued."""
+
+import csv
+import json
+from typing import Any
+
+import pytest
+
+from tests.pipeline.clone import Clone, stages_run
+from tests.pipeline.queue import run_queued
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+LOSS = 1e-5
+"""Largest difference of a loss from that of one process."""
+CHANGED = ["bucket", "estimate", "train", "evaluate", "report"]
+
+
+def shared(sharding: str) -> list[str]:
+    """Arguments of `dvc exp run`."""
+    return ["-S", "hardware.num_gpus=2", "-S", f"train.sharding={sharding}"]
+
+
+def check(text: str, alone: Any) -> None:
+    """Metrics of a training of two processes beside those of one."""
+    found = json.loads(text)
+    assert "the most of 2 processes" in found["peak_measured_how"]
+    assert len(found["peak_bytes_measured_by_rank"]) == 2
+    assert max(found["peak_bytes_measured_by_rank"]) <= found["peak_bytes_measured"]
+    for name in ("train_loss", "heldout_loss_last"):
+        assert found[name] == pytest.approx(alone[name], abs=LOSS)
+    assert found["trained_parameters"] == alone["trained_parameters"]
+
+
+def curve(clone: Clone) -> list[float]:
+    with open(clone.root / "data/train/curves.csv", newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def test_two_processes_go_through_dvc(clone: Clone):
+    """A launcher that only starts where the user's shell is; a page on which two GPUs look like one."""
+    alone, losses = clone.json("metrics/train.json"), curve(clone)
+    clone.set_params(hardware__num_gpus=2, train__sharding="zero3")
+    assert stages_run(clone.dvc("repro")) == CHANGED
+    assert curve(clone) == pytest.approx(losses, abs=LOSS)
+    check((clone.root / "metrics/train.json").read_text(), alone)
+    page = (clone.root / "data/report/report.md").read_text()
+    for told in ("| hardware.num_gpus | 2 |", "| waiting | ", "Measured peak of each of 2 processes: "):
+        assert told in page
+    assert "up to date" in clone.dvc("status")
+    clone.back_to_baseline()
+
+    assert stages_run(clone.dvc("exp", "run", "--temp", "-n", "copied", *shared("ddp"))) == CHANGED
+    run_queued(clone, {"queued": shared("zero2")})
+    for name in ("copied", "queued"):
+        revision = clone.run("git", "for-each-ref", "--format=%(objectname)", f"refs/exps/**/{name}").strip()
+        check(clone.run("git", "show", f"{revision}:metrics/train.json"), alone)
+    assert not list((clone.root / "scratch/train").glob("*/step-*"))
