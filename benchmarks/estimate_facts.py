@@ -9,10 +9,10 @@ from typing import Literal
 from transformers import LlamaConfig, PretrainedConfig
 
 from benchmarks.variants import Traced, Variant, reserved_bytes, trace_variant
-from stages.estimate.devices import resolve_gpu
+from stages.estimate.devices import CONTEXT_BYTES, resolve_gpu
 from stages.estimate.kernels import target_of
 from stages.estimate.states import BF16_WITH_FP32_MASTER, model_shapes
-from stages.estimate.tiers import CONTEXT_BYTES, CONTEXT_MARGIN_BYTES
+from stages.estimate.tiers import CONTEXT_MARGIN_BYTES
 from stages.model.spec import ModelSpec
 from stages.units import GIB, MIB
 

@@ -18,6 +18,8 @@ from stages.param_types import AnyPrecision, Precision
 from stages.units import GIB, MIB
 
 SIZE_UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB}
+CONTEXT_BYTES = 141 * MIB
+"""A CUDA context with PyTorch's kernels on a T4, measured; the least that a process holds (stages.estimate.process)."""
 MOST_GIB = 100_000
 """More than any device has: a larger size is a slip of the hand."""
 LONGEST_SHOWN = 40
@@ -112,10 +114,11 @@ def _of_size(wanted: str, size_bytes: float) -> Device:
     Raises:
         UserError: no device has so little or so much (the size may be infinite), or it is too long to be told.
     """
-    if not 1 <= size_bytes <= MOST_GIB * GIB or len(wanted) > LONGEST_SHOWN:
+    if not CONTEXT_BYTES < size_bytes <= MOST_GIB * GIB or len(wanted) > LONGEST_SHOWN:
         raise UserError(
-            f"hardware.gpu: a size must be above 0 and at most {MOST_GIB} GiB, in {LONGEST_SHOWN} characters; "
-            f"got {_shown(wanted)}; give the memory of the GPU, such as 24GiB"
+            f"hardware.gpu: a size must be above the {CONTEXT_BYTES // MIB} MiB of a CUDA context and at most "
+            f"{MOST_GIB} GiB, in {LONGEST_SHOWN} characters; got {_shown(wanted)}; "
+            "give the memory of the GPU, such as 24GiB"
         )
     return Device(name=wanted, kind="cuda", memory_bytes=int(size_bytes), compute_capability=BF16_CAPABILITY)
 

@@ -15,12 +15,13 @@ from transformers import PretrainedConfig
 from stages.bucket.plan import Plan
 from stages.bucket.worst import worst_steps
 from stages.estimate.cut import NotAffine, Unit
+from stages.estimate.devices import CONTEXT_BYTES
 from stages.estimate.kernels import EMBEDDING_SORT_TOKENS, Target
 from stages.estimate.predict import Prediction, Setting
 from stages.estimate.replay import PlanPlayer, Replay
 from stages.estimate.step_units import step_units
 from stages.estimate.templates import RunModel
-from stages.estimate.tiers import ALLOCATORS, CONTEXT_BYTES, segments_of
+from stages.estimate.tiers import ALLOCATORS, segments_of
 from stages.estimate.traced_runs import LONGEST_TRACED, fit_run, kind_of
 from stages.model.attention import FLASH_CAPABILITY, VARLEN_READY
 from stages.step.batches import BatchShape

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
-from stages.estimate.devices import Device
+from stages.estimate.devices import CONTEXT_BYTES, Device
 from stages.estimate.kernels import CUBLAS_HANDLES, target_of
 from stages.estimate.states import model_shapes
 from stages.model.spec import ModelSpec
@@ -47,7 +47,7 @@ class Part:
 
 def _context(margin_mib: int, basis: Basis, why: str) -> Part:
     """A CUDA context: nothing but that of a T4 was measured, so its size stands for all, with a margin of their own."""
-    return Part(bytes=141 * MIB, margin_bytes=margin_mib * MIB, basis=basis, why=why)
+    return Part(bytes=CONTEXT_BYTES, margin_bytes=margin_mib * MIB, basis=basis, why=why)
 
 
 # By least compute capability, newest first: the first row that a GPU reaches is its own.

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.estimate.allocator import CachingAllocator, OutOfMemory
+from stages.estimate.devices import CONTEXT_BYTES
 from stages.estimate.origins import OriginTrace
 from stages.units import MIB
 
-CONTEXT_BYTES = 141 * MIB
-"""A CUDA context with PyTorch's kernels on a T4, measured; the least that a process holds (stages.estimate.process)."""
 CONTEXT_MARGIN_BYTES = 384 * MIB
 """Newer GPUs and drivers hold up to so much more (more multiprocessors, more kernels); not measured here."""
 ALLOCATORS = {"native": False, "expandable": True}

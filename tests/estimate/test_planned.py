@@ -16,9 +16,8 @@ from stages.bucket.index import read_index
 from stages.bucket.plan import read_plan
 from stages.bucket.run_cut import RunCut
 from stages.estimate.__main__ import main as estimate
-from stages.estimate.devices import Device
+from stages.estimate.devices import CONTEXT_BYTES, Device
 from stages.estimate.planned import Confirmation, PlannedRun
-from stages.estimate.tiers import CONTEXT_BYTES
 from stages.estimate.workload import Workload
 from stages.files import sha256_file
 from tests.estimate.common import setting_of

@@ -3,9 +3,10 @@
 import pytest
 from transformers import LlamaConfig
 
+from stages.estimate.devices import CONTEXT_BYTES
 from stages.estimate.explain import trace_origins
 from stages.estimate.predict import predict
-from stages.estimate.tiers import CONTEXT_BYTES, reserve, tiers
+from stages.estimate.tiers import reserve, tiers
 from stages.units import GIB
 from tests.estimate.common import gpu_target, setting_of, shape
 

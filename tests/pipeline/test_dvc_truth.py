@@ -119,10 +119,12 @@ def test_run_section_reruns_nothing(clone: Clone):
 
 def test_what_does_not_fit_is_predicted_and_refused(clone: Clone):
     """Estimate succeeds and says no; train refuses in one line with the breakdown."""
-    output = clone.dvc("exp", "run", "-S", "hardware.gpu=0.035GiB", ok=False)
+    changes = {"hardware.gpu": "0.3GiB", "bucket.max_tokens": 8192, "train.tokens_per_step": 8192}
+    flags = [part for dotted, value in changes.items() for part in ("-S", f"{dotted}={value}")]
+    output = clone.dvc("exp", "run", *flags, ok=False)
     assert clone.json("metrics/estimate.json")["fits"] is False
     line = next(line for line in output.splitlines() if line.startswith("error: "))
-    assert "GiB" in line and "-S " in line
+    assert "predicted peak 0.3" in line and "-S " in line
 
 
 def test_an_edited_source_reruns_what_follows(clone: Clone):
