@@ -1,0 +1,140 @@
+"""What each GPU of several holds when an 8B is trained, mode by mode, and how fast the estimate answers.
+
+Every figure is a prediction. Each is made in a process of its own with one thread; seconds are CPU seconds after
+imports, those of wall on a core that has nothing else to do.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.form import Bar, Measured, Row, benchmark
+from stages.dist.shard import ShardSpec
+from stages.estimate.devices import resolve_gpu
+from stages.estimate.fake_team import Sharing
+from stages.estimate.kernels import target_of
+from stages.estimate.neighbours import parts_away
+from stages.estimate.predict import Setting, predict
+from stages.model.spec import ModelSpec
+from stages.param_types import Method, OffloadState, Precision, Sharding
+from stages.step.batches import BatchShape
+
+LLAMA_3_1_8B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+TOKENS = 2048
+TURNS = 2
+"""Micro-batches of a GPU in a step."""
+METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+MODES: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+GPUS = (2, 8, 64)
+NODE_GPUS = 8
+MOST_SECONDS = 20
+QUICK_CASES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run on several GPUs, or on one."""
+
+    method: Method
+    mode: Sharding
+    gpus: int
+    offload: OffloadState = "none"
+    card: str = "A100-80GB"
+    precision: Precision = "bf16"
+
+    @property
+    def group_gpus(self) -> int | None:
+        """GPUs of a group of hsdp: a node's, or half of the one there is."""
+        return None if self.mode != "hsdp" else min(NODE_GPUS, self.gpus // 2)
+
+    @property
+    def setting(self) -> Setting:
+        """As the stage reads it from the parameters."""
+        spec = ModelSpec(
+            method=self.method,
+            precision=self.precision,
+            grad_ckpt=True,
+            lora_rank=16,
+            lora_alpha=32,
+            lora_dropout=0.0,
+            lora_targets=("all-linear",),
+            seed=1,
+        )
+        alone = Setting(model=spec, optimizer="adamw", loss_chunk=512, max_grad_norm=1.0)
+        if self.mode == "none":
+            return alone
+        sharing = Sharing(
+            spec=ShardSpec(mode=self.mode, group_gpus=self.group_gpus), gpus=self.gpus, several_turns=True
+        )
+        shared = replace(alone, sharing=sharing)
+        return parts_away(shared) if self.offload == "parameters" else replace(shared, offload=self.offload)
+
+
+def cases() -> Iterator[Case]:
+    """Every mode, method and number of GPUs; then what else docs/many-gpus.md shows."""
+    for method in METHODS:
+        yield Case(method=method, mode="none", gpus=1)
+        for mode in MODES:
+            for gpus in GPUS:
+                if mode != "hsdp" or gpus > GPUS[0]:  # A group of one GPU is ddp.
+                    yield Case(method=method, mode=mode, gpus=gpus)
+    for offload in ("optimizer", "parameters"):
+        for gpus in GPUS:
+            yield Case(method="full", mode="zero3", gpus=gpus, offload=offload)
+    for mode in ("none", "ddp", "zero3"):
+        yield Case(method="qlora", mode=mode, gpus=1 if mode == "none" else 8, card="P4", precision="fp16")
+
+
+def predicted(case: Case) -> Row:
+    """The figures of one GPU, in bytes of tensors, and the seconds it took."""
+    torch.set_num_threads(1)
+    device, _ = resolve_gpu(case.card)
+    batch = BatchShape(rows=1, length=TOKENS, supervised=TOKENS // 2, joined_lengths=None)
+    start = time.process_time()
+    found = predict(LLAMA_3_1_8B, case.setting, ((batch,) * TURNS,), target_of(device))
+    cpu_s = time.process_time() - start
+    parts = found.peak.by_category
+    return {
+        "method": case.method,
+        "sharding": case.mode,
+        "gpus": case.gpus,
+        "group_gpus": case.group_gpus,
+        "offload": case.offload,
+        "card": case.card,
+        "peak_bytes": found.peak.bytes,
+        "phase": found.worst_phase,
+        "weights_bytes": parts.get("weights", 0),
+        "gradients_bytes": parts.get("gradients", 0),
+        "optimizer_bytes": parts.get("optimizer", 0),
+        "sharding_bytes": parts.get("sharding", 0),
+        "layers_traced": found.layers_traced,
+        "cpu_s": cpu_s,
+    }
+
+
+def measure(quick: bool) -> Measured:
+    """Predict every case once, or the first ones alone."""
+    chosen = list(cases())[: QUICK_CASES if quick else None]
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        rows = pool.map(predicted, chosen, chunksize=1)
+        pool.close()  # Leaving the block ends processes by a signal, which they would tell of.
+        pool.join()
+    slowest = max(row["cpu_s"] for row in rows)
+    return Measured(
+        rows=rows, bars=[Bar(name="slowest case, CPU seconds", value=slowest, rule="<=", limit=MOST_SECONDS)]
+    )
+
+
+if __name__ == "__main__":
+    benchmark("estimate_sharded", measure)()
