@@ -59,6 +59,23 @@ def raised() -> Iterator[None]:
             signal.signal(number, before[number])
 
 
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Inside, a signal ends the process there and then: for calls that wait in C++, where no handler of ours can run.
+
+    Nothing may be under way that a stage would have to tidy.
+    """
+    before = {number: signal.getsignal(number) for number in ENDINGS}
+    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in heeded:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])
+
+
 def _is_a_stage() -> bool:
     """Whether this process is `python -m stages.…`, whose signals are ours to handle."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)

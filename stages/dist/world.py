@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from stages.endings import at_once
 from stages.errors import UserError
 
 
@@ -87,11 +88,12 @@ def joined(world: World, device: torch.device, timeout_seconds: float) -> Iterat
         yield
         return
     gpu = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if gpu else "gloo",
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if gpu else None,
-    )
+    with at_once():  # One that was asked to end would be waited for in vain, and what waits heeds no signal.
+        dist.init_process_group(
+            "nccl" if gpu else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if gpu else None,
+        )
     yield
     # Not after a fault: taking leave waits for the others, who wait for this one.
     dist.destroy_process_group()

@@ -66,12 +66,12 @@ def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
     if explain is not None:
         click.echo("\n".join(explained(explain, left_gib)))
         return
-    params = read_params()
-    if started_ranks(params.hardware.num_gpus, SCRATCH / "train" / "ranks"):
-        return
     world = World.here()
-    threads = params.run.cpu_threads or torch.get_num_threads()
     with as_one_of_many(world):
+        params = read_params()
+        if started_ranks(params.hardware.num_gpus, SCRATCH / "train" / "ranks"):
+            return
+        threads = params.run.cpu_threads or torch.get_num_threads()
         device = take_place(world, params.hardware.num_gpus, params.run.cpu_threads)
         with joined(world, device, params.run.rank_timeout_seconds):
             _run(params, world, device, threads, Paths(**paths))

@@ -50,7 +50,8 @@ def test_two_processes_go_through_dvc(clone: Clone):
     assert "up to date" in clone.dvc("status")
     clone.back_to_baseline()
 
-    assert stages_run(clone.dvc("exp", "run", "--temp", "-n", "copied", *shared("ddp"))) == CHANGED
+    # The batches of two processes are in the cache by now, and the same in every mode.
+    assert stages_run(clone.dvc("exp", "run", "--temp", "-n", "copied", *shared("ddp"))) == CHANGED[1:]
     run_queued(clone, {"queued": shared("zero2")})
     for name in ("copied", "queued"):
         revision = clone.run("git", "for-each-ref", "--format=%(objectname)", f"refs/exps/**/{name}").strip()
