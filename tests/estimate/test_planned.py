@@ -114,11 +114,13 @@ def test_the_stage_lets_through_what_it_advised(index, tmp_path, small_llama, mo
     lock: dict[str, Any] = {"kind": "directory", "name": str(small_llama), "revision": None, "tokenizer_files": []}
     lock["files"] = {"config.json": sha256_file(small_llama / "config.json")}
     (tmp_path / "model.json").write_text(json.dumps(lock))
-    values = {"train__method": "full", "train__loss_chunk": None, "train__expandable_segments": False}
-    free, _ = estimated(tmp_path, gpu="1GiB", **values)
+    write_index(index, [([3] * length, [1, length], None) for length in LENGTHS * 20])
+    limits = {"bucket__max_tokens": 32768, "train__tokens_per_step": 40000}  # Much beside a context on the card.
+    values = {"train__method": "full", "train__loss_chunk": None, "train__expandable_segments": False, **limits}
+    free, _ = estimated(tmp_path, gpu="24GiB", **values)
     gpu = f"{spare * free['peak_bytes_predicted'] / 2**20:.3f}MiB"
     metrics, commands = estimated(tmp_path, gpu=gpu, **values)
-    assert metrics["verdict"] != "fits"
+    assert metrics["verdict"] != "fits" and commands
     for command in commands:
         again, _ = estimated(tmp_path, gpu=gpu, **{**values, **changes_of(command)})
         assert again["verdict"] == "fits", command
