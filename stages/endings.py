@@ -8,6 +8,7 @@ import atexit
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -21,6 +22,8 @@ FIRST_OF_SIGNALS = 128
 """Exit codes above it are of signals: it, and the signal's number."""
 _asked: list[int] = []
 """The exit code of this process, once a signal has decided it."""
+_held_back: list[int | None] = []
+"""For each block that must not be left in the middle, outer ones first: the signal that came in it, None for none yet."""
 
 
 class Interrupted(BaseException):
@@ -47,7 +50,9 @@ def raised() -> Iterator[None]:
         for each in heeded:
             signal.signal(each, signal.SIG_DFL)
         signal.alarm(GRACE_SECONDS)
-        raise Interrupted(number)
+        if not _held_back:
+            raise Interrupted(number)
+        _held_back[0] = number
 
     for number in heeded:
         signal.signal(number, end)
@@ -57,6 +62,27 @@ def raised() -> Iterator[None]:
         signal.alarm(0)
         for number in heeded:
             signal.signal(number, before[number])
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Inside, a signal to end waits for the end of the block: for what takes no time and must not be left half done.
+
+    Signals come to the main thread: in another one this does nothing.
+
+    Raises:
+        Interrupted: at the end of the outermost block, where a signal came inside.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _held_back.append(None)
+    try:
+        yield
+    finally:
+        number = _held_back.pop()
+        if number is not None:
+            raise Interrupted(number)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stages.endings import held_back
 from stages.errors import UserError
 from stages.locks import clear, hold, leave
 
@@ -158,17 +159,20 @@ def _bench(path: Path) -> Iterator[Path]:
 
     What a killed run left in it is removed first.
     """
-    bench = bench_of(path)
+    bench, held = bench_of(path), None
     with told_in_one_line(path):
-        held = hold(bench)
-        if held is None:
-            raise UserError(f"{path}: another run is writing it now; wait for that to end, then rerun")
         try:
+            with held_back():
+                held = hold(bench)
+            if held is None:
+                raise UserError(f"{path}: another run is writing it now; wait for that to end, then rerun")
             clear(bench)
             yield bench
         finally:
-            clear(bench)
-            leave(bench, held)
+            if held is not None:
+                with held_back():
+                    clear(bench)
+                    leave(bench, held)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -33,6 +33,17 @@ CASES = {
         "",
     ),
     "as before, afterwards": ("with endings.raised():\n    pass\nsend()", -signal.SIGTERM, ""),
+    "held back": (
+        "with endings.raised():\n    with endings.held_back(), endings.held_back():\n        send()\n        print('whole')",
+        1,
+        "Interrupted: SIGTERM",
+    ),
+    "held back, yet final the second time": (
+        "with endings.raised(), endings.held_back():\n    send()\n    send()",
+        -signal.SIGTERM,
+        "",
+    ),
+    "at once": ("with endings.raised():\n    with endings.at_once():\n        send()", -signal.SIGTERM, ""),
     "told to ignore": (
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\nwith endings.raised():\n    send(signal.SIGINT)",
         0,
@@ -46,6 +57,45 @@ def test_a_process_ends_as_it_should(code, status, said):
     done = run_bounded([sys.executable, "-c", BEGINNING + code], cwd=ROOT, timeout_seconds=20)
     assert done.returncode == status, done.stderr
     assert done.stderr.strip().splitlines()[-1:] == ([f"stages.endings.{said}"] if said else [])
+
+
+WRITE = """
+from pathlib import Path
+from stages import files
+
+def at(number, call):
+    def called(*args, **options):
+        global calls
+        calls += 1
+        if calls == number:
+            send()
+        return call(*args, **options)
+    return called
+
+for name in ("mkdir", "open", "unlink", "rmdir", "close"):
+    setattr(os, name, at(int(sys.argv[2]), getattr(os, name)))
+calls = 0
+with endings.raised():
+    files.write_text(Path(sys.argv[1]), "new")
+"""
+
+
+def test_a_signal_leaves_nothing_beside_a_file(tmp_path: Path):
+    """A directory of unfinished work that stays although the process ended in order."""
+    ended = 0
+    for number in range(1, 40):
+        path = tmp_path / str(number) / "out"
+        path.parent.mkdir()
+        path.write_text("old")
+        command = [sys.executable, "-c", f"import sys\n{BEGINNING}{WRITE}", str(path), str(number)]
+        done = run_bounded(command, cwd=ROOT, timeout_seconds=20)
+        assert [left.name for left in path.parent.iterdir()] == ["out"], number
+        assert path.read_text() in ("old", "new")
+        if done.returncode == 0:
+            break
+        assert done.stderr.strip().endswith("Interrupted: SIGTERM"), done.stderr
+        ended += 1
+    assert ended >= 8, "each change of the disk is met"
 
 
 STAGE = """
