@@ -23,7 +23,7 @@ FIRST_OF_SIGNALS = 128
 _asked: list[int] = []
 """The exit code of this process, once a signal has decided it."""
 _held_back: list[int | None] = []
-"""For each block that must not be left in the middle, outer ones first: the signal that came in it, None for none yet."""
+"""For each block not to be left in the middle, outer ones first: the signal that came in it; None for none yet."""
 
 
 class Interrupted(BaseException):

@@ -34,7 +34,7 @@ CASES = {
     ),
     "as before, afterwards": ("with endings.raised():\n    pass\nsend()", -signal.SIGTERM, ""),
     "held back": (
-        "with endings.raised():\n    with endings.held_back(), endings.held_back():\n        send()\n        print('whole')",
+        "with endings.raised():\n    with endings.held_back(), endings.held_back():\n        send()",
         1,
         "Interrupted: SIGTERM",
     ),
