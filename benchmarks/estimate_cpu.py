@@ -19,13 +19,16 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     Phi3Config,
     PhiConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Starcoder2Config,
 )
 
 from benchmarks.form import Row
@@ -76,6 +79,9 @@ FAMILIES: Mapping[str, PretrainedConfig] = {
     "Gemma 3": Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=WINDOW),
     "Phi 2": PhiConfig(**SMALL, resid_pdrop=0.0),
     "Phi 3": Phi3Config(**SMALL),
+    "OPT": OPTConfig(**SMALL, ffn_dim=128, word_embed_proj_dim=32, do_layer_norm_before=False, dropout=0.0),
+    "GPT-NeoX": GPTNeoXConfig(**SMALL),
+    "StarCoder 2": Starcoder2Config(**SMALL, residual_dropout=0.0, embedding_dropout=0.0),
 }
 """A small model of each family, as its configuration class builds it by default but for size."""
 

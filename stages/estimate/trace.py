@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from stages.estimate.in_place import IN_PLACE, meant_in_place
 from stages.step.batches import BatchShape
 
 # What a byte can be for.
@@ -227,6 +228,8 @@ class MemoryTrace(TorchDispatchMode):
         if expansion is not None:
             with self:
                 return expansion(*args, **kwargs)
+        if func in IN_PLACE and self._phase == "backward":
+            func = meant_in_place(func, args)
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):
             self._see(out)

@@ -59,6 +59,17 @@ def test_every_configuration_is_predicted_as_it_is_counted(case, saved):
     assert worst_share(pairs) < TOLERATED_SHARE, pairs
 
 
+@pytest.mark.parametrize(
+    "case",
+    [Case(family="OPT", method="lora", optimizer="sgd"), Case(family="GPT-NeoX", method="full")],
+    ids=["sum of gradients", "gradient of chosen rows"],
+)
+def test_what_backward_writes_in_place_takes_nothing(case, saved):
+    """A tensor that fake ones make anew where plain ones are written to: 6.7 and 0.6 % too much, at these peaks."""
+    pairs = compare(case, saved(case.family))
+    assert worst_share(pairs) < TOLERATED_SHARE, pairs
+
+
 def test_a_dropout_that_the_model_lacks_costs_no_memory(tmp_path):
     """The generator's state, 5 KB a layer, kept for the dropout of a classifier's head: GPT-NeoX took 0.6 % more."""
     config = GPTNeoXConfig(**SMALL, classifier_dropout=0.1)
