@@ -5,7 +5,7 @@ that kind that still exist were made after it, or before it. So the tokens of a 
 those of a deep model follow from shallow ones (`stages.estimate.program`).
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, Literal, TypeVar
@@ -51,6 +51,8 @@ class Timeline:
     """The number of events before each unit, and the unit; the events before the first exist before the first step."""
     kinds: Mapping[int, Hashable] = field(default_factory=dict)
     """What made each storage; those left out are of one kind."""
+    movable: Callable[[Hashable], bool] = lambda kind: False
+    """Whether a kind is made at other places of like units: those are told before others freed with them."""
     layers: int = 0
     """Of the traced model."""
 
@@ -127,7 +129,7 @@ def cut(timeline: Timeline) -> tuple[tuple[tuple[Hashable, int], ...], list[Piec
     survivors: dict[str, tuple[Hashable, ...]] = {}
     pieces = []
     for (start, unit), end in zip(timeline.units, ends, strict=True):
-        cutter = _Cutter(timeline.kinds, outlived, survivors)
+        cutter = _Cutter(timeline, outlived, survivors)
         pieces.append(cutter.piece(unit, timeline.layers, timeline.events[start:end]))
         outlived |= {storage: (unit.role, rank) for rank, storage in enumerate(cutter.left)}
         survivors[unit.role] = pieces[-1].left
@@ -139,12 +141,12 @@ class _Cutter:
 
     def __init__(
         self,
-        kinds: Mapping[int, Hashable],
+        timeline: Timeline,
         outlived: dict[int, tuple[str, int]],
         survivors: Mapping[str, tuple[Hashable, ...]],
     ):
         """`outlived` has the role of earlier units and the rank there of what they left, and loses what is freed."""
-        self._kinds, self._outlived = kinds, outlived
+        self._kinds, self._movable, self._outlived = timeline.kinds, timeline.movable, outlived
         self._left = {role: left_by(found) for role, found in survivors.items()}
         self._survivors = survivors
         self._gone: set[tuple[str, int]] = set()
@@ -189,8 +191,8 @@ class _Cutter:
             raise NotAffine(f"what several {min(again)[0]} units left is not freed together")
         self._gone |= set(origins)
         tokens: list[Token] = []
-        for role, rank in origins:
-            kind = self._survivors[role][rank]
+        told = [(role, rank, self._survivors[role][rank]) for role, rank in origins]
+        for role, rank, kind in sorted(told, key=lambda one: not self._movable(one[2])):
             tokens.append((FREE_LEFT, role, kind, self._left[role].forget(kind, rank)))
         return tokens
 

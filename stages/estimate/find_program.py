@@ -1,7 +1,8 @@
 """The program of traced units: three numbers of layers, and of chunks, tell what one more of either inserts."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import SequenceMatcher
 
 from stages.estimate.cut import MAKE, NotAffine, Piece, Token
 from stages.estimate.loops import Insertion, find_loops
@@ -30,10 +31,12 @@ def find_program(pieces: Sequence[Piece], what: str) -> Program:
     """
     depths = sorted({piece.layers for piece in pieces})
     chunks = _alike_but_for_chunks([piece for piece in pieces if piece.layers == depths[0]])
-    program = _plain(chunks[1] if chunks else next(piece for piece in pieces if piece.layers == depths[0]))
-    if chunks:
-        program = _with_blocks(program, _compare(chunks[1:]), CHUNKS)
-        program = _with_single(program, chunks[0], chunks[1])
+    fewer, alike = chunks[:-TRACED_TURNS], chunks[-TRACED_TURNS:]
+    program = _plain(alike[0] if alike else next(piece for piece in pieces if piece.layers == depths[0]))
+    if alike:
+        program = _with_blocks(program, _compare(alike), CHUNKS)
+        for few in fewer:
+            program = _with_few(program, few, alike[0])
     if len(depths) > 1:
         deep = _alike_but_for_layers(pieces, depths, what)
         found = _in_base(program, deep[0], _compare(deep))
@@ -45,13 +48,21 @@ def find_program(pieces: Sequence[Piece], what: str) -> Program:
 
 
 def _alike_but_for_chunks(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces of one chunk to four, the last ones alike; none where not so many were traced."""
+    """Pieces of one chunk to the most that were traced, the last ones alike; none where there are not so many."""
     groups: dict[Hashable, dict[int, Piece]] = {}
     for piece in pieces:
         figures = tuple(sorted((k, v) for k, v in piece.unit.figures.items() if k != "supervised"))
         groups.setdefault(figures, {})[piece.unit.chunks] = piece
-    wanted = range(1, FEWEST_CHUNKS + TRACED_TURNS)
-    return next(([group[count] for count in wanted] for group in groups.values() if group.keys() >= set(wanted)), [])
+    longest = max(([*_from_one(group)] for group in groups.values()), key=len)
+    return longest if len(longest) >= FEWEST_CHUNKS - 1 + TRACED_TURNS else []
+
+
+def _from_one(pieces: Mapping[int, Piece]) -> Iterator[Piece]:
+    """Pieces by number of chunks from one on, as far as there is none left out."""
+    chunks = 1
+    while chunks in pieces:
+        yield pieces[chunks]
+        chunks += 1
 
 
 def _alike_but_for_layers(pieces: Sequence[Piece], depths: Sequence[int], what: str) -> list[Piece]:
@@ -110,8 +121,8 @@ def _in_base(program: Program, piece: Piece, insertions: Sequence[Insertion[Toke
     # Stretches of the piece that the base has not, and by how much they shift what follows.
     stretches: list[tuple[int, int, int]] = []
     added = 0
-    if program.single and piece.unit.chunks == 1:
-        for stretch in program.single:
+    if piece.unit.chunks in program.few:
+        for stretch in program.few[piece.unit.chunks]:
             begin = stretch.start + added
             stretches.append((begin, begin + len(stretch.tokens), stretch.grown))
             added += stretch.grown
@@ -137,7 +148,7 @@ def _plain(start: Piece) -> Program:
         counts=Counts(layers=start.layers, chunks=start.unit.chunks),
         step_layers=0,
         blocks=(),
-        single=(),
+        few={},
     )
 
 
@@ -165,26 +176,23 @@ def _with_blocks(program: Program, insertions: Sequence[Insertion[Token]], loop:
     return replace(program, blocks=tuple(sorted(blocks, key=lambda block: block.place)))
 
 
-def _with_single(program: Program, single: Piece, two: Piece) -> Program:
-    """With what a loss of one chunk has in place of two: forward lacks a chunk, backward has one unlike either."""
-    ones, twos = _sized((single, two))
-    start = _common(ones, twos)
-    lacked = max(range(len(twos) - len(ones) + 1), key=lambda size: _common(ones[start:], twos[start + size :]))
-    middle = _common(ones[start:], twos[start + lacked :])
-    rest = start + middle
-    same = _common(ones[rest:][::-1], twos[rest + lacked :][::-1])
-    tokens = single.tokens[rest : len(ones) - same]
+def _with_few(program: Program, few: Piece, base: Piece) -> Program:
+    """With what a loss of fewer chunks has in place of the base's: wherever their tokens differ."""
+    fewer, more = _sized((few, base))
+    start = _common(fewer, more)
+    same = min(_common(fewer[::-1], more[::-1]), len(fewer) - start, len(more) - start)
+    between = SequenceMatcher(None, more[start : len(more) - same], fewer[start : len(fewer) - same], autojunk=False)
     fresh = max(program.all_sites) + 1
-    stretches = (
-        Stretch(start=start, end=start + lacked, tokens=(), sites=()),
-        Stretch(
-            start=rest + lacked,
-            end=len(twos) - same,
-            tokens=tokens,
-            sites=tuple(range(fresh, fresh + count_births(tokens))),
-        ),
-    )
-    return replace(program, single=stretches)
+    stretches = []
+    for change, first, last, first_few, last_few in between.get_opcodes():
+        if change == "equal":
+            continue
+        tokens = few.tokens[start + first_few : start + last_few]
+        births = count_births(tokens)
+        sites = tuple(range(fresh, fresh + births))
+        stretches.append(Stretch(start=start + first, end=start + last, tokens=tokens, sites=sites))
+        fresh += births
+    return replace(program, few={**program.few, few.unit.chunks: tuple(stretches)})
 
 
 def _common(one: Sequence[Sized], other: Sequence[Sized]) -> int:

@@ -1,10 +1,11 @@
 """The tokens of a kind of unit as a program: a sequence, and the blocks that every more layer and chunk inserts.
 
 The first and the last chunk of a loss are not like those between: with two chunks both are there, every more one is
-like the others, and a loss of one chunk has a stretch of its own in their place.
+like the others, and a loss of one chunk has a stretch of its own in their place. Where the head is trained, the chunk
+after the first makes the sum of its gradients that all later ones write into, so that two are another exception.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -16,7 +17,9 @@ Loop = Literal["layers", "chunks"]
 TRACED_TURNS = 3
 """Different counts of a loop that are compared."""
 FEWEST_CHUNKS = 2
-"""From so many on, one more chunk inserts the same blocks."""
+"""From so many on, one more chunk inserts the same blocks;"""
+FEWEST_CHUNKS_SUMMED = 3
+"""where gradients of the head are summed, from so many on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """What a loss of one chunk has in place of a stretch of the base."""
+    """What a loss of fewer chunks has in place of a stretch of the base."""
 
     start: int
     end: int
@@ -78,14 +81,15 @@ class Program:
     """Layers that one turn of the loop over layers adds; 0 where only one depth was traced."""
     blocks: tuple[Block, ...]
     """In order."""
-    single: tuple[Stretch, ...]
-    """In order; none but where the base has FEWEST_CHUNKS."""
+    few: Mapping[int, tuple[Stretch, ...]]
+    """Of losses with fewer chunks than the base, by their number; in order."""
 
     @property
     def all_sites(self) -> list[int]:
         """Of all births there are, some more than once."""
         blocks = (site for block in self.blocks for site in block.sites)
-        return [*self.sites, *blocks, *(site for stretch in self.single for site in stretch.sites)]
+        stretches = (stretch for few in self.few.values() for stretch in few)
+        return [*self.sites, *blocks, *(site for stretch in stretches for site in stretch.sites)]
 
     def unroll(self, counts: Counts) -> tuple[list[Token], list[int]]:
         """Tokens, and the site of every birth.
@@ -93,8 +97,8 @@ class Program:
         Raises:
             NotAffine: no loop was found that could run so often.
         """
-        if self.single and counts.chunks == 1:
-            return self._of_one_chunk().unroll(counts)
+        if counts.chunks in self.few:
+            return self._of_few(counts.chunks).unroll(counts)
         turns = {LAYERS: self._turns_of_layers(counts.layers), CHUNKS: self._turns_of_chunks(counts.chunks)}
         tokens: list[Token] = []
         sites: list[int] = []
@@ -113,8 +117,8 @@ class Program:
         Raises:
             NotAffine: see `unroll`.
         """
-        if self.single and counts.chunks == 1:
-            return self._of_one_chunk().turns(counts)
+        if counts.chunks in self.few:
+            return self._of_few(counts.chunks).turns(counts)
         turns = {LAYERS: self._turns_of_layers(counts.layers), CHUNKS: self._turns_of_chunks(counts.chunks)}
         found = []
         grown = 0
@@ -125,12 +129,13 @@ class Program:
             grown += size * count
         return tuple(found)
 
-    def _of_one_chunk(self) -> "Program":
-        """The program of a loss of one chunk."""
+    def _of_few(self, chunks: int) -> "Program":
+        """The program of a loss of so few chunks."""
+        stretches = self.few[chunks]
         base: list[Token] = []
         sites: list[int] = []
         place = birth = 0
-        for stretch in self.single:
+        for stretch in stretches:
             births = count_births(self.base[place : stretch.start])
             base += [*self.base[place : stretch.start], *stretch.tokens]
             sites += [*self.sites[birth : birth + births], *stretch.sites]
@@ -138,15 +143,15 @@ class Program:
         blocks = []
         for block in self.blocks:
             if block.loop == LAYERS:
-                grown = sum(stretch.grown for stretch in self.single if stretch.end <= block.place)
+                grown = sum(stretch.grown for stretch in stretches if stretch.end <= block.place)
                 blocks.append(replace(block, place=block.place + grown))
         return replace(
             self,
             base=(*base, *self.base[place:]),
             sites=(*sites, *self.sites[birth:]),
-            counts=replace(self.counts, chunks=1),
+            counts=replace(self.counts, chunks=chunks),
             blocks=tuple(blocks),
-            single=(),
+            few={},
         )
 
     def _turns_of_layers(self, layers: int) -> int:

@@ -36,7 +36,12 @@ def timeline_of(trace: OriginTrace, kind: StepKind, *, layers: int, vocab_size: 
         starts = [*(start for start, _ in own), update]
         marks += zip(starts, step_units([shape for _, shape in own], kind), strict=True)
     kinds = {storage: _kind(origin, vocab_size, period) for storage, origin in trace.origins.items()}
-    return Timeline(events=events, units=tuple(marks), kinds=kinds, layers=layers)
+    return Timeline(events=events, units=tuple(marks), kinds=kinds, movable=_is_head, layers=layers)
+
+
+def _is_head(kind: Hashable) -> bool:
+    """Whether tensors are of the kind of the head's gradients: a sum with the embedding's is where either was."""
+    return isinstance(kind, tuple) and kind[0] == HEAD
 
 
 def _kind(origin: Origin, vocab_size: int, period: int) -> Hashable:
@@ -44,12 +49,12 @@ def _kind(origin: Origin, vocab_size: int, period: int) -> Hashable:
 
     So are those that are summed up chunk by chunk, whatever operation made them: the losses and the head's gradients.
     """
-    operation = origin.operation
+    operation, module = origin.operation, origin.module
     if origin.shape == ():
         operation = SCALAR
     elif origin.shape is not None and len(origin.shape) == 2 and origin.shape[0] == vocab_size != origin.shape[1]:
-        operation = HEAD
-    return operation, _without_numbers(origin.module, period), origin.phase
+        operation, module = HEAD, ""
+    return operation, _without_numbers(module, period), origin.phase
 
 
 @cache

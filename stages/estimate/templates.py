@@ -87,9 +87,14 @@ class RunModel:
         before_bytes: Sequence[int],
         programs: Mapping[tuple[Role, Hashable], tuple[Program, SiteSizes]],
         layers: int,
+        movable: Callable[[Hashable], bool],
     ):
-        """What exists before the first step, in order, and the programs of units by role and kind."""
+        """What exists before the first step, in order, and the programs of units by role and kind.
+
+        `movable` as in `Timeline`.
+        """
         self.before_bytes, self._programs, self._layers = tuple(before_bytes), programs, layers
+        self._movable = movable
         self._templates: dict[tuple[Role, Hashable, int], Template] = {}
         self._left: dict[str, tuple[Hashable, ...]] = {}
 
@@ -106,7 +111,7 @@ class RunModel:
             program, sizes = self._programs[key[:2]]
             counts = Counts(layers=self._layers, chunks=unit.chunks)
             tokens, sites = program.unroll(counts)
-            events, left = _resolve(tokens, self._left_by)
+            events, left = _resolve(tokens, self._left_by, self._movable)
             if left != self._left_by(unit.role):
                 raise NotAffine(f"{unit.role} units of kind {unit.kind!r} leave other tensors")
             found, turns = np.array(sites, dtype=np.int64), program.turns(counts)
@@ -130,7 +135,7 @@ class RunModel:
                     born += 1
                 elif token[0] == FREE:
                     living.take(token[1], _number(token[2]))
-            self._left[role] = tuple(kinds[number] for number in living.numbers)
+            self._left[role] = tuple(kinds[number] for number in _in_order(living, kinds, self._movable))
         return self._left[role]
 
 
@@ -167,7 +172,7 @@ def fit(timelines: Sequence[Timeline], layers: int | None = None) -> RunModel:
         found = _fit_sites(pooled, _named(keys[0]))
         sizes |= {key: found for key in keys}
     fitted = {key: (program, sizes[key]) for key, program in programs.items()}
-    return RunModel(_before_bytes(befores, wanted), fitted, wanted)
+    return RunModel(_before_bytes(befores, wanted), fitted, wanted, timelines[0].movable)
 
 
 def _named(key: tuple[Role, Hashable]) -> str:
@@ -220,11 +225,12 @@ def _with_equal_births(
             for block in program.blocks
         )
         figures = tuple(sorted(by_kind[key][0].unit.figures))
-        single = tuple(
-            (part.sites, count_births(program.base[: part.start]), count_births(program.base[: part.end]))
-            for part in program.single
+        few = tuple(
+            (chunks, part.sites, count_births(program.base[: part.start]), count_births(program.base[: part.end]))
+            for chunks, parts in program.few.items()
+            for part in parts
         )
-        groups.setdefault((births, blocks, single, figures), []).append(key)
+        groups.setdefault((births, blocks, few, figures), []).append(key)
     return list(groups.values())
 
 
@@ -267,7 +273,7 @@ def _number(value: Hashable) -> int:
 
 
 def _resolve(
-    tokens: Sequence[Token], left_by_role: Callable[[str], Sequence[Hashable]]
+    tokens: Sequence[Token], left_by_role: Callable[[str], Sequence[Hashable]], movable: Callable[[Hashable], bool]
 ) -> tuple[Events, tuple[Hashable, ...]]:
     """Tokens as actions, and the kinds of what outlives the unit.
 
@@ -292,6 +298,11 @@ def _resolve(
                 left[role] = left_by(left_by_role(role))
             actions.append(-2 - len(foreign))
             foreign.append((role, left[role].take(token[2], _number(token[3]))))
-    outliving = tuple(living.numbers)
+    outliving = _in_order(living, kinds, movable)
     events = Events(actions=tuple(actions), foreign=tuple(foreign), births=len(kinds), outliving=outliving)
     return events, tuple(kinds[number] for number in outliving)
+
+
+def _in_order(living: Living, kinds: Sequence[Hashable], movable: Callable[[Hashable], bool]) -> tuple[int, ...]:
+    """What outlives a unit: of movable kinds, then of others, each in order of birth."""
+    return tuple(sorted(living.numbers, key=lambda number: not movable(kinds[number])))

@@ -11,7 +11,7 @@ from stages.estimate.kernels import EMBEDDING_SORT_TOKENS, FUSED_GEMM_MAX_ROWS, 
 from stages.estimate.layers import with_layers
 from stages.estimate.origins import OriginTrace
 from stages.estimate.predict import Setting
-from stages.estimate.program import FEWEST_CHUNKS, TRACED_TURNS
+from stages.estimate.program import FEWEST_CHUNKS, FEWEST_CHUNKS_SUMMED, TRACED_TURNS
 from stages.estimate.runs import timeline_of
 from stages.estimate.shapes import TracedSteps
 from stages.estimate.step_units import StepKind, unit_kind
@@ -93,10 +93,14 @@ def _traced_steps(example: BatchShape, kind: StepKind) -> TracedSteps:
     base, *others = _shapes(example, kind)
     if kind.loss_chunk is None:
         return ((base, base), (others[0], others[1], others[2]), (others[1], others[2], base, others[0]))
-    counts = range(1, FEWEST_CHUNKS + TRACED_TURNS)
-    one, two, three, four = (_with_chunks(base, count, kind.loss_chunk) for count in counts)
-    several = _with_chunks(others[0], FEWEST_CHUNKS + 1, kind.loss_chunk)
-    return ((one, one), (two, two, several), (three, three, four, others[1]), (four,))
+    fewest = FEWEST_CHUNKS_SUMMED if kind.embedding_trained else FEWEST_CHUNKS
+    one, two, three, four, *more = (
+        _with_chunks(base, count, kind.loss_chunk) for count in range(1, fewest + TRACED_TURNS)
+    )
+    several = _with_chunks(others[0], fewest + 1, kind.loss_chunk)
+    steps = ((one, one), (two, two, several), (three, three, four, others[1], *more), (four,))
+    # Where the head is trained, a step's first micro-batch makes its gradient and later ones do not: each by itself.
+    return (*steps, *((shape,) for shape in (*more, several, others[1]))) if kind.embedding_trained else steps
 
 
 def _shapes(example: BatchShape, kind: StepKind) -> list[BatchShape]:
