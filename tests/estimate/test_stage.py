@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig
 
 from stages.bucket.plan import MicroBatch, Plan, write_plan
 from stages.estimate.__main__ import main
@@ -28,16 +29,16 @@ def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch
     lay_out(tmp_path, hardware__gpu="24GiB", data__max_length=128, bucket__max_tokens=256)
     write_plan(tmp_path / "plan.arrow", [PLAN])
     write_index(tmp_path / "train-index.arrow", [([3] * length, [1, length], None) for length in LENGTHS])
-    lock: dict[str, Any] = {
-        "kind": "directory",
-        "name": str(small_llama),
-        "revision": None,
-        "files": {"config.json": sha256_file(small_llama / "config.json")},
-        "tokenizer_files": [],
-    }
-    (tmp_path / "model.json").write_text(json.dumps(lock))
+    pin(tmp_path, small_llama)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def pin(workspace: Path, model: Path) -> None:
+    """Have a directory's model be the one that is estimated."""
+    lock: dict[str, Any] = {"kind": "directory", "name": str(model), "revision": None, "tokenizer_files": []}
+    lock["files"] = {"config.json": sha256_file(model / "config.json")}
+    (workspace / "model.json").write_text(json.dumps(lock))
 
 
 def run(**options: str):
@@ -259,30 +260,23 @@ def test_a_run_of_several_gpus_is_held_against_one_of_them(workspace):
     assert metrics["host_bytes_predicted"] > sum(part["bytes"] for part in process["host"].values())
 
 
-def test_a_mode_that_holds_less_is_offered(workspace):
+def test_a_mode_that_holds_less_is_offered(workspace, tmp_path):
     """Advice that lowers quality where the other GPUs have room."""
     write_plan(workspace / "plan.arrow", [SHARED_PLAN])
-    lay_out(
-        workspace,
-        hardware__gpu="24GiB",
-        hardware__num_gpus=2,
-        train__sharding="ddp",
-        train__method="full",
-        train__grad_ckpt=True,
-        data__max_length=128,
-        bucket__max_tokens=256,
-    )
+    (tmp_path / "large").mkdir()  # Its states take more than a CUDA context.
+    sizes: dict[str, Any] = {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
+    LlamaConfig(**sizes, vocab_size=256, max_position_embeddings=256).save_pretrained(tmp_path / "large")
+    pin(workspace, tmp_path / "large")
+    values = {"hardware__num_gpus": 2, "train__sharding": "ddp", "train__method": "full", "train__grad_ckpt": True}
+    values |= {"data__max_length": 128, "bucket__max_tokens": 256}
+    lay_out(workspace, hardware__gpu="24GiB", **values)
     assert run().exit_code == 0
     peak = read(workspace)[3]["peak_bytes_predicted"]
-    lay_out(
-        workspace,
-        hardware__gpu=f"{peak * 0.99 / GIB:.6f}GiB",
-        hardware__num_gpus=2,
-        train__sharding="ddp",
-        train__method="full",
-        train__grad_ckpt=True,
-        data__max_length=128,
-        bucket__max_tokens=256,
-    )
+    lay_out(workspace, hardware__gpu=f"{peak * 0.99 / GIB:.6f}GiB", **values)
     assert run().exit_code == 0
     assert any("train.sharding=" in remedy["command"] for remedy in advice(workspace)["remedies"])

@@ -41,9 +41,10 @@ def test_everything_is_told_without_a_pipeline(workspace):
 
 def test_a_run_that_does_not_fit_is_told_lines_to_run(workspace):
     """A refusal without a way out; a config.json alone that is no model."""
+    lay_out(workspace, data__max_length=128, bucket__max_tokens=65536)  # Larger than a CUDA context.
     fits = ask("--model", "model/config.json", "--gpu", "24GiB").stdout
-    peak_mib = float(re.search(r"verdict    fits: ([0-9.]+) MiB of", fits)[1])  # type: ignore[index]
-    result = ask("--model", "model", "--gpu", f"{1.02 * peak_mib:.3f}MiB")
+    peak_gib = float(re.search(r"verdict    fits: ([0-9.]+) GiB of", fits)[1])  # type: ignore[index]
+    result = ask("--model", "model", "--gpu", f"{1.02 * peak_gib:.3f}GiB")
     assert result.exit_code == 0, result.stderr
     assert "verdict    fits with less than 8% headroom: " in result.stdout
     assert "advice     ranked by what is learnt, then by the speed of A100-80GB: that of " in result.stdout
