@@ -27,13 +27,13 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/mypy $(PYTHON_FILES)
 
-# Experiments side by side: what changed, predicted and measured peak, speed, loss.
+# Experiments side by side: what changed, predicted and measured peak, speed, loss and its change from the baseline's.
 COMPARE_METRICS := peak_gib_predicted|peak_gib_measured|predicted_error_percent|tokens_per_second
 COMPARE_METRICS := $(COMPARE_METRICS)|tuned_loss|tuned_exact_match_percent
 COMPARE_PARAMS := seed$$|(model|data|bucket|hardware|estimate|train|evaluate)\.
 compare: $(VENV)/.installed
-	@test -t 1 || export COLUMNS=200; $(WITH_VENV) dvc exp show --hide-failed --only-changed --precision 4 --no-pager \
-		--drop '^(?!Experiment$$|$(COMPARE_PARAMS))' --keep '^($(COMPARE_METRICS))$$'
+	@$(WITH_VENV) dvc exp show --hide-failed --only-changed --csv \
+		--drop '^(?!Experiment$$|$(COMPARE_PARAMS))' --keep '^($(COMPARE_METRICS))$$' | $(WITH_VENV) python -m stages.report.compare
 
 plots: $(VENV)/.installed
 	$(WITH_VENV) dvc plots show

@@ -1,0 +1,38 @@
+"""Experiments side by side: what DVC tells of them, and the change of the loss."""
+
+import sys
+
+from stages.report.compare import table, with_change
+from tests.conftest import ROOT
+from tests.processes import run_bounded
+
+ROWS = [
+    {"Experiment": "", "peak_gib_measured": "0.0507373", "tuned_loss": "0.38495", "train.grad_ckpt": "True"},
+    {"Experiment": "", "peak_gib_measured": "0.0912", "tuned_loss": "0.38495", "train.grad_ckpt": "False"},
+    {"Experiment": "warm-hare", "peak_gib_measured": "0.02", "tuned_loss": "0.40145", "train.grad_ckpt": "False"},
+    {"Experiment": "cold-hare", "peak_gib_measured": "", "tuned_loss": "", "train.grad_ckpt": "False"},
+]
+
+
+def test_the_change_is_that_from_the_baseline():
+    """A change from what lies in the workspace, of which nobody knows what it is."""
+    found = list(with_change(ROWS))
+    assert [row["Experiment"] for row in found] == ["workspace", "baseline", "warm-hare", "cold-hare"]
+    assert [row["loss_change"] for row in found] == ["+0", "+0", "+0.0165", ""]
+    assert list(found[0]) == ["Experiment", "peak_gib_measured", "tuned_loss", "loss_change", "train.grad_ckpt"]
+    assert found[0]["peak_gib_measured"] == "0.05074" and found[3]["tuned_loss"] == ""
+
+
+def test_a_table_is_aligned():
+    lines = table(list(with_change(ROWS))).splitlines()
+    assert (
+        len({line.index(column) for line, column in zip(lines, ["train", "True", "False", "False"], strict=False)}) == 1
+    )
+
+
+def test_nothing_to_compare_is_one_line():
+    """A traceback where DVC failed and has said why."""
+    command = [sys.executable, "-m", "stages.report.compare"]
+    done = run_bounded(command, cwd=ROOT)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "error: dvc exp show: printed no experiments; see what it said above\n"
