@@ -9,6 +9,7 @@ from stages.train.monitor import Monitor
 from tests.small_model import CPU
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_every_size(monkeypatch):
     monkeypatch.setattr(monitor, "SIZES", monitor.SIZES[:1])
     monkeypatch.setattr(monitor, "STEPS_A_ROUND", 1)

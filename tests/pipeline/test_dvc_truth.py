@@ -135,6 +135,7 @@ def test_an_edited_source_reruns_what_follows(clone: Clone):
     assert stages_run(clone.dvc("repro", "bucket")) == ["pin_data", "tokenize", "bucket"]
 
 
+@pytest.mark.slow
 def test_an_edited_template_reruns_tokenize(clone: Clone):
     """DVC tracks the path that data.chat_template holds; only the pin knows what lies there."""
     tiny = clone.root / "stages/pin/tiny/chat_template.jinja"
@@ -148,6 +149,7 @@ def test_an_edited_template_reruns_tokenize(clone: Clone):
     clone.run("git", "clean", "-fdq", "mine.jinja", "locks")
 
 
+@pytest.mark.slow
 def test_a_relative_source_outside_works_in_a_temporary_run(clone: Clone):
     """In --temp runs the working directory is a copy elsewhere: ../ must still mean beside the user's checkout."""
     outside = clone.root.parent / "outside.jsonl"
