@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from benchmarks import monitor
 from benchmarks.monitor import KEPT_LIMIT_BYTES, kept_bytes
 from stages.train.measure import make_meter
