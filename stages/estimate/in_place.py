@@ -9,12 +9,14 @@ this file.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 IN_PLACE = {
@@ -30,10 +32,6 @@ WRITERS = {
     aten.scatter_add.default: "GatherBackward0",
 }
 """Whose formula writes into zeros of its own."""
-LAST_TENSOR_USES = 4
-"""References to a gradient that nobody but the engine holds: its own, and those of the call that asks here."""
-LAST_STORAGE_USES = 2
-"""The same of its storage: the gradient's, and that of the call."""
 
 
 def meant_in_place(operation: Any, args: Sequence[Any]) -> Any:
@@ -54,9 +52,36 @@ def _sums_up(args: Sequence[Any]) -> bool:
     if len(args) != 2 or not all(type(each) is FakeTensor for each in args):
         return False
     first, second = args
-    alone = first._use_count() == LAST_TENSOR_USES
-    alone = alone and torch._C._storage_Use_Count(first.untyped_storage()._cdata) == LAST_STORAGE_USES
-    return alone and (first.shape, first.dtype) == (second.shape, second.dtype) and _dense(first)
+    alike = (first.shape, first.dtype) == (second.shape, second.dtype)
+    return alike and _uses(first) == lone_uses() and _dense(first)
+
+
+def _uses(tensor: torch.Tensor) -> tuple[int, int]:
+    """References to a tensor and to its storage."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+@cache
+def lone_uses() -> tuple[int, int]:
+    """References to a gradient that nobody but the engine holds: its own, and those of the call that asks.
+
+    PyTorch is asked, since it may hold more in another version; for the first time where nothing is traced.
+    """
+    found: list[tuple[int, int]] = []
+
+    class Probe(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
+            if func is aten.add.Tensor and not torch.is_grad_enabled():
+                found.append(_uses(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), torch.enable_grad():
+        weight = torch.ones(2, requires_grad=True)
+        total = (weight * 2 + weight * 3).sum()
+        with Probe():
+            total.backward()
+    (uses,) = found  # The sum of its two gradients.
+    return uses
 
 
 def _dense(tensor: torch.Tensor) -> bool:

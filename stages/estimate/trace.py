@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from stages.estimate.in_place import IN_PLACE, meant_in_place
+from stages.estimate.in_place import IN_PLACE, lone_uses, meant_in_place
 from stages.step.batches import BatchShape
 
 # What a byte can be for.
@@ -93,6 +93,7 @@ class MemoryTrace(TorchDispatchMode):
             vocab_size: a tensor whose last dimension is this long is taken for logits.
         """
         super().__init__()
+        lone_uses()  # Asked before anything is traced.
         self._granularity, self._rules, self._vocab_size = granularity_bytes, rules, vocab_size
         self._ids: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._live: dict[int, int] = {}
