@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import LlamaConfig
 
 from benchmarks.form import Bar, Measured, Row, benchmark
+from benchmarks.gpu.cases import MODELS
 from stages.dist.shard import ShardSpec
 from stages.estimate.devices import resolve_gpu
 from stages.estimate.fake_team import Sharing
@@ -23,14 +23,7 @@ from stages.model.spec import ModelSpec
 from stages.param_types import Method, OffloadState, Precision, Sharding
 from stages.step.batches import BatchShape
 
-LLAMA_3_1_8B = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-)
+MODEL = MODELS["Llama-3.1-8B"]
 TOKENS = 2048
 TURNS = 2
 """Micro-batches of a GPU in a step."""
@@ -102,7 +95,7 @@ def predicted(case: Case) -> Row:
     device, _ = resolve_gpu(case.card)
     batch = BatchShape(rows=1, length=TOKENS, supervised=TOKENS // 2, joined_lengths=None)
     start = time.process_time()
-    found = predict(LLAMA_3_1_8B, case.setting, ((batch,) * TURNS,), target_of(device))
+    found = predict(MODEL, case.setting, ((batch,) * TURNS,), target_of(device))
     cpu_s = time.process_time() - start
     parts = found.peak.by_category
     return {
