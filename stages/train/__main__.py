@@ -38,6 +38,7 @@ from stages.train.recorded import explained
 from stages.train.recover import Ending
 from stages.train.signals import Stop, stopped_by_signals
 from stages.train.together import opened_by_all
+from stages.train.voice import never_refused
 
 PATH = click.Path(path_type=Path)
 
@@ -142,4 +143,5 @@ def _told(line: str) -> None:
 
 
 if __name__ == "__main__":
+    never_refused()
     main()

@@ -6,8 +6,8 @@ where in a pickle, which runs code when it is opened. The part of the first proc
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -144,12 +144,34 @@ class CheckpointStore:
                 raise refused or UserError(f"{path}: cannot be written by the first process, which says why")
             if not self.voices.leads:
                 stack.enter_context(told_in_one_line(part))
-                part.mkdir()
-            write_held(part / TENSORS, tensors)
-            saved_at = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-            more = {PIECES: pieces or {}, PARTS: self.voices.size, "saved_at": saved_at}
-            (part / VALUES).write_text(json.dumps({**values, **more}))
+            with self._left_together():
+                part.mkdir(exist_ok=self.voices.leads)
+                write_held(part / TENSORS, tensors)
+                saved_at = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+                more = {PIECES: pieces or {}, PARTS: self.voices.size, "saved_at": saved_at}
+                (part / VALUES).write_text(json.dumps({**values, **more}))
             return Unfinished(self, part, stack.pop_all())
+
+    @contextmanager
+    def _left_together(self) -> Iterator[None]:
+        """What the disk refuses one process inside is raised in all, once no other writes there: the first will tidy.
+
+        Raises:
+            OSError: this process was refused.
+            UserError: another one was.
+        """
+        refused: OSError | None = None
+        try:
+            yield
+        except OSError as error:
+            refused = error
+        failed = [rank for rank, (bad,) in enumerate(self.voices.each(int(refused is not None))) if bad]
+        if refused is not None:
+            raise refused
+        if failed:
+            raise UserError(
+                f"process {failed[0]} of {self.voices.size} could not write its part, and says why in its log"
+            )
 
     def newest(self) -> Checkpoint | None:
         """The newest that is whole; damaged ones are told of and removed, as is what was never finished.

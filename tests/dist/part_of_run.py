@@ -2,11 +2,14 @@
 
 import resource
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from safetensors.torch import save_file
@@ -16,6 +19,7 @@ from stages.dist.agree import Voices
 from stages.dist.shard import ShardSpec
 from stages.dist.world import World
 from stages.errors import UserError
+from stages.model.tensor_files import write_held
 from stages.train.checkpoint import CheckpointStore
 from stages.train.loop import TrainJob, train
 from stages.train.measure import make_meter
@@ -28,6 +32,7 @@ from tests.train.interrupted import small_job
 
 FILE_BYTES = 1024
 """Less than a part of any checkpoint here."""
+SLOW_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +83,27 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
+@contextmanager
+def slow_disk() -> Iterator[None]:
+    """A part of a checkpoint is still written when a process that cannot write has long given up."""
+
+    def file_by_file(path: Path, tensors: Any) -> None:
+        end = time.monotonic() + SLOW_SECONDS
+        for number in takewhile(lambda _: time.monotonic() < end, count()):
+            path.with_name(str(number)).touch()
+        write_held(path, tensors)
+
+    with patch("stages.train.checkpoint.write_held", file_by_file):
+        yield
+
+
+def disk_of(part: PartOfRun, rank: int) -> AbstractContextManager[None]:
+    """As the case has it for this process: a full one, that of another process's fellow, or a good one."""
+    if part.full_disk_rank is None:
+        return nullcontext()
+    return full_disk() if part.full_disk_rank == rank else slow_disk()
+
+
 def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
     """Run it; what the process said, and what came of it where it came to its end."""
     directory, said, stop = Path(part.directory), list[str](), Stop()
@@ -97,7 +123,7 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
     first_step = keeper.first_step
     job = job_of(part, world)
     try:
-        with full_disk() if world.rank == part.full_disk_rank else nullcontext():
+        with disk_of(part, world.rank):
             result = train(job, make_meter(CPU), keeper)
             keeper.wait()
     except Stopped:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from stages.dist.world import World
+from stages.train.voice import never_refused
 from tests.dist.cases import Case, learn
 from tests.dist.part_of_run import PartOfRun, run_part
 from tests.estimate.ranks import do_peaks
@@ -60,6 +61,7 @@ TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {
 
 def main() -> None:
     """Join the group and work until standard input ends."""
+    never_refused()  # As the entry of train; in some cases no file of this process can grow, its log included.
     directory = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Whatever prints must not be taken for an answer.

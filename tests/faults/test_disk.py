@@ -3,13 +3,16 @@
 import errno
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.faults.outputs import declared
+from tests.conftest import ROOT
+from tests.faults.outputs import declared, state
 from tests.faults.stage_run import Fault, Runner
-from tests.faults.workspaces import Finished, check_kept_or_new, check_rerun, put_old
+from tests.faults.workspaces import Finished, check_kept_or_new, check_rerun, put_nothing, put_old
+from tests.processes import run_bounded
 
 LONG = pytest.mark.slow
 FEW = ("pin_data", "tokenize", "bucket")
@@ -90,6 +93,16 @@ def test_one_of_several_disks_is_full(mounting, quick, tmp_path, stage, full):
     (seen / full / "ballast").unlink()
     ended = mounting.run(stage, workspace)
     assert ended.status == 0, ended.output
+
+
+def test_a_full_disk_under_the_log_costs_no_training(quick, tmp_path):
+    """What the run says can go nowhere; what it makes is whole."""
+    workspace = quick.copy(tmp_path / "work")
+    put_nothing(workspace, "train")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = ["sh", "-c", 'exec "$0" -m stages.train >/dev/full 2>&1', sys.executable]
+    assert run_bounded(command, cwd=workspace, env=environment).returncode == 0
+    assert state(workspace, "train") == quick.states["train"]
 
 
 def test_a_disk_mounted_for_reading_only(mounting, quick, tmp_path):

@@ -1,0 +1,64 @@
+"""A run of hours whose log lies on a full disk, or whose reader has gone, goes on; what can be said is said."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+import pytest
+from tqdm import tqdm
+
+from stages.train.voice import never_refused
+
+
+def full_disk() -> TextIO:
+    """A log for which there is no room."""
+    return open("/dev/full", "w", buffering=1)
+
+
+def reader_gone() -> TextIO:
+    """A pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w", buffering=1)
+
+
+def say_all() -> None:
+    """Lines beside a progress bar, as training says them."""
+    with tqdm(total=3, mininterval=0) as bar:
+        for number in range(3):
+            bar.write(f"step {number}")
+            bar.update()
+    print("done", flush=True)
+
+
+@pytest.mark.parametrize("log", [full_disk, reader_gone])
+def test_what_cannot_be_said_ends_nothing(monkeypatch: pytest.MonkeyPatch, log):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, log())
+    streams = sys.stdout, sys.stderr
+    with pytest.raises(OSError):
+        say_all()
+    never_refused()
+    say_all()
+    monkeypatch.undo()
+    for stream in streams:
+        with pytest.raises(OSError):  # What it still holds can go nowhere.
+            stream.close()
+
+
+def test_what_can_be_said_is_said_beside_the_bar(monkeypatch: pytest.MonkeyPatch):
+    """As without: tqdm takes the bar away before a line where both go to the terminal."""
+
+    def said(prepare: Callable[[], None]) -> tuple[str, str]:
+        out, err = io.StringIO(), io.StringIO()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        prepare()
+        say_all()
+        return out.getvalue(), err.getvalue()
+
+    (out, err), (plain_out, plain_err) = said(never_refused), said(lambda: None)
+    assert out == plain_out == "step 0\nstep 1\nstep 2\ndone\n"
+    assert err.count("\r") == plain_err.count("\r") > 3
