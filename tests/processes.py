@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 480
 """Several times what the suite's longest command takes on two busy cores."""
 
 

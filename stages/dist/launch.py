@@ -1,8 +1,8 @@
 """Several processes of one command, under torchrun's agent: what they say, how they end, and one error for all."""
 
 import logging
+import math
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -16,8 +16,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stages.dist.world import World
-from stages.endings import Interrupted
+from stages.endings import FIRST_OF_SIGNALS, Interrupted
 from stages.errors import UserError
+from stages.files import told_in_one_line
+from stages.locks import clear, hold, leave
 
 DIRECTORY = "LEAN_FINETUNE_RANKS"
 """Variable of the environment that names the processes' directory; absent where the user started torchrun."""
@@ -25,31 +27,62 @@ LAUNCHER = "LEAN_FINETUNE_LAUNCHER"
 """Variable of the environment with the number of the process that started it."""
 WAITED = ".waited"
 """Ending of a file beside the fault of a process that waited for the others in vain."""
+LOST = ".lost"
+"""Ending of a file of a process that waited when the link to the others broke: one of those had given up, or ended."""
 TOLD = ".told"
 """Ending of a file of a process that told the user why it ended."""
+GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Variable that tells torchrun's agent how many seconds processes have after a signal before they are killed. After a
+fault of one of them they have 30, and always where torch does not know the variable."""
 LOCAL = "127.0.0.1"
 LOOPBACK = "lo"
 """Linux' name of the interface of that address."""
 
 
-def launch(module: str, arguments: Sequence[str], *, processes: int, directory: Path) -> None:
+def launch(module: str, arguments: Sequence[str], *, processes: int, directory: Path, grace_seconds: float) -> None:
     """Run `python -m module` in several processes on this node, until all have ended.
 
-    The first shows what it says; what another says, and every traceback, is in `directory`, `<rank>.log`.
+    The first shows what it says; what another says, and every traceback, is in `directory`, in one of this launch's
+    own, as `<rank>.log`. Those of launches that have ended are removed.
 
     Args:
         module: the entry.
         arguments: its command line.
         processes: how many.
-        directory: emptied at the start.
+        directory: of all launches.
+        grace_seconds: how long they may take to end once a signal has asked them to.
 
     Raises:
         UserError: one of them failed: what it said first, or where its traceback is.
         Interrupted: a signal came, and was handed on to all.
+        SystemExit: with the code of a signal, where that was told.
     """
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    with _own(directory) as mine:
+        _launch(module, arguments, processes, mine, grace_seconds)
+
+
+@contextmanager
+def _own(directory: Path) -> Iterator[Path]:
+    """A directory inside for this launch alone, held while it runs; those of ended ones are removed."""
+    with told_in_one_line(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for other in directory.iterdir():
+            if other.is_dir() and (held := hold(other)) is not None:
+                clear(other)
+                leave(other, held)
+        mine = directory / uuid4().hex[:8]
+        held = hold(mine)
+    try:
+        yield mine
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _launch(module: str, arguments: Sequence[str], processes: int, directory: Path, grace_seconds: float) -> None:
+    """As above, with what the processes leave in `directory`."""
     os.environ[DIRECTORY], os.environ[LAUNCHER] = str(directory.resolve()), str(os.getpid())
+    os.environ.setdefault(GRACE, str(math.ceil(grace_seconds)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # Each process would warn of how the others ended.
     if sys.platform == "linux":
         os.environ.setdefault(
@@ -70,10 +103,13 @@ def launch(module: str, arguments: Sequence[str], *, processes: int, directory: 
     try:
         elastic_launch(config, entrypoint=sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
+        told, code = (directory / f"0{TOLD}").exists(), error.get_first_failure()[1].exitcode
+        if told and code > FIRST_OF_SIGNALS:  # One of them was sent a signal, and all have stopped in order.
+            raise SystemExit(code) from None
         raise (_first_fault(directory, processes) or UserError(_ended(error, directory))) from None
     except SignalException as stopped:
         if (directory / f"0{TOLD}").exists():
-            raise SystemExit(128 + stopped.sigval) from None
+            raise SystemExit(FIRST_OF_SIGNALS + stopped.sigval) from None
         raise Interrupted(stopped.sigval) from None
     finally:
         logging.disable(logging.NOTSET)
@@ -92,7 +128,8 @@ def _first_fault(directory: Path, processes: int) -> UserError | None:
         return None
     own = [path for path in faults if not path.with_suffix(WAITED).exists()]
     message, *details = (own or faults)[0].read_text(encoding="utf-8").splitlines()
-    absent = sorted({str(rank) for rank in range(processes)} - {path.stem for path in faults})
+    there = {path.stem for path in (*faults, *directory.glob(f"*{LOST}"))}
+    absent = [str(rank) for rank in range(processes) if str(rank) not in there]
     if absent and not own:
         message += f"; the one that did not come: process {', '.join(absent)}"
     return UserError(message, *details)
@@ -113,6 +150,10 @@ def _ended(error: ChildFailedError, directory: Path) -> str:
 
 class WaitedInVain(UserError):
     """A process waited too long for the others: it is they that are at fault."""
+
+
+class LostOthers(Exception):
+    """The link to the others broke while a process waited for them: it is they that are at fault, or one of them."""
 
 
 @contextmanager
@@ -146,7 +187,9 @@ def as_one_of_many(world: World) -> Iterator[None]:
             (Path(where) / f"{world.rank}{WAITED}").touch()
         aside.rename(Path(where) / f"{world.rank}.fault")
         sys.exit(1)
-    except Exception:
+    except Exception as fault:
+        if isinstance(fault, LostOthers):
+            (Path(where) / f"{world.rank}{LOST}").touch()
         with open(log, "a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
         sys.exit(1)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import click
@@ -24,7 +25,7 @@ from stages.model.spec import ModelSpec
 from stages.params import Params, Run
 from stages.train.heartbeat import heartbeat
 from stages.train.identity import decided, key_of_all, run_key
-from stages.train.job import SCRATCH, Paths, make_job, prepare_device
+from stages.train.job import Paths, make_job, prepare_device
 from stages.train.loop import TrainJob, train
 from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
@@ -33,7 +34,7 @@ from stages.train.oom_report import out_of_memory, read_forecast
 from stages.train.orphan import end_with_parent
 from stages.train.place import scratch_root
 from stages.train.publish import publish_record, publish_weights
-from stages.train.ranks import most_of_all, started_ranks, take_place, told_of_waiting
+from stages.train.ranks import most_of_all, started_ranks, take_place, told_of_waiting, where_in_steps
 from stages.train.recorded import explained
 from stages.train.recover import Ending
 from stages.train.signals import Stop, stopped_by_signals
@@ -70,22 +71,23 @@ def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
     world = World.here()
     with as_one_of_many(world):
         params = read_params()
-        if started_ranks(params.hardware.num_gpus, SCRATCH / "train" / "ranks"):
+        patience = params.run.rank_timeout_seconds
+        if started_ranks(params.hardware.num_gpus, scratch_root() / "ranks", patience):
             return
         threads = params.run.cpu_threads or torch.get_num_threads()
         device = take_place(world, params.hardware.num_gpus, params.run.cpu_threads)
-        with joined(world, device, params.run.rank_timeout_seconds):
+        with told_of_waiting(world, patience), joined(world, device, patience):
             _run(params, world, device, threads, Paths(**paths))
 
 
 def _run(params: Params, world: World, device: torch.device, threads: int, paths: Paths) -> None:
     """The stage, as one of the processes of `world`, which have so many `threads` on this machine."""
     spec = ModelSpec.from_params(params, precision_of(params, paths.verdict))
-    prepare_device(params, spec, device, paths, _told)
+    prepare_device(params, spec, device, world, paths, _told)
     job = make_job(params, spec, device, world, paths)
     meter, stop = make_meter(device), Stop()
     with ExitStack() as stack:
-        begun = stack.enter_context(heartbeat(scratch_root() / "running", _told)).begun
+        begun = stack.enter_context(heartbeat(scratch_root() / "running", _told, tells=world.local_rank == 0)).begun
         stack.enter_context(stopped_by_signals(stop))
         voices = Voices(world, device)
         key = key_of_all(lambda: run_key(decided(params, job, paths.plan), _read(paths), device, threads), voices)
@@ -100,7 +102,8 @@ def _run(params: Params, world: World, device: torch.device, threads: int, paths
             )
         )
         ending = _ending(job, params.run, paths, begun)
-        with told_of_waiting(ending.place, world, params.run.rank_timeout_seconds), ending.told():
+        where = partial(where_in_steps, ending.place)
+        with told_of_waiting(world, params.run.rank_timeout_seconds, where), ending.told():
             result = train(job, meter, keeper, ending)
             with ending.place.inside(SAVE):
                 publish_weights(result, job, params, paths)

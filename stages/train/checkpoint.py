@@ -176,7 +176,8 @@ class CheckpointStore:
     def newest(self) -> Checkpoint | None:
         """The newest that is whole; damaged ones are told of and removed, as is what was never finished.
 
-        Several processes call this together, and each checks a share of the files.
+        What was finished, and not yet given its name when the run was killed, is given it now. Several processes call
+        this together, and each checks a share of the files.
 
         Raises:
             UserError: the disk refused.
@@ -185,6 +186,7 @@ class CheckpointStore:
         with told_in_one_line(self.directory):
             if leads:
                 for left in self.directory.glob(".*"):
+                    _name_finished(left)
                     shutil.rmtree(left)
             while True:
                 (step,) = self.voices.of_first(-1 if (last := self.last_step()) is None else last)
@@ -217,6 +219,19 @@ class CheckpointStore:
     def _paths(self) -> list[Path]:
         """Checkpoints in the order of their steps."""
         return sorted(self.directory.glob("step-*"))
+
+
+def _name_finished(bench: Path) -> None:
+    """Give the checkpoint that was made at `bench` its name, if every process had finished its part."""
+    path = bench.with_name(bench.name.removeprefix(".").removesuffix(".partial"))
+    made = bench / path.name
+    try:
+        for part in range(json.loads((made / VALUES).read_text())[PARTS]):
+            json.loads((part_of(made, part) / SUMS).read_text())
+    except (OSError, KeyError, TypeError, ValueError):  # It was not: a file is missing, or cut off.
+        return
+    if not path.exists():
+        made.rename(path)
 
 
 def _fault(path: Path, voices: Voices) -> str | None:

@@ -23,7 +23,11 @@ def training_device() -> torch.device:
 
 
 def check_device(
-    device: torch.device, spec: ModelSpec, verdict: Mapping[str, Any], estimate: Mapping[str, Any]
+    device: torch.device,
+    spec: ModelSpec,
+    verdict: Mapping[str, Any],
+    estimate: Mapping[str, Any],
+    processes: int = 1,
 ) -> None:
     """Refuse a run that the device at hand cannot hold or compute.
 
@@ -33,6 +37,7 @@ def check_device(
         verdict: data/estimate/verdict.json; its refusal was decided for `hardware.gpu`.
         estimate: metrics/estimate.json; its predicted peaks are compared with the memory free here: of the device, and
             of its host, where a container's limit counts too.
+        processes: of the run on this machine; without GPUs they share its memory.
 
     Raises:
         UserError: with the breakdown, or with the precision that this device lacks.
@@ -47,8 +52,11 @@ def check_device(
     host, where = free_host_bytes()
     if device.type == "cuda":
         _check_room(estimate["host_bytes_predicted"], host, f"RAM on the host of {estimate['gpu']}", where)
-        host, where = torch.cuda.mem_get_info(device)[0], f"on {device} here"
-    _check_room(estimate["peak_bytes_predicted"], host, f"tensors on {estimate['gpu']}", where)
+        free, where = torch.cuda.mem_get_info(device)[0], f"on {device} here"
+        _check_room(estimate["peak_bytes_predicted"], free, f"tensors on {estimate['gpu']}", where)
+        return
+    of = f"tensors on {estimate['gpu']}" + (f" in {processes} processes" if processes > 1 else "")
+    _check_room(estimate["peak_bytes_predicted"] * processes, host, of, where)
 
 
 def _check_room(needed: int | None, free: int, of: str, where: str) -> None:
@@ -100,7 +108,7 @@ def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) 
 
     Args:
         choice: train.offload_activations.
-        needed_bytes: the most that is predicted to be away at once.
+        needed_bytes: the most that is predicted to be away at once, of all processes on this machine.
         scratch: the directory of files.
 
     Raises:

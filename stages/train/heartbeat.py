@@ -87,6 +87,7 @@ def heartbeat(
     directory: Path,
     told: Callable[[str], None],
     *,
+    tells: bool = True,
     root: Path = FILESYSTEM,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Heartbeat]:
@@ -95,6 +96,7 @@ def heartbeat(
     Args:
         directory: of the files of all processes.
         told: gets a line of each such run.
+        tells: whether this process looks for such runs; of several on a machine the first one does.
         root: where the file system begins.
         clock: seconds that never jump.
 
@@ -103,7 +105,7 @@ def heartbeat(
     """
     with told_in_one_line(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    for path in sorted(directory.glob("*.json")):
+    for path in sorted(directory.glob("*.json")) if tells else ():
         _tell_of(path, told, root)
     beats = Heartbeat(directory, told, root, clock)
     try:

@@ -52,7 +52,12 @@ class Paths:
 
 
 def prepare_device(
-    params: Params, spec: ModelSpec, device: torch.device, paths: Paths, told: Callable[[str], None]
+    params: Params,
+    spec: ModelSpec,
+    device: torch.device,
+    world: World,
+    paths: Paths,
+    told: Callable[[str], None],
 ) -> None:
     """Set the device up for the run; `told` gets a line of a setting that has another effect here.
 
@@ -61,8 +66,9 @@ def prepare_device(
     """
     predicted: Mapping[str, Any] = read_json(paths.estimate)
     segments = use_segments(params.train.expandable_segments, device)
-    check_device(device, spec, read_json(paths.verdict), predicted)
-    check_offload(params.train.offload_activations, predicted["offloaded_bytes_predicted"], SCRATCH)
+    check_device(device, spec, read_json(paths.verdict), predicted, world.local_size)
+    away = predicted["offloaded_bytes_predicted"] * world.local_size
+    check_offload(params.train.offload_activations, away, SCRATCH)
     check_host(params.train.offload, device, predicted)
     for note in (segments, paging_note(params.train.optimizer, device)):
         if note is not None:

@@ -2,13 +2,13 @@
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from stages.dist.launch import WaitedInVain, launch
+from stages.dist.launch import LostOthers, WaitedInVain, launch
 from stages.dist.world import World, check_devices, check_size, under_torchrun
 from stages.step.team import Team
 from stages.train.device import training_device
@@ -18,8 +18,13 @@ from stages.train.oom import Whereabouts
 GLOO = ", and too much: what gloo gives back in threads of its own is not seen"
 
 
-def started_ranks(num_gpus: int, directory: Path) -> bool:
+def started_ranks(num_gpus: int, directory: Path, grace_seconds: float) -> bool:
     """Run this command in as many processes as there are GPUs to use, where that takes several; True once they ended.
+
+    Args:
+        num_gpus: hardware.num_gpus.
+        directory: of what the processes of all launches say.
+        grace_seconds: how long they may take to end after a signal: to finish a step and keep it.
 
     Raises:
         UserError: one of them failed.
@@ -27,7 +32,7 @@ def started_ranks(num_gpus: int, directory: Path) -> bool:
     if num_gpus == 1 or under_torchrun():
         return False
     check_devices(num_gpus)
-    launch("stages.train", sys.argv[1:], processes=num_gpus, directory=directory)
+    launch("stages.train", sys.argv[1:], processes=num_gpus, directory=directory, grace_seconds=grace_seconds)
     return True
 
 
@@ -45,23 +50,38 @@ def take_place(world: World, num_gpus: int, cpu_threads: int | None) -> torch.de
     return training_device()
 
 
+WAITED_TOO_LONG = re.compile("timed out|timeout", re.IGNORECASE)
+LINK_BROKE = re.compile("connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
+OUTSIDE = "before or after its steps"
+
+
 @contextmanager
-def told_of_waiting(place: Whereabouts, world: World, seconds: float) -> Iterator[None]:
+def told_of_waiting(world: World, seconds: float, where: Callable[[], str] = lambda: OUTSIDE) -> Iterator[None]:
     """Inside, a process that waited too long for the others says so, and where.
 
     Raises:
-        UserError: naming the process, how long it waited and in which part of which step.
+        WaitedInVain: naming the process, how long it waited and where.
+        LostOthers: the others had given up before, or ended.
     """
     try:
         yield
     except RuntimeError as error:
-        if world.size == 1 or not re.search("timed out|timeout", str(error), re.IGNORECASE):
+        if world.size == 1:
             raise
-        step = "before the first step" if place.step is None else f"of optimizer step {place.step}"
+        if LINK_BROKE.search(str(error)) and not WAITED_TOO_LONG.search(str(error)):
+            raise LostOthers(str(error)) from error
+        if not WAITED_TOO_LONG.search(str(error)):
+            raise
         raise WaitedInVain(
             f"run.rank_timeout_seconds: no process may wait longer for the others; process {world.rank} of "
-            f"{world.size} waited {seconds:g} s in phase {place.phase_name} {step}; raise it if one may take so long"
+            f"{world.size} waited {seconds:g} s {where()}; raise it if one may take so long"
         ) from error
+
+
+def where_in_steps(place: Whereabouts) -> str:
+    """The phase and the step that a run is in, for people."""
+    step = "before the first step" if place.step is None else f"of optimizer step {place.step}"
+    return f"in phase {place.phase_name} {step}"
 
 
 def most_of_all(measured: Measured, team: Team, device: torch.device) -> Measured:

@@ -170,9 +170,10 @@ def _refuse_others(run: Running, held: Mapping[str, Held], stored: Mapping[str, 
     missing = sorted(held.keys() - kept)
     if missing and any("[" in name for name in {*missing, *kept}):
         raise UserError(
-            f"hardware.num_gpus: a checkpoint of train.optimizer={type(run.optimizer).__name__} under "
+            f"hardware.num_gpus: a checkpoint of this train.optimizer ({type(run.optimizer).__name__}) under "
             f"train.sharding={cut['sharding']} fits as many GPUs as wrote it alone: its state has blocks or sums of "
-            f"each GPU's part; got {run.team.size} for {cut['gpus']}; go on with those, or remove the checkpoint"
+            f"each GPU's part; got {run.team.size} for {cut['gpus']}; go on with those, or remove what "
+            "this run keeps in scratch/train"
         )
     weights = {name for name in kept if name.startswith("weights/")}
     if (

@@ -49,6 +49,15 @@ def _with_fault(step: Any) -> Any:
     return faulty
 
 
+def _come_late() -> None:
+    """The fault `absent`: the process does not join the others."""
+    kind, rank, _ = os.environ[VARIABLE].split()
+    if kind == "absent" and os.environ["RANK"] == rank and not MET.exists():
+        MET.touch()
+        _meet("hangs")
+
+
 if __name__ == "__main__":
+    _come_late()
     Ending.step = _with_fault(Ending.step)  # type: ignore[method-assign]
     runpy.run_module("stages.train", run_name="__main__", alter_sys=True)

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -141,7 +142,7 @@ def test_two_processes_write_what_one_writes(copy: Path, tiny_dir: Path):
     assert_same_learning(copy, alone)
     metrics = json.loads((copy / "metrics/train.json").read_text())
     assert "2 processes" in metrics["peak_measured_how"] and metrics["peak_bytes_measured"] > 0
-    assert {path.name for path in (copy / "scratch/train/ranks").iterdir()} == {"1.log"}
+    assert {path.name for path in (copy / "scratch/train/ranks").glob("*/*")} == {"1.log", "lock"}
     base = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
     assert PeftModel.from_pretrained(base, str(copy / "data/tuned")).peft_config
 
@@ -184,7 +185,7 @@ def started(root: Path, stack_environment: dict[str, str] | None = None) -> subp
 def processes_of(launcher: subprocess.Popen[str], root: Path) -> list[psutil.Process]:
     """The processes of a run once every one of them trains: each has opened its log by then."""
     end = time.monotonic() + 120
-    while not (root / "scratch/train/ranks/1.log").exists():
+    while not list(root.glob("scratch/train/ranks/*/1.log")):
         assert launcher.poll() is None and time.monotonic() < end, launcher.stderr and launcher.stderr.read()
         time.sleep(0.1)
     return psutil.Process(launcher.pid).children(recursive=True)
@@ -208,6 +209,31 @@ def test_a_signal_ends_all_with_one_line(copy: Path):
         launcher.stderr.close()
     assert launcher.returncode == 128 + signal.SIGTERM
     assert said.removeprefix("train: ").startswith("stopped by SIGTERM") and len(said.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_in_order(copy: Path):
+    """As somebody does who kills what a list of processes shows."""
+    planned(copy, 2, "zero3", train__epochs=200)
+    launcher = started(copy)
+    with killed_after(launcher):
+        try:
+            ranks = processes_of(launcher, copy)
+            end = time.monotonic() + ENDS_SECONDS
+            while not list(copy.glob("scratch/train/running/*.json")):
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            time.sleep(2)  # Some steps.
+            ranks[1].send_signal(signal.SIGTERM)
+            launcher.wait(ENDS_SECONDS)
+        finally:
+            kill_group(launcher)
+        assert launcher.stderr is not None
+        said = launcher.stderr.read()
+        launcher.stderr.close()
+    assert launcher.returncode == 128 + signal.SIGTERM, said
+    [line] = said.splitlines()
+    assert re.fullmatch(r"train: stopped by SIGTERM; the checkpoint of optimizer step \d+ is kept: .*", line)
 
 
 @pytest.mark.slow

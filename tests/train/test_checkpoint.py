@@ -15,7 +15,7 @@ from stages.errors import UserError
 from stages.files import sha256_file
 from stages.model.tensor_files import stored_tensors
 from stages.params_file import load_params
-from stages.train.checkpoint import SUMS, TENSORS, VALUES, CheckpointStore
+from stages.train.checkpoint import PARTS, SUMS, TENSORS, VALUES, CheckpointStore
 from stages.train.identity import PACKAGE, run_key
 from stages.train.resume import ALONE_CUT, LARGEST_SHARE, Checkpoints, opened
 from stages.train.signals import Stop
@@ -111,6 +111,27 @@ def test_what_was_never_finished_is_no_checkpoint(store: CheckpointStore, said: 
     store.write(4, {"weights/w": WEIGHT}, {"step": 4})
     assert store.newest() is None and not said
     assert not list(store.directory.glob(".*"))
+
+
+def test_what_was_finished_and_not_named_is_taken_up(store: CheckpointStore, said: list[str]):
+    """A process that was killed after its part was on the disk: of several, all name a checkpoint one step later."""
+    keep(store, 2)
+    unnamed = store.write(4, {"weights/w": WEIGHT}, {"step": 4})
+    unnamed.finish_part()
+    found = store.newest()
+    assert found is not None and found.values["step"] == 4 and not said
+    assert not list(store.directory.glob(".*")) and store.last_step() == 4
+
+
+def test_what_one_of_several_had_not_finished_is_no_checkpoint(store: CheckpointStore, said: list[str]):
+    """The part of the second process has no checksums yet."""
+    keep(store, 2)
+    unnamed = store.write(4, {"weights/w": WEIGHT}, {"step": 4})
+    unnamed.finish_part()
+    [values] = store.directory.glob(f".*/*/{VALUES}")
+    values.write_text(json.dumps({**json.loads(values.read_text()), PARTS: 2}))
+    found = store.newest()
+    assert found is not None and found.values["step"] == 2 and not said
 
 
 def test_the_last_damaged_one_leaves_a_run_at_its_start(store: CheckpointStore, said: list[str]):
