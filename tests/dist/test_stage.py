@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -191,22 +192,34 @@ def processes_of(launcher: subprocess.Popen[str], root: Path) -> list[psutil.Pro
     return psutil.Process(launcher.pid).children(recursive=True)
 
 
+@contextmanager
+def running(root: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run that has ended, one way or the other, when the block does."""
+    launcher = started(root)
+    with killed_after(launcher):
+        try:
+            yield launcher
+        finally:
+            kill_group(launcher)
+
+
+def said_by(launcher: subprocess.Popen[str]) -> str:
+    """What a run that has ended said."""
+    assert launcher.stderr is not None
+    with launcher.stderr as stream:
+        return stream.read()
+
+
 @pytest.mark.slow
 def test_a_signal_ends_all_with_one_line(copy: Path):
     """Each process would tell of it, and of the others' end."""
     planned(copy, 2, "ddp", train__epochs=200)
-    launcher = started(copy)
-    with killed_after(launcher):
-        try:
-            ranks = processes_of(launcher, copy)
-            launcher.send_signal(signal.SIGTERM)
-            launcher.wait(ENDS_SECONDS)
-            assert not psutil.wait_procs(ranks, timeout=ENDS_SECONDS)[1]
-        finally:
-            kill_group(launcher)
-        assert launcher.stderr is not None
-        said = launcher.stderr.read()
-        launcher.stderr.close()
+    with running(copy) as launcher:
+        ranks = processes_of(launcher, copy)
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(ENDS_SECONDS)
+        assert not psutil.wait_procs(ranks, timeout=ENDS_SECONDS)[1]
+    said = said_by(launcher)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert said.removeprefix("train: ").startswith("stopped by SIGTERM") and len(said.splitlines()) == 1
 
@@ -215,25 +228,23 @@ def test_a_signal_ends_all_with_one_line(copy: Path):
 def test_a_signal_to_one_process_stops_all_in_order(copy: Path):
     """As somebody does who kills what a list of processes shows."""
     planned(copy, 2, "zero3", train__epochs=200)
-    launcher = started(copy)
-    with killed_after(launcher):
-        try:
-            ranks = processes_of(launcher, copy)
-            end = time.monotonic() + ENDS_SECONDS
-            while not list(copy.glob("scratch/train/running/*.json")):
-                assert time.monotonic() < end
-                time.sleep(0.1)
-            time.sleep(2)  # Some steps.
-            ranks[1].send_signal(signal.SIGTERM)
-            launcher.wait(ENDS_SECONDS)
-        finally:
-            kill_group(launcher)
-        assert launcher.stderr is not None
-        said = launcher.stderr.read()
-        launcher.stderr.close()
+    with running(copy) as launcher:
+        ranks, end = processes_of(launcher, copy), time.monotonic() + ENDS_SECONDS
+        while not steps_begun(copy):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        ranks[1].send_signal(signal.SIGTERM)
+        launcher.wait(ENDS_SECONDS)
+    said = said_by(launcher)
     assert launcher.returncode == 128 + signal.SIGTERM, said
     [line] = said.splitlines()
     assert re.fullmatch(r"train: stopped by SIGTERM; the checkpoint of optimizer step \d+ is kept: .*", line)
+
+
+def steps_begun(root: Path) -> int:
+    """The step that some process of a run says it has begun."""
+    files = root.glob("scratch/train/running/*.json")
+    return max((json.loads(file.read_text())["step"] or 0 for file in files), default=0)
 
 
 @pytest.mark.slow
@@ -241,20 +252,14 @@ def test_a_signal_to_one_process_stops_all_in_order(copy: Path):
 def test_nothing_outlives_a_killed_process(copy: Path, victim: str):
     """An orphan would hold its GPU's memory until someone finds it."""
     planned(copy, 2, "ddp", train__epochs=200)
-    launcher = started(copy)
-    with killed_after(launcher):
-        try:
-            ranks = processes_of(launcher, copy)
-            assert len(ranks) == 2
-            (ranks[1] if victim == "rank" else psutil.Process(launcher.pid)).send_signal(signal.SIGKILL)
-            _, alive = psutil.wait_procs(ranks, timeout=ENDS_SECONDS)
-            assert not alive
-            launcher.wait(ENDS_SECONDS)
-        finally:
-            kill_group(launcher)
-        assert launcher.stderr is not None
-        said = launcher.stderr.read()
-        launcher.stderr.close()
+    with running(copy) as launcher:
+        ranks = processes_of(launcher, copy)
+        assert len(ranks) == 2
+        (ranks[1] if victim == "rank" else psutil.Process(launcher.pid)).send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(ranks, timeout=ENDS_SECONDS)
+        assert not alive
+        launcher.wait(ENDS_SECONDS)
+    said = said_by(launcher)
     if victim == "rank":
         assert launcher.returncode == 1 and len(said.splitlines()) == 1
         assert "ended by SIGKILL" in said
