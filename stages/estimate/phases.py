@@ -18,6 +18,7 @@ from stages.estimate.states import (
     FP32_BYTES,
     PACKED_BITS,
     ParameterShape,
+    adapted_weights,
     model_shapes,
     state_bytes,
     state_lines,
@@ -224,15 +225,33 @@ def _load(
     end = _peak({**states, OPTIMIZER: optimizer_bytes})
     spec, placed, moments = setting.model, 0, [end]
     shapes = model_shapes(config)
-    for parameter in sorted(shapes.parameters, key=lambda parameter: dot_natural_key(parameter.name)):
+
+    def stays(parameter: ParameterShape) -> int:
+        """Bytes of a weight in its final type, with what its packing keeps."""
         alone = replace(shapes, parameters=(parameter,), buffer_bytes=())
         lines = state_lines(alone, spec, setting.optimizer, cuda=target.foreach, master_weights=False)
         kept = state_bytes(lines, granularity_bytes=target.granularity_bytes)
-        own = kept[WEIGHTS] + kept.get(QUANTISATION_STATE, 0)
+        return kept[WEIGHTS] + kept.get(QUANTISATION_STATE, 0)
+
+    for parameter in sorted(shapes.parameters, key=lambda parameter: dot_natural_key(parameter.name)):
+        own = stays(parameter)
         for file_bytes, loading_bytes in _passing(parameter, spec, stored, on_cpu=target.capability is None):
             moments.append(_peak({WEIGHTS: placed + own, FILE: file_bytes, LOADING: loading_bytes}))
         placed += own
+    if spec.adapted and spec.lora_dora:
+        adapted = max(adapted_weights(shapes, spec), key=lambda parameter: parameter.values)
+        moments.append(_peak({**states, LOADING: _measuring_bytes(adapted, spec, stays(adapted))}))
     return max(moments, key=lambda peak: peak.bytes)
+
+
+def _measuring_bytes(weight: ParameterShape, spec: ModelSpec, stays_bytes: int) -> int:
+    """Bytes that peft needs to measure the rows of an adapted weight, for DoRA's start.
+
+    The product of the adapter, that product scaled, and the weight with it are there at once. A packed weight is
+    copied as it is, and unpacked.
+    """
+    full_bytes = weight.values * spec.dtype.itemsize
+    return 3 * full_bytes + (stays_bytes + full_bytes if spec.method in PACKED_BITS else 0)
 
 
 def _passing(

@@ -244,15 +244,21 @@ def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
 
 def _adapter_shapes(shapes: ModelShapes, spec: ModelSpec) -> Iterator[tuple[int, ...]]:
     """Shapes of A (rank × inputs), B (outputs × rank) of each adapted layer (Hu et al. 2021, arXiv 2106.09685)."""
+    for parameter in adapted_weights(shapes, spec):
+        outputs, inputs = parameter.shape
+        yield spec.lora_rank, inputs
+        yield outputs, spec.lora_rank
+        if spec.lora_dora:  # The length of each row of the weight (Liu et al. 2024, arXiv 2402.09353).
+            yield (outputs,)
+
+
+def adapted_weights(shapes: ModelShapes, spec: ModelSpec) -> Iterator[ParameterShape]:
+    """The weights of the layers that get an adapter."""
     for parameter in shapes.parameters:
         layer = parameter.name.removesuffix(".weight")
         named = any(layer == target or layer.endswith(f".{target}") for target in spec.lora_targets)
         if parameter.linear and (named or spec.lora_targets == (ALL_LINEAR,)):
-            outputs, inputs = parameter.shape
-            yield spec.lora_rank, inputs
-            yield outputs, spec.lora_rank
-            if spec.lora_dora:  # The length of each row of the weight (Liu et al. 2024, arXiv 2402.09353).
-                yield (outputs,)
+            yield parameter
 
 
 @dataclass(frozen=True, kw_only=True)

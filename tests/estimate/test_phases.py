@@ -1,6 +1,7 @@
 """Phases outside of the step: against measured loading and measured losses without gradients."""
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tqdm import tqdm
 from benchmarks.estimate_cpu import make_code_books, save_small
 from stages.estimate.evaluation import GenerationShape, peak_of_answers
 from stages.estimate.phases import Surroundings, generation_shapes, note_of_asking, other_phases
-from stages.estimate.predict import predict
+from stages.estimate.predict import Setting, predict
 from stages.estimate.trace import Peak
 from stages.evaluate.generate import Prompt, greedy_answers
 from stages.model.config import read_config
@@ -136,20 +137,32 @@ SLOW_PAIRS = [
 ]
 
 
+DORA = [("lora", "fp32"), ("lora", "bf16"), ("qlora", "fp32"), ("qlora", "bf16"), ("lora", "fp16"), ("qlora", "fp16")]
+
+
+@pytest.mark.parametrize(("method", "precision"), DORA)
+def test_the_start_of_dora_is_predicted(small_llama, method, precision):
+    """Every adapted weight is made anew and measured, once all weights are there."""
+    check_load(small_llama, setting_of(method=method, precision=precision, lora_dora=True))
+
+
 @pytest.mark.parametrize(("method", "precision"), [*PAIRS, *SLOW_PAIRS])
 def test_loading_holds_what_is_predicted(small_llama, method, precision):
     """A model that trains but cannot be loaded; files mapped, or weights converted in threads the meter does not see.
 
     Scales and code books are too small to be followed: 0.5 percent of a model of 90,000 values.
     """
-    setting = setting_of(method=method, precision=precision)
-    predicted = other_phases(read_config(small_llama), setting, AROUND, CPU_TARGET, NOTHING)["load"]
+    check_load(small_llama, setting_of(method=method, precision=precision))
+
+
+def check_load(model: Path, setting: Setting) -> None:
+    """Load it, and hold what the allocator counted to the prediction."""
+    predicted = other_phases(read_config(model), setting, AROUND, CPU_TARGET, NOTHING)["load"]
     make_code_books()
     gc.collect()
     meter = make_meter(CPU)
     with meter.window("load"), meter.phase("load"):
-        model = load_model(small_llama, setting.model, CPU)
-        build_optimizer(model, NUMBERS)
+        build_optimizer(load_model(model, setting.model, CPU), NUMBERS)
     assert predicted.bytes == pytest.approx(meter.result().peak_bytes_by_phase["load"], rel=0.005)
 
 
