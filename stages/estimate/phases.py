@@ -238,20 +238,23 @@ def _load(
         for file_bytes, loading_bytes in _passing(parameter, spec, stored, on_cpu=target.capability is None):
             moments.append(_peak({WEIGHTS: placed + own, FILE: file_bytes, LOADING: loading_bytes}))
         placed += own
-    if spec.adapted and spec.lora_dora:
+    if spec.adapted:
         adapted = max(adapted_weights(shapes, spec), key=lambda parameter: parameter.values)
-        moments.append(_peak({**states, LOADING: _measuring_bytes(adapted, spec, stays(adapted))}))
+        moments.append(_peak({**states, LOADING: _starting_bytes(adapted, spec, stays(adapted))}))
     return max(moments, key=lambda peak: peak.bytes)
 
 
-def _measuring_bytes(weight: ParameterShape, spec: ModelSpec, stays_bytes: int) -> int:
-    """Bytes that peft needs to measure the rows of an adapted weight, for DoRA's start.
+def _starting_bytes(weight: ParameterShape, spec: ModelSpec, stays_bytes: int) -> int:
+    """Bytes that the start of an adapter takes beside the model, once all weights are there.
 
-    The product of the adapter, that product scaled, and the weight with it are there at once. A packed weight is
-    copied as it is, and unpacked.
+    DoRA measures the rows of the weight: the product of the adapter, that product scaled, and the weight with it are
+    there at once; a packed weight is copied as it is, and unpacked. PiSSA has the weight in fp32, what it takes of it,
+    and what is left; LoftQ the weight of the files, the packed one and their difference.
     """
-    full_bytes = weight.values * spec.dtype.itemsize
-    return 3 * full_bytes + (stays_bytes + full_bytes if spec.method in PACKED_BITS else 0)
+    full_bytes, fp32_bytes = weight.values * spec.dtype.itemsize, weight.values * FP32_BYTES
+    measuring = 3 * full_bytes + (stays_bytes + full_bytes if spec.method in PACKED_BITS else 0)
+    started = {"default": 0, "pissa": (2 if spec.dtype == torch.float32 else 3) * fp32_bytes, "loftq": 3 * fp32_bytes}
+    return max(measuring if spec.lora_dora else 0, started[spec.lora_init])
 
 
 def _passing(

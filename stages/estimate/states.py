@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers import initialization as init
+from transformers.pytorch_utils import Conv1D
 
 from stages.estimate.optimizer_states import optimizer_tensors
 from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
@@ -90,9 +91,15 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     head = model.get_output_embeddings()
-    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
+    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+    linear = {id(layer.weight) for layer in layers}
+    turned = {id(layer.weight) for layer in layers if isinstance(layer, Conv1D)}  # GPT-2's are inputs × outputs.
     parameters = tuple(
-        ParameterShape(name=name, shape=tuple(parameter.shape), linear=id(parameter) in linear)
+        ParameterShape(
+            name=name,
+            shape=tuple(parameter.shape[::-1] if id(parameter) in turned else parameter.shape),
+            linear=id(parameter) in linear,
+        )
         for name, parameter in model.named_parameters()
     )
     buffers = tuple(buffer.numel() * buffer.element_size() for buffer in model.buffers())

@@ -44,7 +44,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(spec.seed)
-    with _without_rename_warning():
+    with _without_peft_warnings():
         adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
     _cast_adapters(adapted, spec)
     return adapted
@@ -65,7 +65,8 @@ def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
                 f"merged; got {list(targets)}; leave it out"
             )
     if wrong:
-        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        shared = model.get_input_embeddings().weight
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear if modules[name].weight is not shared}))
         raise UserError(
             f"train.lora.targets: must name linear layers of the model; got {wrong}; known: {known}, or {ALL_LINEAR}"
         )
@@ -114,7 +115,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> 
         UserError: the adapter's files are missing or do not fit the model.
     """
     try:
-        with _without_rename_warning():
+        with _without_peft_warnings():
             adapted = PeftModel.from_pretrained(model, str(directory), local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         # torch names the first weight that does not fit on its second line.
@@ -126,8 +127,12 @@ def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> 
 
 
 @contextmanager
-def _without_rename_warning() -> Iterator[None]:
-    """Silence what only peft can mend: it asks transformers for a property under a name that is being retired."""
+def _without_peft_warnings() -> Iterator[None]:
+    """Silence what only peft can mend: it asks transformers for a property under a name that is being retired.
+
+    It also tells that it found out by itself how GPT-2's weights lie.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
         yield

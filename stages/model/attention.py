@@ -147,7 +147,7 @@ def _by_scores(
     if attention_mask is None:
         attention_mask = torch.ones(scores_BHTT.shape[-2:], dtype=torch.bool, device=query.device).tril()
     # Not -inf: padding on the left may look at nothing, and must not become NaN.
-    scores_BHTT = scores_BHTT.masked_fill(attention_mask.logical_not(), torch.finfo(query.dtype).min)
+    scores_BHTT = scores_BHTT.masked_fill(attention_mask.logical_not(), torch.finfo(scores_BHTT.dtype).min)
     weights_BHTT = F.softmax(scores_BHTT, dim=-1, dtype=torch.float32).to(query.dtype)
     weights_BHTT = F.dropout(weights_BHTT, p=dropout, training=module.training)
     return torch.matmul(weights_BHTT, value).transpose(1, 2).contiguous()
@@ -222,6 +222,14 @@ def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwarg
     return sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
 
+def _mask_of_training(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """As `_mask`. No step hands a mask to the model: one that arrives is the model's own, of ones alone (BioGPT).
+
+    transformers would look at its values to leave it out, which fake tensors do not have.
+    """
+    return _mask(**kwargs)
+
+
 _rows_are_joined = False
 
 
@@ -262,4 +270,5 @@ for name, function in {
     FLASH_ATTENTION: _flash_attention,
 }.items():
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, _mask)
+    # Capped attention answers prompts as well, which are padded.
+    AttentionMaskInterface.register(name, _mask if name == CAPPED_ATTENTION else _mask_of_training)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from stages.errors import UserError
 from stages.model.spec import ModelSpec
 
 aten = torch.ops.aten
@@ -30,7 +31,11 @@ HEAD_DROPOUTS = {"classifier_dropout", "summary_first_dropout"}
 
 
 def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Recompute decoder layers in backward when asked (Chen et al. 2016, arXiv 1604.06174)."""
+    """Recompute decoder layers in backward when asked (Chen et al. 2016, arXiv 1604.06174).
+
+    Raises:
+        UserError: the model cannot.
+    """
     if not spec.grad_ckpt:
         return
     # The generator's state (5 KB a layer, and a copy from the device on CUDA) is needed for dropout alone.
@@ -43,6 +48,11 @@ def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
     if spec.grad_ckpt_policy == "selective":
         rank = spec.lora_rank if spec.adapted else 0
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep_products, rank))
+    if not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"train.grad_ckpt: {model.config.model_type} has no layers that can be computed again; got true; set it to "
+            "false, or use train.offload_activations"
+        )
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(kwargs)
     else:  # transformers < 5.20

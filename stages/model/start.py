@@ -11,6 +11,7 @@ import bitsandbytes as bnb
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from transformers.pytorch_utils import Conv1D
 
 from stages.errors import UserError
 from stages.model.spec import ModelSpec
@@ -45,6 +46,10 @@ def start_from_weights(model: PeftModel, spec: ModelSpec, directory: Path) -> No
     stored = model_tensors(directory)
     for name, layer in adapted_layers(model):
         scale, weight = layer.scaling[ADAPTER], layer.get_base_layer().weight
+        if isinstance(layer.get_base_layer(), Conv1D):
+            raise UserError(
+                f"train.lora.init: {spec.lora_init} starts from weights of nn.Linear; got {name}, a Conv1D; use default"
+            )
         if spec.lora_init == "pissa":
             A_RK, B_NR = _principal(weight.float(), spec.lora_rank, scale)
             weight.copy_(weight.float() - scale * (B_NR @ A_RK))

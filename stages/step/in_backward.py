@@ -67,5 +67,6 @@ def refuse_in_backward(spec: ModelSpec, micro_batches: Sequence[int] | np.ndarra
     if micro_batches[step] > 1:
         raise UserError(
             f"train.optimizer_in_backward: every optimizer step must be one micro-batch; step {step} has "
-            f"{micro_batches[step]}; raise bucket.max_tokens or lower train.tokens_per_step, or set it to false"
+            f"{micro_batches[step]}; lower train.tokens_per_step or raise bucket.max_tokens (in mode fixed "
+            "bucket.fixed_rows), or set it to false"
         )

@@ -4,6 +4,9 @@ import sys
 from contextlib import suppress
 from typing import Any, TextIO, cast
 
+REFUSALS = (OSError, ValueError)
+"""The latter of a stream that was closed, or that has no code for a character."""
+
 
 class Voice:
     """A stream without its refusals: a full disk under a log, a reader that has gone. So do the handlers of `logging`.
@@ -11,20 +14,22 @@ class Voice:
     What a run *makes* is written elsewhere, and every refusal of that is told.
     """
 
-    def __init__(self, stream: TextIO):
-        """Write to `stream`."""
+    def __init__(self, stream: TextIO | None):
+        """Write to `stream`; None is one that was closed before the process began."""
         self._stream = stream
 
     def write(self, text: str) -> int:
         """Write, if that can be; the number of characters, which tells nothing."""
-        with suppress(OSError):
-            self._stream.write(text)
+        if self._stream is not None:
+            with suppress(*REFUSALS):
+                self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Hand what was written to the system, if that can be."""
-        with suppress(OSError):
-            self._stream.flush()
+        if self._stream is not None:
+            with suppress(*REFUSALS):
+                self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         """As the stream has it: what a progress bar asks about its terminal."""

@@ -7,8 +7,11 @@ import pytest
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BioGptConfig,
+    CTRLConfig,
     DbrxConfig,
     DeepseekV3Config,
+    GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     MixtralConfig,
@@ -20,6 +23,8 @@ from transformers import (
 from benchmarks.estimate_cpu import FAMILIES, SMALL, Case, cases, compare, save_small, worst_share
 from stages.errors import UserError
 from stages.estimate.predict import predict
+from stages.estimate.states import model_shapes, state_bytes, state_lines
+from stages.estimate.trace import ADAPTERS
 from stages.files import write_json
 from stages.model.config import read_config
 from tests.estimate.common import CPU_TARGET, setting_of, shape
@@ -68,6 +73,38 @@ def test_what_backward_writes_in_place_takes_nothing(case, saved):
     """A tensor that fake ones make anew where plain ones are written to: 6.7 and 0.6 % too much, at these peaks."""
     pairs = compare(case, saved(case.family))
     assert worst_share(pairs) < TOLERATED_SHARE, pairs
+
+
+OLD_SIZES: dict[str, Any] = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+GPT2 = GPT2Config(**OLD_SIZES, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+BIOGPT = BioGptConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "int8_lora"])
+def test_layers_whose_weights_lie_turned_get_adapters(method, tmp_path):
+    """GPT-2's `Conv1D`: the closed form found nothing to adapt, and nothing to pack."""
+    AutoModelForCausalLM.from_config(GPT2).save_pretrained(tmp_path)
+    setting = setting_of(method=method)
+    lines = state_lines(model_shapes(GPT2), setting.model, "adamw", cuda=False, master_weights=False)
+    adapters = state_bytes(lines, granularity_bytes=1)[ADAPTERS]
+    trace = predict(read_config(tmp_path), setting, STEPS, CPU_TARGET)
+    assert trace.peak.by_category[ADAPTERS] == adapters > 0
+    pairs = compare(Case(family="GPT-2", method=method), tmp_path)
+    assert worst_share(pairs) < TOLERATED_SHARE, pairs
+
+
+def test_a_mask_of_ones_is_none(tmp_path):
+    """BioGPT makes one itself, which is left out after a look at its values: fake ones have none, 6.2 % too much."""
+    AutoModelForCausalLM.from_config(BIOGPT).save_pretrained(tmp_path)
+    pairs = compare(Case(family="BioGPT", method="lora"), tmp_path)
+    assert worst_share(pairs) < TOLERATED_SHARE, pairs
+
+
+def test_a_model_that_cannot_compute_layers_again_is_refused():
+    """CTRL says so in a traceback."""
+    config = CTRLConfig(**OLD_SIZES, dff=128)
+    with pytest.raises(UserError, match=r"^train\.grad_ckpt: ctrl has no layers that can be computed again; "):
+        predict(config, setting_of(method="full", grad_ckpt=True), STEPS, CPU_TARGET)
 
 
 def test_a_dropout_that_the_model_lacks_costs_no_memory(tmp_path):

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.estimate_cpu import FAMILIES, SMALL
 from stages.errors import UserError
 from stages.estimate.predict import predict
 from stages.estimate.trace import MemoryTrace
-from stages.model.attention import FLASH_ATTENTION, keeps_scores, training_attention
+from stages.model.attention import EAGER_ATTENTION, FLASH_ATTENTION, keeps_scores, training_attention
 from stages.model.attention_choice import choose_attention
 from stages.model.load import load_model
 from stages.step.loss import causal_lm, decoder_hidden
@@ -97,3 +98,13 @@ def test_scores_are_the_square_of_the_length_and_flash_is_not(monkeypatch):
     assert peaks["auto"][1] < 2.1 * peaks["auto"][0] and peaks["eager"][1] > 3 * peaks["eager"][0]
     assert keeps_scores(LLAMA, "eager") and not keeps_scores(LLAMA, "auto") and keeps_scores(GEMMA, "auto")
     assert training_attention(LLAMA, "flash_attention_2") == FLASH_ATTENTION
+
+
+def test_eager_scores_of_autocast_are_masked_in_their_own_type():
+    """Full training in fp16: the queries are fp32, their products fp16, and fp32's least value is none of fp16's."""
+    query, key, value = (torch.randn(2, 4, 8, 16, generator=torch.manual_seed(seed)) for seed in range(3))
+    attention = AttentionInterface()[EAGER_ATTENTION]
+    exact, _ = attention(nn.Identity(), query, key, value, None)
+    with torch.autocast("cpu", torch.float16):
+        half, _ = attention(nn.Identity(), query, key, value, None)
+    torch.testing.assert_close(half.float(), exact, rtol=1e-2, atol=1e-2)

@@ -126,7 +126,9 @@ def test_what_cannot_be_updated_so_is_told_in_one_line():
     with pytest.raises(UserError, match=r"^train\.offload: .*got optimizer where training runs on the CPU; use none$"):
         refuse_offloaded_state("optimizer", "cpu")
     refuse_in_backward(spec_of(method="full"), [1, 1, 1])
-    with pytest.raises(UserError, match=r"^train\.optimizer_in_backward: .* step 1 has 3; raise bucket\.max_tokens"):
+    with pytest.raises(
+        UserError, match=r"^train\.optimizer_in_backward: .* step 1 has 3; lower train\.tokens_per_step"
+    ):
         refuse_in_backward(spec_of(method="full"), [1, 3, 2])
     with pytest.raises(UserError, match=r"^train\.optimizer_in_backward: .* train\.precision is fp16 on this device"):
         refuse_in_backward(spec_of(method="full", precision="fp16"), [1])

@@ -62,3 +62,16 @@ def test_what_can_be_said_is_said_beside_the_bar(monkeypatch: pytest.MonkeyPatch
     (out, err), (plain_out, plain_err) = said(never_refused), said(lambda: None)
     assert out == plain_out == "step 0\nstep 1\nstep 2\ndone\n"
     assert err.count("\r") == plain_err.count("\r") > 3
+
+
+def test_a_closed_stream_ends_nothing(monkeypatch: pytest.MonkeyPatch):
+    """`>&-`: Python has None there."""
+    monkeypatch.setattr(sys, "stdout", None)
+    never_refused()
+    say_all()
+    sys.stdout.flush()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    never_refused()
+    print("\N{GREEK SMALL LETTER LAMDA}")
+    sys.stdout.close()
+    say_all()
