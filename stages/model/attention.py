@@ -214,41 +214,33 @@ def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwarg
     """None for plain causal attention, else transformers' mask.
 
     transformers cannot see that position ids are unpacked when tensors are fake and would then build a mask that real
-    training never has; deciding from the arguments alone keeps both alike.
+    training never has; deciding from the arguments alone keeps both alike. A mask that some model makes itself where it
+    was given none (BioGPT) is of ones alone, and transformers would look at its values to leave it out.
     """
     window = kwargs.get("local_size")
+    if _none_was_given:
+        attention_mask = None
     if attention_mask is None and (_rows_are_joined or window is None or kv_length < window):
         return None
     return sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
 
-def _mask_of_training(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """As `_mask`. No step hands a mask to the model: one that arrives is the model's own, of ones alone (BioGPT).
-
-    transformers would look at its values to leave it out, which fake tensors do not have.
-    """
-    return _mask(**kwargs)
-
-
-_rows_are_joined = False
+_none_was_given = _rows_are_joined = False
 
 
 @contextmanager
 def joined_forward(joined_rows: JoinedRows | None) -> Iterator[dict[str, Any]]:
-    """Arguments of a decoder's forward inside the block for rows that are joined; none for None.
+    """Arguments of a decoder's forward inside the block, which is given no mask; for rows that are joined, how.
 
     The rows travel as an argument, which recomputation in backward sees again. Masks are made once, at the start of
-    the forward pass, where no argument of ours arrives: inside the block none are.
+    the forward pass, where no argument of ours arrives: of joined rows none are.
     """
-    global _rows_are_joined
-    if joined_rows is None:
-        yield {}
-        return
-    _rows_are_joined = True
+    global _none_was_given, _rows_are_joined
+    _none_was_given, _rows_are_joined = True, joined_rows is not None
     try:
-        yield {"position_ids": joined_rows.positions_BT, "joined_rows": joined_rows}
+        yield {} if joined_rows is None else {"position_ids": joined_rows.positions_BT, "joined_rows": joined_rows}
     finally:
-        _rows_are_joined = False
+        _none_was_given = _rows_are_joined = False
 
 
 @contextmanager
@@ -270,5 +262,4 @@ for name, function in {
     FLASH_ATTENTION: _flash_attention,
 }.items():
     AttentionInterface.register(name, function)
-    # Capped attention answers prompts as well, which are padded.
-    AttentionMaskInterface.register(name, _mask if name == CAPPED_ATTENTION else _mask_of_training)
+    AttentionMaskInterface.register(name, _mask)
