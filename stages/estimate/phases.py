@@ -238,7 +238,7 @@ def _load(
         for file_bytes, loading_bytes in _passing(parameter, spec, stored, on_cpu=target.capability is None):
             moments.append(_peak({WEIGHTS: placed + own, FILE: file_bytes, LOADING: loading_bytes}))
         placed += own
-    if spec.adapted:
+    if spec.adapted and (spec.lora_dora or spec.lora_init != "default"):
         adapted = max(adapted_weights(shapes, spec), key=lambda parameter: parameter.values)
         moments.append(_peak({**states, LOADING: _starting_bytes(adapted, spec, stays(adapted))}))
     return max(moments, key=lambda peak: peak.bytes)

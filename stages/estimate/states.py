@@ -260,11 +260,11 @@ def _adapter_shapes(shapes: ModelShapes, spec: ModelSpec) -> Iterator[tuple[int,
 
 
 def adapted_weights(shapes: ModelShapes, spec: ModelSpec) -> Iterator[ParameterShape]:
-    """The weights of the layers that get an adapter."""
+    """The weights of the layers that get an adapter; the head, which is not packed, where it is named."""
     for parameter in shapes.parameters:
         layer = parameter.name.removesuffix(".weight")
         named = any(layer == target or layer.endswith(f".{target}") for target in spec.lora_targets)
-        if parameter.linear and (named or spec.lora_targets == (ALL_LINEAR,)):
+        if named or (parameter.linear and spec.lora_targets == (ALL_LINEAR,)):
             yield parameter
 
 

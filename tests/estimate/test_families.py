@@ -14,6 +14,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen2MoeConfig,
@@ -91,6 +92,17 @@ def test_layers_whose_weights_lie_turned_get_adapters(method, tmp_path):
     assert trace.peak.by_category[ADAPTERS] == adapters > 0
     pairs = compare(Case(family="GPT-2", method=method), tmp_path)
     assert worst_share(pairs) < TOLERATED_SHARE, pairs
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_dora": True}])
+def test_an_adapter_of_the_head_alone_is_counted(changes, tmp_path):
+    """The head is no layer that is packed, and none of all-linear, but it can be named."""
+    config = LlamaConfig(**SMALL, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    setting = setting_of(method="lora", lora_targets=("lm_head",), **changes)
+    lines = state_lines(model_shapes(config), setting.model, "adamw", cuda=False, master_weights=False)
+    traced = predict(read_config(tmp_path), setting, STEPS, CPU_TARGET).peak.by_category[ADAPTERS]
+    assert traced == state_bytes(lines, granularity_bytes=1)[ADAPTERS] > 0
 
 
 def test_a_mask_of_ones_is_none(tmp_path):

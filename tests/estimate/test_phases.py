@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.estimate_cpu import make_code_books, save_small
+from benchmarks.estimate_cpu import SMALL, make_code_books, save_small
 from stages.estimate.evaluation import GenerationShape, peak_of_answers
 from stages.estimate.phases import Surroundings, generation_shapes, note_of_asking, other_phases
 from stages.estimate.predict import Setting, predict
@@ -144,6 +145,12 @@ DORA = [("lora", "fp32"), ("lora", "bf16"), ("qlora", "fp32"), ("qlora", "bf16")
 def test_the_start_of_dora_is_predicted(small_llama, method, precision):
     """Every adapted weight is made anew and measured, once all weights are there."""
     check_load(small_llama, setting_of(method=method, precision=precision, lora_dora=True))
+
+
+def test_the_start_of_dora_beside_the_head_alone_is_predicted(tmp_path):
+    """No layer that could be packed has an adapter."""
+    AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=False)).save_pretrained(tmp_path)
+    check_load(tmp_path, setting_of(method="lora", lora_dora=True, lora_targets=("lm_head",)))
 
 
 @pytest.mark.parametrize(
