@@ -68,6 +68,7 @@ def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
     if explain is not None:
         click.echo("\n".join(explained(explain, left_gib)))
         return
+    never_refused()  # Not before: an explanation that cannot be written is a fault.
     world = World.here()
     with as_one_of_many(world):
         params = read_params()
@@ -146,5 +147,4 @@ def _told(line: str) -> None:
 
 
 if __name__ == "__main__":
-    never_refused()
     main()
