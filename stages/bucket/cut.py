@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,8 @@ from stages.params import round_up
 
 ROWS_PER_BLOCK = 1 << 20
 """Rows cut together: enough that numpy's calls cost little, few enough that their arrays stay in the cache."""
+SAMPLED_ROWS = 1 << 18
+"""Rows by which the run's first micro-batch is sized, of step 0 and as many of the next steps as they fill."""
 KEY_BITS = 64
 
 
@@ -60,10 +63,10 @@ class Cutting:
 def cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterator[Plan]:
     """Cut steps (the first holds the longest row) into micro-batches: consecutive parts of the plan, in order.
 
-    The run's first micro-batch starts with the longest row and takes as many rows as `max_tokens` allows; its padded
-    tokens cap all others (modes bucketed and packed). So none after it is larger in padded tokens or in length: memory
-    is flat, and running out of it happens at once or never. Inside a step the largest micro-batches run first, each
-    next to the others of its size on the other GPUs.
+    The run's first micro-batch starts with the longest row and takes as many rows as the largest of the others needs
+    (mode packed: as `max_tokens` allows); its padded tokens cap all others (modes bucketed and packed). So none after
+    it is larger in padded tokens or in length: memory is flat, and running out of it happens at once or never. Inside
+    a step the largest micro-batches run first, each next to the others of its size on the other GPUs.
 
     Raises:
         UserError: the longest row does not fit in `max_tokens`.
@@ -86,12 +89,14 @@ def _check_fits(lengths: np.ndarray, cutting: Cutting) -> None:
 
 def _cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterator[Plan]:
     """`cut_steps` once the longest row is known to fit."""
-    number = 0
-    for part in steps:
+    number, steps = 0, iter(steps)
+    sample = list(islice(steps, 2))
+    needed_tokens = _needed_tokens(sample, index, cutting) if cutting.mode == "bucketed" else cutting.max_tokens
+    for part in chain(sample, steps):
         for block in _blocks(part, index):
             rows, lengths = _sorted_rows(block, index) if cutting.mode != "fixed" else _plain_rows(block, index)
             if number == 0:
-                groups = _first_groups(lengths, cutting)
+                groups = _first_groups(lengths, cutting, needed_tokens)
             else:
                 groups = _groups(lengths, block.bounds, cutting)
             plan = _deal(rows, lengths, groups, block, index, cutting, first_step=number)
@@ -99,6 +104,22 @@ def _cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterat
                 cutting = replace(cutting, max_tokens=int(plan.padded_tokens[0]))
             yield plan
             number += len(block)
+
+
+def _needed_tokens(sample: Iterable[Steps], index: Index, cutting: Cutting) -> int:
+    """Padded tokens of the largest micro-batch where `max_tokens` alone limits them, in the first steps of a sample.
+
+    A later step may need more; it is then cut within the size found here.
+    """
+    largest = 0
+    for part in sample:
+        steps = part.part(0, max(1, int(np.searchsorted(part.bounds, SAMPLED_ROWS, side="right")) - 1))
+        for block in _blocks(steps, index):
+            rows, lengths = _sorted_rows(block, index)
+            groups = _groups(lengths, block.bounds, cutting)
+            plan = _deal(rows, lengths, groups, block, index, cutting, first_step=0)
+            largest = max(largest, int(plan.padded_tokens.max()))
+    return largest
 
 
 def _blocks(steps: Steps, index: Index) -> Iterator[Steps]:
@@ -140,8 +161,8 @@ def _sorted_rows(block: Steps, index: Index) -> tuple[np.ndarray, np.ndarray]:
     return rows, lengths.astype(np.int64)
 
 
-def _first_groups(lengths: np.ndarray, cutting: Cutting) -> np.ndarray:
-    """Micro-batch of each row of the run's first step; the first one is as full as can be."""
+def _first_groups(lengths: np.ndarray, cutting: Cutting, needed_tokens: int) -> np.ndarray:
+    """Micro-batch of each row of the run's first step; the first one holds `needed_tokens`, as far as it can."""
     bounds = np.array([0, len(lengths)])
     if cutting.mode == "fixed":
         return _groups(lengths, bounds, cutting)
@@ -151,7 +172,8 @@ def _first_groups(lengths: np.ndarray, cutting: Cutting) -> np.ndarray:
         largest = round_up(int(lengths[taken].sum()), cutting.pad_multiple)
     else:
         longest = round_up(int(lengths[0]), cutting.pad_multiple)
-        taken = np.arange(len(lengths)) < min(cutting.max_tokens // longest, most_rows)
+        rows = min(cutting.max_tokens // longest, most_rows, -(-needed_tokens // longest))
+        taken = np.arange(len(lengths)) < rows
         largest = longest * int(taken.sum())
     groups = np.zeros(len(lengths), np.int64)
     left = lengths[~taken]

@@ -75,6 +75,14 @@ def test_no_later_micro_batch_is_larger_than_the_first_so_memory_cannot_run_out_
         assert all(batch.padded_tokens <= first.padded_tokens and batch.length <= first.length for batch in others)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_budget_beyond_what_steps_need_does_not_inflate_the_first_micro_batch(ranks):
+    """All short rows of step 0 padded to the run's longest row: several times the memory of any other step."""
+    index = index_of(np.append(log_normal_lengths(2000), 1024))
+    first, *others = all_batches(plan_of(index, cutting_of(max_tokens=2**20, ranks=ranks), tokens_per_step=4000))
+    assert max(batch.padded_tokens for batch in others) <= first.padded_tokens < 2 * 4000
+
+
 @SETTINGS
 @given(runs(RANKS))
 def test_every_rank_gets_the_same_number_of_micro_batches(run):
