@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from stages.param_types import Format, PositiveFloat, PositiveInt, Section, Text
+from stages.param_types import Format, IsoDate, PositiveFloat, PositiveInt, Section, Text
 
 HUB_PREFIX = "hf://"
 
@@ -65,6 +65,8 @@ class Data(Section):
     """What a row that cannot be used does: end the run, or be counted and listed."""
     chat_template: Text
     """`tokenizer` (its own), `chatml` (built in), or the path of a .jinja file."""
+    template_date: IsoDate
+    """What templates are given as today (`strftime_now`): fixed, so that equal rows give equal tokens tomorrow."""
     train_on: Literal["assistant", "last_assistant", "all"]
     """Whose tokens count in the loss."""
     max_length: Annotated[int, Field(ge=8)]

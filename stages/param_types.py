@@ -1,10 +1,22 @@
 """Types of params.yaml: what a section is, names that may be chosen, and ranges."""
 
-from typing import Annotated, Literal
+from datetime import date
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+
+def _iso_date(value: Any) -> str:
+    """A date as YYYY-MM-DD; YAML reads one without quotes as a date."""
+    try:
+        return (value if isinstance(value, date) else date.fromisoformat(value)).strftime("%Y-%m-%d")
+    except (TypeError, ValueError):
+        raise PydanticCustomError("date", "must be a date as YYYY-MM-DD") from None
+
 
 Text = Annotated[str, Field(min_length=1)]
+IsoDate = Annotated[str, BeforeValidator(_iso_date)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]

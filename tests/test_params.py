@@ -63,6 +63,8 @@ def test_the_shipped_file_is_valid_and_frozen():
             r"data\.revision: only a hub source \(hf://org/name\) has one; got 'main' ",
         ),
         ("data.config", "small", r"data\.config: only a hub source \(hf://org/name\) has one; got 'small' "),
+        ("data.template_date", "today", r"data\.template_date: must be a date as YYYY-MM-DD; got \"today\""),
+        ("data.template_date", 20240726, r"data\.template_date: must be a date as YYYY-MM-DD; got 20240726"),
         ("data.source", [], r"data\.source: list should have at least 1 item"),
         ("data.source", "", r"data\.source: string should have at least 1 character"),
         ("data.source", 3, r"data\.source: input should be a valid string; got 3"),

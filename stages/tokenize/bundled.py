@@ -1,6 +1,6 @@
 """Templates of our own writing with generation marks, for families whose published templates have none."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from pathlib import Path
 
 from stages.tokenize.template import CompiledTemplate
@@ -26,7 +26,7 @@ def read_bundled(family: str) -> str:
     return (DIRECTORY / f"{family}.jinja").read_text(encoding="utf-8")
 
 
-def find_twin(own: CompiledTemplate, special_tokens: Mapping[str, str], hidden: Set[str]) -> CompiledTemplate | None:
+def find_twin(own: CompiledTemplate, hidden: Set[str]) -> CompiledTemplate | None:
     """The bundled template that renders every test conversation as `own` does.
 
     Those that `own` refuses or shows in part (`hidden`) do not count: such rows are faults under any template. There is
@@ -37,7 +37,7 @@ def find_twin(own: CompiledTemplate, special_tokens: Mapping[str, str], hidden: 
     probes = [(probe, rendering(own, probe)) for probe in PROBES if not parts_of(probe) & hidden]
     for family, needed in FAMILIES.items():
         if needed in own.source:
-            twin = CompiledTemplate(read_bundled(family), special_tokens, f"the bundled {family} template")
+            twin = own.like(read_bundled(family), f"the bundled {family} template")
             if all(text is None or text == rendering(twin, probe) for probe, text in probes):
                 return twin
     return None

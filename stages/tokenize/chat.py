@@ -9,12 +9,15 @@ import orjson
 from stages.errors import UserError
 from stages.tokenize.bundled import find_twin, read_bundled
 from stages.tokenize.example import Conversation, RowFault
+from stages.tokenize.memory import bounded_growth
 from stages.tokenize.segments import Segment, segments_of_spans, split_segments
 from stages.tokenize.template import CompiledTemplate
 from stages.tokenize.template_probes import check_probe, hidden_parts, parts_of
 from stages.tokenize.turns import TurnFinder
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+PROBE_BYTES = 1 << 29
+"""Most that a template can take for its test conversations."""
 
 
 class Template:
@@ -106,10 +109,17 @@ class Template:
             )
 
 
-def open_template(chat_template: str, directory: Path, special_tokens: Mapping[str, str], train_on: str) -> Template:
-    """Compile the template that `chat_template` names: `tokenizer`, `chatml`, or a template's own text.
+def open_template(
+    chat_template: str, directory: Path, special_tokens: Mapping[str, str], train_on: str, date: str
+) -> Template:
+    """Compile the template that `chat_template` names, and try it on test conversations.
 
-    `special_tokens` are the tokenizer's bos_token, eos_token, … as text; `directory` is the tokenizer's.
+    Args:
+        chat_template: `tokenizer`, `chatml`, or a template's own text.
+        directory: the tokenizer's.
+        special_tokens: bos_token, eos_token, ... as text.
+        train_on: data.train_on.
+        date: data.template_date.
 
     Raises:
         UserError: there is no such template, it is broken, or the tokenizer lacks the tokens that it needs.
@@ -129,23 +139,33 @@ def open_template(chat_template: str, directory: Path, special_tokens: Mapping[s
         name, said = f"model.name: the chat template in {file}", "the tokenizer's own template"
     else:
         source, name, said = chat_template, "data.chat_template: the template", "the template of data.chat_template"
-    own = CompiledTemplate(source, special_tokens, name)
+    try:
+        with bounded_growth(PROBE_BYTES):
+            own = CompiledTemplate(source, special_tokens, name, date)
+            template = _tried(own, said, control, train_on)
+            check_probe(template.render, name, special_tokens, control)
+    except (MemoryError, RecursionError) as error:
+        fault = "needs too much memory for" if isinstance(error, MemoryError) else "calls itself without end on"
+        raise UserError(
+            f"{name} {fault} a conversation of two messages; mend it, or name another in data.chat_template"
+        ) from None
+    return template
+
+
+def _tried(own: CompiledTemplate, said: str, control: Set[str], train_on: str) -> Template:
+    """The template with the way to find its trained text, from how it renders test conversations."""
     hidden = hidden_parts(own)
     method, twin = "segments", None
     if train_on == "all":
         method, reason = "all", "data.train_on is all: every token of the rendering is trained"
     elif own.has_marks:
         method, reason = "marks", f"{said} has generation marks"
-    elif found := find_twin(own, special_tokens, hidden):
+    elif found := find_twin(own, hidden):
         method, twin = "bundled", found
         reason = f"{said} has no generation marks, but renders test conversations as {found.name} does, which has them"
     else:
         reason = f"{said} has no generation marks, so each answer is what its turn adds to the text before it"
-    template = Template(
-        own=own, twin=twin, control=control, hidden=hidden, train_on=train_on, method=method, reason=reason
-    )
-    check_probe(template.render, name, special_tokens, control)
-    return template
+    return Template(own=own, twin=twin, control=control, hidden=hidden, train_on=train_on, method=method, reason=reason)
 
 
 def _added_tokens(directory: Path) -> dict[str, bool]:

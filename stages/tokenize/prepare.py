@@ -80,6 +80,7 @@ def plan_job(
         sources=tuple(one.shape for one in resolved),
         files=len(names),
         chat_template=_template_text(data.chat_template, data_lock),
+        template_date=data.template_date,
         train_on=data.train_on,
         max_length=data.max_length,
         over_length=data.over_length,

@@ -29,6 +29,8 @@ class Settings:
     """Of all sources."""
     chat_template: str
     """`tokenizer`, `chatml`, or the text of the user's template."""
+    template_date: str
+    """What templates are given as today, YYYY-MM-DD."""
     train_on: str
     max_length: int
     over_length: str

@@ -1,12 +1,14 @@
-"""A compiled chat template: from messages to text, in a sandbox, without the date of today."""
+"""A compiled chat template: from messages to text, in a sandbox, on a fixed date."""
 
 import json
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stages.errors import UserError
@@ -15,6 +17,8 @@ from stages.tokenize.guard import TRAINED_END, TRAINED_START
 from stages.tokenize.segments import set_apart
 
 REFUSAL_CHARACTERS = 200
+LARGEST_PRODUCT = 1 << 26
+"""Characters, items or bits that one multiplication in a template can make."""
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
@@ -38,7 +42,23 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, quicker for `message.role`: its own way first raises and catches an AttributeError."""
+    """The sandbox, with bounded products, and quicker for `message.role`.
+
+    Its own way to a key first raises and catches an AttributeError. Jinja works out constant products when it compiles
+    a template, but for those that a sandbox intercepts.
+    """
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """The product or the power.
+
+        Raises:
+            MemoryError: it would be larger than any conversation needs.
+        """
+        if _product_size(operator, left, right) > LARGEST_PRODUCT:
+            raise MemoryError
+        return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """An attribute, or a key of the same name; the same result as the sandbox's own."""
@@ -50,12 +70,17 @@ class _Environment(ImmutableSandboxedEnvironment):
 class CompiledTemplate:
     """A chat template with the tokenizer's special tokens (bos_token, eos_token, …) at hand.
 
-    The current date is not offered (`strftime_now`): the same data must give the same tokens tomorrow. Templates that
-    can do without it use a fixed date.
+    `strftime_now` writes a fixed date, as the same data must give the same tokens tomorrow.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], name: str):
-        """Compile `source`; `name` says to people what it is and where it stands.
+    def __init__(self, source: str, special_tokens: Mapping[str, str], name: str, date: str):
+        """Compile `source`.
+
+        Args:
+            source: the template.
+            special_tokens: bos_token, eos_token, ... as text.
+            name: what it is and where it stands, for people.
+            date: what it is given as today, YYYY-MM-DD.
 
         Raises:
             UserError: it is not a template.
@@ -65,12 +90,15 @@ class CompiledTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = datetime.fromisoformat(date).strftime
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
+        except (TemplateSyntaxError, SyntaxError, RecursionError) as error:
+            # Python itself limits how deep blocks lie inside each other.
+            at = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
             raise UserError(
-                f"{name} is broken (line {error.lineno}: {error.message}); mend it, or name another in "
+                f"{name} is broken ({at}{getattr(error, 'message', error)}); mend it, or name another in "
                 "data.chat_template"
             ) from error
         # Each rendering copies the globals; from the chain of mappings that they come as, that takes longest of all.
@@ -78,7 +106,11 @@ class CompiledTemplate:
         self.source, self.name = source, name
         self.has_marks = any(data.data == TRAINED_START for data in tree.find_all(nodes.TemplateData))
         self._captures_marks = self.has_marks and _captures(tree)
-        self._special_tokens = dict(special_tokens)
+        self._special_tokens, self._date = dict(special_tokens), date
+
+    def like(self, source: str, name: str) -> "CompiledTemplate":
+        """Another template with the same special tokens and date."""
+        return CompiledTemplate(source, self._special_tokens, name, self._date)
 
     def pieces(self, messages: list[Message], tools: list[Any] | None, *, ask: bool = False) -> list[str]:
         """The rendering in pieces, with sentinels, each a piece, where the template has generation marks.
@@ -87,6 +119,8 @@ class CompiledTemplate:
 
         Raises:
             RowFault: the template refuses the conversation.
+            MemoryError: what it makes is too large.
+            RecursionError: the template calls itself too often, or the conversation is nested too deep.
         """
         try:
             context = self._template.new_context(
@@ -114,6 +148,16 @@ class CompiledTemplate:
         """
         text = "".join(self.pieces(messages, tools, ask=ask))
         return text.replace(TRAINED_START, "").replace(TRAINED_END, "") if self.has_marks else text
+
+
+def _product_size(operator: str, left: Any, right: Any) -> int:
+    """Items of a repeated text or list, or bits of a power; 0 of other products, which are small."""
+    if operator == "**":
+        return abs(left).bit_length() * right if isinstance(left, int) and isinstance(right, int) else 0
+    for items, times in ((left, right), (right, left)):
+        if isinstance(items, str | list | tuple) and isinstance(times, int):
+            return len(items) * times
+    return 0
 
 
 def _captures(tree: nodes.Template) -> bool:

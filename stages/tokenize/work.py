@@ -16,10 +16,13 @@ from stages.tokenize.cut import CutRows, cut_rows
 from stages.tokenize.encode import RowTokenizer
 from stages.tokenize.encoded import EncodedRows
 from stages.tokenize.engine import Opened, open_engine
+from stages.tokenize.memory import bounded_growth
 from stages.tokenize.rows import Conversation, Plain, RowFault, is_heldout, parse_row, row_family
 from stages.tokenize.segments import Segment
 from stages.tokenize.settings import COUNTS, BlockTokens, Settings, SourceShape
 
+RENDERING_BYTES, BYTES_PER_BYTE = 1 << 30, 32
+"""Most memory that a block's rows can take as text: so much, and more where the block itself is large."""
 ROWS_PER_SAMPLED_ROW = 128
 """Of a block's rows the first, the 129th, … are encoded a second time: it costs 1 % of the time."""
 
@@ -74,7 +77,11 @@ class BlockTokenizer:
         """The chat template; rows of plain text need none."""
         settings = self._settings
         return open_template(
-            settings.chat_template, settings.tokenizer_directory, self.tokenizer.special_tokens, settings.train_on
+            settings.chat_template,
+            settings.tokenizer_directory,
+            self.tokenizer.special_tokens,
+            settings.train_on,
+            settings.template_date,
         )
 
     def __call__(self, block: Block) -> BlockTokens:
@@ -109,19 +116,21 @@ class BlockTokenizer:
         """The block's usable rows; with on_bad_row: fail, those before the first that cannot be used."""
         rows = _Rows()
         shape = self._settings.sources[block.source]
-        for raw in decode(block):
-            place = (raw.number, raw.line)
-            losses.counts["rows"] += 1
-            try:
-                self._prepare(raw, shape, rows, losses)
-                continue
-            except RowFault as error:
-                fault = str(error)
-            except RecursionError:
-                fault = "nested too deep; make the row flatter"
-            losses.reject("bad_rows", place, fault)
-            if self._settings.on_bad_row == "fail":
-                break
+        with bounded_growth(max(RENDERING_BYTES, BYTES_PER_BYTE * len(block.payload))):
+            for raw in decode(block):
+                losses.counts["rows"] += 1
+                try:
+                    self._prepare(raw, shape, rows, losses)
+                    continue
+                except RowFault as error:
+                    fault = str(error)
+                except RecursionError:
+                    fault = "nested too deep; make the row flatter (or the chat template calls itself without end)"
+                except MemoryError:
+                    fault = "the chat template needs too much memory for it; mend the template, or remove the row"
+                losses.reject("bad_rows", (raw.number, raw.line), fault)
+                if self._settings.on_bad_row == "fail":
+                    break
         return rows
 
     def _prepare(self, raw: RawRow, shape: SourceShape, rows: _Rows, losses: _Losses) -> None:

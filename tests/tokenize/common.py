@@ -13,6 +13,8 @@ from stages.tokenize.rows import Conversation, parse_row
 from stages.tokenize.segments import Segment
 from stages.tokenize.settings import SourceShape
 
+DATE = "2024-07-26"
+"""data.template_date."""
 CALL: dict[str, Any] = {"name": "add", "arguments": {"a": 1, "b": [2, "三"]}}
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},

@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from stages.tokenize.chat import Template, open_template
+from tests.tokenize.common import DATE
 
 TEMPLATES = Path(__file__).parent / "templates"
 LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
@@ -101,4 +102,4 @@ def save_tokenizer(directory: Path, name: str) -> Path:
 
 
 def open_family(directory: Path, name: str, train_on: str = "assistant", template: str = "tokenizer") -> Template:
-    return open_template(template, directory, FAMILIES[name].special_tokens, train_on)
+    return open_template(template, directory, FAMILIES[name].special_tokens, train_on, DATE)

@@ -18,7 +18,7 @@ from stages.tokenize.encoded import EncodedRow
 from stages.tokenize.guard import REPLACEMENT, TRAINED_END, TRAINED_START, Guard
 from stages.tokenize.rows import Conversation, Plain, RowFault
 from stages.tokenize.segments import Segment, split_segments
-from tests.tokenize.common import MESSAGES, chat_row, decoder, encode_one, row_tokenizer
+from tests.tokenize.common import DATE, MESSAGES, chat_row, decoder, encode_one, row_tokenizer
 
 CONTROL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
@@ -41,7 +41,7 @@ def control_ids(tiny_dir) -> set[int]:
 
 @cache
 def template_of(tokenizer: RowTokenizer) -> Template:
-    return open_template("tokenizer", tokenizer.directory, tokenizer.special_tokens, "assistant")
+    return open_template("tokenizer", tokenizer.directory, tokenizer.special_tokens, "assistant", DATE)
 
 
 def encode_chat(tokenizer: RowTokenizer, messages, tools=None) -> EncodedRow:
@@ -212,7 +212,7 @@ def render(tiny_dir):
     """Render one question and answer with the template of data.chat_template."""
 
     def segments(source: str, messages=None) -> list[Segment]:
-        template = open_template(source, tiny_dir, {"eos_token": "<|im_end|>"}, "assistant")
+        template = open_template(source, tiny_dir, {"eos_token": "<|im_end|>"}, "assistant", DATE)
         return template.render(Conversation(messages=messages or chat_row()["messages"], tools=None))
 
     return segments
@@ -224,7 +224,7 @@ ANSWER = "{% generation %}{{ messages[-1].content + eos_token }}{% endgeneration
 def test_weight_0_is_refused_where_the_template_shows_the_last_turn_alone(tiny_dir):
     """Nothing then says which turn its mark is, so the wrong one could be trained."""
     messages = [*chat_row()["messages"], *chat_row()["messages"]]
-    template = open_template(ANSWER.replace("[-1]", "[1]"), tiny_dir, {"eos_token": "<|im_end|>"}, "assistant")
+    template = open_template(ANSWER.replace("[-1]", "[1]"), tiny_dir, {"eos_token": "<|im_end|>"}, "assistant", DATE)
     with pytest.raises(RowFault, match="shows turn 4 in a way that its tokens cannot be told from the rest"):
         template.render(Conversation(messages=messages, tools=None, context=frozenset({1})))
 
@@ -270,11 +270,6 @@ def test_marks_survive_captures_and_loops_and_touching_blocks_are_one(render):
     assert split_segments(touching) == [Segment(text="p", trained=False), Segment(text="ab", trained=True)]
     empty = f"p{TRAINED_START}{TRAINED_END}q"
     assert split_segments(empty) == [Segment(text="pq", trained=False)], "one text, as it is encoded at inference"
-
-
-def test_the_date_of_today_is_not_offered_to_templates(render):
-    """The same data must give the same tokens tomorrow."""
-    assert render("{{ strftime_now is defined }}" + ANSWER)[0].text == "False"
 
 
 def test_keys_are_read_before_methods_of_the_same_name_only_where_the_sandbox_does(render):

@@ -14,7 +14,7 @@ from stages.tokenize.chat import Template, open_template
 from stages.tokenize.example import Conversation, RowFault
 from stages.tokenize.segments import Segment
 from stages.tokenize.template import CompiledTemplate
-from tests.tokenize.common import conversation, decoder, encode_one, row_tokenizer
+from tests.tokenize.common import DATE, conversation, decoder, encode_one, row_tokenizer
 from tests.tokenize.families import FAMILIES, open_family, save_tokenizer, template_source
 
 CALL = {"type": "function", "id": "a1B2c3D4e", "function": {"name": "add", "arguments": {"a": 1, "b": "二"}}}
@@ -108,7 +108,7 @@ def test_the_trained_tokens_are_the_answers_and_their_ends(
     answers = texts[1::2]
     expected = [family.answer(answer, n + 1 == len(answers)) for n, answer in enumerate(protect(answers))]
     assert trained(segments) == expected
-    own = CompiledTemplate(template.source, family.special_tokens, "own")
+    own = CompiledTemplate(template.source, family.special_tokens, "own", DATE)
     assert joined(segments) == own.text(conversation.messages, None)
     row = encode_one(tokenizer, segments)
     plain = [family.answer(answer, n + 1 == len(answers)) for n, answer in enumerate(answers)]
@@ -137,6 +137,7 @@ def test_ids_and_masks_of_the_marked_templates_equal_those_of_transformers(name,
             chat_template=read_bundled(name),
             return_dict=True,
             return_assistant_tokens_mask=True,
+            **date,
         )
         assert row.ids.tolist() == marked["input_ids"]
         mask = [0] * len(row.ids)
@@ -236,7 +237,7 @@ def test_an_end_of_turn_token_counts_though_it_is_not_called_special(directories
         token["special"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
     for source in ("chatml", template_source("chatml")):
-        template = open_template(source, tmp_path, {"eos_token": "<|im_end|>"}, "assistant")
+        template = open_template(source, tmp_path, {"eos_token": "<|im_end|>"}, "assistant", DATE)
         assert trained(template.render(chat("Q", "A"))) == ["A<|im_end|>"]
 
 
@@ -370,8 +371,8 @@ def test_a_refusal_of_the_template_is_the_rows_fault(bundled):
 def test_the_marked_template_of_each_family_shows_what_the_unmarked_one_shows():
     """Row by row it is compared; but where they differ the slower way is taken."""
     for name, family in FAMILIES.items():
-        own = CompiledTemplate(template_source(name), family.special_tokens, "own")
-        twin = CompiledTemplate(read_bundled(name), family.special_tokens, "twin")
+        own = CompiledTemplate(template_source(name), family.special_tokens, "own", DATE)
+        twin = CompiledTemplate(read_bundled(name), family.special_tokens, "twin", DATE)
         assert twin.has_marks and not own.has_marks
         for ask in (False, True):
             messages = chat("Q", "A", "R").messages
@@ -381,4 +382,4 @@ def test_the_marked_template_of_each_family_shows_what_the_unmarked_one_shows():
 
 def test_a_directory_without_a_tokenizer_is_told(tmp_path):
     with pytest.raises(UserError, match="^model.name: .*tokenizer.json cannot be read"):
-        open_template("tokenizer", tmp_path, {}, "assistant")
+        open_template("tokenizer", tmp_path, {}, "assistant", DATE)

@@ -17,7 +17,7 @@ from stages.tokenize.work import ROWS_PER_SAMPLED_ROW, BlockTokenizer
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 from tests.tokenize.built import byte_level, save, sentencepiece
-from tests.tokenize.common import chat_row, decoder, spans_of
+from tests.tokenize.common import DATE, chat_row, decoder, spans_of
 
 ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(70)]
 
@@ -28,6 +28,7 @@ def settings_of(directory: Path, **values: Any) -> Settings:
         "sources": (SourceShape(format="messages", columns={}), SourceShape(format="prompt_completion", columns={})),
         "files": 8,
         "chat_template": "tokenizer",
+        "template_date": DATE,
         "train_on": "assistant",
         "max_length": 512,
         "over_length": "truncate",
