@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a stage in order: what it began to write is removed, its workers end, one line is told.
+"""SIGTERM, Ctrl-C and the parent's end end a stage in order: no half-written output, no workers left, one line.
 
 Every entry imports this first: libraries such as torch take seconds to import, and from here on Ctrl-C ends the process
 without a traceback of that. They take seconds to take down as well, for which nobody waits who asked a process to end.
@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-ENDINGS = (signal.SIGINT, signal.SIGTERM)
+from stages.parent_death import PARENT_ENDED, parent_ended, watch_parent
+
+ENDINGS = (signal.SIGINT, signal.SIGTERM, PARENT_ENDED)
 GRACE_SECONDS = 8
 """After which a stage that was asked to end is killed, should a library keep what was raised to itself."""
 
@@ -31,7 +33,8 @@ class Interrupted(BaseException):
 
     def __init__(self, number: int):
         """By the signal of this number."""
-        self.name = signal.Signals(number).name
+        ended = number == PARENT_ENDED and parent_ended()
+        self.name = "the end of its parent" if ended else signal.Signals(number).name
         self.exit_code = FIRST_OF_SIGNALS + number
         """The shell's code of a process that a signal ended."""
         super().__init__(self.name)
@@ -48,7 +51,8 @@ def raised() -> Iterator[None]:
 
     def end(number: int, _: FrameType | None) -> None:
         for each in heeded:
-            signal.signal(each, signal.SIG_DFL)
+            # A signal to the whole group ends the parent as well: that is the same request, not a second one.
+            signal.signal(each, signal.SIG_IGN if each == PARENT_ENDED else signal.SIG_DFL)
         signal.alarm(GRACE_SECONDS)
         if not _held_back:
             raise Interrupted(number)
@@ -127,6 +131,7 @@ def _end_if_asked() -> None:
 
 
 if _is_a_stage():
+    watch_parent()
     atexit.register(_end_if_asked)  # Registered first, so called last.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -20,11 +20,10 @@ from stages.endings import FIRST_OF_SIGNALS, Interrupted
 from stages.errors import UserError
 from stages.files import told_in_one_line
 from stages.locks import clear, hold, leave
+from stages.parent_death import LAUNCHER
 
 DIRECTORY = "LEAN_FINETUNE_RANKS"
 """Variable of the environment that names the processes' directory; absent where the user started torchrun."""
-LAUNCHER = "LEAN_FINETUNE_LAUNCHER"
-"""Variable of the environment with the number of the process that started it."""
 WAITED = ".waited"
 """Ending of a file beside the fault of a process that waited for the others in vain."""
 LOST = ".lost"
@@ -113,12 +112,6 @@ def _launch(module: str, arguments: Sequence[str], processes: int, directory: Pa
         raise Interrupted(stopped.sigval) from None
     finally:
         logging.disable(logging.NOTSET)
-
-
-def launcher() -> int | None:
-    """The process of `launch` that started this one; None for a process that was started otherwise."""
-    number = os.environ.get(LAUNCHER)
-    return None if number is None else int(number)
 
 
 def _first_fault(directory: Path, processes: int) -> UserError | None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from stages import parent_death
 from stages.endings import ENDINGS
 from stages.errors import UserError
 from stages.read.block import Block
@@ -23,8 +24,9 @@ from stages.tokenize.settings import BlockTokens
 Tokenize = Callable[[Block], BlockTokens]
 # Enough that no worker waits for the next block while the oldest one is slow.
 BLOCKS_IN_FLIGHT_PER_WORKER = 2
-# Threads with which a fork is safe: pyarrow starts jemalloc's at import, and jemalloc prepares itself for forks.
-FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
+# Threads with which a fork is safe: pyarrow starts jemalloc's at import, and jemalloc prepares itself for forks; the
+# one that watches the parent holds no lock.
+FORK_SAFE_THREADS = {"jemalloc_bg_thd", parent_death.THREAD}
 
 _own = threading.local()
 
@@ -142,6 +144,7 @@ def _start_process(make: Callable[[], Tokenize]) -> None:
     """Make a worker process ready: Ctrl-C is its parent's business, and it never outlives the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(parent_death.PARENT_ENDED, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
     keep_memory_small()
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -3,7 +3,6 @@
 import stages.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
 
 # isort: split
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,8 +15,8 @@ from tqdm import tqdm
 
 from stages.declared import read_params
 from stages.dist.agree import Voices
-from stages.dist.launch import as_one_of_many, launcher
-from stages.dist.world import World, joined, under_torchrun
+from stages.dist.launch import as_one_of_many
+from stages.dist.world import World, joined
 from stages.errors import StageCommand
 from stages.files import read_json
 from stages.model.precision import precision_of
@@ -31,7 +30,6 @@ from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
 from stages.train.oom import SAVE, Failure, OutOfMemory
 from stages.train.oom_report import out_of_memory, read_forecast
-from stages.train.orphan import end_with_parent
 from stages.train.place import scratch_root
 from stages.train.publish import publish_record, publish_weights
 from stages.train.ranks import most_of_all, started_ranks, take_place, told_of_waiting, where_in_steps
@@ -63,8 +61,6 @@ def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
     Refuses a run that is predicted not to fit (unless estimate.enforce is false), trains, and writes the weights, a
     model card, per-step curves and the measured peak memory.
     """
-    if "DVC_STAGE" in os.environ or under_torchrun():
-        end_with_parent(launcher())
     if explain is not None:
         click.echo("\n".join(explained(explain, left_gib)))
         return

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TypeVar
 
 from stages.endings import Interrupted
-from stages.train.orphan import PARENT_ENDED
+from stages.parent_death import PARENT_ENDED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, PARENT_ENDED)
 AGAIN_SECONDS = 1.0
@@ -20,12 +20,6 @@ Item = TypeVar("Item")
 
 class Stopped(Interrupted):
     """A signal asked to stop, or the parent's end did."""
-
-    def __init__(self, number: int):
-        """By the signal of this number."""
-        super().__init__(number)
-        if number == PARENT_ENDED:
-            self.name = "the end of its parent"
 
 
 class Stop:

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from stages.params_file import load_params
+from stages.parent_death import end_with_parent
 from stages.step.batches import Batch
-from stages.train.orphan import end_with_parent
 from stages.train.resume import Checkpoints, opened
 from stages.train.signals import Stop, stopped_by_signals
 from tests.conftest import ROOT
