@@ -2,6 +2,7 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
+NEWEST_VENV := .venv-newest
 BIN := $(VENV)/bin
 # Stages run `python -m stages.<name>`: the environment's python must come first.
 WITH_VENV := PATH="$(abspath $(BIN)):$$PATH"
@@ -9,7 +10,7 @@ PYTHON_FILES := stages data/synth benchmarks tests
 # Each process holds about a gigabyte; a module's tests share what they prepare, so it stays in one of them.
 PARALLEL := --numprocesses 2 --dist loadscope
 
-.PHONY: run test test-all lint compare plots clean
+.PHONY: run test test-all test-newest lint compare plots clean
 
 run: $(VENV)/.installed
 	$(WITH_VENV) dvc repro
@@ -21,6 +22,17 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(WITH_VENV) python -m pytest $(PARALLEL)
+
+# The fast suite on the newest releases, newer ones than pyproject.toml allows too: before a release, or to raise its bounds.
+UNBOUNDED := import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	needed = project["dependencies"] + project["optional-dependencies"]["test"]; \
+	print(*(re.sub(",<[^,]*", "", requirement) for requirement in needed), sep="\n")
+test-newest: $(NEWEST_VENV)/bin/python
+	$(NEWEST_VENV)/bin/python -c '$(UNBOUNDED)' > $(NEWEST_VENV)/requirements.txt
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -r $(NEWEST_VENV)/requirements.txt
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --no-deps -e .
+	$(NEWEST_VENV)/bin/python -m pip freeze --exclude-editable
+	PATH="$(abspath $(NEWEST_VENV)/bin):$$PATH" python -m pytest $(PARALLEL) -m "not slow"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check $(PYTHON_FILES)
@@ -39,11 +51,11 @@ plots: $(VENV)/.installed
 	$(WITH_VENV) dvc plots show
 
 clean:
-	rm -rf $(VENV) scratch
+	rm -rf $(VENV) $(NEWEST_VENV) scratch
 
-$(VENV)/bin/python:
+$(VENV)/bin/python $(NEWEST_VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed; set PYTHON=/path/to/python" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@D:/bin=)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .

@@ -1,12 +1,18 @@
 """Which activations a decoder layer keeps for backward, and which are computed again (train.grad_ckpt)."""
 
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import bitsandbytes  # noqa: F401 (registers the operations named below)
 import torch
 import torch.nn.attention.varlen  # noqa: F401 (as well)
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -48,6 +54,9 @@ def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
     if spec.grad_ckpt_policy == "selective":
         rank = spec.lora_rank if spec.adapted else 0
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep_products, rank))
+        # Outputs that the policy keeps stay on the device under train.offload_activations, as before torch 2.15.
+        if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:
+            kwargs["respect_saved_tensors_hooks"] = False
     if not model.supports_gradient_checkpointing:
         raise UserError(
             f"train.grad_ckpt: {model.config.model_type} has no layers that can be computed again; got true; set it to "
