@@ -145,7 +145,7 @@ def _watched_steps(ground: Ground, monitor: Monitor, rows: list[dict[str, Any]])
     for _ in range(STEPS_A_ROUND):
         ground.step(monitor.phase)
         monitor.step()
-        monitor.tell_growth(rows[: FIRST_LOOK_STEPS - 1], _nobody)
+        monitor.tell_growth(rows[: FIRST_LOOK_STEPS - 1], {}, _nobody)
 
 
 def _nobody(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Why memory grows, told from the rows of a run's curves alone: longer batches, fragmentation or a leak.
+"""Why memory grows, judged by the rows of a run's curves: longer batches, fragmentation, a leak, a jump, a cycle.
 
 A row needs `step` and one of `held_bytes`, `allocated_bytes`, `held_reserved_bytes`, `rss_own_bytes` and
 `rss_bytes`; the shape of its batches (`SHAPES`) lets growth be judged at equal shape. A cell may be None.
@@ -14,6 +14,8 @@ from stages.train.trend import (
     LEAST_POINTS,
     at_equal_shape,
     block_levels,
+    find_jumps,
+    find_period,
     meet_confidence,
     ranks_agree,
     rising_confidence,
@@ -21,7 +23,7 @@ from stages.train.trend import (
 )
 from stages.units import MIB
 
-Cause = Literal["leak", "fragmentation", "length", "plateau", "flat", "unclear", "too_short"]
+Cause = Literal["leak", "fragmentation", "length", "jump", "periodic", "plateau", "flat", "unclear", "too_short"]
 Rows = Sequence[Mapping[str, Any]]
 
 HELD, PEAK, RESERVED, OWN, RESIDENT = (
@@ -44,6 +46,8 @@ LEAK_BYTES, LEAK_SHARE = MIB, 0.001
 """A leak that is less, over the steps it is judged on, in bytes or as a share of the level, is none to tell of."""
 GROWTH_BYTES, GROWTH_SHARE = MIB, 0.02
 """Less growth, over a whole run, is flat …"""
+MOST_JUMPS = 5
+"""More are no jumps but a staircase."""
 LENGTH_SHARE = 0.1
 """… and less of it by longer batches is none to tell of: a run that fits has more room than that."""
 KNOWN_SHARE = 0.5
@@ -60,8 +64,14 @@ EXPLAINED_SHARE = 0.8
 """Of the growth that must come with batches among the longest."""
 SETTLED_SHARE = 0.2
 """Of the growth: a plateau has less in its second half."""
+QUIET: dict[Cause, int] = {"flat": 0, "periodic": 1}
+"""What is said of a run only where no series shows more."""
 LEAST_STEPS = 12
 """Fewer tell nothing."""
+LEAST_PROCESS_POINTS = 22
+"""Of the process's memory: Python's and malloc's caches fill for some 20 steps before they empty."""
+LEAST_RESERVED_POINTS = 33
+"""Of what is reserved: while batches are still getting longer, segments are added."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +90,13 @@ class Growth:
     last_step: int
     at_equal_shape: bool
     """The batches' shapes were known and taken into account."""
+    jump_steps: tuple[int, ...] = ()
+    """Cause jump: the steps at which memory rose."""
+    largest_jump_bytes: int = 0
+    period_steps: float | None = None
+    """Cause periodic: steps from one peak to the next."""
+    swing_bytes: int = 0
+    """Cause periodic: from the lowest to the highest of a period."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,8 +113,8 @@ class _Series:
         shapes = tuple(shape[start:] for shape in self.shapes)
         return _Series(name=self.name, steps=self.steps[start:], values=self.values[start:], shapes=shapes)
 
-    def grown(self, cause: Cause, slope: float, growth: float, confidence: float | None) -> Growth:
-        """What was found over all its points."""
+    def grown(self, cause: Cause, slope: float, growth: float, confidence: float | None, **details: Any) -> Growth:
+        """What was found over all its points; `details` are further fields of Growth."""
         return Growth(
             cause=cause,
             series=self.name,
@@ -107,6 +124,7 @@ class _Series:
             first_step=int(self.steps[0]),
             last_step=int(self.steps[-1]),
             at_equal_shape=bool(self.shapes),
+            **details,
         )
 
 
@@ -177,7 +195,7 @@ def _steady_growth(series: _Series) -> Growth | None:
     records = np.flatnonzero(_records(series))
     start = max(round(len(series.steps) * WARM_UP_SHARE), records[-1] + 1 if len(records) else 0)
     late = series.after(start)
-    if len(late.steps) < LEAST_POINTS:
+    if len(late.steps) < (LEAST_PROCESS_POINTS if series.name in (OWN, RESIDENT) else LEAST_POINTS):
         return None
     values = at_equal_shape(late.steps, late.values, late.shapes)
     if values is None:
@@ -198,7 +216,7 @@ def _fragmentation(rows: Rows) -> Growth | None:
             continue
         excess = series.values - np.maximum.accumulate(_column([r for r in both if r.get(RESERVED) is not None], name))
         start = round(len(excess) * WARM_UP_SHARE)
-        if len(excess) - start < LEAST_POINTS:
+        if len(excess) - start < LEAST_RESERVED_POINTS:
             continue
         times, levels = block_levels(series.steps[start:], excess[start:])
         rises = np.diff(levels)
@@ -252,17 +270,48 @@ def _no_cause(rows: Rows) -> Growth:
             at_equal_shape=False,
         )
     found = [_look(one) for one in series]
-    return max(found, key=lambda growth: (growth.cause != "flat", growth.growth_bytes))
+    return max(found, key=lambda growth: (QUIET.get(growth.cause, len(QUIET)), growth.growth_bytes))
 
 
 def _look(series: _Series) -> Growth:
-    """Flat, settled or growing."""
+    """What a series without a sure cause looks like: flat, periodic, a jump, settled, or growing."""
     tenth = max(LEAST_STEPS // 4, len(series.values) // 10)
     middle = len(series.values) // 2
     first, last = (float(np.median(part)) for part in (series.values[:tenth], series.values[-tenth:]))
     growth = last - first
     slope = growth / float(series.steps[-1] - series.steps[0])
+    values = at_equal_shape(series.steps, series.values, series.shapes)
+    values = series.values if values is None else values
+    if (cycle := _cycle(series, values)) is not None:
+        return series.grown("periodic", slope, growth, None, **cycle)
     if growth < max(GROWTH_BYTES, GROWTH_SHARE * first):
         return series.grown("flat", slope, growth, None)
+    if (jumps := _jumps(series, values, growth)) is not None:
+        return series.grown("jump", slope, growth, None, **jumps)
     late = last - float(np.median(series.values[middle - tenth // 2 : middle - tenth // 2 + tenth]))
     return series.grown("plateau" if late < SETTLED_SHARE * growth else "unclear", slope, growth, None)
+
+
+def _cycle(series: _Series, values: np.ndarray) -> dict[str, Any] | None:
+    """Period and swing of memory that rises and falls and does not grow from one period to the next."""
+    start = round(len(values) * WARM_UP_SHARE)
+    late = values[start:]
+    swing = float(late.max() - late.min())
+    if len(late) < LEAST_STEPS or swing < max(GROWTH_BYTES, GROWTH_SHARE / 2 * float(np.median(late))):
+        return None
+    period = find_period(late)
+    if period is None or np.median(late[-period:]) - np.median(late[:period]) > SETTLED_SHARE * swing:
+        return None
+    steps = series.steps[start:]
+    return {"period_steps": period * float(steps[-1] - steps[0]) / (len(steps) - 1), "swing_bytes": round(swing)}
+
+
+def _jumps(series: _Series, values: np.ndarray, growth: float) -> dict[str, Any] | None:
+    """A few jumps that are nearly all the growth, the last of them after the warm-up."""
+    at = find_jumps(values)
+    rises = np.diff(values)[at - 1]
+    if not 0 < len(at) <= MOST_JUMPS or rises.min() < GROWTH_BYTES or at[-1] < len(values) * WARM_UP_SHARE:
+        return None
+    if rises.sum() < EXPLAINED_SHARE * growth:
+        return None
+    return {"jump_steps": tuple(int(step) for step in series.steps[at]), "largest_jump_bytes": round(rises.max())}

@@ -6,19 +6,22 @@ from typing import Any
 from stages.train.growth import HELD, PEAK, RESERVED, SHAPES, Cause, Growth, Rows, classify
 from stages.units import readable_size
 
-FIRST_LOOK_STEPS, NEXT_LOOK = 48, 1.5
+FIRST_LOOK_STEPS, NEXT_LOOK = 20, 1.5
 """A run is looked at after so many steps, then whenever it is so many times as long: a bounded cost a step, and few
 chances of a false alarm."""
 
 REMEDIES: Mapping[Cause, str] = {
-    "fragmentation": "`dvc exp run -S train.expandable_segments=true` lets segments grow; where it is true already, "
-    "`-S bucket.mode=packed -S bucket.constant_shape=true` makes all batches of one shape",
+    "jump": "something was allocated there and kept; the steps before and after it are flat",
+    "periodic": "no growth, nothing to do",
     "plateau": "nothing to do: it has settled",
     "flat": "nothing to do",
     "unclear": "no cause is sure; more steps tell more, and so do the peak beside what is reserved, and batch shapes",
     "too_short": "more steps tell more",
 }
-"""What helps, where no figure is needed to say it."""
+"""What helps, where no setting does."""
+
+Settings = Mapping[str, Any]
+"""Parameters of the run by their dotted names; empty where they are not known, as for a recorded curve."""
 
 
 class GrowthWatch:
@@ -41,16 +44,24 @@ class GrowthWatch:
         return new
 
 
-def growth_line(growth: Growth, rows: Rows, left_bytes: Callable[[str], int | None]) -> str:
+def growth_line(growth: Growth, rows: Rows, left_bytes: Callable[[str], int | None], settings: Settings) -> str:
     """Cause, figures, confidence and remedy.
 
     Args:
         growth: what was found.
         rows: in which it was found.
         left_bytes: memory that a series can still grow into, by its column; None where that is not known.
+        settings: with which the rows were recorded: a remedy that is already in use is not proposed.
     """
     if growth.series is None:
         return f"{growth.cause.replace('_', ' ')}: {len(rows)} steps with memory; {REMEDIES[growth.cause]}"
+    if growth.cause == "periodic":
+        return (
+            f"periodic: {growth.series} rises and falls by {readable_size(growth.swing_bytes)} every "
+            f"{growth.period_steps:.3g} steps; {REMEDIES[growth.cause]}"
+        )
+    if growth.cause == "jump":
+        return f"jump: {growth.series} has {_jumps(growth)}; {REMEDIES[growth.cause]}"
     figures = (
         f"{growth.cause}: {_meaning(growth)} {readable_size(max(0, round(growth.slope_bytes_per_step)))} a step, "
         f"{readable_size(max(0, growth.growth_bytes))} over steps {growth.first_step}-{growth.last_step}"
@@ -58,10 +69,20 @@ def growth_line(growth: Growth, rows: Rows, left_bytes: Callable[[str], int | No
     if growth.confidence is not None:
         figures += f", confidence {100 * growth.confidence:.4g} %"
     if growth.cause == "leak":
-        return f"{figures}{_end(growth, left_bytes(growth.series))}; {_leak_remedy(growth.series)}"
+        return f"{figures}{_end(growth, left_bytes(growth.series))}; {_leak_remedy(growth.series, settings)}"
+    if growth.cause == "fragmentation":
+        return f"{figures}; {_fragmentation_remedy(settings)}"
     if growth.cause == "length":
         return f"{figures}; {_length_remedy(rows)}"
     return f"{figures}; {REMEDIES[growth.cause]}"
+
+
+def _jumps(growth: Growth) -> str:
+    """How many jumps, how large, and where."""
+    size, steps = readable_size(growth.largest_jump_bytes), ", ".join(map(str, growth.jump_steps))
+    if len(growth.jump_steps) == 1:
+        return f"one jump of {size} at step {steps}"
+    return f"{len(growth.jump_steps)} jumps of up to {size} at steps {steps}"
 
 
 def _meaning(growth: Growth) -> str:
@@ -84,15 +105,30 @@ def _end(growth: Growth, left_bytes: int | None) -> str:
     return f"; the {readable_size(max(0, left_bytes))} left are spent about step {growth.last_step + steps}"
 
 
-def _leak_remedy(series: str) -> str:
+def _leak_remedy(series: str, settings: Settings) -> str:
     """A leak is a fault of code: what to leave out to find it."""
     if series in (HELD, PEAK, RESERVED):
-        tried = (
-            "`dvc exp run -S train.optimizer=adamw -S train.attention=sdpa` leaves out kernels that are not PyTorch's"
-        )
+        changes = {"train.optimizer": "adamw", "train.attention": "sdpa"}
+        effect = "leaves out kernels that are not PyTorch's"
     else:
-        tried = "`dvc exp run -S run.loader_threads=0` leaves out the threads that read ahead"
-    return f"steps keep nothing by design, so code keeps it that should not: {tried}"
+        changes, effect = {"run.loader_threads": 0}, "leaves out the threads that read ahead"
+    return f"a step should keep nothing, so this is a fault of code: {_proposed(changes, settings, effect)}"
+
+
+def _fragmentation_remedy(settings: Settings) -> str:
+    """Segments that grow; batches of one shape."""
+    if settings.get("train.expandable_segments"):
+        changes = {"bucket.mode": "packed", "bucket.constant_shape": "true"}
+        return _proposed(changes, settings, "makes all batches of one shape")
+    return _proposed({"train.expandable_segments": "true"}, settings, "lets segments grow")
+
+
+def _proposed(changes: Settings, settings: Settings, effect: str) -> str:
+    """A command with the changes that are not in use already; what to do where all of them are."""
+    new = [f"-S {name}={value}" for name, value in changes.items() if settings.get(name) != value]
+    if not new:
+        return "please report it with data/train/curves.csv"
+    return f"`dvc exp run {' '.join(new)}` {effect}"
 
 
 def _length_remedy(rows: Sequence[Mapping[str, Any]]) -> str:

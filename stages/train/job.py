@@ -117,6 +117,13 @@ def make_job(
         progress=params.run.progress and world.leads,
         world=world,
         sharing=ShardSpec.from_params(params),
+        settings={
+            "train.optimizer": params.train.optimizer,
+            # Where auto is eager, a model caps its scores, and sdpa would be refused.
+            "train.attention": "sdpa" if params.train.attention == "auto" else params.train.attention,
+            "train.expandable_segments": params.train.expandable_segments,
+            "run.loader_threads": params.run.loader_threads,
+        },
     )
 
 

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from stages.step.step import StepResult, StepSpec, training_step
 from stages.step.team import Team
 from stages.step.tokens import TokenRows
 from stages.train.feed import Feed
+from stages.train.growth_advice import Settings
 from stages.train.guards import Diverged, refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.host_peak import HostPeak, host_peak
@@ -89,6 +90,8 @@ class TrainJob:
     world: World = ALONE
     sharing: ShardSpec = ShardSpec(mode="none")
     """How the processes of `world` share the model."""
+    settings: Settings = field(default_factory=dict)
+    """Parameters of the run by their dotted names, those that advice on memory proposes to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,8 @@ class TrainResult:
     """How far steps were cut smaller than planned because memory ended; None where none was."""
     load_host: HostPeak
     """Memory of the host while the model was loaded."""
+    settings: Settings
+    """Those of the job."""
 
     @property
     def model(self) -> nn.Module:
@@ -166,7 +171,7 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
                     _maybe_heldout(job, run.team, step, row, bar)
                 run.curves.append(row)
                 if job.world.rank == 0:  # What grows in one process grows in all.
-                    monitor.tell_growth(run.curves, lambda line: bar.write(line, file=sys.stderr))
+                    monitor.tell_growth(run.curves, job.settings, lambda line: bar.write(line, file=sys.stderr))
                 _show(bar, row)
                 with ending.place.inside(CHECKPOINT):
                     keeper.step_done(run)
@@ -178,6 +183,7 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
         memory_by_phase=monitor.by_phase(),
         oom_splits=splits(job.plan, run.curves),
         load_host=load_host,
+        settings=job.settings,
     )
 
 

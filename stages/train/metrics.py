@@ -6,7 +6,7 @@ import torch
 
 from stages.step.optim import trained_parameters
 from stages.train.growth import Growth, Rows, classify
-from stages.train.growth_advice import growth_line
+from stages.train.growth_advice import Settings, growth_line
 from stages.train.loop import TrainResult
 from stages.train.measure import LOAD, Measured
 from stages.units import GIB
@@ -48,15 +48,15 @@ def train_metrics(result: TrainResult, measured: Measured, device: torch.device)
         "memory_by_phase": result.memory_by_phase,
         "load_host_peak_bytes": result.load_host.peak_bytes,
         "load_host_added_bytes": result.load_host.added_bytes,
-        "growth": growth_figures(classify(curves)[0], curves),
+        "growth": growth_figures(classify(curves)[0], curves, result.settings),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
 
 
-def growth_figures(growth: Growth, curves: Rows) -> dict[str, Any]:
+def growth_figures(growth: Growth, curves: Rows, settings: Settings) -> dict[str, Any]:
     """What memory did over the run, how sure its cause is, and what helps; how much is left is nothing of the run's."""
     return {
-        "told": growth_line(growth, curves, lambda series: None),
+        "told": growth_line(growth, curves, lambda series: None, settings),
         "cause": growth.cause,
         "series": growth.series,
         "slope_bytes_per_step": growth.slope_bytes_per_step,

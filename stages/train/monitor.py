@@ -10,7 +10,7 @@ import torch
 from stages.memory_group import free_host_bytes
 from stages.train.counters import Resident, make_counters
 from stages.train.growth import OWN, RESIDENT, RETRIES, Rows
-from stages.train.growth_advice import GrowthWatch, growth_line
+from stages.train.growth_advice import GrowthWatch, Settings, growth_line
 from stages.train.measure import Meter
 from stages.units import readable_size
 
@@ -89,10 +89,10 @@ class Monitor:
             "pinned_bytes": self._counters.pinned_bytes(),
         }
 
-    def tell_growth(self, curves: Rows, say: Callable[[str], object]) -> None:
+    def tell_growth(self, curves: Rows, settings: Settings, say: Callable[[str], object]) -> None:
         """Say why memory grows, each cause once, when it is sure; looks at the rows now and then only."""
         for growth in self._growth.look(curves):
-            say(f"warning: {growth_line(growth, curves, self._left_bytes)}")
+            say(f"warning: {growth_line(growth, curves, self._left_bytes, settings)}")
 
     def _left_bytes(self, series: str) -> int:
         """Memory that a series can still grow into."""

@@ -111,4 +111,4 @@ def explained(path: Path, left_gib: float | None) -> list[str]:
     """
     rows = read_recorded(path)
     left = None if left_gib is None else round(left_gib * GIB)
-    return [growth_line(growth, rows, lambda series: left) for growth in classify(rows)]
+    return [growth_line(growth, rows, lambda series: left, {}) for growth in classify(rows)]

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 BLOCKS = 11
-LEAST_POINTS = 3 * BLOCKS
-"""Fewer make medians of too little."""
+BLOCK_POINTS = 3
+"""A stretch of fewer makes a poor median: a series too short for such stretches is judged point by point."""
+LEAST_POINTS = 15
+"""Fewer points show no trend that could be told from chance."""
 WALK_WIDENING = math.sqrt(1.5)
 """Of a random walk, levels of neighbouring stretches share part of their path: their differences correlate by 1/4."""
 STEADY_SHARE = 2 / 3
@@ -24,6 +26,10 @@ SLOWING_SHARE, SLOWING_ERRORS = 0.9, 1.5
 """… and of the first third's, where it falls short of it by more standard errors than chance alone would often do."""
 MOVES_WITH_TIME = 0.5
 """Correlation of lengths and time above which one cannot be told from the other."""
+JUMP_CHANGES = 10
+"""Times the median deviation of a series' changes: one of normal noise is that large once in 10 ** 11."""
+PERIODS, PERIODIC, ALIKE = 4, 0.6, 0.9
+"""A cycle must have been seen so often, its autocorrelation be higher than this, and near the highest there is."""
 SUREST = 0.999999
 """What is said at most: the tests approximate."""
 
@@ -67,13 +73,15 @@ def steady_trend(steps: np.ndarray, values: np.ndarray) -> Trend:
 
 
 def block_levels(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean step and median value of each stretch.
+    """Mean step and median value of each stretch; of a short series, its points.
 
     Raises:
         ValueError: there are fewer than `LEAST_POINTS` points.
     """
     if len(values) < LEAST_POINTS:
         raise ValueError(f"a trend takes {LEAST_POINTS} points, got {len(values)}")
+    if len(values) < BLOCKS * BLOCK_POINTS:
+        return steps, values
     times = np.array([part.mean() for part in np.array_split(steps, BLOCKS)])
     return times, np.array([np.median(part) for part in np.array_split(values, BLOCKS)])
 
@@ -87,6 +95,33 @@ def rising_confidence(levels: np.ndarray) -> float:
     if score <= 0 or variance <= 0:
         return 0.0
     return min(1 - normal_tail((score - 1) / math.sqrt(variance)), SUREST)
+
+
+def find_jumps(values: np.ndarray) -> np.ndarray:
+    """Indices of the points that lie above or below the one before by far more than the series' usual change."""
+    changes = np.diff(values)
+    usual = np.median(np.abs(changes - np.median(changes)))
+    return np.flatnonzero(np.abs(changes) > JUMP_CHANGES * usual) + 1
+
+
+def find_period(values: np.ndarray) -> int | None:
+    """Points after which a series repeats itself, seen at least `PERIODS` times; None where it does not.
+
+    The lag with the highest autocorrelation after the first one below zero: noise that remembers itself has its highest
+    one before, and a slow random walk none as high after.
+    """
+    values = values - np.polyval(np.polyfit(np.arange(len(values)), values, 1), np.arange(len(values)))
+    lags = range(1, len(values) // PERIODS + 1)
+    pairs = [(values[:-lag], values[lag:]) for lag in lags]
+    likeness = np.array([np.corrcoef(*pair)[0, 1] if min(map(np.ptp, pair)) > 0 else 0.0 for pair in pairs])
+    negative = np.flatnonzero(likeness < 0)
+    if not len(negative):
+        return None
+    after = likeness[negative[0] :]
+    if after.max() < PERIODIC:
+        return None
+    # Twice the period is as like, but for noise.
+    return lags[int(negative[0] + np.flatnonzero(after > ALIKE * after.max())[0])]
 
 
 def _kendall_term(counts: np.ndarray) -> float:

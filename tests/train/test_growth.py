@@ -8,14 +8,14 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.train.growth import LEAST_STEPS, SURE, Growth, classify
-from stages.train.growth_advice import FIRST_LOOK_STEPS, NEXT_LOOK, GrowthWatch, growth_line
+from stages.train.growth_advice import FIRST_LOOK_STEPS, GrowthWatch, growth_line
 from stages.units import GIB, MIB
 from tests.conftest import ROOT
 from tests.train.series import LEAK, LEVEL, NO_LEAK, STEPS, lengths, rows_of, staircase
 
 NO_LEAK_SEEDS, LEAK_SEEDS = 80, 20
 FALSE_ALARMS_SHARE, FOUND_SHARE = 0.01, 0.95
-LOOKS = [round(FIRST_LOOK_STEPS * NEXT_LOOK**k) for k in range(6)]
+LOOKS = (20, 30, 45, 68, 102, 153, 230, 345)
 DRAW = np.random.default_rng(3)
 
 
@@ -61,6 +61,66 @@ def test_the_slope_of_a_leak_is_that_of_the_leak():
     assert leak.cause == "leak" and leak.series == "allocated_bytes" and leak.at_equal_shape
     assert leak.slope_bytes_per_step == pytest.approx(4 * MIB, rel=0.1)
     assert leak.confidence is not None and leak.confidence >= SURE
+
+
+@pytest.mark.parametrize("noise_bytes", [0, 5 * MIB])
+@pytest.mark.parametrize("column", ["held_bytes", "allocated_bytes"])
+def test_a_leak_of_20_mb_a_step_is_named_within_20_steps(column: str, noise_bytes: int):
+    """Sixty steps of a large model are an hour."""
+    for seed in range(LEAK_SEEDS):
+        draw = np.random.default_rng(seed)
+        rows = rows_of(**{column: LEVEL + 20e6 * np.arange(20) + draw.normal(0, noise_bytes, 20)})
+        assert told(rows) == {"leak"}
+
+
+def test_one_jump_is_named_with_its_step_and_size():
+    """A library that is loaded late, told as a leak or as unclear."""
+    for seed in range(LEAK_SEEDS):
+        draw = np.random.default_rng(seed)
+        values = LEVEL + draw.normal(0, 2 * MIB, STEPS)
+        values[150:] += 380 * MIB
+        growth = classify(rows := rows_of(held_bytes=values))[0]
+        assert (growth.cause, growth.jump_steps) == ("jump", (150,))
+        assert growth.largest_jump_bytes == pytest.approx(380 * MIB, rel=0.05)
+        assert "one jump of " in growth_line(growth, rows, lambda series: None, {})
+    values[300:] += 100 * MIB
+    assert classify(rows_of(held_bytes=values))[0].jump_steps == (150, 300)
+
+
+def test_a_sawtooth_is_periodic_and_no_growth():
+    """A cache that fills and empties, told as unclear; noise that remembers itself is none."""
+    for seed in range(LEAK_SEEDS):
+        draw = np.random.default_rng(seed)
+        period = int(draw.integers(3, 21))
+        filled = (np.arange(STEPS) + seed) % period / period
+        growth = classify(rows := rows_of(rss_bytes=GIB + 300 * MIB * filled + draw.normal(0, 2 * MIB, STEPS)))[0]
+        assert growth.cause == "periodic" and growth.period_steps == pytest.approx(period, abs=0.5)
+        assert growth.swing_bytes == pytest.approx(300 * MIB, rel=0.4)
+        assert "no growth" in growth_line(growth, rows, lambda series: None, {})
+    for kind in ("noise", "noise that remembers 0.9", "random walk"):
+        causes = {main_cause(rows_of(**NO_LEAK[kind](np.random.default_rng(seed)))) for seed in range(LEAK_SEEDS)}
+        assert "periodic" not in causes
+
+
+def test_advice_on_growth_never_proposes_what_already_runs():
+    """`-S train.expandable_segments=true` to a run that has it."""
+    running = {
+        "train.optimizer": "adamw",
+        "train.attention": "sdpa",
+        "train.expandable_segments": True,
+        "run.loader_threads": 0,
+    }
+    leak = {"held_bytes": GIB + MIB * np.arange(96)}
+    for columns in (leak, {"rss_bytes": leak["held_bytes"]}, staircase(np.arange(16, 1616, 16), expandable=False)):
+        growth = classify(rows := rows_of(**columns))[0]
+        lines = [growth_line(growth, rows, lambda series: None, settings) for settings in (running, {})]
+        for name, value in running.items():
+            assert f"{name}={str(value).lower()}" not in lines[0]
+        assert "-S " in lines[1]
+    flash = growth_line(
+        classify(rows_of(**leak))[0], rows_of(**leak), lambda series: None, running | {"train.attention": "flex"}
+    )
+    assert "-S train.attention=sdpa" in flash and "train.optimizer" not in flash
 
 
 def test_a_leak_without_noise_is_found_at_the_first_look():
@@ -179,7 +239,7 @@ def test_what_is_said_follows_from_the_rows_alone():
 def test_a_cause_is_one_line_with_figures_and_a_remedy_that_exists(columns, cause: str, pattern: str):
     rows = rows_of(**columns)
     growth = next(one for one in classify(rows) if one.cause == cause)
-    line = growth_line(growth, rows, lambda series: 6 * GIB)
+    line = growth_line(growth, rows, lambda series: 6 * GIB, {})
     assert re.search(pattern, line) and "\n" not in line
     for parameter in re.findall(r"-S ([a-z_.]+)=", line):
         section, key = parameter.split(".")
