@@ -107,6 +107,7 @@ def _end(growth: Growth, left_bytes: int | None) -> str:
 
 def _leak_remedy(series: str, settings: Settings) -> str:
     """A leak is a fault of code: what to leave out to find it."""
+    changes: dict[str, Any]
     if series in (HELD, PEAK, RESERVED):
         changes = {"train.optimizer": "adamw", "train.attention": "sdpa"}
         effect = "leaves out kernels that are not PyTorch's"
