@@ -41,6 +41,11 @@ def check_sharing(params: Params) -> None:
             "; set it, or use train.sharding=zero3 (one group of all) or ddp (groups of one)",
         ),
         (
+            mode == "hsdp" and group is None and not any(gpus % size == 0 for size in range(2, gpus)),
+            f"train.sharding: hsdp needs at least two groups of two GPUs; got hsdp with hardware.num_gpus={gpus}; use "
+            "zero3 (one group of all) or ddp (groups of one), or change hardware.num_gpus",
+        ),
+        (
             cut and train.method == "int8_lora",
             f"train.sharding: 8-bit weights cannot be cut: bitsandbytes keeps them outside of parameters; got {mode} "
             "with train.method=int8_lora; use ddp or zero1, or train.method=qlora",

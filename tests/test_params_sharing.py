@@ -26,6 +26,13 @@ from tests.test_params import put, values  # noqa: F401 (a fixture)
             {"num_gpus": 4, "sharding": "hsdp", "shard_group_gpus": 4},
             r"train\.shard_group_gpus: .* got 4; set it, or use train\.sharding=zero3",
         ),
+        *(
+            (
+                {"num_gpus": gpus, "sharding": "hsdp"},
+                rf"train\.sharding: hsdp needs at least two groups of two GPUs; .*num_gpus={gpus}; use zero3",
+            )
+            for gpus in (2, 3)
+        ),
         (
             {"num_gpus": 2, "sharding": "zero2", "method": "int8_lora"},
             r"train\.sharding: 8-bit weights cannot be cut: .* got zero2 with train\.method=int8_lora; use ddp",

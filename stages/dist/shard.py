@@ -1,8 +1,10 @@
 """How the GPUs of a run share its weights: train.sharding."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,13 +28,20 @@ class ShardSpec:
     """Mode hsdp: GPUs that hold a copy of the weights together; None = those of a node."""
     offload_weights: bool = False
     """Where weights are cut: each process keeps its parts, their gradients and the update in its host's memory."""
+    timeout_seconds: float | None = None
+    """Longest wait of a process for the others of its group (mode hsdp); None = PyTorch's default."""
 
     @classmethod
     def from_params(cls, params: Params) -> "ShardSpec":
-        """Read train.sharding, train.shard_group_gpus and train.offload."""
+        """Read train.sharding, train.shard_group_gpus, train.offload and run.rank_timeout_seconds."""
         train = params.train
         offload_weights = train.offload == "parameters"
-        return cls(mode=train.sharding, group_gpus=train.shard_group_gpus, offload_weights=offload_weights)
+        return cls(
+            mode=train.sharding,
+            group_gpus=train.shard_group_gpus,
+            offload_weights=offload_weights,
+            timeout_seconds=params.run.rank_timeout_seconds,
+        )
 
     @property
     def cut(self) -> str:
@@ -83,17 +92,18 @@ def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.dev
 def _mesh(world: World, spec: ShardSpec, device: torch.device) -> DeviceMesh:
     """The processes in a row, or in groups that each hold all weights."""
     if spec.mode != "hsdp":
-        return _made(device, (world.size,), (SHARD,))
+        with unset_fake_temporarily():  # Its table of ranks is read, so it is real where all else is fake.
+            return init_device_mesh(device.type, (world.size,), mesh_dim_names=(SHARD,))
     group = world.local_size if spec.group_gpus is None else spec.group_gpus
     if world.size % group or not 1 < group < world.size:
         raise UserError(
             f"train.shard_group_gpus: must be a divisor of the GPUs, above 1 and below all; got {group} of "
             f"{world.size}; set it, or use train.sharding=zero3 (one group of all) or ddp (groups of one)"
         )
-    return _made(device, (world.size // group, group), (REPLICATE, SHARD))
-
-
-def _made(device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh; its table of ranks is read, so it is real where all else is fake."""
+    timeout = None if spec.timeout_seconds is None else timedelta(seconds=spec.timeout_seconds)
     with unset_fake_temporarily():
-        return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+        ranks = torch.arange(world.size).view(-1, group)
+        # Groups that init_device_mesh makes wait for PyTorch's default, 10 to 30 minutes, whatever the first group's is.
+        replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
+        shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+        return DeviceMesh.from_group([replicate, shard], device.type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))

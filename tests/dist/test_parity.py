@@ -133,6 +133,13 @@ def test_four_processes_learn_what_one_learns(
     check(four, single, replace(case_of(small_llama, mode, method, option), group_gpus=group_gpus))
 
 
+def test_groups_wait_no_longer_than_asked(small_llama: Path):
+    """A stopped process of one group: the others hung for PyTorch's 30 minutes."""
+    with group_of(4) as broken:
+        waited = broken.ask("wait_in_vain", {"model": str(small_llama), "timeout_seconds": 2})
+    assert 1 < waited < 5
+
+
 def distance(group: Group, single: Single, case: Case, plain: Case | None = None) -> tuple[float, float]:
     """Largest difference of a loss; norm of the difference of what was learnt by its norm."""
     plain = plain or plain_of(case)

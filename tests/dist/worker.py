@@ -3,7 +3,9 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from stages.dist.shard import ShardSpec, make_team
 from stages.dist.world import World
+from stages.model.load import load_model
 from stages.train.voice import never_refused
 from tests.dist.cases import Case, learn
 from tests.dist.part_of_run import PartOfRun, run_part
 from tests.estimate.ranks import do_peaks
+from tests.small_model import CPU, spec_of
 
 TIMEOUT_SECONDS = 60
 """Of a process that waits for the others: one of them failed."""
@@ -51,11 +56,26 @@ def do_run_part(world: World, directory: Path, arguments: dict[str, Any]) -> dic
     return run_part(PartOfRun(**arguments), world)
 
 
+def do_wait_in_vain(world: World, directory: Path, arguments: dict[str, Any]) -> float:
+    """Share a model by hsdp; the first process then waits for the second: after how many seconds it gave up."""
+    seconds = arguments["timeout_seconds"]
+    model = load_model(Path(arguments["model"]), spec_of(method="full"), CPU)
+    team = make_team(model, world, ShardSpec(mode="hsdp", group_gpus=2, timeout_seconds=seconds), CPU)
+    start = time.monotonic()
+    if world.leads:
+        with suppress(RuntimeError):
+            team.norm([torch.ones(1)], foreach=False)
+    elif world.rank == 1:
+        time.sleep(3 * seconds)
+    return time.monotonic() - start
+
+
 TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {
     "learn": do_learn,
     "sent_by_all": do_sent_by_all,
     "peaks": do_peaks,
     "run_part": do_run_part,
+    "wait_in_vain": do_wait_in_vain,
 }
 
 
