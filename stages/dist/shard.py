@@ -103,7 +103,7 @@ def _mesh(world: World, spec: ShardSpec, device: torch.device) -> DeviceMesh:
     timeout = None if spec.timeout_seconds is None else timedelta(seconds=spec.timeout_seconds)
     with unset_fake_temporarily():
         ranks = torch.arange(world.size).view(-1, group)
-        # Groups that init_device_mesh makes wait for PyTorch's default, 10 to 30 minutes, whatever the first group's is.
+        # Groups that init_device_mesh makes have PyTorch's default timeout (10 to 30 minutes), not the first group's.
         replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
         shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
         return DeviceMesh.from_group([replicate, shard], device.type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
