@@ -10,12 +10,13 @@ from pathlib import Path
 LOCK_FILE = "lock"
 
 
-def hold(directory: Path, waits: Callable[[], object] | None = None) -> int | None:
+def hold(directory: Path, waits: Callable[[], object] | None = None, *, shared: bool = False) -> int | None:
     """An open and locked handle of the directory's lock file; the lock goes with the handle or the process.
 
     Args:
         directory: made where it is missing.
         waits: called before another process is waited for; None = not to wait.
+        shared: several processes may hold the directory so; one that holds it alone excludes them.
 
     Returns:
         The handle, to be closed; None where another process holds the directory and is not waited for.
@@ -31,12 +32,13 @@ def hold(directory: Path, waits: Callable[[], object] | None = None) -> int | No
         except FileNotFoundError:  # Its last holder removed the directory just now.
             continue
         try:
-            if not _try_lock(handle):
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            if not _try_lock(handle, kind):
                 if waits is None:
                     os.close(handle)
                     return None
                 waits()
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                fcntl.flock(handle, kind)
         except BaseException:
             os.close(handle)
             raise
@@ -66,10 +68,10 @@ def leave(directory: Path, handle: int) -> None:
     os.close(handle)
 
 
-def _try_lock(handle: int) -> bool:
+def _try_lock(handle: int, kind: int) -> bool:
     """Whether the lock of an open file could be had at once."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

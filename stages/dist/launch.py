@@ -3,14 +3,17 @@
 import logging
 import math
 import os
+import platform
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -18,12 +21,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from stages.dist.world import World
 from stages.endings import FIRST_OF_SIGNALS, Interrupted
 from stages.errors import UserError
-from stages.files import told_in_one_line
+from stages.files import sha256_json, told_in_one_line
 from stages.locks import clear, hold, leave
 from stages.parent_death import LAUNCHER
 
 DIRECTORY = "LEAN_FINETUNE_RANKS"
 """Variable of the environment that names the processes' directory; absent where the user started torchrun."""
+FAULT = ".fault"
+"""Ending of a file with the fault of a process: what a user is told."""
 WAITED = ".waited"
 """Ending of a file beside the fault of a process that waited for the others in vain."""
 LOST = ".lost"
@@ -33,6 +38,8 @@ TOLD = ".told"
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Variable that tells torchrun's agent how many seconds processes have after a signal before they are killed. After a
 fault of one of them they have 30, and always where torch does not know the variable."""
+LOST_SECONDS = 2
+"""How long a process whose link broke waits for one that knows why, before it says so."""
 LOCAL = "127.0.0.1"
 LOOPBACK = "lo"
 """Linux' name of the interface of that address."""
@@ -64,15 +71,36 @@ def launch(module: str, arguments: Sequence[str], *, processes: int, directory: 
 def _own(directory: Path) -> Iterator[Path]:
     """A directory inside for this launch alone, held while it runs; those of ended ones are removed."""
     with told_in_one_line(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        for other in directory.iterdir():
-            if other.is_dir() and (held := hold(other)) is not None:
-                clear(other)
-                leave(other, held)
+        _remove_ended(directory)
         mine = directory / uuid4().hex[:8]
         held = hold(mine)
     try:
         yield mine
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _remove_ended(directory: Path) -> None:
+    """Remove what launches that have ended left."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for other in directory.iterdir():
+        if other.is_dir() and (held := hold(other)) is not None:
+            clear(other)
+            leave(other, held)
+
+
+@contextmanager
+def _of_agent(directory: Path) -> Iterator[Path]:
+    """A directory inside for the processes of one torchrun agent that the user started, held while any of them runs."""
+    parent = psutil.Process(os.getppid())
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    name = sha256_json([platform.node(), parent.pid, parent.create_time(), restarts])
+    with told_in_one_line(directory):
+        _remove_ended(directory)
+        held = hold(directory / name[:8], shared=True)
+    try:
+        yield directory / name[:8]
     finally:
         if held is not None:
             os.close(held)
@@ -116,7 +144,7 @@ def _launch(module: str, arguments: Sequence[str], processes: int, directory: Pa
 
 def _first_fault(directory: Path, processes: int) -> UserError | None:
     """The fault of the process that met one of the user's first."""
-    faults = sorted(directory.glob("*.fault"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    faults = sorted(directory.glob(f"*{FAULT}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     if not faults:
         return None
     own = [path for path in faults if not path.with_suffix(WAITED).exists()]
@@ -150,39 +178,87 @@ class LostOthers(Exception):
 
 
 @contextmanager
-def as_one_of_many(world: World) -> Iterator[None]:
-    """In a process that `launch` started: output apart, and a fault left for it to tell. Elsewhere nothing.
+def as_one_of_many(world: World, launches: Path) -> Iterator[None]:
+    """In one of several processes: what all but the first say goes to a file, and a fault is told once.
+
+    `launch` tells the faults of processes that it started. Where the user started torchrun, the first process of a node
+    that meets a fault does so; the others write to their logs.
+
+    Args:
+        world: which process this is.
+        launches: the directory of the logs of all launches.
 
     Raises:
         SystemExit: with code 1 after any fault, and with that of a signal.
     """
-    where = os.environ.get(DIRECTORY)
-    if where is None or world.size == 1:
+    if world.size == 1:
         yield
         return
-    log = Path(where) / f"{world.rank}.log"
-    if not world.leads:
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        for stream in (1, 2):
-            os.dup2(handle, stream)
-        os.close(handle)
+    where = os.environ.get(DIRECTORY)
+    with _of_agent(launches) if where is None else nullcontext(Path(where)) as directory:
+        terminal = os.dup(2)
+        if not world.leads:
+            handle = os.open(directory / f"{world.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            for stream in (1, 2):
+                os.dup2(handle, stream)
+            os.close(handle)
+        try:
+            with _left_for_launch(world, directory):
+                yield
+        except SystemExit as ending:
+            if where is None and ending.code == 1:
+                _tell_fault(world, directory, terminal)
+            raise
+        finally:
+            os.close(terminal)
+
+
+@contextmanager
+def _left_for_launch(world: World, directory: Path) -> Iterator[None]:
+    """Leave files that say how this process ended.
+
+    Raises:
+        SystemExit: with code 1 after any fault, and with that of a signal.
+    """
+    mine = directory / str(world.rank)
     try:
         yield
-    except Interrupted as ending:  # `launch` tells it.
-        sys.exit(ending.exit_code)
+    except Interrupted as ending:
+        if DIRECTORY not in os.environ:
+            raise
+        sys.exit(ending.exit_code)  # `launch` tells it.
     except SystemExit:
-        (Path(where) / f"{world.rank}{TOLD}").touch()
+        mine.with_suffix(TOLD).touch()
         raise
     except UserError as fault:
-        aside = Path(where) / f".{world.rank}"
+        aside = directory / f".{world.rank}"
         aside.write_text("\n".join((" ".join(str(fault).split()), *fault.details)), encoding="utf-8")
         if isinstance(fault, WaitedInVain):
-            (Path(where) / f"{world.rank}{WAITED}").touch()
-        aside.rename(Path(where) / f"{world.rank}.fault")
+            mine.with_suffix(WAITED).touch()
+        aside.rename(mine.with_suffix(FAULT))
         sys.exit(1)
     except Exception as fault:
         if isinstance(fault, LostOthers):
-            (Path(where) / f"{world.rank}{LOST}").touch()
-        with open(log, "a", encoding="utf-8") as file:
+            mine.with_suffix(LOST).touch()
+        with open(mine.with_suffix(".log"), "a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
         sys.exit(1)
+
+
+def _tell_fault(world: World, directory: Path, terminal: int) -> None:
+    """Tell how this process ended, unless one of the same agent did before."""
+    mine = directory / str(world.rank)
+    goes_on = "the same command goes on from the last checkpoint, if one was made"
+    if mine.with_suffix(FAULT).exists():
+        lines = mine.with_suffix(FAULT).read_text(encoding="utf-8").splitlines()
+    elif mine.with_suffix(LOST).exists():
+        time.sleep(LOST_SECONDS)
+        lines = [
+            "hardware.num_gpus: the link to the other processes broke, since one of them ended; see the output on the "
+            f"other machines and {directory}; {goes_on}"
+        ]
+    else:
+        lines = [f"hardware.num_gpus: process {world.rank} met a fault; see {mine.with_suffix('.log')}; {goes_on}"]
+    with suppress(OSError):  # Another one told, or nobody can be told.
+        os.close(os.open(directory / "told", os.O_CREAT | os.O_EXCL))
+        os.write(terminal, "\n  ".join([f"error: {lines[0]}", *lines[1:]]).encode() + b"\n")

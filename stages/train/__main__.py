@@ -1,6 +1,7 @@
 """Fine-tune as planned: `python -m stages.train`."""
 
 import stages.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+import stages.torchrun_threads  # noqa: F401 - before torch, which reads the number of threads once
 
 # isort: split
 import sys
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from stages.declared import read_params
 from stages.dist.agree import Voices
 from stages.dist.launch import as_one_of_many
-from stages.dist.world import World, joined
+from stages.dist.world import World, check_size, joined
 from stages.errors import StageCommand
 from stages.files import read_json
 from stages.model.precision import precision_of
@@ -35,6 +36,7 @@ from stages.train.publish import publish_record, publish_weights
 from stages.train.ranks import most_of_all, started_ranks, take_place, told_of_waiting, where_in_steps
 from stages.train.recorded import explained
 from stages.train.recover import Ending
+from stages.train.same_run import parts_of_run, refuse_different_runs
 from stages.train.signals import Stop, stopped_by_signals
 from stages.train.together import opened_by_all
 from stages.train.voice import never_refused
@@ -66,19 +68,24 @@ def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
         return
     never_refused()  # Not before: an explanation that cannot be written is a fault.
     world = World.here()
-    with as_one_of_many(world):
+    launches = scratch_root() / "ranks"
+    with as_one_of_many(world, launches):
         params = read_params()
         patience = params.run.rank_timeout_seconds
-        if started_ranks(params.hardware.num_gpus, scratch_root() / "ranks", patience):
+        if started_ranks(params.hardware.num_gpus, launches, patience):
             return
         threads = params.run.cpu_threads or torch.get_num_threads()
-        device = take_place(world, params.hardware.num_gpus, params.run.cpu_threads)
+        device = take_place(world, params.run.cpu_threads)
         with told_of_waiting(world, patience), joined(world, device, patience):
             _run(params, world, device, threads, Paths(**paths))
 
 
 def _run(params: Params, world: World, device: torch.device, threads: int, paths: Paths) -> None:
     """The stage, as one of the processes of `world`, which have so many `threads` on this machine."""
+    voices = Voices(world, device)
+    if world.size > 1:
+        refuse_different_runs(parts_of_run(params, paths), voices)
+    check_size(world, params.hardware.num_gpus)
     spec = ModelSpec.from_params(params, precision_of(params, paths.verdict))
     prepare_device(params, spec, device, world, paths, _told)
     job = make_job(params, spec, device, world, paths)
@@ -86,7 +93,6 @@ def _run(params: Params, world: World, device: torch.device, threads: int, paths
     with ExitStack() as stack:
         begun = stack.enter_context(heartbeat(scratch_root() / "running", _told, tells=world.local_rank == 0)).begun
         stack.enter_context(stopped_by_signals(stop))
-        voices = Voices(world, device)
         key = key_of_all(lambda: run_key(decided(params, job, paths.plan), _read(paths), device, threads), voices)
         keeper = stack.enter_context(
             opened_by_all(

@@ -1,7 +1,8 @@
 """A run that the kernel kills cannot speak: a small file says how far it was, and the next run reads it.
 
-Every process has a file of its own, removed when the process ends by itself, whether well or by a fault. What is left
-is of one that was killed, that crashed, or whose machine went down.
+Every process has a directory with the file and a lock, removed when the process ends by itself, whether well or by a
+fault. One whose lock is free is of a process that was killed, that crashed, or whose machine went down. Process numbers
+say nothing here: containers that share the disk, and even a host name, have the same ones.
 """
 
 import json
@@ -9,18 +10,21 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 
 from stages.files import told_in_one_line
+from stages.locks import clear, hold, leave
 from stages.memory_group import FILESYSTEM, oom_kills
 from stages.units import readable_size
 
 SECONDS = 1.0
 """Least time between two writes: each takes about 0.1 ms."""
+FILE = "pulse.json"
 BOOT_ID = "proc/sys/kernel/random/boot_id"
 """Linux: another one after every start of the machine."""
 
@@ -29,9 +33,6 @@ BOOT_ID = "proc/sys/kernel/random/boot_id"
 class Pulse:
     """What the file holds."""
 
-    pid: int
-    started: float
-    """When the process began, by the system: numbers of processes come again."""
     host: str
     boot: str | None
     """Of the machine's start; None where the system does not number them."""
@@ -46,8 +47,8 @@ class Heartbeat:
     """Writes the file of this process."""
 
     def __init__(self, directory: Path, told: Callable[[str], None], root: Path, clock: Callable[[], float]):
-        """Write below `directory`; `told` gets a line if the disk refuses."""
-        self.path = directory / f"{os.getpid()}.json"
+        """Write to the process's `directory`; `told` gets a line if the disk refuses."""
+        self.path = directory / FILE
         self._told, self._clock = told, clock
         self._process = psutil.Process()
         self._kills, self._boot = oom_kills(root), _boot(root)
@@ -60,8 +61,6 @@ class Heartbeat:
             return
         self._due = self._clock() + SECONDS
         pulse = Pulse(
-            pid=self._process.pid,
-            started=self._process.create_time(),
             host=platform.node(),
             boot=self._boot,
             oom_kills=self._kills,
@@ -75,11 +74,6 @@ class Heartbeat:
         except OSError as error:  # No reason to end a training; but the next run will know less.
             self._due = float("inf")
             self._told(f"warning: {self.path}: cannot be written ({error.strerror}); training goes on")
-
-    def close(self) -> None:
-        """The process ends by itself."""
-        self.path.unlink(missing_ok=True)
-        self.path.with_suffix(".partial").unlink(missing_ok=True)
 
 
 @contextmanager
@@ -103,40 +97,51 @@ def heartbeat(
     Raises:
         UserError: the disk refused.
     """
+    own = directory / uuid4().hex[:8]
     with told_in_one_line(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    for path in sorted(directory.glob("*.json")) if tells else ():
-        _tell_of(path, told, root)
-    beats = Heartbeat(directory, told, root, clock)
+        for other in sorted(directory.iterdir()) if tells else ():
+            if other.is_dir():
+                _tell_of(other, told, root)
+        held = hold(own)
+    assert held is not None, "nobody else knows its name"
     try:
-        yield beats
+        yield Heartbeat(own, told, root, clock)
     finally:
-        beats.close()
+        clear(own)
+        leave(own, held)
 
 
-def _tell_of(path: Path, told: Callable[[str], None], root: Path) -> None:
-    """Tell of the run that left a file, and remove that; one that goes on, or is on another machine, is left alone."""
-    with suppress(FileNotFoundError):  # Its process ended by itself in between.
-        text = path.read_text(encoding="ascii", errors="replace")
-        try:
-            pulse = Pulse(**json.loads(text))
-        except (ValueError, TypeError):  # It is not flushed to the disk, which may go down with the machine.
-            path.unlink()
-            told(f"note: a run of training ended without a word; {path}, where it said how far it was, is damaged")
-            return
-        if pulse.host == platform.node() and not _runs(pulse, root):
-            path.unlink()
-            told(last_words(pulse, root))
-
-
-def _runs(pulse: Pulse, root: Path) -> bool:
-    """Whether the process of a file is still there."""
-    if pulse.boot != _boot(root):
-        return False
+def _tell_of(directory: Path, told: Callable[[str], None], root: Path) -> None:
+    """Tell of the run that left a directory, and remove that; one that goes on, or was on another machine, stays."""
+    held = hold(directory)
+    if held is None:
+        return
     try:
-        return psutil.Process(pulse.pid).create_time() == pulse.started
-    except psutil.NoSuchProcess:
-        return False
+        pulse = _read(directory / FILE)
+        if pulse is None or pulse.host == platform.node():
+            clear(directory)
+            told(
+                f"note: a run of training ended without a word; {directory}, where it said how far it was, is damaged"
+                if pulse is None
+                else last_words(pulse, root)
+            )
+    except FileNotFoundError:  # It ended before its first word, or by itself just now.
+        pass
+    finally:
+        leave(directory, held)
+
+
+def _read(path: Path) -> Pulse | None:
+    """What a file holds; None where it is damaged: it is not flushed to the disk, which may go down with the machine.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    try:
+        return Pulse(**json.loads(path.read_text(encoding="ascii", errors="replace")))
+    except (ValueError, TypeError):
+        return None
 
 
 def last_words(pulse: Pulse, root: Path = FILESYSTEM) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from stages.dist.launch import LostOthers, WaitedInVain, launch
-from stages.dist.world import World, check_devices, check_size, under_torchrun
+from stages.dist.world import World, check_devices, under_torchrun
 from stages.step.team import Team
 from stages.train.device import training_device
 from stages.train.measure import LOAD, Measured
@@ -36,13 +36,12 @@ def started_ranks(num_gpus: int, directory: Path, grace_seconds: float) -> bool:
     return True
 
 
-def take_place(world: World, num_gpus: int, cpu_threads: int | None) -> torch.device:
+def take_place(world: World, cpu_threads: int | None) -> torch.device:
     """Have this process take its GPU, or its share of the cores; where it computes.
 
     Raises:
-        UserError: there are not as many processes as were planned for, or fewer GPUs.
+        UserError: there are fewer GPUs than processes.
     """
-    check_size(world, num_gpus)
     check_devices(world.local_size)
     if torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank)

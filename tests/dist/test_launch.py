@@ -61,7 +61,7 @@ def test_only_those_that_did_not_come_are_blamed(tmp_path: Path, monkeypatch: py
     for rank, said in ((2, GLOO_LATE), (1, GLOO_CLOSED)):
         # Only the first process's streams stay as they are: what this test needs.
         monkeypatch.setattr("os.dup2", lambda *_: None)
-        with pytest.raises(SystemExit), as_one_of_many(world(rank)), told_of_waiting(world(rank), 12.0):
+        with pytest.raises(SystemExit), as_one_of_many(world(rank), tmp_path), told_of_waiting(world(rank), 12.0):
             raise RuntimeError(said)
     (tmp_path / f"0{LOST}").touch()
     fault = _first_fault(tmp_path, 4)

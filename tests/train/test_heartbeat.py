@@ -93,16 +93,29 @@ def test_without_counters_nothing_is_claimed(killed_run: Path, root: Path):
 
 def test_runs_of_other_machines_are_left_alone(killed_run: Path, root: Path):
     """A scratch shared by machines: a run there told dead here."""
-    (file,) = killed_run.iterdir()
+    (file,) = killed_run.glob("*/*.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), "host": "elsewhere"}))
     assert told_by(killed_run, root) == [] and file.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b'{"pid": 1', b"{}", b"\xff\0"])
 def test_a_file_that_a_power_cut_left_is_no_traceback(tmp_path: Path, root: Path, content: bytes):
-    (tmp_path / "7.json").write_bytes(content)
-    (line,) = told_by(tmp_path, root)
-    assert line.endswith("is damaged") and list(tmp_path.glob("*.json")) == []
+    directory = tmp_path / "running"
+    (directory / "7").mkdir(parents=True)
+    (directory / "7/pulse.json").write_bytes(content)
+    (line,) = told_by(directory, root)
+    assert line.endswith("is damaged") and list(directory.iterdir()) == []
+
+
+def test_processes_of_the_same_number_do_not_meet(tmp_path: Path, root: Path):
+    """In containers that share a disk and a host name: one removed the other's file, or told that it was dead."""
+    told: list[str] = []
+    directory = tmp_path / "running"
+    with heartbeat(directory, told.append, root=root) as one:
+        with heartbeat(directory, told.append, root=root) as other:
+            assert one.path.exists() and other.path.exists() and one.path != other.path
+        assert one.path.exists()
+    assert told == [] and list(directory.iterdir()) == []
 
 
 def test_a_run_that_ends_by_a_fault_leaves_nothing(tmp_path: Path, root: Path):
