@@ -1,6 +1,7 @@
 """The chat template of a run: which one, how its trained text is told, and a conversation's segments."""
 
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,19 @@ import orjson
 
 from stages.errors import UserError
 from stages.tokenize.bundled import find_twin, read_bundled
-from stages.tokenize.example import Conversation, RowFault
+from stages.tokenize.example import Conversation, EmptyAnswer, RowFault
 from stages.tokenize.memory import bounded_growth
 from stages.tokenize.segments import Segment, segments_of_spans, split_segments
 from stages.tokenize.template import CompiledTemplate
-from stages.tokenize.template_probes import check_probe, hidden_parts, parts_of
+from stages.tokenize.template_probes import (
+    MESSAGE_FIELDS,
+    REASONING_FIELDS,
+    check_probe,
+    check_turns,
+    hidden_parts,
+    parts_of,
+    reasoning_of,
+)
 from stages.tokenize.turns import TurnFinder
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -43,6 +52,8 @@ class Template:
         self._own, self._twin, self._train_on = own, twin, train_on
         self._turns = TurnFinder(own, control)
         self._hidden = hidden
+        self.reasoning_left_out = 0
+        """Rows so far with a trained turn whose reasoning the template does not show, as another one follows."""
 
     def render(self, conversation: Conversation) -> list[Segment]:
         """The conversation as text segments in order; joined they are the template's own rendering of it.
@@ -52,9 +63,16 @@ class Template:
         Raises:
             RowFault: the template refuses the conversation, leaves out a part of it, or its trained text cannot be
                 told from the rest.
+            EmptyAnswer: of a trained turn the template shows no more than its end.
         """
         if self._hidden:
             self._check_shown(conversation)
+        segments = self._segments(conversation)
+        if any(len(message) > 2 or "</think>" in message["content"] for message in conversation.messages):
+            self._check_said(conversation, segments)
+        return segments
+
+    def _segments(self, conversation: Conversation) -> list[Segment]:
         messages, tools = conversation.messages, conversation.tools
         if self.method == "marks":
             return self._by_marks(conversation, split_segments(self._own.pieces(messages, tools)))
@@ -71,9 +89,14 @@ class Template:
         marks = sum(segment.trained for segment in segments)
         if not marks:
             raise RowFault("the chat template marks nothing of the row as the assistant's; mend its generation marks")
-        if self._train_on == "assistant" and not conversation.context:
-            return segments
         turns = conversation.turns()
+        if self._train_on == "assistant" and not conversation.context:
+            # Marks of turns that follow each other may touch, and are one then.
+            if marks < sum(place - 1 not in turns for place in turns):
+                raise RowFault(
+                    f"the chat template marks {marks} of the row's {len(turns)} assistant turns; mend its marks"
+                )
+            return segments
         if marks != len(turns):  # so a mark does not say which turn it is
             return self._by_turns(conversation, "".join(segment.text for segment in segments))
         places, wanted = iter(turns), set(self._wanted(conversation))
@@ -105,8 +128,44 @@ class Template:
         if hidden:
             raise RowFault(
                 f"the chat template does not show {hidden[0]!r}, which the row has; set data.chat_template to one that "
-                "does (chatml shows all), or remove it from the row"
+                f"does{self._way_to_show(hidden[0])} or remove it from the row"
             )
+
+    def _way_to_show(self, part: str) -> str:
+        """What else helps where the template does not show a part of a row."""
+        if part not in MESSAGE_FIELDS:
+            return " (chatml shows it)"
+        shown = [field for field in REASONING_FIELDS if field not in self._hidden]
+        if part in REASONING_FIELDS and shown:
+            return f", rename it {shown[0]!r}, which it shows,"
+        return ", write it into 'content',"
+
+    def _check_said(self, conversation: Conversation, segments: list[Segment]) -> None:
+        """Look for what trained turns say besides their content in the rendering, and count what is left out.
+
+        Raises:
+            RowFault: the last message's reasoning is not shown.
+            EmptyAnswer: a turn without content trains nothing else either.
+        """
+        messages, left_out = conversation.messages, False
+        whole = "".join(segment.text for segment in segments)
+        end = len(whole)
+        # From the last, as templates leave out what is earlier, and two turns may reason alike.
+        for place in reversed(self._wanted(conversation)):
+            message = messages[place]
+            found = whole.rfind(reasoning_of(message), 0, end)
+            if found < 0 and place + 1 == len(messages):
+                raise RowFault(
+                    "the chat template does not show the reasoning of the last answer; set data.chat_template to one "
+                    "that does, or remove it from the row"
+                )
+            left_out |= found < 0
+            end = found if found >= 0 else end
+            if not message["content"].strip() and not message.get("tool_calls"):
+                silent = [*messages[:place], {key: message[key] for key in ("role", "content")}, *messages[place + 1 :]]
+                if _trained(self._segments(replace(conversation, messages=silent))) == _trained(segments):
+                    raise EmptyAnswer(f"turn {place + 1} is empty: the chat template shows nothing of it")
+        self.reasoning_left_out += left_out
 
 
 def open_template(
@@ -155,6 +214,7 @@ def open_template(
 def _tried(own: CompiledTemplate, said: str, control: Set[str], train_on: str) -> Template:
     """The template with the way to find its trained text, from how it renders test conversations."""
     hidden = hidden_parts(own)
+    check_turns(own, hidden, own.name, train_on)
     method, twin = "segments", None
     if train_on == "all":
         method, reason = "all", "data.train_on is all: every token of the rendering is trained"
@@ -166,6 +226,11 @@ def _tried(own: CompiledTemplate, said: str, control: Set[str], train_on: str) -
     else:
         reason = f"{said} has no generation marks, so each answer is what its turn adds to the text before it"
     return Template(own=own, twin=twin, control=control, hidden=hidden, train_on=train_on, method=method, reason=reason)
+
+
+def _trained(segments: list[Segment]) -> list[str]:
+    """The texts that are trained."""
+    return [segment.text for segment in segments if segment.trained]
 
 
 def _added_tokens(directory: Path) -> dict[str, bool]:

@@ -17,6 +17,10 @@ class RowFault(Exception):
     """What is wrong with a row and what mends it, without its place, which the caller knows."""
 
 
+class EmptyAnswer(RowFault):
+    """Only the end of a trained turn would be learnt."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """A row for the chat template; every assistant turn but those in `context` is trained."""
@@ -90,7 +94,7 @@ def canonical(value: Any) -> bytes:
 
 
 def _says_nothing(message: Message) -> bool:
-    """Whether a message has neither text nor tool calls nor anything else (such as reasoning) for the template."""
+    """Whether a message has neither text nor tool calls nor another value, which the template may show or not."""
     content = message["content"]
     if content and not content.isspace():
         return False

@@ -67,6 +67,7 @@ COUNTS = (
     "rows",  # read, empty lines not counted
     "bad_rows",  # that on_bad_row: skip left out
     "empty_answer_rows",  # left out: an answer in them is empty
+    "reasoning_left_out_rows",  # the template shows a trained turn without its reasoning, as another turn follows
     "truncated_rows",  # lost trained tokens to max_length
     "dropped_long_rows",  # longer than max_length, over_length: drop
     "split_rows",  # cut into several, over_length: split

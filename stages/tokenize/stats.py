@@ -99,6 +99,9 @@ def notes(totals: Totals, settings: Settings, file_names: Sequence[str]) -> list
         "split_rows": f"{share('split_rows')} were split because they are longer than {limit}",
         "empty_answer_rows": f"{share('empty_answer_rows')} were dropped because an answer in them is empty"
         f"{first('empty_answer_rows')}; fill or remove them",
+        "reasoning_left_out_rows": f"{share('reasoning_left_out_rows')} have earlier answers whose reasoning "
+        f"the chat template leaves out{first('reasoning_left_out_rows')}, so those are trained without it; "
+        "data.train_on=last_assistant trains each row's last answer alone",
         "control_tokens_as_text": f"{totals.count('control_tokens_as_text')} control tokens in the rows' own text"
         f"{first('control_tokens_as_text')} were encoded as plain characters",
         "surrogates_replaced": f"{totals.count('surrogates_replaced')} lone surrogates in the rows' text"

@@ -16,6 +16,7 @@ from stages.tokenize.cut import CutRows, cut_rows
 from stages.tokenize.encode import RowTokenizer
 from stages.tokenize.encoded import EncodedRows
 from stages.tokenize.engine import Opened, open_engine
+from stages.tokenize.example import EmptyAnswer
 from stages.tokenize.memory import bounded_growth
 from stages.tokenize.rows import Conversation, Plain, RowFault, is_heldout, parse_row, row_family
 from stages.tokenize.segments import Segment
@@ -149,9 +150,17 @@ class BlockTokenizer:
         family = row_family(raw.value, shape)
         guard = self.tokenizer.guard
         found, replaced = guard.control_tokens, guard.surrogates
-        segments = self._segments(example)
+        template = self.template if isinstance(example, Conversation) else None
+        left_out = template.reasoning_left_out if template else 0
+        try:
+            segments = self._segments(example)
+        except EmptyAnswer as error:
+            losses.reject("empty_answer_rows", place, str(error))
+            return
         if family is not None:
             family = guard.clean(family)
+        if template:
+            losses.note("reasoning_left_out_rows", place, template.reasoning_left_out - left_out)
         heldout = is_heldout(example, self._settings.heldout_fraction, self._settings.heldout_seed)
         losses.note("control_tokens_as_text", place, guard.control_tokens - found)
         losses.note("surrogates_replaced", place, guard.surrogates - replaced)

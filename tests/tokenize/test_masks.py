@@ -218,15 +218,10 @@ def render(tiny_dir):
     return segments
 
 
-ANSWER = "{% generation %}{{ messages[-1].content + eos_token }}{% endgeneration %}"
-
-
-def test_weight_0_is_refused_where_the_template_shows_the_last_turn_alone(tiny_dir):
-    """Nothing then says which turn its mark is, so the wrong one could be trained."""
-    messages = [*chat_row()["messages"], *chat_row()["messages"]]
-    template = open_template(ANSWER.replace("[-1]", "[1]"), tiny_dir, {"eos_token": "<|im_end|>"}, "assistant", DATE)
-    with pytest.raises(RowFault, match="shows turn 4 in a way that its tokens cannot be told from the rest"):
-        template.render(Conversation(messages=messages, tools=None, context=frozenset({1})))
+ANSWER = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 
 
 def test_a_broken_template_is_told_with_its_line(render, own):
@@ -244,9 +239,13 @@ TEMPLATE_FAULTS = {
     "overflow": ("{{ range(10 ** 9) }}", "refuses the row \\(OverflowError: "),
     "python fault": ("{{ 'a' + 1 }}", "refuses the row \\(TypeError: "),
     "unsafe": ("{{ messages.__class__.__mro__ }}", "refuses the row \\(SecurityError: "),
-    "nothing marked": ("{% if false %}{% generation %}{% endgeneration %}{% endif %}", "marks nothing of the row"),
+    "nothing marked": (
+        "{% if messages[0].content == 'Hi' %}Hi{% else %}" + ANSWER + "{% endif %}",
+        "marks nothing of the",
+    ),
     "nested": (
-        "{% generation %}a{% generation %}b{% endgeneration %}c{% endgeneration %}",
+        "{% if messages[0].content == 'Hi' %}{% generation %}a{% generation %}b{% endgeneration %}c{% endgeneration %}"
+        "{% else %}" + ANSWER + "{% endif %}",
         "puts a generation block inside another",
     ),
 }
@@ -260,10 +259,10 @@ def test_a_template_that_cannot_show_a_row_says_so(render, template, rule):
 
 def test_marks_survive_captures_and_loops_and_touching_blocks_are_one(render):
     """Positions noted while rendering would be wrong inside a captured block."""
-    captured = "{% set x %}q{% generation %}a{{ eos_token }}{% endgeneration %}{% endset %}<{{ x }}>"
+    captured = "{% set x %}" + ANSWER + "{% endset %}<{{ x }}>"
     assert render(captured) == [
-        Segment(text="<q", trained=False),
-        Segment(text="a<|im_end|>", trained=True),
+        Segment(text="<Hi", trained=False),
+        Segment(text="Hello<|im_end|>", trained=True),
         Segment(text=">", trained=False),
     ]
     touching = f"p{TRAINED_START}a{TRAINED_END}{TRAINED_START}b{TRAINED_END}"
@@ -276,7 +275,7 @@ def test_keys_are_read_before_methods_of_the_same_name_only_where_the_sandbox_do
     """The quick way to a message's key must give what the sandbox gives."""
     messages = [{"role": "user", "content": "Q", "items": "x"}, {"role": "assistant", "content": "A"}]
     source = "{{ messages[0].items is callable }} {{ messages[0].none is defined }} {{ messages[0].role }}" + ANSWER
-    assert render(source, messages)[0].text == "True False user"
+    assert render(source, messages)[0].text == "True False userQ"
 
 
 def test_a_template_is_read_from_its_file_or_from_the_configuration(own):

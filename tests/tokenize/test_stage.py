@@ -291,7 +291,7 @@ def test_a_template_that_trains_no_end_of_turn_is_refused(run, tiny_dir, tmp_pat
 
     own = tmp_path / "own"
     shutil.copytree(tiny_dir, own)
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     (own / "chat_template.jinja").write_text(template)
     line = told(run(write_rows(Path("rows.jsonl"), ROWS), model__name="own"))
     assert line.startswith("model.name: the chat template in own/chat_template.jinja trains no end-of-turn token")
@@ -301,10 +301,7 @@ def test_a_template_file_is_pinned_with_the_rows(run, tmp_path):
     """A template that changed after the pin would give tokens that no lock names."""
     source = write_rows(Path("rows.jsonl"), ROWS)
     template = Path("mine.jinja")
-    template.write_text(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-        "{% endfor %}"
-    )
+    template.write_text("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
     assert run(source, data__chat_template="mine.jinja").exit_code == 0
     assert Path("locks/watched-files/template").resolve() == template.resolve()
     template.write_text("{# other #}" + template.read_text())

@@ -261,6 +261,10 @@ def custom(directories, source: str, name: str = "chatml", train_on: str = "assi
 
 
 LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
@@ -353,7 +357,7 @@ def test_a_marked_template_whose_marks_are_not_one_a_turn_follows_weights_by_the
 def test_a_template_that_trains_no_end_of_turn_is_refused(directories):
     """The model would never stop."""
     unclosed = LOOP.replace("<|im_end|>", "")
-    for source in (unclosed, unclosed + ASK, "{% generation %}{{ messages[-1].content }}{% endgeneration %}"):
+    for source in (unclosed, unclosed + ASK, MARKED.replace("<|im_end|>", "")):
         with pytest.raises(UserError, match="^data.chat_template: the template trains no end-of-turn token after"):
             custom(directories, source)
 

@@ -1,14 +1,17 @@
 """Templates from elsewhere: the date they write, what they may take, and what they leave out, told in one line."""
 
+import json
 import resource
 from pathlib import Path
 
 import pytest
 
 from stages.errors import UserError
+from stages.files import read_json
 from stages.pin.__main__ import main as pin
 from stages.tokenize.__main__ import main as tokenize
-from stages.tokenize.chat import open_template
+from stages.tokenize.chat import Template, open_template
+from stages.tokenize.example import Conversation, RowFault
 from tests.tokenize.common import DATE, chat_row, decoder, read_tokens
 from tests.workspace import invoke, lay_out, told, write_rows
 
@@ -89,3 +92,152 @@ def test_a_template_that_is_too_large_for_one_row_names_that_row(run):
         (ENDLESS + "{{ f(1) }}", "nested too deep; make the row flatter (or the chat template calls itself"),
     ):
         assert told(run(odd.replace("%s", fault), rows)).startswith(f"rows.jsonl:41: {said}")
+
+
+MARKED = LOOP.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+ASSISTANT_MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and CONDITION %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}"
+)
+SYSTEM_MARKED = LOOP.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}",
+)
+WRONG = {
+    "marks around every role": (
+        MARKED,
+        "has generation marks around the text of user messages, which would be trained",
+    ),
+    "marks around the system": (SYSTEM_MARKED, "has generation marks around the text of system messages, which would"),
+    "no prompts": (
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
+        "does not show the text of user messages, so it would be lost; let it show each message, or name another",
+    ),
+    "the last question alone": (
+        LOOP.replace("in messages", "in messages[-2:]"),
+        "does not show the text of user messages, so it would be lost",
+    ),
+    "no answers": (
+        LOOP.replace("in messages", "in messages if m.role != 'assistant'"),
+        "does not show the text of assistant messages, so it would be lost",
+    ),
+    "marks around the last answer": (
+        ASSISTANT_MARKED.replace("CONDITION", "loop.last"),
+        "has generation marks, but not around the text of each assistant message; mend them, or set data.train_on to",
+    ),
+    "marks around nothing": (
+        ASSISTANT_MARKED.replace("CONDITION", "false"),
+        "has generation marks, but not around the text of the last assistant message; mend them",
+    ),
+    "marks inside marks": (
+        MARKED.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"),
+        "cannot be used: the chat template puts a generation block inside another",
+    ),
+}
+
+
+@pytest.mark.parametrize("source, fault", WRONG.values(), ids=WRONG)
+def test_a_template_that_loses_or_trains_the_wrong_text_is_refused(run, source, fault):
+    """Its rows would teach the model the users' part, or answers to questions that nobody has shown."""
+    assert told(run(source)).startswith(f"data.chat_template: the template {fault}")
+
+
+def test_marks_that_leave_out_a_turn_of_one_row_are_that_rows_fault(tiny_dir):
+    source = ASSISTANT_MARKED.replace("CONDITION", "(loop.last or messages[0].content != 'Q')")
+    template = open_template(source, tiny_dir, {}, "assistant", DATE)
+    assert trained(template, chat("P", "A", "R", "B")) == ["A<|im_end|>", "B<|im_end|>"]
+    with pytest.raises(RowFault, match="marks 1 of the row's 2 assistant turns"):
+        template.render(chat("Q", "A", "R", "B"))
+
+
+def test_marks_around_the_last_answer_serve_where_that_alone_is_trained(tiny_dir):
+    source = ASSISTANT_MARKED.replace("CONDITION", "loop.last") + LOOP[LOOP.index("{% if add") :]
+    template = open_template(source, tiny_dir, {}, "last_assistant", DATE)
+    assert trained(template, chat("Q", "A", "R", "B")) == ["B<|im_end|>"]
+    assert open_template(MARKED, tiny_dir, {}, "all", DATE).method == "all"
+
+
+# As Qwen3's and gpt-oss' do: reasoning is shown of the last message alone.
+REASONING = LOOP.replace(
+    "{{ m.content }}", "{% if m.FIELD and loop.last %}<think>{{ m.FIELD | trim }}</think>{% endif %}{{ m.content }}"
+)
+
+
+def chat(*texts: str, **fields: str) -> Conversation:
+    """Questions and answers in turn; every answer has the fields."""
+    turns = [{"role": "user", "content": q} for q in texts[::2]]
+    answers = [{"role": "assistant", "content": a, **fields} for a in texts[1::2]]
+    return Conversation(messages=[m for pair in zip(turns, answers, strict=True) for m in pair], tools=None)
+
+
+def trained(template: Template, conversation: Conversation) -> list[str]:
+    return [segment.text for segment in template.render(conversation) if segment.trained]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_trained_where_the_template_shows_it(tiny_dir, field):
+    template = open_template(REASONING.replace("FIELD", field), tiny_dir, {}, "assistant", DATE)
+    assert trained(template, chat("Q", "A", **{field: " Hm.\n"})) == ["<think>Hm.</think>A<|im_end|>"]
+    assert trained(template, chat("Q", "", **{field: "Hm."})) == ["<think>Hm.</think><|im_end|>"]
+    assert trained(template, chat("Q", "A", **{field: ""})) == ["A<|im_end|>"]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking", "channel", "refusal"])
+def test_what_the_template_does_not_show_is_a_fault_of_the_row(tiny_dir, field):
+    template = open_template(LOOP, tiny_dir, {}, "assistant", DATE)
+    for answer in ("A", ""):
+        with pytest.raises(
+            RowFault, match=f"does not show '{field}', which the row has; .*, write it into 'content', or"
+        ):
+            template.render(chat("Q", answer, **{field: "analysis"}))
+    assert trained(template, chat("Q", "A", **{field: " "})) == ["A<|im_end|>"]
+
+
+def test_a_row_with_reasoning_alone_ends_the_run_or_is_listed(run):
+    """It would teach the model to say nothing."""
+    rows = [*ROWS, {"messages": chat("Q", "", reasoning_content="Hm.").messages}]
+    assert told(run(LOOP, rows)).startswith("rows.jsonl:41: the chat template does not show 'reasoning_content'")
+    assert run(LOOP, rows, data__on_bad_row="skip").exit_code == 0
+    assert read_json(Path("metrics/tokenize.json"))["bad_rows"] == 1
+
+
+def test_reasoning_under_another_name_than_the_templates_is_told_its_name(tiny_dir):
+    template = open_template(REASONING.replace("FIELD", "thinking"), tiny_dir, {}, "assistant", DATE)
+    with pytest.raises(
+        RowFault, match="does not show 'reasoning_content', .* rename it 'thinking', which it shows, or"
+    ):
+        template.render(chat("Q", "A", reasoning_content="Hm."))
+
+
+def test_reasoning_of_earlier_answers_is_counted_and_of_the_last_refused(run):
+    """Qwen3's way: the earlier answers are trained as they stand in the prompt, and the user is told."""
+    reasoning = REASONING.replace("FIELD", "thinking")
+    rows = [*ROWS, {"messages": chat("Q", "A", "R", "B", thinking="Hm.").messages}]
+    result = run(reasoning, rows)
+    assert (
+        "note: 1 of 41 rows (2.4 %) have earlier answers whose reasoning the chat template leaves out" in result.stderr
+    )
+    assert "(first at rows.jsonl:41), so those are trained without it; data.train_on=last_assistant" in result.stderr
+    assert "reasoning" not in run(reasoning, rows, data__train_on="last_assistant").stderr
+    # DeepSeek R1's distilled models' way.
+    drops = LOOP.replace("m.content", "m.content.split('</think>')[-1]")
+    rows = [*ROWS, chat_row("Q", "<think>Hm.</think>A")]
+    assert told(run(drops, rows)).startswith("rows.jsonl:41: the chat template does not show the reasoning of the last")
+
+
+def test_an_answer_of_which_nothing_is_shown_counts_as_empty(run):
+    """What is trained decides, not which keys the row has."""
+    silent = [
+        {"messages": chat("Q", "", "R", "B", thinking="Hm.").messages},  # reasoning alone, and not in the last answer
+        {"messages": chat("Q", " ", id="a1").messages},
+    ]
+    assert run(REASONING.replace("FIELD", "thinking"), [*ROWS, *silent]).exit_code == 0
+    metrics = read_json(Path("metrics/tokenize.json"))
+    assert (metrics["empty_answer_rows"], metrics["bad_rows"], metrics["train_rows"] + metrics["heldout_rows"]) == (
+        2,
+        0,
+        40,
+    )
+    listed = [json.loads(line) for line in Path("data/tokens/rejects.jsonl").read_text().splitlines()]
+    assert [one["reason"] for one in listed] == ["turn 2 is empty: the chat template shows nothing of it"] * 2
