@@ -24,7 +24,9 @@ def main(what: str, locks: Path) -> None:
     """
     p = read_params()
     if what == "data":
-        pin_data(p.data.source, p.data.revision, p.data.config, p.data.split, p.data.chat_template, locks)
+        d = p.data
+        if note := pin_data(d.source, d.revision, d.config, d.split, d.chat_template, locks):
+            click.echo(f"note: {note}", err=True)
     else:
         pin_model(p.model.name, p.model.revision, locks)
 

@@ -11,7 +11,7 @@ from stages.pin.kinds import KNOWN_NAMES, file_kind
 from stages.pin.local import pin_local, refuse_split
 from stages.pin.locate import DATA_SCHEMA, template_file
 from stages.pin.splits import split_files
-from stages.pin.watch import split_roots, watch_sources
+from stages.pin.watch import DIRECTORY_LINKS, watch_sources
 
 
 def pin_data(
@@ -21,11 +21,14 @@ def pin_data(
     split: str | None,
     chat_template: str,
     locks: Path,
-) -> None:
+) -> str | None:
     """Write `locks/data.json` for data.source and point the links beside it at what is local.
 
     `revision`, `config` and `split` are those of the section: they hold for the entries of a list that can take them
     and have none of their own. A source's weight is not pinned: it changes how often rows are taken, never the rows.
+
+    Returns:
+        What the user should know, in one line.
 
     Raises:
         UserError: a source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
@@ -38,11 +41,10 @@ def pin_data(
             pinned.append(_pin_hub(parameter, one.model_copy(update=inherited)))
         else:
             local = pin_local(parameter, one.source, one.split, split)
-            watched.append(local.root)
+            watched.append(local)
             pinned.append(_entry(one, local.kind, local.files, split=local.split))
     if split is not None and all(entry["split"] is None for entry in pinned):
         refuse_split("data.split", split, ", ".join(repr(entry["source"]) for entry in pinned[:3]))
-    split_roots(watched)  # refuses before anything is written: a refused source leaves the last pin whole
     template = template_file(chat_template)
     size_bytes = sum(file["bytes"] for entry in pinned for file in entry["files"])
     lock = {
@@ -52,7 +54,13 @@ def pin_data(
         "chat_template_sha256": None if template is None else sha256_file(template),
     }
     write_json(locks / "data.json", lock)
-    watch_sources(locks, watched, template)
+    unlinked = watch_sources(locks, watched, template)
+    if not unlinked:
+        return None
+    return (
+        f"data.source: DVC notices edited and removed files of every directory, but added ones in the first "
+        f"{len(DIRECTORY_LINKS)} alone; after adding files to {unlinked[0]} or a later one run `dvc repro -sf pin_data`"
+    )
 
 
 def _pin_hub(parameter: str, source: Source) -> dict[str, Any]:

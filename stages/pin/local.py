@@ -34,6 +34,11 @@ class LocalSource:
     files: list[dict[str, Any]]
     split: str | None
 
+    @property
+    def paths(self) -> list[Path]:
+        """Its files."""
+        return [self.root if self.kind == "file" else self.root / file["path"] for file in self.files]
+
 
 def pin_local(parameter: str, source: str, split: str | None, shared_split: str | None) -> LocalSource:
     """Pin a path by the content of its files, in order of path.

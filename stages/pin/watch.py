@@ -1,30 +1,40 @@
-"""Links that let DVC watch a local source wherever it lies: DVC follows a link when it hashes a dependency."""
+"""Links that let DVC watch a local source wherever it lies: DVC follows a link when it hashes a dependency.
+
+`dvc exp run` adds what is below such a link to git, unless .gitignore names it: there, weights and data stay out.
+"""
 
 import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from stages.errors import UserError
 from stages.files import told_in_one_line
+from stages.pin.local import LocalSource
 
-# What a link points to when nothing local is watched (a hub id): a file that always exists and rarely changes.
-NOTHING_LOCAL = Path("stages/pin/hub.py")
+# Where a link leads when nothing local is watched (a hub id): a page that says so.
+NOTHING_LOCAL = Path("locks/README.md")
 # DVC follows a link to a directory only where the link is itself a dependency: dvc.yaml lists these four.
 DIRECTORY_LINKS = ("watched-data", "watched-data-1", "watched-data-2", "watched-data-3")
 # It follows links to files in a directory that is a dependency, any number of them.
 FILE_LINKS = "watched-files"
 
 
-def watch_sources(locks: Path, roots: Sequence[Path], template: Path | None) -> None:
+def watch_sources(locks: Path, sources: Sequence[LocalSource], template: Path | None) -> list[Path]:
     """Point the links of pin_data at the local sources: `watched-data` at the only one, else each where it fits.
 
     A chat template of the user's is watched as one more file.
 
+    Returns:
+        The directories beyond the links for them: their files are watched one by one, files added there are not.
+
     Raises:
-        UserError: more directories than links, or the disk refused.
+        UserError: the disk refused.
     """
-    directories, files = split_roots(roots)
+    roots = list(dict.fromkeys(source.root for source in sources))
+    folders = roots if len(roots) == 1 else [root for root in roots if not root.is_file()]
+    directories, others = folders[: len(DIRECTORY_LINKS)], folders[len(DIRECTORY_LINKS) :]
+    paths = (path for source in sources if source.root not in directories for path in source.paths)
+    files = list(dict.fromkeys(paths))
     for link, target in zip(DIRECTORY_LINKS, directories + [NOTHING_LOCAL] * len(DIRECTORY_LINKS), strict=False):
         watch(locks / link, target)
     kept = {f"{k}": path for k, path in enumerate(files or [NOTHING_LOCAL])}
@@ -36,24 +46,7 @@ def watch_sources(locks: Path, roots: Sequence[Path], template: Path | None) -> 
         for old in (locks / FILE_LINKS).iterdir():
             if old.name not in kept:
                 old.unlink()
-
-
-def split_roots(roots: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """(what gets a link that is a dependency itself, what gets a link in the directory of file links).
-
-    Raises:
-        UserError: there are more directories than such links.
-    """
-    distinct = list(dict.fromkeys(roots))
-    if len(distinct) == 1:
-        return distinct, []
-    directories = [root for root in distinct if not root.is_file()]
-    if len(directories) > len(DIRECTORY_LINKS):
-        raise UserError(
-            f"data.source: DVC can watch {len(DIRECTORY_LINKS)} directories besides any number of files; got "
-            f"{len(directories)}; put some below one directory and name its parts by globs, or name files"
-        )
-    return directories, [root for root in distinct if root.is_file()]
+    return others
 
 
 def watch(link: Path, target: Path) -> None:

@@ -269,7 +269,7 @@ def test_several_sources_are_pinned_in_order_and_each_is_watched(pin, tmp_path):
     assert Path("locks/data.json").read_bytes() == before, "a weight must not tokenize again"
     assert pin(one).exit_code == 0
     assert [path.name for path in Path("locks/watched-files").iterdir()] == ["0"]
-    assert os.readlink("locks/watched-files/0") == "../../stages/pin/hub.py"
+    assert os.readlink("locks/watched-files/0") == "../README.md"
 
 
 def test_faults_in_a_list_name_the_entry(pin, tmp_path):
@@ -277,7 +277,16 @@ def test_faults_in_a_list_name_the_entry(pin, tmp_path):
     assert told(pin([good, {"source": "none.jsonl"}])).startswith("data.source.1.source: no such file or directory")
     assert told(pin([good, {**good, "split": "test"}])).startswith("data.source.1.split: only hub data sets and saved")
     assert told(pin([good, good], split="test")).startswith("data.split: only hub data sets and saved DatasetDicts")
-    for k in range(5):
+
+
+def test_any_number_of_directories_is_watched(pin, tmp_path):
+    """Beyond the links to directories each file has one; what that leaves unnoticed is said."""
+    for k in range(6):
         write_rows(tmp_path / f"{k}/rows.jsonl", ROWS)
-    many = [{"source": str(tmp_path / f"{k}")} for k in range(5)]
-    assert told(pin(many)).startswith("data.source: DVC can watch 4 directories besides any number of files; got 5")
+    result = pin([{"source": str(tmp_path / f"{k}")} for k in range(6)])
+    assert result.exit_code == 0 and len(pinned("files")) == 6
+    assert f"added ones in the first 4 alone; after adding files to {tmp_path / '4'}" in result.stderr
+    links = {path.name: os.readlink(path) for path in Path("locks").rglob("*") if path.is_symlink()}
+    assert [links[name] for name in ("watched-data", "watched-data-3")] == [str(tmp_path / k) for k in ("0", "3")]
+    assert [links[name] for name in ("0", "1")] == [str(tmp_path / k / "rows.jsonl") for k in ("4", "5")]
+    assert pin([{"source": str(tmp_path / f"{k}")} for k in range(4)]).stderr == ""

@@ -22,8 +22,9 @@ stages:
 def status(tmp_path, monkeypatch):
     """A DVC project whose one stage depends on the links; a function says whether it is up to date, then reruns it."""
     project = tmp_path / "project"
-    (project / "stages/pin").mkdir(parents=True)
-    (project / "stages/pin/hub.py").touch()
+    project.mkdir()
+    (project / "locks").mkdir()
+    (project / "locks/README.md").touch()
     monkeypatch.chdir(project)
     deps = "".join(f"    - locks/{link}\n" for link in (*DIRECTORY_LINKS, FILE_LINKS))
     Path("dvc.yaml").write_text(STAGE.format(deps=deps))
