@@ -61,6 +61,8 @@ class Data(Section):
     """Shape of a row; `auto` reads it off the first row."""
     columns: dict[Text, Text] | None
     """Column of the source by name of the shape's key; None means the names are the same."""
+    ignore_columns: list[Text] | None
+    """Columns that are read as if no row had them; None means none."""
     on_bad_row: Literal["fail", "skip"]
     """What a row that cannot be used does: end the run, or be counted and listed."""
     chat_template: Text

@@ -249,6 +249,12 @@ def _optimizer_faults(train: Train, num_gpus: int) -> Iterator[tuple[bool, str]]
 
 def _check_sources(data: Data) -> None:
     """What only a hub has is refused where no hub could take it; pin_data refuses a split of what has none."""
+    named_columns = {column for one in data.sources() for column in (one.columns or {}).values()}
+    for column in data.ignore_columns or []:
+        if column in named_columns:
+            raise UserError(
+                f"data.ignore_columns: {column!r} is named in data.columns, which reads it; remove it there or here"
+            )
     named = named_sources(data.source)
     given = [
         (f"{place.rpartition('.')[0]}.{key}", getattr(one, key), [one])

@@ -88,6 +88,8 @@ class Totals:
     """By source: the figures of `settings.COUNTS`."""
     rejects: list[Reject] = field(default_factory=list)
     first: dict[str, tuple[int, int]] = field(default_factory=dict)
+    unread: dict[int, set[str]] = field(default_factory=dict)
+    """By source: columns that no row is read from."""
 
     def side(self, name: str) -> SourceTotals:
         """One side over all sources."""
@@ -125,6 +127,8 @@ def merge(placed: Sequence[Placed], out: Path, sources: int, drop_duplicates: bo
 def _add_counts(totals: Totals, shard: Shard) -> None:
     for source, counts in shard.counts.items():
         totals.counts[int(source)].update(counts)
+    for source, names in shard.unread.items():
+        totals.unread.setdefault(int(source), set()).update(names)
     totals.rejects += shard.rejects[: REJECTS_LISTED - len(totals.rejects)]
     for name, place in shard.first.items():
         totals.first.setdefault(name, place)

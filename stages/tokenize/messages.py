@@ -1,13 +1,22 @@
 """One message, tool call or list of tools, as chat templates expect it."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from stages.tokenize.example import ROLES, Message, RowFault
 from stages.tokenize.faults import json_of, show, without_nulls
+from stages.tokenize.unread import is_given, refuse_media
 
-KNOWN_ROLES = ", ".join(("system", "developer", "user", "assistant", "tool"))
-WEIGHT_KEYS = ("weight", "loss_weight")
+# OpenAI's old name of tool results, and Gemma's of the assistant.
+OTHER_ROLES = {"function": "tool", "model": "assistant"}
+KNOWN_ROLES = ", ".join(("system", "developer", "user", "assistant", "tool", *OTHER_ROLES))
+# Whether a turn is trained, as 0 or 1 (OpenAI, ms-swift) and as true or false (axolotl, ms-swift).
+WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
+SWITCH_KEYS = ("train", "training", "loss")
+# Which characters of a turn are trained (axolotl).
+DETAIL_KEYS = ("train_detail", "training_detail")
+TEXT_PARTS, TEXT_KEYS = ("text", "input_text", "output_text"), ("text", "value", "content")
 _USUAL_KEYS = {"role", "content"}
 
 
@@ -30,23 +39,34 @@ def parse_turns(given: list[Any], where: str) -> tuple[list[Message], frozenset[
         ):
             messages.append(message)
             continue
-        parsed, is_context = _unusual_message(message, f"{where} {number + 1}")
+        parsed, is_context = parse_message(message, f"{where} {number + 1}")
         messages.append(parsed)
         if is_context:
             context.append(number)
     return messages, frozenset(context)
 
 
-def _unusual_message(message: Any, where: str) -> tuple[Message, bool]:
-    """A message with other keys, typed content or tool calls; and whether it is an assistant turn of weight 0."""
+def parse_message(message: Any, where: str) -> tuple[Message, bool]:
+    """A message with other keys, typed content or tool calls; and whether it is an assistant turn that is not trained.
+
+    Raises:
+        RowFault: it is no message, or holds what cannot be trained.
+    """
     if not isinstance(message, dict):
         raise RowFault(f"{where} must be an object with 'role' and 'content', got {show(message)}; change it")
     role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise RowFault(f"{where} has role={show(role)}; known: {KNOWN_ROLES}; change it")
+    role = OTHER_ROLES.get(role, role) if isinstance(role, str) else None
+    if role not in ROLES:
+        raise RowFault(f"{where} has role={show(message.get('role'))}; known: {KNOWN_ROLES}; change it")
+    refuse_media(message, where)
     parsed = {key: without_nulls(value) for key, value in message.items() if value is not None}
-    is_context = take_weight_0(parsed, role, where)
+    parsed["role"] = role
+    is_context = _take_untrained(parsed, role, where)
     calls = parsed.pop("tool_calls", None)
+    if legacy := parsed.pop("function_call", None):
+        if calls:
+            raise RowFault(f"{where} has both tool_calls and function_call; keep one of them")
+        calls = [legacy]
     if calls is not None and (not isinstance(calls, list) or (calls and role != "assistant")):
         raise RowFault(f"{where}: tool_calls must be a list in an assistant message, got {show(calls)}; change it")
     if calls:
@@ -55,25 +75,27 @@ def _unusual_message(message: Any, where: str) -> tuple[Message, bool]:
     return parsed, is_context
 
 
-def take_weight_0(message: Message, role: str, where: str) -> bool:
-    """Take an optional weight from a message; whether it makes an assistant turn one that is not trained.
+def _take_untrained(message: Message, role: str, where: str) -> bool:
+    """Take out of a message what says whether it is trained; whether it makes an assistant turn one that is not.
 
     Raises:
-        RowFault: it is neither 0 nor 1: a token is either trained or not, so a fraction could not be followed.
+        RowFault: it is a fraction, or trains a part of the turn or another role: none of them could be followed.
     """
-    weights = {key: message.pop(key) for key in WEIGHT_KEYS if key in message}
-    if not weights:
-        return False
-    known = (0, 1) if role == "assistant" else (0,)
-    for key, weight in weights.items():
-        if weight is not None and (type(weight) not in (int, float) or weight not in known):
+    for key in DETAIL_KEYS:
+        if is_given(message.pop(key, None)):
+            raise RowFault(f"{where}: {key} trains parts of a turn, and turns are trained as a whole; remove the row")
+    given = {key: message.pop(key) for key in (*WEIGHT_KEYS, *SWITCH_KEYS) if key in message}
+    known: tuple[float, ...] = (0, 1) if role == "assistant" else (0,)
+    for key, value in given.items():
+        kinds = (bool,) if key in SWITCH_KEYS else (int, float)
+        if type(value) not in kinds or value not in known:
+            rule = " or ".join(json.dumps(kinds[0](number)) for number in known)
             raise RowFault(
-                f"{where}: {key} must be {' or '.join(map(str, known))} in a message of role {role}, got "
-                f"{show(weight)}; change or remove it"
+                f"{where}: {key} must be {rule} in a message of role {role}, got {show(value)}; change or remove it"
             )
-    if len(values := {weight for weight in weights.values() if weight is not None}) > 1:
-        raise RowFault(f"{where}: weight and loss_weight differ; keep one of them")
-    return role == "assistant" and values == {0}
+    if len(set(given.values())) > 1:
+        raise RowFault(f"{where}: {' and '.join(given)} differ; keep one of them")
+    return role == "assistant" and 0 in given.values()
 
 
 def content_text(content: Any, where: str) -> str:
@@ -88,9 +110,11 @@ def content_text(content: Any, where: str) -> str:
         raise RowFault(f"{where} needs text in 'content', got {show(content)}; change it")
     texts = []
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        # The text is in 'text', in some data sets in 'value' or 'content'; column formats fill the others with null.
+        found = [part[key] for key in TEXT_KEYS if part.get(key) is not None] if isinstance(part, dict) else []
+        if len(found) != 1 or not isinstance(found[0], str) or part.get("type") not in TEXT_PARTS:
             raise RowFault(f"{where} has a content part that is not text: {show(part)}; only text can be trained")
-        texts.append(part["text"])
+        texts += found
     return "".join(texts)
 
 
@@ -115,10 +139,16 @@ def tool_call(call: Any, where: str) -> dict[str, Any]:
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     """The row's tools as {type, function: {...}}, from a list or a JSON string of one; None when there are none.
 
+    `functions` is OpenAI's old name of them.
+
     Raises:
         RowFault: they are something else.
     """
     tools = row.get("tools")
+    if is_given(row.get("functions")):
+        if is_given(tools):
+            raise RowFault("'tools' and 'functions'; keep one of them")
+        tools = row["functions"]
     if tools is None:
         return None
     if isinstance(tools, str):

@@ -17,6 +17,7 @@ from stages.tokenize.guard import Guard
 from stages.tokenize.identity import key_of, made_of
 from stages.tokenize.rows import Conversation, RowFault, check_columns, detect_format, parse_row
 from stages.tokenize.settings import Settings, SourceShape
+from stages.tokenize.unread import MEANINGFUL, without
 
 AUTO = "auto"
 # Of each source, to compare the engines on; their probe corpus holds the hard cases.
@@ -74,10 +75,12 @@ def plan_job(
     """
     names = file_names(data_lock)
     resolved = [_resolve(data, data_lock, place) for place in range(len(data_lock["sources"]))]
+    _check_ignored(data.ignore_columns or [], resolved)
     chosen = choose_engine(engine, directory, [text for one in resolved for text in one.texts])
     settings = Settings(
         tokenizer_directory=directory,
         sources=tuple(one.shape for one in resolved),
+        ignore_columns=tuple(data.ignore_columns or ()),
         files=len(names),
         chat_template=_template_text(data.chat_template, data_lock),
         template_date=data.template_date,
@@ -131,6 +134,19 @@ class _Resolved:
     has_conversations: bool
     texts: list[str]
     """Some of its text."""
+    ignored: set[str]
+    """Columns of `data.ignore_columns` that its first rows have."""
+
+
+def _check_ignored(names: Sequence[str], sources: Sequence[_Resolved]) -> None:
+    """Refuse a column that is ignored and that no row has, where ignoring it could not have an effect later either.
+
+    Raises:
+        UserError: naming the column.
+    """
+    found = MEANINGFUL.union(*(source.ignored for source in sources))
+    if unknown := [name for name in names if name not in found]:
+        raise UserError(f"data.ignore_columns: the rows have no column {unknown[0]!r}; remove it from the list")
 
 
 def _resolve(data: Data, lock: Mapping[str, Any], place: int) -> _Resolved:
@@ -145,6 +161,8 @@ def _resolve(data: Data, lock: Mapping[str, Any], place: int) -> _Resolved:
         raise UserError(f"{fault} (and no other row of {source['source']} can be read)")
     if not rows:
         raise UserError(f"data.source: {source['source']} holds no rows; put rows into it or name another source")
+    given = {key for _, row in rows for key in row.value or ()}
+    rows = [(at, row._replace(value=without(row.value or {}, data.ignore_columns or ()))) for at, row in rows]
     if wanted == AUTO:
         wanted, reason = _detect(rows, columns, skips)
     else:
@@ -156,6 +174,7 @@ def _resolve(data: Data, lock: Mapping[str, Any], place: int) -> _Resolved:
         reason=reason,
         has_conversations=_are_conversations(rows, shape),
         texts=_texts([row for _, row in rows]),
+        ignored=given & set(data.ignore_columns or ()),
     )
 
 

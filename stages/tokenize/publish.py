@@ -9,6 +9,7 @@ from stages.errors import UserError
 from stages.files import atomic_directory, sha256_json, write_json
 from stages.tokenize.merge import Placed, Totals, merge
 from stages.tokenize.prepare import Job
+from stages.tokenize.settings import UNREAD_LISTED
 from stages.tokenize.stats import metrics, notes, source_figures, write_histogram, write_rejects
 from stages.tokenize.work import BlockTokenizer
 
@@ -82,7 +83,24 @@ def publish(job: Job, about: About, placed: Sequence[Placed], out: Path) -> tupl
         }
         write_json(aside / "meta.json", meta)
     figures = metrics(totals, [shape.format for shape in settings.sources], longest)
-    return figures, [*job.notes(), *about.notes(), *notes(totals, settings, job.file_names)]
+    return figures, [
+        *job.notes(),
+        *about.notes(),
+        *_unread_notes(job, totals),
+        *notes(totals, settings, job.file_names),
+    ]
+
+
+def _unread_notes(job: Job, totals: Totals) -> list[str]:
+    """By source, the columns of its rows that are not read."""
+    found = []
+    for place, names in sorted(totals.unread.items()):
+        if names:
+            listed = sorted(names)[:UNREAD_LISTED]
+            more = " and more" if len(names) >= UNREAD_LISTED else ""
+            source = job.data_lock["sources"][place]["source"]
+            found.append(f"columns of {source} that are not read: {', '.join(listed)}{more}")
+    return found
 
 
 def _about_source(job: Job, totals: Totals, place: int) -> dict[str, Any]:
@@ -93,6 +111,7 @@ def _about_source(job: Job, totals: Totals, place: int) -> dict[str, Any]:
         "format": shape.format,
         "format_reason": job.format_reasons[place],
         "columns": dict(shape.columns),
+        "unread_columns": sorted(totals.unread.get(place, ()))[:UNREAD_LISTED],
         **source_figures(totals, place),
     }
 

@@ -5,9 +5,10 @@ from typing import Any
 
 from stages.tokenize.example import ASKING_ROLES, Conversation, Message, Plain, RowFault, is_heldout
 from stages.tokenize.faults import json_of, list_of, show, text_of, text_or_nothing
-from stages.tokenize.messages import WEIGHT_KEYS, parse_turns, take_weight_0, tool_call, tools_of
+from stages.tokenize.messages import parse_message, parse_turns, tool_call, tools_of
 from stages.tokenize.settings import SourceShape
 from stages.tokenize.shapes import check_columns, detect_format, named_keys
+from stages.tokenize.unread import is_given
 
 __all__ = [
     "ASKING_ROLES",
@@ -27,6 +28,7 @@ SHAREGPT_ROLES = {
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
+    "model": "assistant",
     "function_call": "call",
     "tool_call": "call",
     "observation": "tool",
@@ -34,10 +36,12 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
 }
 _USUAL_SHAREGPT_KEYS = {"from", "value"}
+# What {prompt, completion} as plain text cannot show, as no chat template renders it.
+_OF_CONVERSATIONS = ("system", "tools", "functions")
 
 
 def parse_row(row: Mapping[str, Any], shape: SourceShape) -> Conversation | Plain:
-    """Read a row of the given shape; other columns are ignored.
+    """Read a row of the given shape; `unread_columns` judges the columns that it does not have.
 
     Raises:
         RowFault: a key is missing, has the wrong type, or there is nothing to train on.
@@ -67,7 +71,7 @@ def _parse_messages(row: Mapping[str, Any]) -> Conversation:
 
 
 def _parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
-    """System, tools, conversations of {from, value, weight}, with function_call and observation turns."""
+    """System, tools, conversations of {from, value, weight, …}, with function_call and observation turns."""
     return _conversation(row, *_turns(list_of(row, "conversations"), "conversations", default="from"), "conversations")
 
 
@@ -82,7 +86,10 @@ def _turns(given: list[Any], key: str, *, default: str) -> tuple[list[Message], 
 
 
 def _sharegpt_turn(turn: Any, where: str) -> tuple[Message, bool]:
-    """The message of a {from, value} turn, and whether it is an assistant turn of weight 0."""
+    """The message of a {from, value} turn, and whether it is an assistant turn that is not trained.
+
+    Other keys reach the template as they are, as those of messages do.
+    """
     if not isinstance(turn, dict):
         raise RowFault(f"{where} must be an object with 'from' and 'value', got {show(turn)}; change it")
     sender = turn.get("from")
@@ -92,18 +99,15 @@ def _sharegpt_turn(turn: Any, where: str) -> tuple[Message, bool]:
     value = turn.get("value")
     if not isinstance(value, str):
         raise RowFault(f"{where} needs text in 'value', got {show(value)}; change it")
-    message: Message
+    message: Message = {"role": role, "content": value}
     if role == "call":
-        role = "assistant"
         calls = json_of(value, f"{where} ({sender})")
         calls = [tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
-        message = {"role": role, "content": "", "tool_calls": calls}
-    else:
-        message = {"role": role, "content": value}
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
     if turn.keys() == _USUAL_SHAREGPT_KEYS:
         return message, False
-    weights = {key: turn[key] for key in WEIGHT_KEYS if turn.get(key) is not None}
-    return message, take_weight_0(weights, role, where)
+    others = {key: item for key, item in turn.items() if key not in _USUAL_SHAREGPT_KEYS}
+    return parse_message({**others, **message}, where)
 
 
 def _conversation(row: Mapping[str, Any], messages: list[Message], context: frozenset[int], key: str) -> Conversation:
@@ -124,7 +128,7 @@ def _conversation(row: Mapping[str, Any], messages: list[Message], context: froz
 
 
 def _parse_alpaca(row: Mapping[str, Any]) -> Conversation:
-    """instruction, input, output, and where present system and history (pairs of earlier turns)."""
+    """instruction, input, output, and where present system, tools and history (pairs of earlier turns)."""
     messages: list[Message] = []
     for number, pair in enumerate(list_of(row, "history"), start=1):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
@@ -133,13 +137,20 @@ def _parse_alpaca(row: Mapping[str, Any]) -> Conversation:
     parts = (text_of(row, "instruction"), text_or_nothing(row, "input"))
     messages.append({"role": "user", "content": "\n".join(part for part in parts if part)})
     messages.append({"role": "assistant", "content": text_of(row, "output")})
-    return _conversation({"system": row.get("system")}, messages, frozenset(), "history")
+    return _conversation(row, messages, frozenset(), "history")
 
 
 def _parse_prompt_completion(row: Mapping[str, Any]) -> Conversation | Plain:
     """Two texts, or two lists of messages, of which only the completion's assistant turns are trained."""
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
+        for key in _OF_CONVERSATIONS:
+            if is_given(row.get(key)):
+                raise RowFault(
+                    f"{key!r} has no place beside a prompt and a completion of plain text; read the row as a "
+                    "conversation (data.format=alpaca with data.columns={instruction: prompt, output: completion}), or "
+                    "name it in data.ignore_columns"
+                )
         return Plain(prompt=prompt, completion=completion)
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         for key in ("prompt", "completion"):
@@ -152,7 +163,7 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> Conversation | Plain:
     context = frozenset(shown | {len(asked) + n for n in untrained})
     if not any(message["role"] == "assistant" for message in answered):
         raise RowFault("'completion' has no assistant turn, so nothing to train on; remove the row or add one")
-    return Conversation(messages=asked + answered, tools=tools_of(row), context=context)
+    return _conversation(row, asked + answered, context, "prompt")
 
 
 def _parse_text(row: Mapping[str, Any]) -> Plain:

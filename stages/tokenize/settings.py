@@ -16,6 +16,8 @@ class SourceShape:
     """A shape of rows, never `auto`."""
     columns: Mapping[str, str]
     """Column of the source by name of the shape's key; empty where the names are the same."""
+    is_heldout: bool = False
+    """Whether all its rows are held out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,8 @@ class Settings:
     tokenizer_directory: Path
     sources: tuple[SourceShape, ...]
     """In the order of the data lock."""
+    ignore_columns: tuple[str, ...]
+    """Columns that are not read, as if no row had them."""
     files: int
     """Of all sources."""
     chat_template: str
@@ -61,6 +65,12 @@ class BlockTokens:
     """(row number, line, reason) of rows that were not used, in order; a bad row's reason is its fault."""
     first: dict[str, tuple[int, int]] = field(default_factory=dict)
     """(row number, line) of the first row that each count met."""
+    unread: list[str] = field(default_factory=list)
+    """Columns that no row of this shape is read from, ascending, the first `UNREAD_LISTED`."""
+
+
+UNREAD_LISTED = 32
+"""Names of unread columns that are noted of a source: rows may have any number of keys."""
 
 
 COUNTS = (

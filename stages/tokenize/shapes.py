@@ -18,12 +18,22 @@ SHAPE_KEYS = {
     "text": ("text",),
 }
 OPTIONAL_KEYS = {
-    "messages": ("system", "tools", "family"),
-    "sharegpt": ("system", "tools", "family"),
-    "alpaca": ("input", "system", "history", "family"),
-    "prompt_completion": ("tools", "family"),
+    "messages": ("system", "tools", "functions", "family"),
+    "sharegpt": ("system", "tools", "functions", "family"),
+    "alpaca": ("input", "system", "history", "tools", "functions", "family"),
+    "prompt_completion": ("system", "tools", "functions", "family"),
     "text": ("family",),
 }
+# A better and a worse answer to one question.
+PREFERENCE = (
+    "chosen",
+    "rejected",
+    "rejected_response",
+    "rejected_messages",
+    "preferred_output",
+    "non_preferred_output",
+)
+_KEYS = {shape: frozenset((*keys, *OPTIONAL_KEYS[shape])) for shape, keys in SHAPE_KEYS.items()}
 
 
 def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, str]:
@@ -36,8 +46,7 @@ def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[s
         UserError: `columns` has a key that no shape has, or that the shape found has not.
     """
     if columns:
-        known = {key for shape in SHAPE_KEYS for key in (*SHAPE_KEYS[shape], *OPTIONAL_KEYS[shape])}
-        _check_keys(columns, known, AUTO)
+        _check_keys(columns, frozenset().union(*_KEYS.values()), AUTO)
     filled = {key: value for key, value in row.items() if value is not None}
     for present in (filled, row):
         for shape, keys in SHAPE_KEYS.items():
@@ -46,10 +55,28 @@ def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[s
                 check_columns(shape, columns)
                 return shape, f"the first row has {' and '.join(names)}"
     listed = "; ".join(f"{shape}: {', '.join(keys)}" for shape, keys in SHAPE_KEYS.items())
+    if any(key in row for key in PREFERENCE):
+        raise RowFault(
+            f"a preference pair ({show(list(row))}), of which one answer can be trained; {preference_remedy(row)}"
+        )
     raise RowFault(
         f"data.format auto knows no shape with the keys {show(list(row))}; name them in data.columns, or rename them, "
         f"as one of ({listed})"
     )
+
+
+def preference_remedy(row: Mapping[str, Any]) -> str:
+    """How to train on the better side of a preference pair."""
+    chosen = row.get("chosen")
+    if isinstance(chosen, str):
+        key = "completion" if "prompt" in row else "output" if "instruction" in row else "text"
+    elif isinstance(chosen, list):
+        key = "completion" if isinstance(row.get("prompt"), list) else "messages"
+    elif "chosen" in row or "preferred_output" in row:
+        return "to train on its better answer, put that into the row's own turns"
+    else:
+        return "its other columns hold the better answer: name the worse ones in data.ignore_columns to train on that"
+    return f"to train on its better answer set data.columns={{{key}: chosen}}"
 
 
 def check_columns(shape: str, columns: Mapping[str, str]) -> None:
@@ -58,10 +85,16 @@ def check_columns(shape: str, columns: Mapping[str, str]) -> None:
     Raises:
         UserError: naming the key and those that are known.
     """
-    _check_keys(columns, {*SHAPE_KEYS[shape], *OPTIONAL_KEYS[shape]}, shape)
+    _check_keys(columns, _KEYS[shape], shape)
 
 
-def _check_keys(columns: Mapping[str, str], known: set[str], shape: str) -> None:
+def columns_read(shape: SourceShape) -> frozenset[str]:
+    """The columns that rows of the shape are read from, by the source's own names."""
+    keys = _KEYS[shape.format]
+    return frozenset(shape.columns.get(key, key) for key in keys) if shape.columns else keys
+
+
+def _check_keys(columns: Mapping[str, str], known: frozenset[str], shape: str) -> None:
     unknown = [key for key in columns if key not in known]
     if unknown:
         raise UserError(
@@ -83,7 +116,10 @@ def named_keys(row: Mapping[str, Any], shape: SourceShape) -> Mapping[str, Any]:
                     f"the row has no column {show(column)}, which data.columns names for {key!r}; it has "
                     f"{show(list(row))}; change data.columns or add it"
                 )
-        row = {**row, **{key: row[column] for key, column in shape.columns.items()}}
+        # A column under another name is not read under its own as well.
+        taken = set(shape.columns.values())
+        others = {key: value for key, value in row.items() if key not in taken}
+        row = others | {key: row[column] for key, column in shape.columns.items()}
     for key in SHAPE_KEYS[shape.format]:
         if key not in row:
             raise RowFault(

@@ -18,7 +18,7 @@ import pyarrow as pa
 from stages.files import sha256_file, sha256_json, write_json
 from stages.read.arrays import from_numpy, to_numpy
 from stages.read.block import Block
-from stages.tokenize.settings import BlockTokens
+from stages.tokenize.settings import UNREAD_LISTED, BlockTokens
 
 BLOCKS_PER_SHARD = 64
 SIDES = ("train", "heldout")
@@ -61,6 +61,8 @@ class Shard:
     """The first REJECTS_LISTED rows that were not used."""
     first: dict[str, tuple[int, int]]
     """Count → (file, line) of the first row it met."""
+    unread: dict[str, list[str]]
+    """Source's number as text → columns that no row is read from."""
 
 
 def shard_name(number: int) -> str:
@@ -122,11 +124,13 @@ class _Tally:
     counts: dict[int, Counter[str]] = field(default_factory=dict)
     rejects: list[Reject] = field(default_factory=list)
     first: dict[str, tuple[int, int]] = field(default_factory=dict)
+    unread: dict[int, set[str]] = field(default_factory=dict)
 
     def add(self, block: Block, tokens: BlockTokens) -> None:
         self.blocks += 1
         self.input_crc32 = zlib.crc32(block.payload, self.input_crc32)
         self.counts.setdefault(block.source, Counter()).update(tokens.counts)
+        self.unread.setdefault(block.source, set()).update(tokens.unread)
         room = REJECTS_LISTED - len(self.rejects)
         self.rejects += [Reject(block.file, row, line, reason) for row, line, reason in tokens.rejects[:room]]
         for name, (_, line) in tokens.first.items():
@@ -191,6 +195,7 @@ class ShardWriter:
             counts={str(source): dict(sorted(counts.items())) for source, counts in sorted(tally.counts.items())},
             rejects=tally.rejects,
             first=tally.first,
+            unread={str(source): sorted(names)[:UNREAD_LISTED] for source, names in sorted(tally.unread.items())},
         )
         values = asdict(shard)
         write_json(self._root / marker_name(self._number), {**values, "sha256": sha256_json(values)})

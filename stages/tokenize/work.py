@@ -20,7 +20,8 @@ from stages.tokenize.example import EmptyAnswer
 from stages.tokenize.memory import bounded_growth
 from stages.tokenize.rows import Conversation, Plain, RowFault, is_heldout, parse_row, row_family
 from stages.tokenize.segments import Segment
-from stages.tokenize.settings import COUNTS, BlockTokens, Settings, SourceShape
+from stages.tokenize.settings import COUNTS, UNREAD_LISTED, BlockTokens, Settings, SourceShape
+from stages.tokenize.unread import unread_columns, without
 
 RENDERING_BYTES, BYTES_PER_BYTE = 1 << 30, 32
 """Most memory that a block's rows can take as text: so much, and more where the block itself is large."""
@@ -46,6 +47,7 @@ class _Losses:
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, tuple[int, int]] = field(default_factory=dict)
     rejects: list[tuple[int, int, str]] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
 
     def note(self, name: str, place: tuple[int, int], number: int = 1) -> None:
         """Count `number` of something at a row's place."""
@@ -111,6 +113,7 @@ class BlockTokenizer:
             counts={name: losses.counts[name] for name in COUNTS},
             rejects=sorted(losses.rejects),
             first=losses.first,
+            unread=sorted(losses.unread)[:UNREAD_LISTED],
         )
 
     def _read(self, block: Block, losses: _Losses) -> _Rows:
@@ -143,11 +146,13 @@ class BlockTokenizer:
         if raw.value is None:
             raise RowFault(raw.fault)
         place = (raw.number, raw.line)
-        example = parse_row(raw.value, shape)
+        row = without(raw.value, self._settings.ignore_columns)
+        unread = unread_columns(row, shape)
+        example = parse_row(row, shape)
         if example.has_empty_answer():
             losses.reject("empty_answer_rows", place, "an answer in it is empty")
             return
-        family = row_family(raw.value, shape)
+        family = row_family(row, shape)
         guard = self.tokenizer.guard
         found, replaced = guard.control_tokens, guard.surrogates
         template = self.template if isinstance(example, Conversation) else None
@@ -161,7 +166,9 @@ class BlockTokenizer:
             family = guard.clean(family)
         if template:
             losses.note("reasoning_left_out_rows", place, template.reasoning_left_out - left_out)
-        heldout = is_heldout(example, self._settings.heldout_fraction, self._settings.heldout_seed)
+        fraction, seed = self._settings.heldout_fraction, self._settings.heldout_seed
+        heldout = shape.is_heldout or is_heldout(example, fraction, seed)
+        losses.unread.update(unread)
         losses.note("control_tokens_as_text", place, guard.control_tokens - found)
         losses.note("surrogates_replaced", place, guard.surrogates - replaced)
         rows.segments.append(segments)

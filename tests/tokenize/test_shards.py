@@ -184,5 +184,5 @@ def test_markers_say_the_same_on_every_machine(tmp_path):
     make(tmp_path / "b")
     assert files(tmp_path / "a") == files(tmp_path / "b")
     assert set(json.loads((tmp_path / "a/done/00000.json").read_text())) == {
-        *("key", "number", "blocks", "input_crc32", "files", "counts", "rejects", "first", "sha256")
+        *("key", "number", "blocks", "input_crc32", "files", "counts", "rejects", "first", "unread", "sha256")
     }

@@ -27,6 +27,7 @@ def settings_of(directory: Path, **values: Any) -> Settings:
         "tokenizer_directory": directory,
         "sources": (SourceShape(format="messages", columns={}), SourceShape(format="prompt_completion", columns={})),
         "files": 8,
+        "ignore_columns": (),
         "chat_template": "tokenizer",
         "template_date": DATE,
         "train_on": "assistant",
