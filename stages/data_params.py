@@ -7,6 +7,7 @@ from pydantic import Discriminator, Field, Tag
 from stages.param_types import Format, IsoDate, PositiveFloat, PositiveInt, Section, Text
 
 HUB_PREFIX = "hf://"
+HELDOUT_SOURCE = "data.heldout_source"
 
 
 class Source(Section):
@@ -39,11 +40,11 @@ SourceList = Annotated[list[Source], Field(min_length=1)]
 Sources = Annotated[Annotated[Text, Tag("path")] | Annotated[SourceList, Tag("list")], Discriminator(_source_form)]
 
 
-def named_sources(source: str | list[Source]) -> list[tuple[str, Source]]:
-    """The sources that data.source names, in order, each with the dotted parameter of its path."""
+def named_sources(source: str | list[Source], parameter: str = "data.source") -> list[tuple[str, Source]]:
+    """The sources that a value of data.source (or of `parameter`) names, each with the dotted parameter of its path."""
     if isinstance(source, str):
-        return [("data.source", Source(source=source))]
-    return [(f"data.source.{k}.source", one) for k, one in enumerate(source)]
+        return [(parameter, Source(source=source))]
+    return [(f"{parameter}.{k}.source", one) for k, one in enumerate(source)]
 
 
 class Data(Section):
@@ -77,17 +78,16 @@ class Data(Section):
     """What is done with a longer row."""
     drop_duplicates: bool
     """Leave out training and held-out rows whose tokens are those of an earlier row."""
-    heldout_fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """Share of rows held out, by a hash of heldout_seed and what precedes the first answer."""
+    heldout_fraction: Annotated[float, Field(ge=0.0, lt=1.0)]
+    """Share of rows held out, by a hash of heldout_seed and what precedes the first answer; 0 means none."""
     heldout_seed: Annotated[int, Field(ge=0, lt=2**32)]
     """Another number holds out other rows."""
+    heldout_source: Sources | None
+    """Rows that are held out in place of a share of data.source, in the same forms; None means that share."""
     max_rows: PositiveInt | None
-    """Rows read at most, over all sources; None means all."""
+    """Rows of data.source read at most; None means all."""
 
-    def sources(self) -> list[Source]:
-        """The sources in order, with absent keys taken from the section (`rows` has none there)."""
-        shared = ("revision", "config", "split", "format", "columns")
-        return [
-            one.model_copy(update={key: getattr(self, key) for key in shared if getattr(one, key) is None})
-            for _, one in named_sources(self.source)
-        ]
+    def named_sources(self) -> list[tuple[str, Source]]:
+        """All sources as they are given, the held-out ones last, each with the dotted parameter of its path."""
+        heldout = [] if self.heldout_source is None else named_sources(self.heldout_source, HELDOUT_SOURCE)
+        return [*named_sources(self.source), *heldout]

@@ -8,12 +8,13 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
-from stages.data_params import HUB_PREFIX, Data, Source, named_sources
+from stages.data_params import HELDOUT_SOURCE, HUB_PREFIX, Data, Source
 from stages.errors import UserError
 from stages.params import ALL_LINEAR, Params, Train, round_up
 from stages.params_sharing import check_sharing
 
 PARAMS_FILE = Path("params.yaml")
+SOURCE_KEYS = ("source", "heldout_source")
 
 
 def parse_params(values: Any) -> Params:
@@ -63,7 +64,7 @@ def _schema_keys(location: tuple[int | str, ...]) -> list[str]:
     keys: list[str] = []
     section: type[BaseModel] | None = Params
     for place, part in enumerate(location):
-        if section is Source and location[place - 1] == "source" and not isinstance(part, int):
+        if section is Source and location[place - 1] in SOURCE_KEYS and not isinstance(part, int):
             continue  # the form of data.source
         if section is None and not isinstance(part, int):
             break
@@ -75,7 +76,7 @@ def _schema_keys(location: tuple[int | str, ...]) -> list[str]:
 
 def _section_below(section: type[BaseModel], key: str) -> type[BaseModel] | None:
     """The section that a key holds, itself or in a list; None for a plain value."""
-    if section is Data and key == "source":
+    if section is Data and key in SOURCE_KEYS:
         return Source
     annotation = section.model_fields[key].annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
@@ -109,6 +110,7 @@ def _check_across_sections(params: Params) -> None:
             f"got {params.evaluate.max_tokens}; raise it or lower data.max_length"
         )
     _check_sources(params.data)
+    _check_heldout(params)
     _check_methods(params)
     check_sharing(params)
     targets = params.train.lora.targets
@@ -249,13 +251,15 @@ def _optimizer_faults(train: Train, num_gpus: int) -> Iterator[tuple[bool, str]]
 
 def _check_sources(data: Data) -> None:
     """What only a hub has is refused where no hub could take it; pin_data refuses a split of what has none."""
-    named_columns = {column for one in data.sources() for column in (one.columns or {}).values()}
+    named = data.named_sources()
+    named_columns = {
+        column for columns in (data.columns, *(one.columns for _, one in named)) for column in (columns or {}).values()
+    }
     for column in data.ignore_columns or []:
         if column in named_columns:
             raise UserError(
                 f"data.ignore_columns: {column!r} is named in data.columns, which reads it; remove it there or here"
             )
-    named = named_sources(data.source)
     given = [
         (f"{place.rpartition('.')[0]}.{key}", getattr(one, key), [one])
         for place, one in named
@@ -269,6 +273,37 @@ def _check_sources(data: Data) -> None:
                 f"{dotted}: only a hub source ({HUB_PREFIX}org/name) has one; got {value!r} with "
                 f"{', '.join(repr(one.source) for one in sources[:3])}; leave it blank"
             )
+
+
+def _check_heldout(params: Params) -> None:
+    """What reads held-out rows is refused where there are none, and a share of rows where others are held out."""
+    data, fraction = params.data, params.data.heldout_fraction
+    for place, one in data.named_sources():
+        if place.startswith(HELDOUT_SOURCE) and one.weight != 1.0:
+            raise UserError(
+                f"{place.rpartition('.')[0]}.weight: held-out rows are not trained; got {one.weight}; remove it"
+            )
+    if data.heldout_source is not None and fraction > 0:
+        raise UserError(
+            f"data.heldout_fraction: must be 0 beside {HELDOUT_SOURCE}, whose rows are held out in its place; got "
+            f"{fraction}; set data.heldout_fraction=0"
+        )
+    if fraction > 0:
+        return
+    unread = {"data.heldout_seed": (data.heldout_seed, 0)}
+    if data.heldout_source is None:
+        unread |= {
+            "train.heldout_every_steps": (params.train.heldout_every_steps, None),
+            "evaluate.loss_rows": (params.evaluate.loss_rows, None),
+            "evaluate.generate_rows": (params.evaluate.generate_rows, 0),
+            "evaluate.merged": (params.evaluate.merged, False),
+        }
+    given = {key: pair for key, pair in unread.items() if pair[0] != pair[1]}
+    if given:
+        values = ", ".join(f"{key}={json.dumps(value)}" for key, (value, _) in given.items())
+        remedy = " ".join(f"-S {key}={json.dumps(blank)}" for key, (_, blank) in given.items())
+        where = "" if data.heldout_source else f" and no {HELDOUT_SOURCE}"
+        raise UserError(f"data.heldout_fraction: with 0{where} nothing reads {values}; set as well {remedy}")
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:

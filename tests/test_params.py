@@ -1,6 +1,7 @@
 """params.yaml: what is wrong is told by its dotted key, in one line, with what to do."""
 
 import copy
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,45 @@ def test_a_revision_of_the_section_needs_one_hub_source(values: dict[str, Any]):
     """Entries without a revision take the section's; those that have none to take are left alone."""
     put(values, "data.revision", "v1")
     put(values, "data.source", [{"source": "a.jsonl"}, {"source": "hf://org/name"}])
-    assert [one.revision for one in parse_params(values).data.sources()] == ["v1", "v1"]
+    parse_params(values)
     put(values, "data.source", [{"source": "a.jsonl"}])
     with pytest.raises(UserError, match=r"data\.revision: only a hub source"):
+        parse_params(values)
+
+
+def test_no_held_out_rows_and_what_needs_them_is_refused_at_once(values: dict[str, Any]):
+    """All keys in one line, ready to be set: else each run would name the next."""
+    put(values, "data.heldout_fraction", 0)
+    with pytest.raises(
+        UserError, match=r"^data\.heldout_fraction: with 0 and no data\.heldout_source nothing"
+    ) as fault:
+        parse_params(values)
+    for pair in str(fault.value).partition("; set as well -S ")[2].split(" -S "):
+        dotted, _, value = pair.partition("=")
+        put(values, dotted, json.loads(value))
+    assert parse_params(values).train.heldout_every_steps is None
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({}, r"data\.heldout_fraction: must be 0 beside data\.heldout_source.*got 0\.05"),
+        (
+            {"data.heldout_fraction": 0, "data.heldout_seed": 3},
+            r"data\.heldout_fraction: with 0 nothing reads data\.heldout_seed=3",
+        ),
+        (
+            {"data.heldout_fraction": 0, "data.heldout_source": [{"source": "a.jsonl", "weight": 2.0}]},
+            r"data\.heldout_source\.0\.weight: held-out rows are not trained; got 2\.0",
+        ),
+        ({"data.heldout_source": [{"source": "a", "weigth": 2}]}, r"did you mean data\.heldout_source\.0\.weight\?"),
+        ({"data.heldout_source": 3}, r"data\.heldout_source: input should be a valid string; got 3"),
+    ],
+)
+def test_a_held_out_source_is_taken_in_place_of_a_share(values: dict[str, Any], changes: dict, message: str):
+    for dotted, value in {"data.heldout_source": "a.jsonl", **changes}.items():
+        put(values, dotted, value)
+    with pytest.raises(UserError, match=message):
         parse_params(values)
 
 

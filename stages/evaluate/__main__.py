@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from stages.declared import read_params
 from stages.errors import StageCommand
-from stages.evaluate.compare import Questions, evaluate_models
+from stages.evaluate.compare import MODELS, NO_ANSWERS, Questions, evaluate_models
 from stages.evaluate.generate import choose_prompts, special_ids
 from stages.evaluate.heldout import spread_rows
 from stages.evaluate.metrics import evaluate_metrics, generation_lines
@@ -63,9 +63,15 @@ def main(
     questions = _questions(p, tokens, base, tokenizer)
     limits = Limits.from_params(p)
     spec = WeightsSpec.from_params(p, precision_of(p, verdict))
-    answers = evaluate_models(
-        base, tuned, spec, questions, limits, device=device, progress=p.run.progress, merged=p.evaluate.merged
-    )
+    if questions.loss_rows:
+        answers = evaluate_models(
+            base, tuned, spec, questions, limits, device=device, progress=p.run.progress, merged=p.evaluate.merged
+        )
+    else:
+        click.echo(
+            "note: no rows are held out (data.heldout_fraction is 0), so there is nothing to evaluate on", err=True
+        )
+        answers = dict.fromkeys(MODELS, NO_ANSWERS)
     lines = generation_lines(questions, answers, tokenizer)
     with atomic_directory(out) as aside:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

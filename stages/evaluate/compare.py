@@ -51,6 +51,10 @@ class Answers:
     """Generated tokens for each of `Questions.prompts`."""
 
 
+NO_ANSWERS = Answers(row_losses=np.zeros(0), answers=[])
+"""What a model that was asked nothing makes of it."""
+
+
 def evaluate_models(
     base: Path,
     tuned: Path,

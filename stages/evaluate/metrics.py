@@ -80,10 +80,13 @@ def _length_buckets(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
 def _losses(answers: Mapping[str, Answers], tokens: np.ndarray, chosen: np.ndarray) -> dict[str, float | None]:
     """Mean loss per trained token of the chosen rows, and its exponential, for each model.
 
-    None stands for a perplexity too large for a float, which JSON could not hold either.
+    None stands for a perplexity too large for a float, which JSON could not hold either, and for the losses of no rows.
     """
     found: dict[str, float | None] = {}
     for name in answers:
+        if not chosen.any():
+            found |= {f"{name}_loss": None, f"{name}_perplexity": None}
+            continue
         loss = float(answers[name].row_losses[chosen].sum() / tokens[chosen].sum())
         found[f"{name}_loss"] = round(loss, 6)
         found[f"{name}_perplexity"] = round(math.exp(loss), 6) if loss < LARGEST_EXPONENT else None

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from stages.data_params import HUB_PREFIX, Source, named_sources
+from stages.data_params import HELDOUT_SOURCE, HUB_PREFIX, Source, named_sources
 from stages.errors import UserError
 from stages.files import sha256_file, write_json
 from stages.pin.hub import HUB_ID, list_files
@@ -16,13 +16,14 @@ from stages.pin.watch import DIRECTORY_LINKS, watch_sources
 
 def pin_data(
     source: str | list[Source],
+    heldout_source: str | list[Source] | None,
     revision: str | None,
     config: str | None,
     split: str | None,
     chat_template: str,
     locks: Path,
 ) -> str | None:
-    """Write `locks/data.json` for data.source and point the links beside it at what is local.
+    """Write `locks/data.json` for data.source and data.heldout_source, and point the links beside it at what is local.
 
     `revision`, `config` and `split` are those of the section: they hold for the entries of a list that can take them
     and have none of their own. A source's weight is not pinned: it changes how often rows are taken, never the rows.
@@ -34,7 +35,11 @@ def pin_data(
         UserError: a source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
     """
     pinned, watched = [], []
-    for parameter, one in named_sources(source):
+    named = named_sources(source)
+    trained = len(named)
+    if heldout_source is not None:
+        named += named_sources(heldout_source, HELDOUT_SOURCE)
+    for parameter, one in named:
         if one.source.startswith(HUB_PREFIX):
             shared = {"revision": revision, "config": config, "split": split}
             inherited = {key: value for key, value in shared.items() if getattr(one, key) is None}
@@ -45,6 +50,7 @@ def pin_data(
             pinned.append(_entry(one, local.kind, local.files, split=local.split))
     if split is not None and all(entry["split"] is None for entry in pinned):
         refuse_split("data.split", split, ", ".join(repr(entry["source"]) for entry in pinned[:3]))
+    _hold_out(pinned[:trained], pinned[trained:])
     template = template_file(chat_template)
     size_bytes = sum(file["bytes"] for entry in pinned for file in entry["files"])
     lock = {
@@ -61,6 +67,23 @@ def pin_data(
         f"data.source: DVC notices edited and removed files of every directory, but added ones in the first "
         f"{len(DIRECTORY_LINKS)} alone; after adding files to {unlinked[0]} or a later one run `dvc repro -sf pin_data`"
     )
+
+
+def _hold_out(trained: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
+    """Mark the entries that are held out.
+
+    Raises:
+        UserError: one of their files is trained as well.
+    """
+    digests = {file.get("sha256") or file["blob_id"]: one["source"] for one in trained for file in one["files"]}
+    for entry in heldout:
+        entry["heldout"] = True
+        for file in entry["files"]:
+            if (digest := file.get("sha256") or file["blob_id"]) in digests:
+                raise UserError(
+                    f"{HELDOUT_SOURCE}: {file['path']} holds what a file of data.source holds ({digests[digest]}), so "
+                    f"held-out rows would be trained; got {entry['source']!r}; name other files or another split"
+                )
 
 
 def _pin_hub(parameter: str, source: Source) -> dict[str, Any]:

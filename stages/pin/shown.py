@@ -14,9 +14,17 @@ def shown_model(lock: Mapping[str, Any]) -> str:
 
 def shown_data(lock: Mapping[str, Any]) -> str:
     """The sources of locks/data.json, each with its commit where it has one."""
-    sources = [_shown(one["source"], one["revision"]) for one in lock["sources"]]
+    sources = [
+        _shown(one["source"], one["revision"]) + (" (held out)" if is_heldout_source(one) else "")
+        for one in lock["sources"]
+    ]
     more = len(sources) - MOST_SHOWN
     return ", ".join(sources[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def is_heldout_source(source: Mapping[str, Any]) -> bool:
+    """Whether a source of locks/data.json is that of data.heldout_source, whose rows are never trained."""
+    return bool(source.get("heldout"))
 
 
 def _shown(name: str, revision: str | None) -> str:

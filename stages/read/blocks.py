@@ -5,6 +5,7 @@ from typing import Any
 
 from stages.errors import UserError
 from stages.pin.locate import DataFile, data_files
+from stages.pin.shown import is_heldout_source
 from stages.read.block import Block
 from stages.read.cells import cut_cells
 from stages.read.columns import cut_columns
@@ -38,7 +39,8 @@ def read_blocks(
 ) -> Iterator[Block]:
     """Every row of the data lock once, in order; the blocks are a function of the source's bytes.
 
-    Ends after `max_rows` rows (None: all), and each source after its own `rows`; files behind that are not opened.
+    Ends after `max_rows` rows (None: all), and each source after its own `rows`; files behind that are not opened. Rows
+    of held-out sources are not counted in `max_rows`.
     `progress` is told the bytes of the files, as they lie on disk, read since its last call.
 
     Raises:
@@ -49,7 +51,8 @@ def read_blocks(
     left = max_rows
     left_of_source = [source["rows"] for source in lock["sources"]]
     for place, file in enumerate(files):
-        limit = _smaller(left, left_of_source[file.source])
+        counts = not is_heldout_source(lock["sources"][file.source])
+        limit = _smaller(left if counts else None, left_of_source[file.source])
         if limit == 0:
             continue
         for stretch, rows in _file_stretches(file, progress, block_bytes, limit):
@@ -59,7 +62,7 @@ def read_blocks(
                 )
             yield Block(number=number, source=file.source, file=place, **stretch._asdict())
             number += 1
-            left = None if left is None else left - rows
+            left = left - rows if left is not None and counts else left
             if left_of_source[file.source] is not None:
                 left_of_source[file.source] -= rows
 

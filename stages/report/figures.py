@@ -45,9 +45,14 @@ def report_metrics(inputs: Inputs) -> dict[str, Any]:
     return {
         "predicted_error_percent": error if comparable(inputs) else None,
         "error_percent_by_phase": errors_by_phase(inputs),
-        "heldout_loss_change": round(evaluate["tuned_loss"] - evaluate["base_loss"], 6),
-        "exact_match_change_points": None if base is None else round(tuned - base, 3),
+        "heldout_loss_change": _change(evaluate["base_loss"], evaluate["tuned_loss"], 6),
+        "exact_match_change_points": _change(base, tuned, 3),
     }
+
+
+def _change(before: float | None, after: float | None, digits: int) -> float | None:
+    """A difference; None where nothing was evaluated."""
+    return None if before is None or after is None else round(after - before, digits)
 
 
 def memory_records(inputs: Inputs) -> Iterator[dict[str, float]]:

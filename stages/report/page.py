@@ -9,6 +9,7 @@ from stages.report.inputs import Inputs
 from stages.report.markdown import NONE, cell, size, table
 from stages.report.memory import memory_section
 
+NOT_EVALUATED = "not evaluated: no rows are held out (data.heldout_fraction is 0)."
 SAMPLES = 6
 SAMPLE_CHARACTERS = 800
 # Figure of metrics/tokenize.json → why these rows were not used.
@@ -51,7 +52,9 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
         peak,
         f"- **Device**: {estimate['gpu']}, {estimate['capacity_gib']:.4g} GiB: the run {fits}.",
         f"- **Held-out loss**: {evaluate['base_loss']:.4f} before, {evaluate['tuned_loss']:.4f} after "
-        f"(perplexity {_figure(evaluate['base_perplexity'])} before, {_figure(evaluate['tuned_perplexity'])} after).",
+        f"(perplexity {_figure(evaluate['base_perplexity'])} before, {_figure(evaluate['tuned_perplexity'])} after)."
+        if evaluate["evaluated_rows"]
+        else f"- **Held-out loss**: {NOT_EVALUATED}",
     ]
     if evaluate["generated_rows"]:
         lines.append(
@@ -106,6 +109,8 @@ def _waiting(bucket: Mapping[str, Any], num_gpus: int) -> list[tuple[str, str]]:
 def _loss(inputs: Inputs) -> str:
     """Curves, and the held-out loss by length of row."""
     evaluate = inputs.evaluate
+    if not evaluate["evaluated_rows"]:
+        return "\n".join(["## Loss", "", "![Loss](loss.png)", "", NOT_EVALUATED])
     columns = ("base_loss", "tuned_loss", "base_perplexity", "tuned_perplexity")
     lengths = sorted(evaluate["by_length"].items(), key=lambda item: (item[0].startswith("over"), _edge(item[0])))
     rows = [
@@ -138,6 +143,8 @@ def _answers(inputs: Inputs) -> str:
     )
     notes = [left_out] if too_long else []
     if not inputs.generations:
+        if not inputs.evaluate["evaluated_rows"]:
+            return f"## Answers\n\n{NOT_EVALUATED}"
         nothing = "None: no held-out row has a prompt that can be answered, or evaluate.generate_rows is 0."
         return "\n\n".join(["## Answers", nothing, *notes])
     families = [

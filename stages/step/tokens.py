@@ -49,7 +49,7 @@ class TokenRows:
 
         Raises:
             UserError: a file is missing, damaged or of another schema, the two do not belong together, or there is no
-                row.
+                training row. There may be no held-out row.
         """
         self.path = directory / split
         index = open_batches(directory / f"{split}-index.arrow", INDEX_TYPES)
@@ -64,7 +64,7 @@ class TokenRows:
         self._blocks: dict[int, Block] = {}
         if self._starts[-1] != len(self.lengths):
             raise self._damaged(f"its shards hold {self._starts[-1]} rows and its index {len(self.lengths)}")
-        if self.dropped.all():
+        if self.dropped.all() and split == "train":
             raise self._damaged("holds no row")
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from stages.data_params import Data
 from stages.errors import UserError
 from stages.pin.locate import template_file
+from stages.pin.shown import is_heldout_source
 from stages.read.block import RawRow
 from stages.read.blocks import file_names, read_blocks
 from stages.read.decode import decode
@@ -168,7 +169,7 @@ def _resolve(data: Data, lock: Mapping[str, Any], place: int) -> _Resolved:
     else:
         check_columns(wanted, columns)
         reason = "params.yaml says so"
-    shape = SourceShape(format=wanted, columns=columns)
+    shape = SourceShape(format=wanted, columns=columns, is_heldout=is_heldout_source(source))
     return _Resolved(
         shape=shape,
         reason=reason,

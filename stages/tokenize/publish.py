@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stages.data_params import HELDOUT_SOURCE
 from stages.errors import UserError
 from stages.files import atomic_directory, sha256_json, write_json
 from stages.tokenize.merge import Placed, Totals, merge
@@ -117,8 +118,10 @@ def _about_source(job: Job, totals: Totals, place: int) -> dict[str, Any]:
 
 
 def _check_sides(totals: Totals, job: Job) -> None:
-    """Both sides of the split need a row."""
+    """There must be rows to train on, and rows to evaluate on where some were to be held out."""
+    settings = job.settings
     rows = {"train on": totals.side("train").rows, "evaluate on": totals.side("heldout").rows}
+    has_source = any(shape.is_heldout for shape in settings.sources)
     lost = {
         "no_answer_rows": f"lost their answer to data.max_length={job.settings.max_length}",
         "dropped_long_rows": f"are longer than data.max_length={job.settings.max_length}",
@@ -133,8 +136,14 @@ def _check_sides(totals: Totals, job: Job) -> None:
             f"{job.file_names[first.file]}:{first.line}: {first.reason}"
         )
     for use, number in rows.items():
-        if number == 0:
+        if number:
+            continue
+        if has_source:
+            side = "data.source" if use == "train on" else HELDOUT_SOURCE
+            raise UserError(f"{side}: leaves no row to {use}{why}; add rows, or raise data.max_length")
+        if settings.heldout_fraction:
             raise UserError(
-                f"data.heldout_fraction: leaves no row to {use} ({sum(rows.values())} usable rows{why}); "
-                f"got {job.settings.heldout_fraction}; change it, add rows, or raise data.max_length"
+                f"data.heldout_fraction: leaves no row to {use} ({sum(rows.values())} usable rows{why}; rows with the "
+                f"same prompt are held out together); got {settings.heldout_fraction}; change it, add rows, name rows "
+                f"to evaluate on in {HELDOUT_SOURCE}, or set it to 0 to train on all rows without evaluation"
             )

@@ -234,3 +234,16 @@ def test_metrics_by_length_divide_by_the_tokens_of_their_own_rows(tmp_path):
         "over_512": (1, 1.0, 0.5),
     }
     assert metrics["evaluated_tokens"] == 24 and metrics["base_loss"] == pytest.approx(44 / 24, abs=1e-6)
+
+
+def test_without_held_out_rows_no_model_is_loaded_and_no_figure_made_up(place, base_dir, locks_dir, tmp_path):
+    """The stages behind it need its outputs all the same."""
+    write_tokens(tmp_path, [], "heldout")
+    write_json(tmp_path / "meta.json", {"eos_id": EOS, "pad_id": 0, "max_length": 64})
+    result = evaluate(tmp_path, locks_dir, tmp_path / "no-weights")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.startswith("note: no rows are held out (data.heldout_fraction is 0)")
+    found = json.loads((place / "metrics/evaluate.json").read_text())
+    assert (found["evaluated_rows"], found["generated_rows"]) == (0, 0)
+    assert {found[f"{model}_{name}"] for model in ("base", "tuned") for name in ("loss", "perplexity")} == {None}
+    assert (place / "data/evaluate/generations.jsonl").read_text() == ""

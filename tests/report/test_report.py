@@ -296,3 +296,17 @@ def test_joined_rows_are_not_said_to_be_as_long_as_their_sequence(place):
     write_json(path, {**json.loads(path.read_text()), "mode": "packed", "max_batch_length": 1024})
     _, text = report(place)
     assert "| micro-batches | packed; at most 1,024 padded tokens, 25 rows |" in text
+
+
+def test_a_run_without_held_out_rows_has_a_page(place):
+    """data.heldout_fraction 0 is a user's choice; the last stage must not fail on it."""
+    found = metrics()
+    nothing = dict.fromkeys(("base_loss", "tuned_loss", "base_perplexity", "tuned_perplexity"))
+    nothing |= dict.fromkeys(("base_exact_match_percent", "tuned_exact_match_percent"))
+    counts = {"evaluated_rows": 0, "generated_rows": 0, "by_length": {}, "by_family": {}}
+    found["evaluate"] |= {**nothing, **counts}
+    found["tokenize"]["heldout_rows"] = 0
+    write_inputs(place, found, [])
+    numbers, text = report(place)
+    assert numbers["heldout_loss_change"] is None and numbers["exact_match_change_points"] is None
+    assert text.count("no rows are held out (data.heldout_fraction is 0)") == 3
