@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from stages import endings
+from stages.left_behind import override_remedy, restore_metrics
 
 # While it is imported, bitsandbytes tells of an optional inference kernel that no stage uses. Every entry imports this
 # module before any that brings bitsandbytes, so it is silenced in time.
@@ -29,16 +30,19 @@ class StageCommand(click.Command):
     """A click command that ends a `UserError` as one line on standard error and exit code 1."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """As click's; a process that a signal ended is gone soon after.
+        """As click's; one that failed leaves metrics as they were, one that a signal ended is gone soon after.
 
         Raises:
             SystemExit: with the exit code.
         """
         try:
             return super().main(*args, **kwargs)
-        except SystemExit as ending:
-            if isinstance(ending.code, int) and ending.code > endings.FIRST_OF_SIGNALS:
-                endings.end_soon(ending.code)
+        except BaseException as ending:
+            code = ending.code if isinstance(ending, SystemExit) else 1
+            if code:
+                restore_metrics()
+            if isinstance(code, int) and code > endings.FIRST_OF_SIGNALS:
+                endings.end_soon(code)
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -54,7 +58,8 @@ class StageCommand(click.Command):
             click.echo(f"stopped by {ending.name}: no output is half-written; the same command starts again", err=True)
             sys.exit(ending.exit_code)
         except UserError as error:
-            click.echo(f"error: {' '.join(str(error).split())}", err=True)
+            message = " ".join(str(error).split())
+            click.echo(f"error: {message}{override_remedy(message)}", err=True)
             for line in error.details:
                 click.echo(f"  {line}", err=True)
             sys.exit(1)

@@ -1,12 +1,14 @@
 """params.yaml: what is wrong is told by its dotted key, in one line, with what to do."""
 
-import copy
 import json
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dvc.utils.hydra import apply_overrides
 from ruamel.yaml import YAML
 
 from stages.errors import UserError
@@ -18,7 +20,11 @@ from tests.conftest import ROOT
 @pytest.fixture
 def values() -> dict[str, Any]:
     """The shipped params.yaml as plain values."""
-    return copy.deepcopy(YAML(typ="safe").load((ROOT / "params.yaml").read_text()))
+    return values_of(ROOT / "params.yaml")
+
+
+def values_of(path: Path) -> dict[str, Any]:
+    return YAML(typ="safe").load(path.read_text())
 
 
 def put(values: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
@@ -271,3 +277,20 @@ def test_under_dvc_only_declared_keys_can_be_read(monkeypatch: pytest.MonkeyPatc
 def test_round_up():
     assert [round_up(n, 8) for n in (1, 8, 9)] == [8, 8, 16]
     assert os.environ.get("DVC_STAGE") is None, "these tests read params.yaml as a user without DVC does"
+
+
+def test_setting_every_key_deletes_no_comment(tmp_path):
+    """By what `dvc exp run -S` itself calls, twice: it replaces a list together with the comment that follows it."""
+    path = tmp_path / "params.yaml"
+    path.write_text((ROOT / "params.yaml").read_text())
+    comments = re.findall("#.*", path.read_text())
+    lists = {"data.source": "[{source: a.jsonl},{source: b.jsonl}]", "train.lora.targets": "[q_proj,v_proj]"}
+    for word in ("one", "other"):
+        apply_overrides(path, [f"{key}={lists.get(key, word)}" for key in leaves(values_of(path))])
+        assert re.findall("#.*", path.read_text()) == comments
+
+
+def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of all values."""
+    for key, value in section.items():
+        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]

@@ -125,6 +125,7 @@ def test_what_does_not_fit_is_predicted_and_refused(clone: Clone):
     assert clone.json("metrics/estimate.json")["fits"] is False
     line = next(line for line in output.splitlines() if line.startswith("error: "))
     assert "predicted peak 0.3" in line and "-S " in line
+    assert " D " not in clone.run("git", "status", "--porcelain"), "DVC deletes a stage's metrics before it runs"
 
 
 def test_an_edited_source_reruns_what_follows(clone: Clone):
@@ -227,6 +228,10 @@ def test_a_failed_pin_leaves_the_locks(clone: Clone):
     output = clone.dvc("exp", "run", "-S", "model.name=no/such/model", "pin_model", ok=False)
     assert "error: model.name" in output
     assert clone.run("git", "status", "--porcelain", "locks").strip() == ""
+    # What -S set stays in params.yaml, where the next command would be refused for it too.
+    assert "`git restore params.yaml`" in output
+    clone.run("git", "restore", "params.yaml")
+    assert "up to date" in clone.dvc("repro", "pin_model")
 
 
 def test_stages_run_from_a_subdirectory(clone: Clone):

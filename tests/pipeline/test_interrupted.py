@@ -76,6 +76,7 @@ def test_a_training_goes_on_after_dvc_and_then_itself_was_killed(clone: Clone, t
     clone.set_params(run__checkpoint_seconds=0.05)
     first = broken_off(clone, tmp_path / "first", HERE, lambda dvc: dvc.terminate())
     assert "train: stopped by the end of its parent; the checkpoint of optimizer step" in first
+    assert " D " not in clone.run("git", "status", "--porcelain"), "DVC deletes a stage's metrics before it runs"
     clone.back_to_baseline()  # Without a git identity DVC copies no changed checkout.
     second = broken_off(clone, tmp_path / "second", IN_A_COPY, lambda _: trainers(clone)[0].kill())
     assert "train: resumed at optimizer step" in second

@@ -1,0 +1,36 @@
+"""What DVC leaves changed in the checkout when a stage fails: overridden parameters, deleted metrics."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+
+def restore_metrics() -> None:
+    """Bring back the metrics of the last commit that DVC deleted before it ran this stage.
+
+    Git tracks them: without this, an interrupted or refused run shows as a deletion in `git status`.
+    """
+    if "DVC_STAGE" in os.environ and (deleted := _git("ls-files", "-z", "--deleted", "--", "metrics").split("\0")[:-1]):
+        _git("restore", "--", *deleted)
+
+
+def override_remedy(message: str) -> str:
+    """What undoes the overrides of `dvc exp run -S` after a parameter was refused; empty where there are none.
+
+    DVC leaves them in params.yaml, where they would be refused again by the next command. Temporary and queued
+    experiments have a copy of the file.
+    """
+    if "DVC_EXP_BASELINE_REV" not in os.environ or not re.match(r"\w+(\.\w+)+:", message):
+        return ""
+    if Path.cwd() != Path(os.environ.get("DVC_ROOT", ".")).resolve() or not _git("diff", "HEAD", "--", "params.yaml"):
+        return ""
+    return "; params.yaml keeps what -S set: `git restore params.yaml` undoes its changes"
+
+
+def _git(*arguments: str) -> str:
+    """What a git command prints; nothing where there is no git, or it fails."""
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True).stdout
+    except OSError:
+        return ""
