@@ -32,6 +32,7 @@ Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = Literal["default", "pissa", "loftq"]
 OomRecovery = Literal["none", "split"]
+Resume = Literal["exact", "compatible"]
 OptimizerName = Literal[
     "adamw",
     "adamw_foreach",

@@ -19,6 +19,7 @@ from stages.param_types import (
     PositiveFloat,
     PositiveInt,
     QuantType,
+    Resume,
     Section,
     Sharding,
     Share,
@@ -197,6 +198,8 @@ class Run(Section):
     """Seconds of training between two checkpoints; None makes one only when training is asked to stop."""
     keep_checkpoints: PositiveInt
     """Checkpoints kept of an unfinished run."""
+    resume: Resume
+    """Which unfinished run is resumed: one that is equal in all | also one that had other code or library versions."""
     rank_timeout_seconds: PositiveFloat
     """Longest wait of one GPU's process for the others, after which the run ends."""
 

@@ -4,6 +4,7 @@ import stages.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on
 import stages.torchrun_threads  # noqa: F401 - before torch, which reads the number of threads once
 
 # isort: split
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,15 +24,16 @@ from stages.files import read_json
 from stages.model.precision import precision_of
 from stages.model.spec import ModelSpec
 from stages.params import Params, Run
+from stages.train.disk_room import Room
 from stages.train.heartbeat import heartbeat
-from stages.train.identity import decided, key_of_all, run_key
+from stages.train.identity import decided, run_parts
 from stages.train.job import Paths, make_job, prepare_device
 from stages.train.loop import TrainJob, train
 from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
 from stages.train.oom import SAVE, Failure, OutOfMemory
 from stages.train.oom_report import out_of_memory, read_forecast
-from stages.train.place import scratch_root
+from stages.train.place import mark_finished, scratch_root
 from stages.train.publish import publish_record, publish_weights
 from stages.train.ranks import most_of_all, started_ranks, take_place, told_of_waiting, where_in_steps
 from stages.train.recorded import explained
@@ -39,6 +41,7 @@ from stages.train.recover import Ending
 from stages.train.same_run import parts_of_run, refuse_different_runs
 from stages.train.signals import Stop, stopped_by_signals
 from stages.train.together import opened_by_all
+from stages.train.unfinished import choose_together, told_of_mixture
 from stages.train.voice import never_refused
 
 PATH = click.Path(path_type=Path)
@@ -93,26 +96,30 @@ def _run(params: Params, world: World, device: torch.device, threads: int, paths
     with ExitStack() as stack:
         begun = stack.enter_context(heartbeat(scratch_root() / "running", _told, tells=world.local_rank == 0)).begun
         stack.enter_context(stopped_by_signals(stop))
-        key = key_of_all(lambda: run_key(decided(params, job, paths.plan), _read(paths), device, threads), voices)
+        choice = choose_together(
+            scratch_root(),
+            lambda: run_parts(decided(params, job, paths.plan), _read(paths), device, threads),
+            params.run.resume,
+            _told,
+            voices,
+        )
+        room, cut = _room(params, job, paths), job.sharing.cut
         keeper = stack.enter_context(
-            opened_by_all(
-                scratch_root() / key,
-                run=params.run,
-                stop=stop,
-                told=_told,
-                voices=voices,
-                sharding=job.sharing.cut,
-            )
+            opened_by_all(choice, run=params.run, stop=stop, told=_told, voices=voices, sharding=cut, room=room)
         )
         ending = _ending(job, params.run, paths, begun)
         where = partial(where_in_steps, ending.place)
         with told_of_waiting(world, params.run.rank_timeout_seconds, where), ending.told():
             result = train(job, meter, keeper, ending)
+        with told_of_waiting(world, params.run.rank_timeout_seconds, where), keeper.publishing(), ending.told():
             with ending.place.inside(SAVE):
                 publish_weights(result, job, params, paths)
-        numbers = train_metrics(result, most_of_all(meter.result(), result.team, device), device)
-        if world.leads:
-            publish_record(result, numbers, params, paths)
+            measured = most_of_all(meter.result(), result.team, device)
+            numbers = {**train_metrics(result, measured, device), **told_of_mixture(choice)}
+            if world.leads:
+                publish_record(result, numbers, params, paths)
+        if world.leads and "DVC_STAGE" in os.environ:
+            mark_finished(choice.directory, paths.metrics)
 
 
 def _read(paths: Paths) -> dict[str, Path]:
@@ -123,6 +130,13 @@ def _read(paths: Paths) -> dict[str, Path]:
         "tokenizer": paths.tokenizer_lock,
         "data": paths.data_lock,
     }
+
+
+def _room(params: Params, job: TrainJob, paths: Paths) -> Room:
+    """What the end of the run will write; a merged model is as large as its base."""
+    merged = sum((job.model_directory / name).stat().st_size for name in read_json(paths.model_lock)["files"])
+    enforce = read_json(paths.verdict)["enforce"]
+    return Room(out=paths.out, merged_bytes=merged if params.train.merge else 0, enforce=enforce, told=_told)
 
 
 def _ending(job: TrainJob, run: Run, paths: Paths, begun: Callable[[int], None]) -> Ending:

@@ -117,7 +117,7 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, keep: int, told: Callable[[str], None], voices: Voices | None = None):
         """Keep the last `keep`; `told` gets a line for each that is damaged; `voices` are the processes."""
-        self.directory, self._keep, self._told = directory, keep, told
+        self.directory, self.keep, self._told = directory, keep, told
         self.voices = voices or Voices()
 
     def write(
@@ -208,17 +208,17 @@ class CheckpointStore:
 
     def last_step(self) -> int | None:
         """Steps done in the newest checkpoint, whole or not; None without one."""
-        paths = self._paths()
-        return int(paths[-1].name.rpartition("-")[2]) if paths else None
+        return next(reversed(steps_in(self.directory)), None)
 
-    def drop_old(self) -> None:
-        """Remove all but the last few."""
-        for path in self._paths()[: -self._keep]:
-            shutil.rmtree(path, ignore_errors=True)
+    def drop_old(self, keep: int | None = None) -> None:
+        """Remove all but the last `keep`; None = as many as are kept while training runs."""
+        for step in steps_in(self.directory)[: -(keep or self.keep)]:
+            shutil.rmtree(self.directory / NAME.format(step), ignore_errors=True)
 
-    def _paths(self) -> list[Path]:
-        """Checkpoints in the order of their steps."""
-        return sorted(self.directory.glob("step-*"))
+
+def steps_in(directory: Path) -> list[int]:
+    """Optimizer steps done in each checkpoint of a directory, in order."""
+    return sorted(int(path.name.rpartition("-")[2]) for path in directory.glob("step-*"))
 
 
 def _name_finished(bench: Path) -> None:

@@ -1,9 +1,9 @@
-"""What decides the result of a training, as one key: a checkpoint is gone on from under the same key alone."""
+"""Fingerprint of a run: all that decides its result, by kind. A checkpoint is resumed only where the kinds allow it."""
 
 import hashlib
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,6 @@ import torch
 
 from stages.bucket.plan import Plan, how_cut
 from stages.declared import tracked_values
-from stages.dist.agree import Voices
 from stages.files import sha256_file, sha256_json
 from stages.params import Params
 from stages.train.loop import TrainJob
@@ -23,6 +22,10 @@ PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("bitsandbytes", "numpy", "peft", "safetensors", "torch", "transformers")
 KEY_DIGITS = 32
 SHARING = ("sharding", "shard_group_gpus")
+ROWS = "rows of each step"
+"""Name of what the plan says of the data."""
+OF_MODEL = ("model", "tokenizer")
+"""Names of the files that are of the model."""
 
 
 def code_files() -> list[Path]:
@@ -31,33 +34,50 @@ def code_files() -> list[Path]:
     return sorted(file for file in named if file.suffix == ".py" and file.is_relative_to(PACKAGE))
 
 
-def run_key(values: Mapping[str, Any], files: Mapping[str, Path], device: torch.device, threads: int) -> str:
-    """The key of a run.
+Parts = Mapping[str, Mapping[str, Any]]
+"""All that decides a result: kind (parameters, data, model, code, device, threads, versions) → name → value or hash."""
+
+
+def run_parts(values: Mapping[str, Any], files: Mapping[str, Path], device: torch.device, threads: int) -> Parts:
+    """What decides the result of a run, by kind and name.
 
     Args:
-        values: what is no file: parameters, precision.
+        values: what is no file: parameters, precision; `ROWS` belongs to the data.
         files: what it reads, by name, directories whole. Names count, places do not: a temporary copy reads elsewhere.
         device: what computes.
         threads: of the CPU that the run was given, over all its processes on this machine.
     """
     cuda = device.type == "cuda"
-    return sha256_json(
-        {
-            "values": values,
-            "files": {name: _content(path) for name, path in files.items()},
-            "code": {file.relative_to(PACKAGE).as_posix(): sha256_file(file) for file in code_files()},
-            "device": torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability(),
-            "threads": threads,
-            "python": platform.python_version(),
-            "libraries": {name: version(name) for name in LIBRARIES},
-        }
-    )[:KEY_DIGITS]
+    contents = {name: _content(path) for name, path in files.items()}
+    parameters = {name: value for name, value in values.items() if name != ROWS}
+    return {
+        "parameters": dict(_leaves(parameters)),
+        "data": dict(_leaves({**{name: contents[name] for name in contents if name not in OF_MODEL}, **_rows(values)})),
+        "model": dict(_leaves({name: contents[name] for name in contents if name in OF_MODEL})),
+        "code": {file.relative_to(PACKAGE.parent).as_posix(): sha256_file(file) for file in code_files()},
+        "device": {"name": torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()},
+        "threads": {"run.cpu_threads": threads},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
+    }
 
 
-def key_of_all(make: Callable[[], str], voices: Voices) -> str:
-    """The key that the first process makes, in every process: what it is of is read once."""
-    digits = bytes.fromhex(make()) if voices.leads else bytes(KEY_DIGITS // 2)
-    return bytes(voices.of_first(*digits)).hex()
+def run_key(record: Mapping[str, Any]) -> str:
+    """The name of a run's directory: a hash of its parts, and of the runs that it resumed with others."""
+    return sha256_json(record)[:KEY_DIGITS]
+
+
+def differences(here: Parts, there: Parts) -> dict[str, list[str]]:
+    """Kind → names of what differs; kinds in which nothing does are left out."""
+    nothing: Mapping[str, Any] = {}
+    apart = {
+        kind: [
+            name
+            for name in sorted({*here.get(kind, nothing), *there.get(kind, nothing)})
+            if here.get(kind, nothing).get(name) != there.get(kind, nothing).get(name)
+        ]
+        for kind in {**here, **there}
+    }
+    return {kind: names for kind, names in apart.items() if names}
 
 
 def decided(params: Params, job: TrainJob, plan_file: Path) -> dict[str, Any]:
@@ -67,8 +87,8 @@ def decided(params: Params, job: TrainJob, plan_file: Path) -> dict[str, Any]:
         "seed": values["seed"],
         # How GPUs share a step decides no more than rounding: another number of them goes on from the same checkpoint.
         "train": {name: value for name, value in values["train"].items() if name not in SHARING},
-        "cut": how_cut(plan_file),
-        "rows": learnt_rows(job.plan),
+        "bucket": how_cut(plan_file),
+        ROWS: learnt_rows(job.plan),
         "precision": job.model_spec.precision,
     }
 
@@ -87,3 +107,17 @@ def _content(path: Path) -> str | dict[str, str]:
     if path.is_file():
         return sha256_file(path)
     return {file.relative_to(path).as_posix(): sha256_file(file) for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def _rows(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the plan says of the data, if it is given."""
+    return {ROWS: values[ROWS]} if ROWS in values else {}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -35,11 +35,11 @@ from stages.train.growth_advice import Settings
 from stages.train.guards import Diverged, refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.host_peak import HostPeak, host_peak
+from stages.train.keeper import NOTHING_KEPT, Keeper
 from stages.train.measure import LOAD, Meter
 from stages.train.monitor import MEMORY_COLUMNS, Monitor, memory_text
 from stages.train.oom import CHECKPOINT, HELDOUT
 from stages.train.recover import Ending, plain_ending, splits
-from stages.train.resume import NOTHING_KEPT, Keeper
 from stages.train.rng import redrawn_after_fault
 from stages.train.snapshot import Running
 
@@ -176,6 +176,8 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
                 with ending.place.inside(CHECKPOINT):
                     keeper.step_done(run)
             refuse_broken_weights(run.team, total)
+            with ending.place.inside(CHECKPOINT):
+                keeper.all_done(run)
     return TrainResult(
         team=run.team,
         curves=run.curves,

@@ -8,49 +8,25 @@ nothing that a result depends on.
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
 from stages.params import Run
 from stages.step.batches import Batch
-from stages.train.checkpoint import CheckpointStore, Unfinished
+from stages.train.checkpoint import CheckpointStore, Unfinished, steps_in
+from stages.train.disk_room import Room, trained_bytes
 from stages.train.guards import Diverged, refuse_broken_weights
+from stages.train.keeper import Keeper
 from stages.train.oom import OutOfMemory
-from stages.train.place import held_alone
+from stages.train.place import Choice, held_alone, held_by_us
 from stages.train.signals import Stop, Stopped
 from stages.train.snapshot import Running, cut_of, held_by, pieces_of, put_back, tensors_of, values_of
 
 ALONE_CUT = cut_of(1, "none")
 LARGEST_SHARE = 0.02
 """Of the time, that checkpoints may take: after a dear one, the next comes later."""
-
-
-class Keeper:
-    """What the loop tells of its steps; this one keeps nothing."""
-
-    first_step = 0
-    """The optimizer step to begin with."""
-    measures_load = True
-    """Whether figures of memory begin here: they do not go on from an earlier process's."""
-
-    def resume(self, run: Running, steps: int) -> None:
-        """Put a run of so many `steps` that was just loaded where `first_step` begins."""
-
-    def keeping(self, run: Running) -> AbstractContextManager[None]:
-        """The context of all steps."""
-        return nullcontext()
-
-    def step_done(self, run: Running) -> None:
-        """Call after a step, when its row is in `run.curves`."""
-
-    def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The step's batches, between two of which it may be left."""
-        return batches
-
-
-NOTHING_KEPT = Keeper()
 
 
 class Checkpoints(Keeper):
@@ -65,6 +41,8 @@ class Checkpoints(Keeper):
         told: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         cut: Mapping[str, Any] = ALONE_CUT,
+        earlier: Path | None = None,
+        room: Room | None = None,
     ):
         """Look for what an earlier process left.
 
@@ -75,10 +53,14 @@ class Checkpoints(Keeper):
             told: gets a line where one is gone on from, is damaged or cannot be written.
             clock: seconds that never jump.
             cut: how the run is shared.
+            earlier: the directory of another run, from which this one goes on where it has no checkpoint of its own.
+            room: what else the run will write, for which there must be room on the disk; None = nothing.
         """
         self._store, self._seconds, self._told, self._clock = store, seconds, told, clock
-        self._stop = stop
+        self._stop, self._earlier, self._room = stop, earlier, room
         self._found = store.newest()
+        if self._found is None and earlier is not None:
+            self._found = CheckpointStore(earlier, store.keep, told, store.voices).newest()
         self.first_step = 0 if self._found is None else self._found.values["step"]
         self.measures_load = self._found is None or self._found.values["cut"] != cut
         self._finishing: threading.Thread | None = None
@@ -87,11 +69,35 @@ class Checkpoints(Keeper):
         self._due = clock() + (seconds or 0.0)
 
     def resume(self, run: Running, steps: int) -> None:
-        """Put back the checkpoint that was found, and say so."""
-        if self._found is None:
+        """Put back the checkpoint that was found, and say so; look for room on the disk."""
+        if self._found is not None:
+            self._put_back(run, steps)
+        if self._room is None:
             return
+        voices = self._store.voices
+        sizes = voices.each(sum(tensor.nbytes for tensor in tensors_of(held_by(run)).values()))
+        if voices.leads:
+            self._room.check(
+                self._store.directory,
+                trained_bytes=trained_bytes(run),
+                checkpoint_bytes=sum(size for (size,) in sizes),
+                there=len(steps_in(self._store.directory)),
+                most=1 if self._seconds is None else self._store.keep + 1,
+            )
+
+    def _put_back(self, run: Running, steps: int) -> None:
+        """Go on from the checkpoint that was found."""
+        assert self._found is not None
         found, self._found = self._found, None
-        put_back(run, found.tensors(), [found.values_of(part) for part in range(found.parts)])
+        try:
+            put_back(run, found.tensors(), [found.values_of(part) for part in range(found.parts)])
+        except (RuntimeError, LookupError, TypeError) as error:
+            if self._earlier is None:
+                raise
+            raise UserError(
+                f"run.resume: compatible must meet a checkpoint that this code can read; the one in {found.path} is "
+                f"another ({error}); set run.resume=exact to begin at the first step"
+            ) from error
         self._told(f"train: resumed at optimizer step {run.step} of {steps} (checkpoint of {found.values['saved_at']})")
         if self.measures_load:
             cut = found.values["cut"]
@@ -149,6 +155,13 @@ class Checkpoints(Keeper):
         if self.is_due():
             self._begin(run)
 
+    def all_done(self, run: Running) -> None:
+        """Keep the end of training, alone: what is left is to publish, and a kill or a full disk costs no step."""
+        self._keep_last(run)
+        self.wait()
+        if self._store.voices.leads and self._store.holds(run.step):
+            self._store.drop_old(keep=1)
+
     def is_due(self) -> bool:
         """Whether it is time for a checkpoint, and the last one is finished."""
         busy = self._finishing is not None and self._finishing.is_alive()
@@ -168,9 +181,23 @@ class Checkpoints(Keeper):
     def kept(self) -> str:
         """What there is to go on from, for people."""
         step = self._last_kept()
+        if step is None and self._earlier is not None:
+            return f"the checkpoint in {self._earlier} is kept: the same command goes on from there"
         if step is None:
             return "no checkpoint was made: the same command starts at the first step"
         return f"the checkpoint of optimizer step {step} is kept: the same command goes on from there"
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Inside, outputs are written; where that fails, the user is told what is kept.
+
+        Raises:
+            UserError: the disk refused.
+        """
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"{error}; {self.kept()}", *error.details) from None
 
     def _kept_of_diverged(self) -> str:
         """What is left after weights went wrong, for people."""
@@ -247,21 +274,26 @@ class Checkpoints(Keeper):
 
 
 @contextmanager
-def opened(directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None]) -> Iterator[Checkpoints]:
+def opened(
+    choice: Choice, *, run: Run, stop: Stop, told: Callable[[str], None], room: Room | None = None
+) -> Iterator[Checkpoints]:
     """The checkpoints of the training that has this directory, removed with it when the block ends well.
 
     Args:
-        directory: named by the key of all that decides the result.
+        choice: the directory, and that of another run to resume.
         run: how often they are made and how many are kept.
         stop: who asks to stop.
         told: gets lines for the user.
+        room: see `Checkpoints`.
 
     Raises:
         UserError: another process works there, or the disk refused.
         Stopped: that was asked for; the user was told.
     """
-    with held_alone(directory, told):
-        store = CheckpointStore(directory, run.keep_checkpoints, told)
-        checkpoints = Checkpoints(store, seconds=run.checkpoint_seconds, stop=stop, told=told)
+    with held_alone(choice.directory, told, choice.record), held_by_us(choice.earlier):
+        store = CheckpointStore(choice.directory, run.keep_checkpoints, told)
+        checkpoints = Checkpoints(
+            store, seconds=run.checkpoint_seconds, stop=stop, told=told, earlier=choice.earlier, room=room
+        )
         with checkpoints.told_of_stop():
             yield checkpoints

@@ -7,16 +7,16 @@ is on the disk. Where one process fails alone nothing can be agreed on any more:
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from stages.dist.agree import Voices
 from stages.errors import UserError
 from stages.params import Run
 from stages.step.batches import Batch
 from stages.train.checkpoint import CheckpointStore, Unfinished
+from stages.train.disk_room import Room
 from stages.train.guards import refuse_broken_weights
-from stages.train.place import held_alone
+from stages.train.place import Choice, held_alone, held_by_us
 from stages.train.resume import Checkpoints, opened
 from stages.train.signals import Stop, Stopped
 from stages.train.snapshot import Running, cut_of
@@ -119,7 +119,14 @@ class SharedCheckpoints(Checkpoints):
 
 
 def opened_by_all(
-    directory: Path, *, run: Run, stop: Stop, told: Callable[[str], None], voices: Voices, sharding: str
+    choice: Choice,
+    *,
+    run: Run,
+    stop: Stop,
+    told: Callable[[str], None],
+    voices: Voices,
+    sharding: str,
+    room: Room | None = None,
 ) -> AbstractContextManager[Checkpoints]:
     """As `resume.opened`, for a run of one process or of several, all of which call this.
 
@@ -128,19 +135,35 @@ def opened_by_all(
         Stopped: that was asked for; the user was told.
     """
     if voices.size == 1:
-        return opened(directory, run=run, stop=stop, told=told)
-    return _opened_together(directory, run, stop, told, voices, sharding)
+        return opened(choice, run=run, stop=stop, told=told, room=room)
+    return _opened_together(choice, run, stop, told, voices, sharding, room)
 
 
 @contextmanager
 def _opened_together(
-    directory: Path, run: Run, stop: Stop, told: Callable[[str], None], voices: Voices, sharding: str
+    choice: Choice,
+    run: Run,
+    stop: Stop,
+    told: Callable[[str], None],
+    voices: Voices,
+    sharding: str,
+    room: Room | None,
 ) -> Iterator[Checkpoints]:
-    """Of several processes the first holds the directory."""
-    with held_alone(directory, told) if voices.leads else nullcontext():
+    """Of several processes the first holds the directories."""
+    with ExitStack() as stack:
+        if voices.leads:
+            stack.enter_context(held_alone(choice.directory, told, choice.record))
+            stack.enter_context(held_by_us(choice.earlier))
         voices.each(0)  # From here on the first process holds the directory.
-        store = CheckpointStore(directory, run.keep_checkpoints, told, voices)
-        cut = cut_of(voices.size, sharding)
-        checkpoints = SharedCheckpoints(store, seconds=run.checkpoint_seconds, stop=stop, told=told, cut=cut)
+        store = CheckpointStore(choice.directory, run.keep_checkpoints, told, voices)
+        checkpoints = SharedCheckpoints(
+            store,
+            seconds=run.checkpoint_seconds,
+            stop=stop,
+            told=told,
+            cut=cut_of(voices.size, sharding),
+            earlier=choice.earlier,
+            room=room,
+        )
         with checkpoints.told_of_stop():
             yield checkpoints

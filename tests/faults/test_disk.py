@@ -1,7 +1,9 @@
 """A disk that is full or forbids writing, in any stage: one line, exit code 1, and what was there before is whole."""
 
 import errno
+import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -45,7 +47,8 @@ def fill_and_run(mounting: Runner, finished: Finished, stage: str, place: Path, 
     old = put_old(seen, stage)
     fill(seen, int(written_bytes(finished, stage) * share))
     line = mounting.run(stage, workspace).refusal()
-    assert "No space left on device" in line and "free space, then rerun" in line
+    found = "No space left on device" in line or (stage == "train" and "the disk must have room" in line)
+    assert found and "free space, then rerun" in line
     check_kept_or_new(seen, stage, old, finished)
     (seen / "ballast").unlink()
     ended = mounting.run(stage, workspace)
@@ -93,6 +96,41 @@ def test_one_of_several_disks_is_full(mounting, quick, tmp_path, stage, full):
     (seen / full / "ballast").unlink()
     ended = mounting.run(stage, workspace)
     assert ended.status == 0, ended.output
+
+
+def data_on_a_disk_of_its_own(mounting: Runner, finished: Finished, place: Path, free_bytes: int) -> tuple[Path, Path]:
+    """A workspace whose data/ is on a disk with so much room; as the test and as its runs see it."""
+    workspace = finished.copy(place / "work")
+    content = shutil.copytree(workspace / "data", place / "content", symlinks=True)
+    mounting.mount(workspace / "data", DISK_BYTES)
+    seen = mounting.seen(workspace)
+    shutil.copytree(content, seen / "data", symlinks=True, dirs_exist_ok=True)
+    fill(seen / "data", free_bytes)
+    return workspace, seen
+
+
+@pytest.mark.multiprocess
+def test_a_disk_that_is_full_when_training_is_saved(mounting, quick, tmp_path):
+    """It is found before the first step; where nobody looks, the end of training is kept and only saved again."""
+    workspace, seen = data_on_a_disk_of_its_own(mounting, quick, tmp_path, 0)
+    put_nothing(workspace, "train")
+    line = mounting.run("train", workspace).refusal()
+    assert line.startswith("data/tuned: the disk must have room for the end of training: ")
+    assert not list(seen.glob("scratch/train/*/*step-*"))
+    verdict = seen / "data/estimate/verdict.json"
+    (seen / "data/ballast").unlink()
+    verdict.write_text(json.dumps({"enforce": False, "refusal": None}))
+    fill(seen / "data", 0)
+    line = mounting.run("train", workspace).refusal()
+    assert line.startswith("data/tuned: cannot be written (No space left on device"), line
+    assert re.search(r"; the checkpoint of optimizer step (\d+) is kept: the same command goes on from there$", line)
+    (seen / "data/ballast").unlink()
+    ended = mounting.run("train", workspace)
+    assert ended.status == 0, ended.output
+    resumed = re.search(r"train: resumed at optimizer step (\d+) of (\d+) ", ended.output)
+    assert resumed is not None and resumed[1] == resumed[2], ended.output
+    assert state(seen, "train") == quick.states["train"]
+    assert not list(seen.glob("scratch/train/*/*step-*"))
 
 
 def test_a_full_disk_under_the_log_costs_no_training(quick, tmp_path):

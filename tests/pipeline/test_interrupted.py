@@ -1,5 +1,6 @@
 """Training that ends too soon under DVC: the same command goes on with it, also in a temporary copy of the checkout."""
 
+import re
 import subprocess
 import sys
 import time
@@ -11,8 +12,8 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
-from tests.pipeline.clone import Clone
-from tests.processes import TIMEOUT_SECONDS, killed_after
+from tests.pipeline.clone import Clone, commit_all
+from tests.processes import TIMEOUT_SECONDS, kill_group, killed_after
 from tests.repeatable import repeatable
 
 HERE = ("repro", "--force", "--single-item", "train")
@@ -40,10 +41,14 @@ def wait_for(true: Callable[[], object], process: subprocess.Popen[Any] | None =
 
 
 def broken_off(
-    clone: Clone, log: Path, command: tuple[str, ...], end: Callable[[subprocess.Popen[Any]], object]
+    clone: Clone,
+    log: Path,
+    command: tuple[str, ...],
+    end: Callable[[subprocess.Popen[Any]], object],
+    sign: Callable[[Clone], set[str]] = kept,
 ) -> str:
-    """Output of a training that `end` ends once it has one checkpoint more."""
-    before = kept(clone)
+    """Output of a training that `end` ends once it has one checkpoint more, or another sign."""
+    before = sign(clone)
     with open(log, "w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "dvc", *command],
@@ -55,7 +60,7 @@ def broken_off(
             start_new_session=True,
         )
         with killed_after(process):
-            wait_for(lambda: kept(clone) - before, process)
+            wait_for(lambda: sign(clone) - before, process)
             end(process)
             assert process.wait(TIMEOUT_SECONDS) != 0
     wait_for(lambda: not trainers(clone))
@@ -82,6 +87,25 @@ def test_a_training_goes_on_after_dvc_and_then_itself_was_killed(clone: Clone, t
     assert "train: resumed at optimizer step" in second
     third = clone.dvc(*IN_A_COPY)
     assert "train: resumed at optimizer step" in third
-    assert not kept(clone)
+    assert len(kept(clone)) == 1, "the end of training, until the next one begins"
     revision = clone.run("git", "for-each-ref", "--format=%(objectname)", "refs/exps").split()[-1]
     assert results(clone, revision) == results(clone, "HEAD")
+
+
+def finished(clone: Clone) -> set[str]:
+    """What trainings that have published say."""
+    return {path.read_text() for path in (clone.root / "scratch/train").glob("*/finished")} - {""}
+
+
+@pytest.mark.slow
+def test_a_kill_before_dvc_has_recorded_the_outputs_costs_no_training(clone: Clone, tmp_path: Path):
+    """DVC removes the outputs before it runs the stage again; hashing large ones takes minutes."""
+    first = broken_off(clone, tmp_path / "first", HERE, kill_group, finished)
+    assert "resumed" not in first
+    second = clone.dvc(*HERE)
+    resumed = re.search(r"train: resumed at optimizer step (\d+) of (\d+) ", second)
+    assert resumed is not None and resumed[1] == resumed[2], second
+    commit_all(clone)
+    assert results(clone, "HEAD") == results(clone, "HEAD~1")
+    third = clone.dvc(*HERE)
+    assert "resumed" not in third, "whoever forces a run that DVC has recorded wants it to be trained again"

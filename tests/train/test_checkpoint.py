@@ -16,7 +16,8 @@ from stages.files import sha256_file
 from stages.model.tensor_files import stored_tensors
 from stages.params_file import load_params
 from stages.train.checkpoint import PARTS, SUMS, TENSORS, VALUES, CheckpointStore
-from stages.train.identity import PACKAGE, run_key
+from stages.train.identity import PACKAGE, run_key, run_parts
+from stages.train.place import Choice
 from stages.train.resume import ALONE_CUT, LARGEST_SHARE, Checkpoints, opened
 from stages.train.signals import Stop
 from tests.conftest import ROOT
@@ -193,24 +194,27 @@ def settings() -> Any:
 
 def test_a_second_process_is_refused_in_one_line(tmp_path: Path):
     """Two processes that write the same checkpoints would each resume from the other's."""
-    with opened(tmp_path / "run", run=settings(), stop=Stop(), told=print):
+    with opened(Choice(directory=tmp_path / "run"), run=settings(), stop=Stop(), told=print):
         with pytest.raises(UserError, match=r"run: one process at a time may train the same run, .*; wait for its end"):
-            with opened(tmp_path / "run", run=settings(), stop=Stop(), told=print):
+            with opened(Choice(directory=tmp_path / "run"), run=settings(), stop=Stop(), told=print):
                 raise AssertionError("two at once")
-        with opened(tmp_path / "another", run=settings(), stop=Stop(), told=print):
+        with opened(Choice(directory=tmp_path / "another"), run=settings(), stop=Stop(), told=print):
             pass
-    with opened(tmp_path / "run", run=settings(), stop=Stop(), told=print):
+    with opened(Choice(directory=tmp_path / "run"), run=settings(), stop=Stop(), told=print):
         pass
 
 
 def test_a_run_that_ends_well_leaves_nothing_and_a_fault_leaves_its_checkpoints(tmp_path: Path):
     """Scratch that fills up, or that is emptied by the fault it is there for."""
     store = CheckpointStore(tmp_path / "run", 2, print)
-    with pytest.raises(ConnectionError), opened(tmp_path / "run", run=settings(), stop=Stop(), told=print):
+    with (
+        pytest.raises(ConnectionError),
+        opened(Choice(directory=tmp_path / "run"), run=settings(), stop=Stop(), told=print),
+    ):
         keep(store, 2)
         raise ConnectionError
     assert store.last_step() == 2
-    with opened(tmp_path / "run", run=settings(), stop=Stop(), told=print) as checkpoints:
+    with opened(Choice(directory=tmp_path / "run"), run=settings(), stop=Stop(), told=print) as checkpoints:
         assert checkpoints.first_step == 2
     assert not (tmp_path / "run").exists()
 
@@ -218,7 +222,7 @@ def test_a_run_that_ends_well_leaves_nothing_and_a_fault_leaves_its_checkpoints(
 def test_trainings_that_were_given_up_are_told_of(tmp_path: Path, said: list[str]):
     """Each changed parameter leaves the checkpoints of the run before it, which fill the disk in silence."""
     keep(CheckpointStore(tmp_path / "given up", 2, print), 2)
-    with opened(tmp_path / "run", run=settings(), stop=Stop(), told=said.append):
+    with opened(Choice(directory=tmp_path / "run"), run=settings(), stop=Stop(), told=said.append):
         pass
     (line,) = said
     assert line.startswith(f"note: {tmp_path} holds checkpoints of 1 other unfinished trainings (")
@@ -231,7 +235,8 @@ KEY_FILES = {"tokens": "tokens", "plan": "plan.arrow", "model": "model.json"}
 def key_in(directory: Path, device: torch.device = CPU, threads: int = 1, **values: Any) -> str:
     """The key of a run over the files in a directory."""
     decided = {"seed": 1, "train": {"lr": 0.1}, "precision": "fp32", **values}
-    return run_key(decided, {name: directory / path for name, path in KEY_FILES.items()}, device, threads)
+    files = {name: directory / path for name, path in KEY_FILES.items()}
+    return run_key({"parts": run_parts(decided, files, device, threads), "earlier": []})
 
 
 @pytest.fixture

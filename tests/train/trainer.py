@@ -12,6 +12,7 @@ import torch
 from stages.params_file import load_params
 from stages.parent_death import end_with_parent
 from stages.step.batches import Batch
+from stages.train.place import Choice
 from stages.train.resume import Checkpoints, opened
 from stages.train.signals import Stop, stopped_by_signals
 from tests.conftest import ROOT
@@ -46,7 +47,10 @@ def main(model: Path, directory: Path, mode: Mode) -> None:
 
     Checkpoints.between = held  # type: ignore[method-assign, assignment]
     job = small_job(model, directory / "tokens", lora_dropout=0.1)
-    with stopped_by_signals(stop), opened(directory / "kept", run=run, stop=stop, told=told) as keeper:
+    with (
+        stopped_by_signals(stop),
+        opened(Choice(directory=directory / "kept"), run=run, stop=stop, told=told) as keeper,
+    ):
         ended = finish(job, keeper)
         (directory / ENDED).write_text(ended.weights_sha256())
 

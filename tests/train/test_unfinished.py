@@ -1,0 +1,179 @@
+"""An unfinished run that is not resumed says why; one with other code or versions is resumed where a user wants it."""
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.errors import UserError
+from stages.params import Run
+from stages.params_file import load_params
+from stages.train.identity import run_key
+from stages.train.keeper import NOTHING_KEPT, Keeper
+from stages.train.loop import TrainJob, train
+from stages.train.measure import make_meter
+from stages.train.place import DVC_LOCK, RECORD, Choice, mark_finished
+from stages.train.resume import Checkpoints, opened
+from stages.train.signals import Stop
+from stages.train.unfinished import choose, told_of_mixture
+from tests.conftest import ROOT
+from tests.small_model import CPU
+from tests.train.interrupted import small_job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PARTS: dict[str, dict[str, Any]] = {
+    "parameters": {"seed": 17, "train.lr": 0.003, "bucket": "0a"},
+    "data": {"tokens.train.arrow": "1b"},
+    "model": {"model": "2c"},
+    "code": {"stages/step/step.py": "3d", "stages/step/loss.py": "4e"},
+    "device": {"name": "AVX2"},
+    "threads": {"run.cpu_threads": 2},
+    "versions": {"torch": "2.13.0"},
+}
+
+
+def parts_with(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parts of a run that differs."""
+    changed = deepcopy(PARTS)
+    for kind, values in changes.items():
+        changed[kind] |= values
+    return changed
+
+
+def left(root: Path, step: int, changes: dict[str, dict[str, Any]]) -> Path:
+    """The directory of an unfinished run."""
+    record = {"parts": parts_with(**changes), "earlier": []}
+    directory = root / run_key(record)
+    (directory / f"step-{step:09d}").mkdir(parents=True)
+    (directory / RECORD).write_text(json.dumps(record))
+    return directory
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "parameters": ({"train.lr": 0.001}, "train.lr: 0.001 there, 0.003 here"),
+    "data": ({"tokens.train.arrow": "other"}, "tokens.train.arrow"),
+    "model": ({"model": "other"}, "model"),
+    "code": ({"stages/step/step.py": "other"}, "stages/step/step.py"),
+    "threads": ({"run.cpu_threads": 8}, "run.cpu_threads: 8 there, 2 here"),
+    "versions": ({"torch": "2.11.0"}, 'torch: "2.11.0" there, "2.13.0" here'),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_run_that_is_not_resumed_says_why(tmp_path: Path, kind: str):
+    """Hours of training that begin at step 0 once more, without a word of which of six things was changed."""
+    change, told = CHANGES[kind]
+    other, said = left(tmp_path, 2, {kind: change}), list[str]()
+    assert choose(tmp_path, PARTS, "exact", said.append).earlier is None
+    [line] = said
+    assert line.startswith(f"note: the unfinished training in {other} (optimizer step 2) is not resumed: {kind} differ")
+    assert told in line
+    assert line.endswith("-S run.resume=compatible resumes it") == (kind in ("code", "versions"))
+    choice = choose(tmp_path, PARTS, "compatible", lambda line: None)
+    assert choice.earlier == (other if kind in ("code", "versions") else None)
+
+
+def test_of_several_the_nearest_is_named(tmp_path: Path):
+    """Each change of a parameter leaves one."""
+    left(tmp_path, 90, {"parameters": {"train.lr": 1.0}})
+    left(tmp_path, 80, {"code": {"stages/step/step.py": "a", "stages/step/loss.py": "b"}, "versions": {"torch": "1"}})
+    nearest, said = left(tmp_path, 3, {"code": {"stages/step/step.py": "a"}}), list[str]()
+    choose(tmp_path, PARTS, "exact", said.append)
+    assert len(said) == 1 and str(nearest) in said[0]
+
+
+def settings() -> Run:
+    return load_params(ROOT / "params.yaml").run
+
+
+def opened_for(choice: Choice, said: list[str]) -> Any:
+    return opened(choice, run=settings(), stop=Stop(), told=said.append)
+
+
+def test_a_compatible_run_goes_on_says_so_and_is_never_taken_for_an_exact_one(small_llama: Path, tmp_path: Path):
+    """Metrics of two versions of the code that look like those of one."""
+    job, root, said = quick_job(small_llama, tmp_path), tmp_path / "kept", list[str]()
+    old = choose(root, parts_with(code={"stages/step/step.py": "older"}), "exact", print)
+    with pytest.raises(ConnectionError), opened_for(old, said) as keeper:
+        keeper.step_done = stop_after(keeper, 2)
+        weights_of(job, keeper)
+    choice = choose(root, PARTS, "compatible", said.append)
+    assert choice.earlier == old.directory
+    with pytest.raises(ConnectionError), opened_for(choice, said) as keeper:
+        assert keeper.first_step == 2
+        keeper.step_done = stop_after(keeper, 4)
+        weights_of(job, keeper)
+    assert choose(root, PARTS, "exact", said.append).directory != choice.directory
+    assert "is not resumed: it is itself a mixture" in said[-1]
+    again = choose(root, PARTS, "compatible", said.append)
+    assert again == Choice(directory=choice.directory, earlier=None, record=choice.record)
+    assert told_of_mixture(again) == {"resumed": "compatible: with other code (stages/step/step.py) up to step 2"}
+    with opened_for(again, said) as keeper:
+        assert keeper.first_step == 4
+        assert weights_of(job, keeper) == weights_of(job)  # Nothing but the record's word was another.
+
+
+def quick_job(model: Path, place: Path, **spec: Any) -> TrainJob:
+    """One that measures no more than it has to."""
+    job = small_job(model, place / "tokens", **spec)
+    return replace(job, measured_steps=frozenset(), heldout_every_steps=None)
+
+
+def weights_of(job: TrainJob, keeper: Keeper = NOTHING_KEPT) -> list[Any]:
+    """Train; the trained weights, as lists that can be compared."""
+    return [weight.tolist() for _, weight in train(job, make_meter(CPU), keeper).team.trained()]
+
+
+def stop_after(keeper: Checkpoints, step: int) -> Any:
+    """A power cut after a checkpoint of so many steps."""
+
+    def step_done(run: Any) -> None:
+        if run.step == step:
+            keeper._keep_last(run)
+            keeper.wait()
+            raise ConnectionError
+
+    return step_done
+
+
+def test_a_checkpoint_that_other_code_cannot_read_is_refused_in_one_line(small_llama: Path, tmp_path: Path):
+    """A permission to try ends in no traceback, and what was there stays."""
+    root, said = tmp_path / "kept", list[str]()
+    old = choose(root, parts_with(code={"stages/step/step.py": "older"}), "exact", print)
+    with pytest.raises(ConnectionError), opened_for(old, said) as keeper:
+        keeper.step_done = stop_after(keeper, 2)
+        weights_of(quick_job(small_llama, tmp_path, method="lora"), keeper)
+    choice = choose(root, PARTS, "compatible", print)
+    with pytest.raises(UserError, match="^run.resume: compatible must .*set run.resume=exact"):
+        with opened_for(choice, said) as keeper:
+            weights_of(quick_job(small_llama, tmp_path / "more", method="full"), keeper)
+    assert [path.name for path in old.directory.glob("step-*")] == ["step-000000002"]
+    assert not choice.directory.exists()
+
+
+def test_a_finished_run_keeps_its_end_until_the_next_one_begins(
+    small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """DVC removes outputs before it runs a stage: a kill between publishing and dvc.lock must not cost the training."""
+    monkeypatch.chdir(tmp_path)
+    job, root, said = quick_job(small_llama, tmp_path), tmp_path / "kept", list[str]()
+    (tmp_path / "train.json").write_text("{}")
+    choice = choose(root, PARTS, "exact", print)
+    for first_step in (0, 5):
+        with opened_for(choice, said) as keeper:
+            assert keeper.first_step == first_step
+            ended = weights_of(job, keeper)
+            mark_finished(choice.directory, tmp_path / "train.json")
+    assert weights_of(job) == ended
+    DVC_LOCK.write_text("md5: 99914b932bd37a50b983c5e7c90ae93b")  # Of {}: DVC knows the outputs, who forces it trains.
+    with opened_for(choose(root, PARTS, "exact", print), said) as keeper:
+        assert keeper.first_step == 0
+        weights_of(job, keeper)
+        mark_finished(choice.directory, tmp_path / "train.json")
+    said.clear()
+    with opened_for(choose(root, parts_with(parameters={"seed": 1}), "exact", said.append), said):
+        assert not choice.directory.exists() and said == []
