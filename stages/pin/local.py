@@ -48,6 +48,8 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
     Raises:
         UserError: it is missing, empty, of an unknown kind, or written by the pipeline itself.
     """
+    if "://" in source:
+        raise UserError(f"{parameter}: {_url_remedy(source)}; got {source!r}")
     try:
         path = find_source(source)
         is_saved = (path / SAVED_SPLITS).is_file() or (path / SAVED_STATE).is_file()
@@ -83,6 +85,16 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
     if not files:
         raise UserError(f"{parameter}: the directory holds no data file ({KNOWN_NAMES}); got {source!r}")
     return LocalSource(kind="directory", root=path, files=files, split=None)
+
+
+def _url_remedy(source: str) -> str:
+    """What to name in place of an address, which is never fetched."""
+    hub = source.partition("huggingface.co/datasets/")[2].split("?")[0].split("/")
+    if len(hub) >= 2:
+        return f"name the data set as {HUB_PREFIX}{hub[0]}/{hub[1]}"
+    return (
+        f"addresses are not fetched, but for data sets of the hub ({HUB_PREFIX}org/name); download the file and name it"
+    )
 
 
 def _pin_glob(parameter: str, source: str) -> LocalSource:

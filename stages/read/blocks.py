@@ -12,7 +12,7 @@ from stages.read.columns import cut_columns
 from stages.read.lines import cut_lines
 from stages.read.pinned import Content, PinnedBytes, open_seekable
 from stages.read.stretch import BLOCK_BYTES, Stretch, count_rows, first_rows
-from stages.read.values import cut_values
+from stages.read.values import FORM_BYTES, cut_values, json_form
 
 __all__ = ["BLOCK_BYTES", "file_names", "read_blocks"]
 
@@ -93,15 +93,16 @@ def _file_stretches(
 
 def _cut(file: DataFile, content: Content, block_bytes: int) -> Iterator[Stretch]:
     """The rows of a file that is read front to back."""
-    start = content.peek(block_bytes)
+    start = content.peek(max(block_bytes, FORM_BYTES))
     if file.kind.format in DELIMITERS:
         return cut_cells(content.read, file.name, DELIMITERS[file.kind.format], block_bytes)
     if file.kind.format == "txt":
         return cut_lines(content.read, "text", block_bytes)
-    # Only the first block is looked at, so white space longer than it hides a bracket; its rows then say so.
-    if start.lstrip()[:1] == b"[":
-        return cut_values(content.read, file.name, block_bytes)
-    return cut_lines(content.read, "lines", block_bytes)
+    # Only the start is looked at, so white space longer than it hides a bracket; its rows then say so.
+    form, before = json_form(start)
+    if form == "lines":
+        return cut_lines(content.read, "lines", block_bytes)
+    return cut_values(content.read, file.name, block_bytes, form, before)
 
 
 def _limited(stretches: Iterator[Stretch], limit: int | None) -> Iterator[tuple[Stretch, int]]:

@@ -13,6 +13,7 @@ from stages.read.stretch import MAX_ROW_BYTES, Read, Stretch, to_payload
 
 # The csv module holds a cell at four bytes a character: no more than MAX_ROW_BYTES.
 MAX_CELL_CHARACTERS = MAX_ROW_BYTES // 4
+OTHER_DELIMITERS = (";", "\t", ",", "|")
 # Rows that are faults weigh nothing in a block: their number is bounded, so that the memory of a hopeless file is.
 MAX_FAULTS = 4096
 # What no text holds: NUL, and what bytes that are not UTF-8 become.
@@ -128,6 +129,12 @@ def _header(first: tuple[int, list[str] | str] | None, name: str) -> list[str]:
     line, names = first
     if isinstance(names, str):
         raise UserError(f"{name}:{line}: {rule}; got a line that is {names}")
+    other = next((mark for mark in OTHER_DELIMITERS if len(names) == 1 and mark in names[0]), None)
+    if other is not None:
+        raise UserError(
+            f"{name}:{line}: the header is one column, {names[0]!r}: its cells are separated by {other!r}; save the "
+            "table with commas as .csv, or with tabs as .tsv"
+        )
     if _NOT_TEXT.search("".join(names)):
         raise UserError(f"{name}:{line}: {rule}; got bytes that are not UTF-8 text; save the file as UTF-8")
     unusable = [column for k, column in enumerate(names) if not column.strip() or column in names[:k]]

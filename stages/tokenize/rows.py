@@ -48,7 +48,7 @@ def parse_row(row: Mapping[str, Any], shape: SourceShape) -> Conversation | Plai
     """
     example = _PARSERS[shape.format](named_keys(row, shape))
     if isinstance(example, Conversation) and not example.trained_turns():
-        found = "every assistant turn has weight 0" if example.context else "no assistant turn"
+        found = "every assistant turn is marked as not trained" if example.context else "no assistant turn"
         raise RowFault(f"{found}, so nothing to train on; remove the row or add one")
     return example
 

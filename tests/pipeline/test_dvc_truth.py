@@ -137,6 +137,24 @@ def test_an_edited_source_reruns_what_follows(clone: Clone):
 
 
 @pytest.mark.slow
+def test_a_held_out_source_is_watched_and_no_held_out_row_reaches_the_report(clone: Clone, tmp_path: Path):
+    lines = (clone.root / "data/raw/sample.jsonl").read_text().splitlines(keepends=True)
+    heldout = tmp_path / "test.jsonl"
+    heldout.write_text("".join(lines[-12:]))
+    clone.set_params(data__heldout_fraction=0, data__heldout_source=str(heldout))
+    clone.dvc("repro", "tokenize")
+    assert clone.json("metrics/tokenize.json")["heldout_rows"] <= 12
+    heldout.write_text("".join(lines[-8:]))
+    assert "tokenize" in stages_run(clone.dvc("repro", "tokenize"))
+    assert clone.json("metrics/tokenize.json")["heldout_rows"] <= 8
+    clone.set_params(data__heldout_source=None, train__heldout_every_steps=None, evaluate__generate_rows=0)
+    assert "report" in stages_run(clone.dvc("repro"))
+    assert clone.json("metrics/evaluate.json")["tuned_loss"] is None
+    assert "no rows are held out" in (clone.root / "data/report/report.md").read_text()
+    clone.dvc("plots", "show", "--out", str(tmp_path / "plots"))
+
+
+@pytest.mark.slow
 def test_an_edited_template_reruns_tokenize(clone: Clone):
     """DVC tracks the path that data.chat_template holds; only the pin knows what lies there."""
     tiny = clone.root / "stages/pin/tiny/chat_template.jinja"

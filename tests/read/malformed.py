@@ -126,11 +126,29 @@ LINES = {
     "line of 64 MiB": Malformed(
         file="rows.jsonl", content=_long_line, good=2, faults={2: "the row is longer than 64 MiB; shorten or remove it"}
     ),
-    "pretty-printed object": Malformed(
-        file="rows.json",
-        content=b'{\n "data": []\n}\n',
-        faults={1: "not JSON", 2: "not JSON", 3: "not JSON"},
+    "pretty-printed object": _fine(b'{\n "text": "a",\n "data": []\n}\n', 1, "rows.json"),
+    "pretty-printed objects": _fine(b'{\n "text": "}{"\n}\n\n{\n "text": "b"\n}{"text": "c"}\n', 3, "rows.jsonl"),
+    "text between objects": _whole(
+        "rows.json", b'{\n "text": "a"\n},\n{\n "text": "b"\n}\n', ":3: not JSON (unexpected ',' between rows)", good=1
     ),
+    "pretty-printed object cut short": _whole("rows.json", b'{\n "text": "a"\n', ":1: not JSON (the file ends inside"),
+    "rows inside an object": _fine(b'{"data": [\n {"text": "a"},\n {"text": "b"}\n]}\n', 2, "rows.json"),
+    "rows inside an object behind others": _fine(
+        b'{"version": "v\\"2", "n": 1.5e3, "ok": null,\n"data":\n[{"text": "a"}], "end": true}', 1, "rows.json"
+    ),
+    "two lists inside an object": _whole(
+        "rows.json",
+        b'{"train": [{"text": "a"}],\n"test": [{"text": "b"}]}',
+        ":1: not JSON (the object holds 'test' beside",
+    ),
+    "an object of rows that is not closed": _whole(
+        "rows.json", b'{"data": [{"text": "a"}]\n', ":1: not JSON (the object that"
+    ),
+    "lines of objects with such a key": _fine(b'{"data": [{"text": "a"}]}\n{"data": [{"text": "b"}]}\n', 2),
+    "a first line that is cut off": Malformed(
+        file="rows.jsonl", content=b'{"text": ["a",\n' + GOOD + b"\n", good=1, faults={1: "not JSON"}
+    ),
+    "a table with semicolons": _whole("rows.csv", b"prompt;completion\nQ;A\n", ":1: the header is one column"),
     "old Mac line ends": Malformed(file="rows.jsonl", content=GOOD + b"\r" + GOOD, faults={1: "not JSON (Extra"}),
     "BOM": _fine(b"\xef\xbb\xbf" + GOOD + b"\n", 1),
     "CRLF and blank lines": _fine(GOOD + b"\r\n\r\n  \r\n" + GOOD, 2),

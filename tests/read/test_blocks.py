@@ -44,6 +44,19 @@ def test_an_array_read_in_blocks_equals_the_array_read_whole(tmp_path, rows, ind
     assert values_of(path, block_bytes=block) == json.loads(path.read_bytes())
 
 
+@given(rows=ROWS, indent=st.sampled_from([0, 2]), block=st.integers(6, 40), is_wrapped=st.booleans())
+@FREELY
+def test_objects_in_an_object_or_over_several_lines_are_read_in_blocks(tmp_path, rows, indent, block, is_wrapped):
+    """What pretty-printers and other tools write is read whole, wherever a block ends."""
+    path = tmp_path / "rows.json"
+    rows = [{"": None, **row} for row in rows]  # an object without a key is one line
+    whole = {"version": "1", "data": rows, "end": None}
+    path.write_text(
+        json.dumps(whole, indent=indent) if is_wrapped else "\n".join(json.dumps(row, indent=indent) for row in rows)
+    )
+    assert values_of(path, block_bytes=block) == rows
+
+
 @given(rows=ROWS, block=st.integers(5, 40), end=st.sampled_from([b"\n", b"\r\n", b"\n\n"]), last=st.booleans())
 @FREELY
 def test_lines_read_in_blocks_equal_the_lines(tmp_path, rows, block, end, last):

@@ -220,7 +220,7 @@ FAULTS = {
         "messages 2: weight must be 0 or 1 in a message of role assistant, got 0.5",
     ),
     "weight of a question": (messages({**USER, "weight": 1}, ANSWER), "messages", "messages 1: weight must be 0 in a"),
-    "no weight": (messages(USER, {**ANSWER, "weight": 0}), "messages", "every assistant turn has weight 0, so nothing"),
+    "no weight": (messages(USER, {**ANSWER, "weight": 0}), "messages", "every assistant turn is marked as not"),
     "long number": (messages(call(name="f", arguments="9" * 5000)), "messages", "messages 1 (arguments of f) must be"),
     "prompt list": ({"prompt": [USER], "completion": "A"}, "prompt_completion", "must both be text or both be lists"),
     "null text": ({"text": None}, "text", "'text' must be text, got null"),
