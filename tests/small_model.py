@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.model.spec import ModelSpec
+from stages.train.save import Base
 
 CPU = torch.device("cpu")
 VOCABULARY = 256
@@ -47,3 +48,8 @@ def spec_of(**changes: Any) -> ModelSpec:
         "seed": 1,
     }
     return ModelSpec(**{**values, **changes})
+
+
+def base_of(directory: Path, *tokenizer_files: str) -> Base:
+    """A model directory as the base of a fine-tuned one."""
+    return Base(address="base", revision=None, directory=directory, tokenizer_files=tokenizer_files, chat_template=None)

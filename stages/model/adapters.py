@@ -80,15 +80,20 @@ def _cast_adapters(model: PeftModel, spec: WeightsSpec) -> None:
 
 
 def save_adapter(
-    model: PeftModel, directory: Path, base_name: str, held: Mapping[str, torch.Tensor] | None = None
+    model: PeftModel,
+    directory: Path,
+    base_name: str,
+    held: Mapping[str, torch.Tensor] | None = None,
+    *,
+    revision: str | None = None,
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json, equal bytes for equal weights.
 
     peft keeps target names in a set, whose order changes from process to process: they are sorted. It names the base by
-    the directory it was loaded from, which differs between checkouts and temporary runs: `base_name`, as the user
-    wrote it, stands there instead. Where the start changed the frozen weights (PiSSA), the
-    adapter is written as one on the weights as they were. `held` are the adapters' tensors by the model's own
-    names, where it does not hold them whole.
+    the directory it was loaded from, which may be a copy of a checkout that is gone after the run: `base_name`, where
+    others find it, stands there instead, with the `revision` of the hub. Where the start changed the frozen weights
+    (PiSSA), the adapter is written as one on the weights as they were. `held` are the adapters' tensors by the model's
+    own names, where it does not hold them whole.
     """
     # "auto" would ask the hub for the base's config, to see whether its embedding was resized; ours never is.
     model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False, state_dict=held)
@@ -100,7 +105,7 @@ def save_adapter(
         file = directory / "adapter_model.safetensors"
         tensors, config = on_original_weights(load_file(file), config, start, scale)
         save_file(tensors, file, metadata={"format": "pt"})
-    write_json(path, {**config, "base_model_name_or_path": base_name})
+    write_json(path, {**config, "base_model_name_or_path": base_name, "revision": revision})
 
 
 def _ordered(value: Any) -> Any:

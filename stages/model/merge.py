@@ -36,7 +36,7 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
 
     Args:
         base: the base model's directory.
-        files: its files to take along: weights, config, tokenizer.
+        files: its files to take along: weights, config.
         adapter: directory of the saved adapter, on the weights of `base`.
         spec: how the base was held in training.
         out: an existing directory.

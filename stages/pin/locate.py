@@ -1,6 +1,7 @@
 """Where pinned files are on this machine, and whether they still are what was pinned. Imports nothing heavy."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,18 +9,21 @@ from typing import Any
 
 from stages.data_params import HUB_PREFIX
 from stages.errors import UserError
-from stages.files import find_source
+from stages.files import find_source, repo_root
 from stages.pin.hub import cached_file, download
 from stages.pin.kinds import FileKind, file_kind, glob_base
 
 TINY = "tiny"
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
+TINY_IN_CHECKOUT = Path("stages/pin/tiny")
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Where transformers looks for a chat template first."""
 CONFIG_FILE = "config.json"
 # What makes a tokenizer: the first is required, the others are pinned where they exist.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -88,6 +92,18 @@ def _directory(lock: Mapping[str, Any], paths: list[str]) -> Path:
     if not directory.is_dir():
         raise UserError(f"model.name: the pinned directory {lock['name']!r} is gone; put it back or change the name")
     return directory
+
+
+def model_address(lock: Mapping[str, Any]) -> str:
+    """What loads the pinned model from any directory of this machine: its hub id, or its absolute path.
+
+    In the copy that a temporary experiment runs in, the path is that in the user's checkout, which outlives it.
+    """
+    if lock["kind"] == "hub":
+        return str(lock["name"])
+    named, here = (TINY_IN_CHECKOUT, TINY_DIRECTORY) if lock["kind"] == TINY else (lock["name"], _directory(lock, []))
+    there = repo_root() / named
+    return os.path.abspath(there if there.is_dir() else here)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,9 @@ from typing import Any
 
 from stages.data_params import HELDOUT_SOURCE
 from stages.errors import UserError
-from stages.files import atomic_directory, sha256_json, write_json
+from stages.files import atomic_directory, sha256_json, write_json, write_text
+from stages.pin.locate import CHAT_TEMPLATE
+from stages.tokenize.bundled import read_bundled
 from stages.tokenize.merge import Placed, Totals, merge
 from stages.tokenize.prepare import Job
 from stages.tokenize.settings import UNREAD_LISTED
@@ -69,6 +71,10 @@ def publish(job: Job, about: About, placed: Sequence[Placed], out: Path) -> tupl
         longest = max(train.longest, heldout.longest)
         write_histogram(aside / "lengths.csv", train)
         write_rejects(aside / "rejects.jsonl", totals, job.file_names)
+        if about.chat_template_sha256 is not None and settings.chat_template != "tokenizer":
+            # For the tuned model, which is to be asked with it.
+            text = read_bundled("chatml") if settings.chat_template == "chatml" else settings.chat_template
+            write_text(aside / CHAT_TEMPLATE, text)
         meta = {
             "schema": SCHEMA,
             **asdict(about),

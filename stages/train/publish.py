@@ -5,10 +5,11 @@ from typing import Any
 from stages.declared import tracked_values
 from stages.files import atomic_directory, read_json, write_csv, write_json, write_text
 from stages.params import Params
+from stages.pin.locate import CHAT_TEMPLATE, model_address
 from stages.train.card import model_card
 from stages.train.job import Paths
 from stages.train.loop import CURVE_COLUMNS, TrainJob, TrainResult
-from stages.train.save import Merge, save_tuned
+from stages.train.save import Base, Merge, save_tuned
 
 
 def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: Paths) -> None:
@@ -18,9 +19,16 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
         UserError: the disk refused.
     """
     lock = read_json(paths.model_lock)
-    tokenizer_files = list(read_json(paths.tokenizer_lock)["files"])
-    merge = Merge(spec=job.model_spec, files=[*lock["files"], *tokenizer_files]) if params.train.merge else None
-    save_tuned(result.team, lock["name"], job.model_directory, tokenizer_files, paths.out, merge)
+    template = paths.tokens / CHAT_TEMPLATE
+    base = Base(
+        address=model_address(lock),
+        revision=lock["revision"],
+        directory=job.model_directory,
+        tokenizer_files=list(read_json(paths.tokenizer_lock)["files"]),
+        chat_template=template if template.exists() else None,
+    )
+    merge = Merge(spec=job.model_spec, files=list(lock["files"])) if params.train.merge else None
+    save_tuned(result.team, base, paths.out, merge)
 
 
 def publish_record(result: TrainResult, numbers: dict[str, Any], params: Params, paths: Paths) -> None:

@@ -1,9 +1,9 @@
-"""What training leaves behind: an adapter alone, or a full model with its tokenizer."""
+"""What training leaves behind: an adapter or a full model, with its tokenizer and chat template."""
 
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -21,6 +21,7 @@ from stages.model.adapters import save_adapter
 from stages.model.merge import MERGED, write_merged
 from stages.model.spec import WeightsSpec
 from stages.model.tensor_files import SINGLE, write_held
+from stages.pin.locate import CHAT_TEMPLATE
 from stages.step.team import Team
 
 
@@ -32,6 +33,29 @@ class Merge:
     """How the base was held in training."""
     files: Sequence[str]
     """The base's files that a model is made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The model that was fine-tuned, and its tokenizer."""
+
+    address: str
+    """Hub id or absolute path, at which an adapter finds it."""
+    revision: str | None
+    """Commit of the hub."""
+    directory: Path
+    """Where its files are."""
+    tokenizer_files: Sequence[str]
+    """Names of the tokenizer's files there."""
+    chat_template: Path | None
+    """The template that was trained with; None = the tokenizer's own."""
+
+    def copy_tokenizer(self, out: Path) -> None:
+        """Copy the tokenizer to `out`, with the template that was trained with."""
+        for name in self.tokenizer_files:
+            shutil.copyfile(self.directory / name, out / name)
+        if self.chat_template is not None:
+            shutil.copyfile(self.chat_template, out / CHAT_TEMPLATE)
 
 
 def save_full(model: PreTrainedModel, directory: Path) -> None:
@@ -71,20 +95,16 @@ def _give_parts(team: Team) -> None:
 
 def save_tuned(
     team: Team,
-    base_name: str,
-    directory: Path,
-    tokenizer_files: Iterable[str],
+    base: Base,
     out: Path,
     merge: Merge | None = None,
 ) -> None:
-    """Write safetensors and their config to `out`, whole or not at all: equal bytes for equal weights.
+    """Write safetensors, their config and the tokenizer to `out`, whole or not at all: equal bytes for equal weights.
 
     Args:
         team: of an adapted model, of which the adapter is saved, or of a full one; all its members call this, and the
             first one writes.
-        base_name: the base model as params.yaml names it.
-        directory: the base model's directory, from which a full model takes its tokenizer.
-        tokenizer_files: names of the tokenizer's files there.
+        base: what `team.model` was loaded from.
         out: replaced as a whole.
         merge: also write the whole model, to `MERGED` in `out`; None = the adapter alone.
 
@@ -99,14 +119,13 @@ def save_tuned(
         try:
             if isinstance(model, PeftModel):
                 # Adapters are small: all at once, as peft takes them.
-                save_adapter(model, aside, base_name, dict(team.whole()))
+                save_adapter(model, aside, base.address, dict(team.whole()), revision=base.revision)
                 if merge is not None:
                     (aside / MERGED).mkdir()
-                    write_merged(directory, merge.files, aside, merge.spec, aside / MERGED)
+                    write_merged(base.directory, merge.files, aside, merge.spec, aside / MERGED)
+                    base.copy_tokenizer(aside / MERGED)
             else:
                 save_full(cast(PreTrainedModel, model), aside)
         except SafetensorError as error:
             raise UserError(f"{out}: cannot be written ({error}); free space, then rerun") from error
-        if not isinstance(model, PeftModel):
-            for name in tokenizer_files:
-                shutil.copyfile(directory / name, aside / name)
+        base.copy_tokenizer(aside)

@@ -22,6 +22,7 @@ from stages.train.heldout import heldout_batches, heldout_loss
 from stages.train.measure import make_meter
 from stages.train.save import Merge, save_full, save_tuned
 from tests.evaluate.conftest import CPU, PAD, TOKENIZER_FILES, questions_of, save_random_adapter, spec_of
+from tests.small_model import base_of
 from tests.small_model import spec_of as model_spec_of
 
 MAX_TOKENS = 128
@@ -54,7 +55,7 @@ def train_and_save(base: Path, spec: ModelSpec, chunk: int | None, rows: TokenRo
             heldout_loss(team, iter(batches), PAD, spec, chunk or MAX_TOKENS, CPU)
         with meter.phase("save"):
             files = [path.name for path in base.iterdir() if path.name not in TOKENIZER_FILES]
-            save_tuned(team, "base", base, [], out, Merge(spec=spec, files=files) if spec.adapted else None)
+            save_tuned(team, base_of(base), out, Merge(spec=spec, files=files) if spec.adapted else None)
     return dict(meter.result().peak_bytes_by_phase)
 
 

@@ -20,7 +20,7 @@ from stages.model.start import adapted_layers
 from stages.model.tensor_files import model_tensors
 from stages.step.team import Alone
 from stages.train.save import Merge, save_tuned
-from tests.small_model import CPU, VOCABULARY, spec_of
+from tests.small_model import CPU, VOCABULARY, base_of, spec_of
 
 IDS = torch.arange(3, 99)[None].remainder(VOCABULARY)
 FORMS: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ def test_a_merged_model_is_the_adapted_one(fp32_llama: Path, tmp_path: Path, for
     spec = spec_of(**FORMS[form])
     model = trained(fp32_llama, spec)
     files = [path.name for path in fp32_llama.iterdir()]
-    save_tuned(Alone(model), "base", fp32_llama, [], tmp_path / "tuned", Merge(spec=spec, files=files))
+    save_tuned(Alone(model), base_of(fp32_llama), tmp_path / "tuned", Merge(spec=spec, files=files))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned" / MERGED, dtype=torch.float32)
     assert (logits(merged) - logits(model)).abs().max().item() < MERGED_ROUNDED[form]
     assert sorted(path.name for path in (tmp_path / "tuned" / MERGED).iterdir()) == sorted(files)

@@ -10,6 +10,7 @@ from stages.errors import UserError
 from stages.files import read_json
 from stages.pin.__main__ import main as pin
 from stages.tokenize.__main__ import main as tokenize
+from stages.tokenize.bundled import read_bundled
 from stages.tokenize.chat import Template, open_template
 from stages.tokenize.example import Conversation, RowFault
 from tests.tokenize.common import DATE, chat_row, decoder, read_tokens
@@ -33,7 +34,8 @@ def run(tmp_path, monkeypatch):
         (tmp_path / "mine.jinja").write_text(source, encoding="utf-8")
         write_rows(tmp_path / "rows.jsonl", rows)
         values = {"data__source": "rows.jsonl", "data__heldout_fraction": 0.2, "run__data_workers": 1} | values
-        lay_out(tmp_path, data__chat_template="mine.jinja", run__tokenizer_engine="tokenizers", **values)
+        values = {"data__chat_template": "mine.jinja", "run__tokenizer_engine": "tokenizers"} | values
+        lay_out(tmp_path, **values)
         for what in ("data", "model"):
             pinned = invoke(pin, what)
             assert pinned.exit_code == 0, pinned.output
@@ -241,3 +243,11 @@ def test_an_answer_of_which_nothing_is_shown_counts_as_empty(run):
     )
     listed = [json.loads(line) for line in Path("data/tokens/rejects.jsonl").read_text().splitlines()]
     assert [one["reason"] for one in listed] == ["turn 2 is empty: the chat template shows nothing of it"] * 2
+
+
+def test_the_template_that_was_trained_with_is_there_for_the_tuned_model(run):
+    """The tokenizer's own comes with the tokenizer."""
+    published = Path("data/tokens/chat_template.jinja")
+    assert run(LOOP).exit_code == 0 and published.read_text() == LOOP
+    assert run(LOOP, data__chat_template="chatml").exit_code == 0 and published.read_text() == read_bundled("chatml")
+    assert run(LOOP, data__chat_template="tokenizer").exit_code == 0 and not published.exists()

@@ -1,18 +1,23 @@
 """Saving: whole or not at all, and in a form that others load."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages.errors import UserError
 from stages.model.load import load_model
+from stages.pin.locate import TINY_DIRECTORY, TOKENIZER_FILES, model_address
 from stages.step.team import Alone
-from stages.train.save import save_tuned
+from stages.train.save import Base, Merge, save_tuned
 from tests.processes import run_bounded
-from tests.small_model import CPU, spec_of
+from tests.small_model import CPU, base_of, spec_of
 
 
 def test_a_full_disk_while_saving_is_told_and_leaves_nothing_half(small_llama: Path, tmp_path: Path):
@@ -26,7 +31,7 @@ def test_a_full_disk_while_saving_is_told_and_leaves_nothing_half(small_llama: P
         for method in ("full", "lora"):
             model = load_model(small_llama, spec_of(method=method, lora_rank=64), CPU)
             with pytest.raises(UserError, match=r"tuned: cannot be written .*[Nn]o space left"):
-                save_tuned(Alone(model), "base", small_llama, [], disk / "tuned")
+                save_tuned(Alone(model), base_of(small_llama), disk / "tuned")
             assert list(disk.iterdir()) == []
     finally:
         run_bounded(["umount", disk], check=True)
@@ -37,7 +42,7 @@ def test_a_full_model_reloads_in_plain_transformers(small_llama: Path, tmp_path:
     model = load_model(small_llama, spec_of(method="full"), CPU)
     (tmp_path / "base").mkdir()
     (tmp_path / "base/tokenizer.json").write_text("{}")
-    save_tuned(Alone(model), "base", tmp_path / "base", ["tokenizer.json"], tmp_path / "tuned")
+    save_tuned(Alone(model), base_of(tmp_path / "base", "tokenizer.json"), tmp_path / "tuned")
     config = (tmp_path / "tuned/config.json").read_text()
     assert "lean_sdpa" not in config and '"use_cache": true' in config and (tmp_path / "tuned/tokenizer.json").exists()
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
@@ -50,7 +55,7 @@ def test_saving_twice_gives_the_same_bytes(small_llama: Path, tmp_path: Path):
     for method in ("full", "qlora"):
         model = load_model(small_llama, spec_of(method=method), CPU)
         for name in ("a", "b"):
-            save_tuned(Alone(model), "base", small_llama, [], tmp_path / method / name)
+            save_tuned(Alone(model), base_of(small_llama), tmp_path / method / name)
         files = sorted(p.name for p in (tmp_path / method / "a").iterdir())
         assert any(name.endswith(".safetensors") for name in files) and not any(n.endswith(".bin") for n in files)
         for name in files:
@@ -59,3 +64,71 @@ def test_saving_twice_gives_the_same_bytes(small_llama: Path, tmp_path: Path):
             # A path in a file would make the bytes those of this checkout.
             assert str(small_llama).encode() not in a.read_bytes(), name
     assert load_file(tmp_path / "qlora/a/adapter_model.safetensors")
+
+
+TURN = [{"role": "user", "content": "Hi"}]
+
+
+def logits(model: Any, text: str = "One plus two") -> torch.Tensor:
+    ids = AutoTokenizer.from_pretrained(TINY_DIRECTORY)(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # What plain peft meets.
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_what_was_trained_loads_with_its_template_from_any_directory(method, tmp_path, monkeypatch):
+    """A base named as params.yaml names it (`tiny`, a relative path) is found from no other directory."""
+    shutil.copytree(TINY_DIRECTORY, tmp_path / "checkout/models/mine")
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "checkout")
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    spec = spec_of(method=method)
+    model = load_model(TINY_DIRECTORY, spec, CPU)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.01
+    for name, lock, template in (
+        ("named", {"kind": "directory", "name": "models/mine"}, tmp_path / "mine.jinja"),
+        ("tiny", {"kind": "tiny"}, None),
+    ):
+        base = Base(
+            address=model_address(lock),
+            revision=None,
+            directory=TINY_DIRECTORY,
+            tokenizer_files=[one for one in TOKENIZER_FILES if (TINY_DIRECTORY / one).exists()],
+            chat_template=template,
+        )
+        merge = Merge(spec=spec, files=["config.json", "model.safetensors"]) if method == "lora" else None
+        save_tuned(Alone(model), base, tmp_path / name, merge)
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path / "elsewhere")
+            auto: Any = AutoPeftModelForCausalLM if method == "lora" else AutoModelForCausalLM
+            assert torch.allclose(logits(auto.from_pretrained(tmp_path / name, dtype=torch.float32)), logits(model))
+            for directory in [tmp_path / name] + ([tmp_path / name / "merged"] if merge else []):
+                text = AutoTokenizer.from_pretrained(directory).apply_chat_template(TURN, tokenize=False)
+                assert text == ("[Hi]" if template else "<|im_start|>user\nHi<|im_end|>\n")
+
+
+def test_an_adapter_names_its_base_where_that_outlives_the_run(small_llama: Path, tmp_path: Path, monkeypatch):
+    """A temporary experiment's copy is gone after it; a branch of the hub may move on."""
+    copy, checkout = tmp_path / "copy", tmp_path / "checkout"
+    for root in (copy, checkout):
+        (root / "mine").mkdir(parents=True)
+        (root / "stages/pin/tiny").mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    monkeypatch.setenv("DVC_ROOT", str(checkout))
+    assert model_address({"kind": "directory", "name": "mine"}) == str(checkout / "mine")
+    assert model_address({"kind": "directory", "name": str(copy / "mine")}) == str(copy / "mine")
+    assert model_address({"kind": "tiny"}) == str(checkout / "stages/pin/tiny")
+    hub = Base(
+        address=model_address({"kind": "hub", "name": "org/model"}),
+        revision="0123abcd",
+        directory=small_llama,
+        tokenizer_files=[],
+        chat_template=None,
+    )
+    save_tuned(Alone(load_model(small_llama, spec_of(method="lora"), CPU)), hub, tmp_path / "tuned")
+    config = json.loads((tmp_path / "tuned/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "0123abcd")
