@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stages import progress
 from stages.endings import held_back
 from stages.errors import UserError
 from stages.locks import clear, hold, leave
@@ -47,8 +48,12 @@ def _holds_more(whole: Path, copy: Path) -> bool:
 
 def sha256_file(path: Path) -> str:
     """Hex sha256 of a file's bytes, read in blocks."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(READ_BLOCK_BYTES):
+            digest.update(block)
+            progress.made()
+    return digest.hexdigest()
 
 
 def sha256_json(value: Any) -> str:
@@ -146,6 +151,7 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+    progress.made()
 
 
 def bench_of(path: Path) -> Path:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from stages.dist.meeting import wait_for_all
 from stages.dist.world import ALONE, World
 
 
@@ -29,6 +30,11 @@ class Voices:
         said = said.to(self._device)
         dist.all_reduce(said)  # Others add 0.
         return said.tolist()
+
+    def each_after_work(self, *own: int) -> list[list[int]]:
+        """As `each`, where one process may have worked alone for long: it is waited for while it makes progress."""
+        wait_for_all()
+        return self.each(*own)
 
     def of_first(self, *own: int) -> list[int]:
         """What the first process said."""

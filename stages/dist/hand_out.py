@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from stages.dist.meeting import wait_for_all
 from stages.dist.world import World
 from stages.model.quantize import quantisation_tensors
 
@@ -18,6 +19,7 @@ def check_same_form(model: nn.Module, world: World, device: torch.device) -> Non
     Raises:
         RuntimeError: models differ; they would be filled with each other's bytes.
     """
+    wait_for_all()  # The first process has read and packed all weights, the others none.
     form = repr([(tuple(tensor.shape), tensor.dtype) for tensor in _tensors(model)])
     sums = torch.zeros(world.size, dtype=torch.int64, device=device)
     sums[world.rank] = zlib.crc32(form.encode())

@@ -151,8 +151,8 @@ def _first_fault(directory: Path, processes: int) -> UserError | None:
     message, *details = (own or faults)[0].read_text(encoding="utf-8").splitlines()
     there = {path.stem for path in (*faults, *directory.glob(f"*{LOST}"))}
     absent = [str(rank) for rank in range(processes) if str(rank) not in there]
-    if absent and not own:
-        message += f"; the one that did not come: process {', '.join(absent)}"
+    if absent and not own and DID_NOT_COME not in message:
+        message += DID_NOT_COME + ", ".join(absent)
     return UserError(message, *details)
 
 
@@ -169,8 +169,15 @@ def _ended(error: ChildFailedError, directory: Path) -> str:
     )
 
 
+DID_NOT_COME = "; the one that did not come: process "
+
+
 class WaitedInVain(UserError):
     """A process waited too long for the others: it is they that are at fault."""
+
+    def __init__(self, message: str, *, absent: Sequence[int] = ()):
+        """Say `message`, and which processes are at fault where that is known."""
+        super().__init__(message + (DID_NOT_COME + ", ".join(map(str, absent)) if absent else ""))
 
 
 class LostOthers(Exception):

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from stages.dist.meeting import meeting
 from stages.endings import at_once
 from stages.errors import UserError
 
@@ -82,18 +83,22 @@ def joined(world: World, device: torch.device, timeout_seconds: float) -> Iterat
     Args:
         world: which process this is.
         device: where its tensors are: NCCL links GPUs, gloo CPUs.
-        timeout_seconds: after which one that waits for the others gives up.
+        timeout_seconds: after which one that waits for the others gives up; in a meeting (stages.dist.meeting), how
+            long those may be without progress.
     """
     if world.size == 1:
         yield
         return
     gpu = device.type == "cuda"
+    if gpu:  # NCCL's watchdog thread then waits so long, at least, from the fault that it found to SIGABRT.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")
     with at_once():  # One that was asked to end would be waited for in vain, and what waits heeds no signal.
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             timeout=timedelta(seconds=timeout_seconds),
             device_id=device if gpu else None,
         )
-    yield
+    with meeting(world.rank, world.size, timeout_seconds):
+        yield
     # Not after a fault: taking leave waits for the others, who wait for this one.
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers.pytorch_utils import Conv1D
 
+from stages import progress
 from stages.errors import UserError
 from stages.model.spec import ModelSpec
 from stages.model.tensor_files import StoredTensor, model_tensors
@@ -58,6 +59,7 @@ def start_from_weights(model: PeftModel, spec: ModelSpec, directory: Path) -> No
             original = _original(stored, name).to(weight.device, torch.float32)
             packed = bnb.functional.dequantize_4bit(weight.data, weight.quant_state).float()
             A_RK, B_NR = _principal(original - packed, spec.lora_rank, scale)
+        progress.made()
         layer.lora_A[ADAPTER].weight.copy_(A_RK)
         layer.lora_B[ADAPTER].weight.copy_(B_NR)
     if start:

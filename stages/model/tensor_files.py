@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from stages import progress
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """A model's weights in one file, and what names the files of a model in several."""
 
@@ -79,6 +81,7 @@ class StoredTensor:
                 if not count:
                     raise OSError(f"{self.path} ends {len(left)} bytes too soon")
                 left = left[count:]
+                progress.made()
         return tensor
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
@@ -183,6 +186,7 @@ def write_tensors(path: Path, forms: Mapping[str, TensorForm], make: Callable[[s
                 raise RuntimeError(f"{name} is not of the type and shape that were announced")
             file.write(_bytes_of(tensor))
             del tensor
+            progress.made()
 
 
 def write_held(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

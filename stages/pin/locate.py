@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stages import progress
 from stages.data_params import HUB_PREFIX
 from stages.errors import UserError
 from stages.files import find_source, repo_root
@@ -180,6 +181,7 @@ def verify_files(directory: Path, files: Mapping[str, str]) -> None:
             digest = new_digest(files[name], path.stat().st_size)
             for block in _blocks(path):
                 digest.update(block)
+                progress.made()
         except OSError as error:
             raise UserError(
                 f"model.name: {path} cannot be read ({error.strerror}); run `dvc repro` again to pin it anew"

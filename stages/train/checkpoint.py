@@ -165,7 +165,7 @@ class CheckpointStore:
             yield
         except OSError as error:
             refused = error
-        failed = [rank for rank, (bad,) in enumerate(self.voices.each(int(refused is not None))) if bad]
+        failed = [rank for rank, (bad,) in enumerate(self.voices.each_after_work(int(refused is not None))) if bad]
         if refused is not None:
             raise refused
         if failed:
@@ -194,7 +194,9 @@ class CheckpointStore:
                     return None
                 path = self.directory / NAME.format(step)
                 fault = _fault(path, self.voices)
-                damaged = [rank for rank, (bad,) in enumerate(self.voices.each(int(fault is not None))) if bad]
+                damaged = [
+                    rank for rank, (bad,) in enumerate(self.voices.each_after_work(int(fault is not None))) if bad
+                ]
                 if not damaged:
                     return Checkpoint(path=path, values=json.loads((path / VALUES).read_text()))
                 if leads:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from stages.dist.launch import LostOthers, WaitedInVain, launch
+from stages.dist.meeting import Late
 from stages.dist.world import World, check_devices, under_torchrun
 from stages.step.team import Team
 from stages.train.device import training_device
@@ -73,7 +74,8 @@ def told_of_waiting(world: World, seconds: float, where: Callable[[], str] = lam
             raise
         raise WaitedInVain(
             f"run.rank_timeout_seconds: no process may wait longer for the others; process {world.rank} of "
-            f"{world.size} waited {seconds:g} s {where()}; raise it if one may take so long"
+            f"{world.size} waited {seconds:g} s {where()}; raise it if one may take so long",
+            absent=error.ranks if isinstance(error, Late) else (),
         ) from error
 
 

@@ -75,7 +75,7 @@ class Checkpoints(Keeper):
         if self._room is None:
             return
         voices = self._store.voices
-        sizes = voices.each(sum(tensor.nbytes for tensor in tensors_of(held_by(run)).values()))
+        sizes = voices.each_after_work(sum(tensor.nbytes for tensor in tensors_of(held_by(run)).values()))
         if voices.leads:
             self._room.check(
                 self._store.directory,

@@ -53,7 +53,7 @@ def refuse_different_runs(parts: Mapping[str, str], voices: Voices) -> None:
         UserError: in every process, naming what differs, and which process has what on which machine.
     """
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
-    if len({number for (number,) in voices.each(int.from_bytes(digest[:7], "big"))}) == 1:
+    if len({number for (number,) in voices.each_after_work(int.from_bytes(digest[:7], "big"))}) == 1:
         return
     of_all = [json.loads(text) for text in voices.texts(json.dumps([platform.node(), parts]))]
     names = dict.fromkeys(name for _, theirs in of_all for name in theirs)

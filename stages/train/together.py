@@ -99,7 +99,7 @@ class SharedCheckpoints(Checkpoints):
         if not self._begun:
             return
         self.wait()
-        failed = [rank for rank, (bad,) in enumerate(self._voices.each(int(self._failed))) if bad]
+        failed = [rank for rank, (bad,) in enumerate(self._voices.each_after_work(int(self._failed))) if bad]
         pending, self._pending, self._begun = self._pending, None, False
         if not self._voices.leads or pending is None:
             return
@@ -154,7 +154,7 @@ def _opened_together(
         if voices.leads:
             stack.enter_context(held_alone(choice.directory, told, choice.record))
             stack.enter_context(held_by_us(choice.earlier))
-        voices.each(0)  # From here on the first process holds the directory.
+        voices.each_after_work(0)  # From here on the first process holds the directory.
         store = CheckpointStore(choice.directory, run.keep_checkpoints, told, voices)
         checkpoints = SharedCheckpoints(
             store,

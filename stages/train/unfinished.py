@@ -80,13 +80,13 @@ def choose_together(
     """As `choose`, for all processes of a run: the first one decides. What it is of is read once."""
     nothing = bytes(KEY_DIGITS // 2)
     if not voices.leads:
-        heard = bytes(voices.of_first(*nothing, *nothing))
+        heard = bytes(voices.each_after_work(*nothing, *nothing)[0])
         own, earlier = heard[: len(nothing)], heard[len(nothing) :]
         other = None if earlier == nothing else root / earlier.hex()
         return Choice(directory=root / own.hex(), earlier=other, record=None)
     choice = choose(root, parts(), resume, told)
     resumed = nothing if choice.earlier is None else bytes.fromhex(choice.earlier.name)
-    voices.of_first(*bytes.fromhex(choice.directory.name), *resumed)
+    voices.each_after_work(*bytes.fromhex(choice.directory.name), *resumed)
     return choice
 
 

@@ -133,6 +133,14 @@ def test_four_processes_learn_what_one_learns(
     check(four, single, replace(case_of(small_llama, mode, method, option), group_gpus=group_gpus))
 
 
+def test_a_process_that_makes_progress_is_waited_for(small_llama: Path, pair: Group):
+    """Packing 70B weights on one CPU takes longer than any wait for a process that hangs should."""
+    case = asdict(Case(directory=str(small_llama), mode="zero3", steps=1, model={"method": "qlora"}))
+    arguments = {"case": case, "timeout_seconds": 3, "seconds_a_tensor": 0.25}
+    found = pair.ask("slow_first_process", arguments)
+    assert found["load_seconds"] > 4 and found["told"] == 1
+
+
 def test_groups_wait_no_longer_than_asked(small_llama: Path):
     """A stopped process of one group: the others hung for PyTorch's 30 minutes."""
     with group_of(4) as broken:

@@ -9,14 +9,18 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from stages.dist.meeting import Late, meeting, wait_for_all
 from stages.dist.shard import ShardSpec, make_team
 from stages.dist.world import World
 from stages.model.load import load_model
+from stages.model.tensor_files import StoredTensor
 from stages.train.voice import never_refused
 from tests.dist.cases import Case, learn
 from tests.dist.part_of_run import PartOfRun, run_part
@@ -70,11 +74,43 @@ def do_wait_in_vain(world: World, directory: Path, arguments: dict[str, Any]) ->
     return time.monotonic() - start
 
 
+def do_slow_first_process(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Share a model whose loading takes the first process longer than the others may wait, then have it hang.
+
+    How long loading took, and how many processes told that the first one did not come once it hung.
+    """
+    seconds, start = arguments["timeout_seconds"], time.monotonic()
+    read = StoredTensor.read
+
+    def slow(tensor: StoredTensor) -> torch.Tensor:
+        time.sleep(arguments["seconds_a_tensor"])
+        return read(tensor)
+
+    told = torch.zeros(1)
+    _set_pg_timeout(timedelta(seconds=seconds))
+    try:
+        with meeting(world.rank, world.size, seconds):
+            with patch.object(StoredTensor, "read", slow):
+                learn(Case(**arguments["case"]), world)
+            took = time.monotonic() - start
+            if world.leads:
+                time.sleep(2 * seconds)
+            try:
+                wait_for_all()
+            except Late as late:
+                told += late.ranks == [0]
+    finally:
+        _set_pg_timeout(timedelta(seconds=TIMEOUT_SECONDS))
+    dist.all_reduce(told)
+    return {"load_seconds": took, "told": told.item()}
+
+
 TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {
     "learn": do_learn,
     "sent_by_all": do_sent_by_all,
     "peaks": do_peaks,
     "run_part": do_run_part,
+    "slow_first_process": do_slow_first_process,
     "wait_in_vain": do_wait_in_vain,
 }
 
