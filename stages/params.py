@@ -201,7 +201,7 @@ class Run(Section):
     resume: Resume
     """Which unfinished run is resumed: one that is equal in all | also one that had other code or library versions."""
     rank_timeout_seconds: PositiveFloat
-    """Longest wait of one GPU's process for the others, after which the run ends."""
+    """Longest wait of one GPU's process for others that make no progress, after which the run ends."""
 
 
 class Params(Section):

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -184,12 +184,16 @@ class LostOthers(Exception):
     """The link to the others broke while a process waited for them: it is they that are at fault, or one of them."""
 
 
+End = Callable[[Exception], None]
+"""Ends this process from any thread as if its main thread had met the fault."""
+
+
 @contextmanager
-def as_one_of_many(world: World, launches: Path) -> Iterator[None]:
+def as_one_of_many(world: World, launches: Path) -> Iterator[End | None]:
     """In one of several processes: what all but the first say goes to a file, and a fault is told once.
 
     `launch` tells the faults of processes that it started. Where the user started torchrun, the first process of a node
-    that meets a fault does so; the others write to their logs.
+    that meets a fault does so; the others write to their logs. Yields what ends one of several at once.
 
     Args:
         world: which process this is.
@@ -199,7 +203,7 @@ def as_one_of_many(world: World, launches: Path) -> Iterator[None]:
         SystemExit: with code 1 after any fault, and with that of a signal.
     """
     if world.size == 1:
-        yield
+        yield None
         return
     where = os.environ.get(DIRECTORY)
     with _of_agent(launches) if where is None else nullcontext(Path(where)) as directory:
@@ -209,15 +213,33 @@ def as_one_of_many(world: World, launches: Path) -> Iterator[None]:
             for stream in (1, 2):
                 os.dup2(handle, stream)
             os.close(handle)
+
+        def end(fault: Exception) -> None:
+            with suppress(SystemExit), _told(world, directory, terminal):
+                raise fault
+            os._exit(1)
+
         try:
-            with _left_for_launch(world, directory):
-                yield
-        except SystemExit as ending:
-            if where is None and ending.code == 1:
-                _tell_fault(world, directory, terminal)
-            raise
+            with _told(world, directory, terminal):
+                yield end
         finally:
             os.close(terminal)
+
+
+@contextmanager
+def _told(world: World, directory: Path, terminal: int) -> Iterator[None]:
+    """As `_left_for_launch`; where no launch will tell it, this process does.
+
+    Raises:
+        SystemExit: with code 1 after any fault, and with that of a signal.
+    """
+    try:
+        with _left_for_launch(world, directory):
+            yield
+    except SystemExit as ending:
+        if DIRECTORY not in os.environ and ending.code == 1:
+            _tell_fault(world, directory, terminal)
+        raise
 
 
 @contextmanager

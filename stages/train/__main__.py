@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from stages.declared import read_params
 from stages.dist.agree import Voices
-from stages.dist.launch import as_one_of_many
+from stages.dist.launch import End, as_one_of_many
+from stages.dist.meeting import wait_for_all
 from stages.dist.world import World, check_size, joined
 from stages.errors import StageCommand
 from stages.files import read_json
@@ -31,11 +32,12 @@ from stages.train.job import Paths, make_job, prepare_device
 from stages.train.loop import TrainJob, train
 from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
+from stages.train.nccl import link_errors, watched
 from stages.train.oom import SAVE, Failure, OutOfMemory
 from stages.train.oom_report import out_of_memory, read_forecast
 from stages.train.place import mark_finished, scratch_root
 from stages.train.publish import publish_record, publish_weights
-from stages.train.ranks import most_of_all, started_ranks, take_place, told_of_waiting, where_in_steps
+from stages.train.ranks import fault_of_link, most_of_all, started_ranks, take_place, told_of_waiting, where_in_steps
 from stages.train.recorded import explained
 from stages.train.recover import Ending
 from stages.train.same_run import parts_of_run, refuse_different_runs
@@ -72,7 +74,7 @@ def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
     never_refused()  # Not before: an explanation that cannot be written is a fault.
     world = World.here()
     launches = scratch_root() / "ranks"
-    with as_one_of_many(world, launches):
+    with as_one_of_many(world, launches) as end:
         params = read_params()
         patience = params.run.rank_timeout_seconds
         if started_ranks(params.hardware.num_gpus, launches, patience):
@@ -80,10 +82,10 @@ def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
         threads = params.run.cpu_threads or torch.get_num_threads()
         device = take_place(world, params.run.cpu_threads)
         with told_of_waiting(world, patience), joined(world, device, patience):
-            _run(params, world, device, threads, Paths(**paths))
+            _run(params, world, device, threads, Paths(**paths), end)
 
 
-def _run(params: Params, world: World, device: torch.device, threads: int, paths: Paths) -> None:
+def _run(params: Params, world: World, device: torch.device, threads: int, paths: Paths, end: End | None) -> None:
     """The stage, as one of the processes of `world`, which have so many `threads` on this machine."""
     voices = Voices(world, device)
     if world.size > 1:
@@ -94,7 +96,7 @@ def _run(params: Params, world: World, device: torch.device, threads: int, paths
     job = make_job(params, spec, device, world, paths)
     meter, stop = make_meter(device), Stop()
     with ExitStack() as stack:
-        begun = stack.enter_context(heartbeat(scratch_root() / "running", _told, tells=world.local_rank == 0)).begun
+        beats = stack.enter_context(heartbeat(scratch_root() / "running", _told, tells=world.local_rank == 0))
         stack.enter_context(stopped_by_signals(stop))
         choice = choose_together(
             scratch_root(),
@@ -107,13 +109,21 @@ def _run(params: Params, world: World, device: torch.device, threads: int, paths
         keeper = stack.enter_context(
             opened_by_all(choice, run=params.run, stop=stop, told=_told, voices=voices, sharding=cut, room=room)
         )
-        ending = _ending(job, params.run, paths, begun)
-        where = partial(where_in_steps, ending.place)
-        with told_of_waiting(world, params.run.rank_timeout_seconds, where), ending.told():
+        ending = _ending(job, params.run, paths, beats.begun)
+        patience, where = params.run.rank_timeout_seconds, partial(where_in_steps, ending.place)
+
+        def end_at_once(error: str) -> None:
+            beats.forget()
+            if end is not None:
+                end(fault_of_link(error, world, patience, where))
+
+        stack.enter_context(watched(link_errors(device), end_at_once))
+        with told_of_waiting(world, patience, where), ending.told():
             result = train(job, meter, keeper, ending)
-        with told_of_waiting(world, params.run.rank_timeout_seconds, where), keeper.publishing(), ending.told():
+        with told_of_waiting(world, patience, where), keeper.publishing(), ending.told():
             with ending.place.inside(SAVE):
                 publish_weights(result, job, params, paths)
+            wait_for_all()  # The first process may have merged a large model.
             measured = most_of_all(meter.result(), result.team, device)
             numbers = {**train_metrics(result, measured, device), **told_of_mixture(choice)}
             if world.leads:

@@ -14,6 +14,7 @@ from stages.dist.world import World, check_devices, under_torchrun
 from stages.step.team import Team
 from stages.train.device import training_device
 from stages.train.measure import LOAD, Measured
+from stages.train.nccl import TIMEOUT
 from stages.train.oom import Whereabouts
 
 GLOO = ", and too much: what gloo gives back in threads of its own is not seen"
@@ -51,7 +52,9 @@ def take_place(world: World, cpu_threads: int | None) -> torch.device:
 
 
 WAITED_TOO_LONG = re.compile("timed out|timeout", re.IGNORECASE)
-LINK_BROKE = re.compile("connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
+LINK_BROKE = re.compile(
+    "connection (closed|reset|refused)|broken pipe|communicator was aborted|ncclRemoteError", re.IGNORECASE
+)
 OUTSIDE = "before or after its steps"
 
 
@@ -77,6 +80,15 @@ def told_of_waiting(world: World, seconds: float, where: Callable[[], str] = lam
             f"{world.size} waited {seconds:g} s {where()}; raise it if one may take so long",
             absent=error.ranks if isinstance(error, Late) else (),
         ) from error
+
+
+def fault_of_link(error: str, world: World, seconds: float, where: Callable[[], str]) -> Exception:
+    """What an error that NCCL named (`stages.train.nccl`) says of the others."""
+    try:
+        with told_of_waiting(world, seconds, where):
+            raise RuntimeError("timed out" if error == TIMEOUT else f"broken pipe: NCCL's {error}")
+    except (WaitedInVain, LostOthers) as fault:
+        return fault
 
 
 def where_in_steps(place: Whereabouts) -> str:

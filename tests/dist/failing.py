@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stages.train import nccl
 from stages.train.recover import Ending
 
 VARIABLE = "LEAN_FINETUNE_FAULT"
@@ -30,7 +31,7 @@ def _meet(kind: str) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
     if kind == "disk":  # As under a quota: from here on its files cannot grow.
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
-    if kind == "hangs":
+    if kind in ("hangs", "nccl"):
         time.sleep(1e6)
 
 
@@ -49,6 +50,13 @@ def _with_fault(step: Any) -> Any:
     return faulty
 
 
+def _nccl_finds_out(device: torch.device) -> Any:
+    """In place of NCCL's watchdog: who waits for the one that hangs is told so of the group, which waits on."""
+    kind, rank, _ = os.environ[VARIABLE].split()
+    waits = kind == "nccl" and os.environ["RANK"] != rank
+    return (lambda: ["SUCCESS", "TIMEOUT" if waits and MET.exists() else "SUCCESS"]) if kind == "nccl" else None
+
+
 def _come_late() -> None:
     """The fault `absent`: the process does not join the others."""
     kind, rank, _ = os.environ[VARIABLE].split()
@@ -60,4 +68,6 @@ def _come_late() -> None:
 if __name__ == "__main__":
     _come_late()
     Ending.step = _with_fault(Ending.step)  # type: ignore[method-assign]
+    if not MET.exists():
+        nccl.link_errors = _nccl_finds_out
     runpy.run_module("stages.train", run_name="__main__", alter_sys=True)
