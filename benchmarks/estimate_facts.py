@@ -62,7 +62,9 @@ PEFT_VARIANT = {"padding_mask": True, "kv_cache": True, "kept_outputs": True, "f
 class Fact:
     """A figure and the run it is of."""
 
-    source: Literal["PEFT on L40S", "fitcheck on T4", "Qwen README", "LLaMA-Factory wiki", "OpenRLHF"]
+    source: Literal[
+        "PEFT on L40S", "PEFT on L40S, DoRA", "fitcheck on T4", "Qwen README", "LLaMA-Factory wiki", "OpenRLHF"
+    ]
     run: str
     figure_bytes: int | None
     """None: the source says that it ran out of memory."""
@@ -96,7 +98,7 @@ class TracedFact(Fact):
         return trace_variant(self.config, self.spec, self.variant, self.shapes, target_of(resolve_gpu(self.gpu)[0]))
 
 
-def spec_of(method: str, rank: int, targets: tuple[str, ...], *, grad_ckpt: bool) -> ModelSpec:
+def spec_of(method: str, rank: int, targets: tuple[str, ...], *, grad_ckpt: bool, dora: bool = False) -> ModelSpec:
     """A bf16 model; fp16 has the same bytes."""
     return ModelSpec(
         method=method,  # type: ignore[arg-type]
@@ -106,6 +108,7 @@ def spec_of(method: str, rank: int, targets: tuple[str, ...], *, grad_ckpt: bool
         lora_alpha=rank,
         lora_dropout=0.0,
         lora_targets=targets,
+        lora_dora=dora,
         seed=0,
     )
 
@@ -120,15 +123,16 @@ def peft_fact(row: Mapping[str, str], statistic: str, length: int) -> TracedFact
     trained = NORMS if row["peft_type"] == "LN_TUNING" else None
     lora = row["peft_type"] == "LORA"
     targets = tuple(row["target_modules"].split("+")) if lora else ("none",)
+    rank, dora = (int(row["r"]), row["use_dora"] == "True") if lora else (1, False)
     return TracedFact(
-        source="PEFT on L40S",
+        source="PEFT on L40S, DoRA" if dora else "PEFT on L40S",
         run=f"{row['run']}: {statistic}",
         figure_bytes=int(row[PEFT_STATISTICS[statistic]]),
         assumed=f"longest batch 4 × {length} tokens, fitted on {PEFT_REFERENCE}; one step of 4 × {PEFT_SHORT_LENGTH} "
         "before and after it",
         why_off=PEFT_WHY_OFF,
         config=LLAMA_3_2_3B,
-        spec=spec_of("lora" if lora else "full", int(row["r"]) if lora else 1, targets, grad_ckpt=False),
+        spec=spec_of("lora" if lora else "full", rank, targets, grad_ckpt=False, dora=dora),
         variant=Variant(**PEFT_VARIANT, trained=trained),
         gpu="L40S",
         shapes=tuple((PEFT_ROWS, tokens) for tokens in (PEFT_SHORT_LENGTH, length, PEFT_SHORT_LENGTH)),

@@ -22,11 +22,13 @@ from typing import Any, Literal
 import click
 import psutil
 
-from stages.errors import StageCommand
+from stages.errors import StageCommand, UserError
 from stages.files import write_json
 
 RESULTS = Path("benchmarks/results")
 LIBRARIES = ("bitsandbytes", "datasets", "dvc", "numpy", "peft", "pyarrow", "tokenizers", "torch", "transformers")
+DIRTY = "-dirty"
+"""Ends the commit of a checkout with changes that are in no commit."""
 COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 Row = Mapping[str, Any]
@@ -61,7 +63,7 @@ class Measured:
 
 
 def benchmark(name: str, measure: Callable[[bool], Measured]) -> click.Command:
-    """The command of a benchmark.
+    """The command of a benchmark. It measures nothing for its published file in a checkout with uncommitted changes.
 
     Args:
         name: of its module and its results file.
@@ -72,11 +74,17 @@ def benchmark(name: str, measure: Callable[[bool], Measured]) -> click.Command:
     @click.option("--quick", is_flag=True, help="A smaller run: shows that it works. Kept only where --out says.")
     @click.option("--out", type=Path, help=f"Results file.  [default: {RESULTS / name}.json]")
     def main(quick: bool, out: Path | None) -> None:
+        published = not quick and out is None
+        if published and (commit() or "").endswith(DIRTY):
+            raise UserError(
+                f"{RESULTS / name}.json: published figures belong to a commit; this checkout has changes that are in "
+                "none; commit them, or name another file with --out"
+            )
         measured = measure(quick)
         click.echo(format_table(measured.rows))
         if measured.bars:
             click.echo(format_table([bar.as_json() for bar in measured.bars]))
-        target = out or (None if quick else RESULTS / f"{name}.json")
+        target = RESULTS / f"{name}.json" if published else out
         if target is not None:
             write_json(target, report(name, measured))
             click.echo(f"written to {target}")
@@ -137,7 +145,7 @@ def commit() -> str | None:
     head = _git("rev-parse", "--short=12", "HEAD")
     if head is None:
         return None
-    return f"{head}-dirty" if _git("status", "--porcelain", "--", ".", f":!{RESULTS}") else head
+    return f"{head}{DIRTY}" if _git("status", "--porcelain", "--", ".", f":!{RESULTS}") else head
 
 
 def _git(*arguments: str) -> str | None:

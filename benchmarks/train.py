@@ -2,21 +2,28 @@
 
 A small Llama of random weights (5 M parameters, 1,280 tokens) is fully fine-tuned in fp32 on the same made-up rows
 of prompt and completion, of which the completion alone is trained, with about the same tokens in each optimizer step.
+Each rival is compared with ours in the same setting: no activation checkpointing on both sides, checkpointing on both
+sides, or rows packed on both sides (TRL: strategy bfd, hence padding-free). TRL's own loss works in chunks already.
+Liger's kernels are tried and their row says why where they do not run.
+
 Contestants take turns, each in a fresh process every time; the first steps of each are left out. The limit is that of
 our own batches, run by turns with our steps in one process (benchmarks/rivals/our_steps.py). Peak memory is that of
 PyTorch's allocator, counted in a run of its own: from loading to the end of the first step and in the steps with the
-largest micro-batches, of ours by stage train itself. TRL gets the virtual environment of benchmarks.data. --quick: few
-steps, no TRL.
+largest micro-batches, of ours by stage train itself. TRL gets the virtual environment of benchmarks.data, Liger one of
+its own; versions stand in each row. --quick: few steps, no TRL.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import click
 
 from benchmarks.form import Bar, Measured, Row, benchmark, interleaved, median_ratio
-from benchmarks.train_cases import Field, Peak, Steps, TrainerCase, trl
+from benchmarks.train_cases import Field, Peak, Steps, TrainerCase, trl, with_liger
+from stages.errors import UserError
 
 ROWS, QUICK_ROWS = 104, 100
 ROUNDS, QUICK_ROUNDS = 5, 1
@@ -25,11 +32,28 @@ WARM_UP_STEPS = 2
 """Left out of each process: pages are first touched, kernels first chosen."""
 TRL_BATCH_ROWS = 8
 """TRL's default."""
-OURS, LIMIT, HF = "ours", "forward + backward alone", "transformers Trainer"
-TRL_DEFAULT, TRL_LENGTH, TRL_PACKED = "TRL, its defaults", "TRL, group_by_length", "TRL, packing"
+LIMIT = "forward + backward alone"
+OURS, OURS_RECOMPUTED, OURS_PACKED = "ours", "ours, checkpointing", "ours, packed"
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    OURS: {},
+    OURS_RECOMPUTED: {"train.grad_ckpt": True},
+    OURS_PACKED: {"bucket.mode": "packed"},
+}
+HF, LIGER = "transformers Trainer", "TRL, Liger"
+TRL_PLAIN, TRL_LENGTH, TRL_PACKED = "TRL, no checkpointing", "TRL, group_by_length", "TRL, packing"
+TRL_DEFAULT = "TRL, its defaults (checkpointing)"
 OVERHEAD_LIMIT = 1.03
-FASTER_THAN_DEFAULT, FASTER_THAN_BEST = 1.3, 1.05
-PEAK_OF_DEFAULT = 0.7
+FASTER_LIMITS = {TRL_PLAIN: 1.3, TRL_LENGTH: 1.3, TRL_DEFAULT: 1.3, TRL_PACKED: 1.05}
+"""How many times as fast ours has to be, in the same setting."""
+PEAK_LIMITS = {TRL_PLAIN: 0.7, TRL_DEFAULT: 0.7}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A rival, and which of ours has its setting."""
+
+    case: TrainerCase
+    like: str
 
 
 def measure(quick: bool) -> Measured:
@@ -38,29 +62,40 @@ def measure(quick: bool) -> Measured:
     Raises:
         UserError: a contestant failed.
     """
-    ground = Field(rows=QUICK_ROWS if quick else ROWS, tokens_per_step=TOKENS_PER_STEP, max_tokens=MAX_TOKENS)
-    ground.prepare()
-    rivals, skipped = _rivals(quick, ground.rows_per_step)
-    cases: dict[str, Callable[[], Steps]] = {OURS: ground.ours}
-    cases |= {name: partial(case.run, ground, ground.steps) for name, case in rivals.items()}
+    grounds = {name: _prepared(name, quick) for name in ([OURS] if quick else SETTINGS)}
+    ground = grounds[OURS]
+    rivals, skipped = _rivals(quick, ground)
+    cases: dict[str, Callable[[], Steps]] = {name: own.ours for name, own in grounds.items()}
+    cases |= {name: partial(rival.case.run, ground, ground.steps) for name, rival in rivals.items()}
     runs = interleaved(
         {name: partial(_run, name, case) for name, case in cases.items()},
         QUICK_ROUNDS if quick else ROUNDS,
         warm_up=False,
     )
-    counts: dict[str, Callable[[], Peak]] = {OURS: ground.our_peak}
-    counts |= {name: partial(case.peak, ground, runs[name][0]) for name, case in rivals.items()}
+    counts: dict[str, Callable[[], Peak]] = {name: own.our_peak for name, own in grounds.items()}
+    counts |= {name: partial(rival.case.peak, ground, runs[name][0]) for name, rival in rivals.items()}
     peaks = {name: _peak(name, count) for name, count in counts.items()}
     speeds = {name: [_supervised_per_second(run) for run in runs[name]] for name in cases}
-    overhead = round(median(_overhead(run) for run in runs[OURS]), 3)
-    table = [_row(name, runs[name], peaks[name], speeds) for name in speeds]
-    table[0] = {**table[0], "of the limit": overhead}
+    likes = {name: rivals[name].like if name in rivals else name for name in cases}
+    table = [_row(name, runs[name], peaks[name], speeds, likes[name]) for name in cases]
     table.append({"what": LIMIT, "of the limit": 1.0})
     table += [{"what": name, "skipped": reason} for name, reason in skipped.items()]
-    bars = [Bar(name="ours / forward + backward", value=overhead, rule="<=", limit=OVERHEAD_LIMIT)]
-    if TRL_DEFAULT in speeds:
-        bars += _trl_bars(speeds, peaks)
-    return Measured(rows=table, bars=bars)
+    overhead = round(median(map(_overhead, runs[OURS])), 3)
+    bars = [Bar(name=f"{OURS} / forward + backward", value=overhead, rule="<=", limit=OVERHEAD_LIMIT)]
+    return Measured(rows=table, bars=[*bars, *_trl_bars(speeds, peaks, likes)])
+
+
+def _prepared(name: str, quick: bool) -> Field:
+    """Ours in one setting, planned and ready to run."""
+    own = Field(
+        rows=QUICK_ROWS if quick else ROWS,
+        tokens_per_step=TOKENS_PER_STEP,
+        max_tokens=MAX_TOKENS,
+        settings=SETTINGS[name],
+        name=f"train-{list(SETTINGS).index(name)}",
+    )
+    own.prepare()
+    return own
 
 
 def _run(name: str, case: Callable[[], Steps]) -> Steps:
@@ -78,29 +113,50 @@ def _peak(name: str, count: Callable[[], Peak]) -> Peak:
     return peak
 
 
-def _rivals(quick: bool, rows_per_step: float) -> tuple[dict[str, TrainerCase], dict[str, str]]:
-    """(cases by name, reason by name of those that cannot run)."""
-    accumulated = max(1, round(rows_per_step / TRL_BATCH_ROWS))
+def _rivals(quick: bool, ground: Field) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """(rivals by name, reason by name of those that cannot run)."""
+    accumulated = max(1, round(ground.rows_per_step / TRL_BATCH_ROWS))
     batch = {"per_device_train_batch_size": TRL_BATCH_ROWS, "gradient_accumulation_steps": accumulated}
-    cases = {HF: TrainerCase(trainer="hf", arguments=batch)}
+    rivals = {HF: Contestant(case=TrainerCase(trainer="hf", arguments=batch), like=OURS)}
     if quick:
-        return cases, {}
+        return rivals, {}
     if reason := trl().prepare():
         click.echo(f"note: TRL is skipped: {reason}", err=True)
-        return cases, {TRL_DEFAULT: reason}
+        return rivals, {TRL_DEFAULT: reason}
     plain = {**batch, "gradient_checkpointing": False}
-    packed = {"packing": True, "max_length": MAX_TOKENS, "gradient_checkpointing": False}
-    cases[TRL_DEFAULT] = TrainerCase(trainer="trl", arguments=batch)
-    cases[TRL_LENGTH] = TrainerCase(trainer="trl", arguments={**plain, "train_sampling_strategy": "group_by_length"})
-    cases[TRL_PACKED] = TrainerCase(
-        trainer="trl",
-        arguments={
-            **packed,
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": TOKENS_PER_STEP // MAX_TOKENS,
-        },
-    )
-    return cases, {}
+    packed = {
+        "packing": True,
+        "packing_strategy": "bfd",
+        "max_length": MAX_TOKENS,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": TOKENS_PER_STEP // MAX_TOKENS,
+    }
+    for name, arguments, like in (
+        (TRL_DEFAULT, batch, OURS_RECOMPUTED),
+        (TRL_PLAIN, plain, OURS),
+        (TRL_LENGTH, {**plain, "train_sampling_strategy": "group_by_length"}, OURS),
+        (TRL_PACKED, packed, OURS_PACKED),
+    ):
+        rivals[name] = Contestant(case=TrainerCase(trainer="trl", arguments=arguments, rival=trl()), like=like)
+    liger = TrainerCase(trainer="trl", arguments={**plain, "use_liger_kernel": True}, rival=with_liger())
+    if reason := _why_not(liger, ground):
+        click.echo(f"note: {LIGER} is skipped: {reason}", err=True)
+        return rivals, {LIGER: reason}
+    rivals[LIGER] = Contestant(case=liger, like=OURS)
+    return rivals, {}
+
+
+def _why_not(case: TrainerCase, ground: Field) -> str | None:
+    """Why a rival cannot be installed or cannot train a step here; None where it can."""
+    assert case.rival is not None
+    if reason := case.rival.prepare():
+        return reason
+    try:
+        case.run(ground, 1)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _supervised_per_second(run: Steps) -> float:
@@ -114,34 +170,35 @@ def _overhead(run: Steps) -> float:
     return sum(run.seconds[WARM_UP_STEPS:]) / sum(run.limit_seconds[WARM_UP_STEPS:])
 
 
-def _row(name: str, runs: Sequence[Steps], peak: Peak, speeds: dict[str, list[float]]) -> Row:
-    """A contestant's line."""
+def _row(name: str, runs: Sequence[Steps], peak: Peak, speeds: Mapping[str, list[float]], like: str) -> Row:
+    """A contestant's line; `like` names ours in the same setting."""
     counted = [n for n in range(len(runs[0].padded)) if runs[0].padded[n]]
     padded, real = sum(runs[0].padded[n] for n in counted), sum(runs[0].real[n] for n in counted)
     return {
         "what": name,
         "supervised tokens/s": round(median(speeds[name]), 1),
-        "ours / it": round(median_ratio(speeds[OURS], speeds[name]), 3),
+        "compared with": like,
+        "that / it": round(median_ratio(speeds[like], speeds[name]), 3),
+        "of the limit": None if runs[0].limit_seconds is None else round(median(map(_overhead, runs)), 3),
         "step_s": round(median(seconds for run in runs for seconds in run.seconds[WARM_UP_STEPS:]), 3),
         "padding_percent": round(100 * (1 - real / padded), 2),
         "tokens/step": round(real / len(counted)),
         "peak_bytes": peak.peak_bytes,
         "peak of steps": " ".join(map(str, peak.steps)),
         "rounds": len(runs),
+        "versions": ", ".join(f"{library} {version}" for library, version in runs[0].versions.items()) or None,
     }
 
 
-def _trl_bars(speeds: dict[str, list[float]], peaks: Mapping[str, Peak]) -> list[Bar]:
-    """Speed against TRL's defaults and its best, memory against its defaults."""
-    best = max((name for name in speeds if name.startswith("TRL")), key=lambda name: median(speeds[name]))
-    to_default = round(median_ratio(speeds[OURS], speeds[TRL_DEFAULT]), 3)
-    to_best = round(median_ratio(speeds[OURS], speeds[best]), 3)
-    mine, theirs = peaks[OURS].peak_bytes, peaks[TRL_DEFAULT].peak_bytes
-    return [
-        Bar(name=f"ours / {TRL_DEFAULT}", value=to_default, rule=">=", limit=FASTER_THAN_DEFAULT),
-        Bar(name=f"ours / {best}, its best", value=to_best, rule=">=", limit=FASTER_THAN_BEST),
-        Bar(name=f"peak, ours / {TRL_DEFAULT}", value=round(mine / theirs, 3), rule="<=", limit=PEAK_OF_DEFAULT),
-    ]
+def _trl_bars(speeds: Mapping[str, list[float]], peaks: Mapping[str, Peak], likes: Mapping[str, str]) -> Iterator[Bar]:
+    """Speed and memory against TRL, each in the same setting; none where it did not run."""
+    for name in (name for name in FASTER_LIMITS if name in speeds):
+        like = likes[name]
+        faster = round(median_ratio(speeds[like], speeds[name]), 3)
+        yield Bar(name=f"{like} / {name}", value=faster, rule=">=", limit=FASTER_LIMITS[name])
+        if name in PEAK_LIMITS:
+            smaller = round(peaks[like].peak_bytes / peaks[name].peak_bytes, 3)
+            yield Bar(name=f"peak, {like} / {name}", value=smaller, rule="<=", limit=PEAK_LIMITS[name])
 
 
 main = benchmark("train", measure)

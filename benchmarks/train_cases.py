@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ MEDIAN_WORDS, SIGMA = 24, 0.8
 """Of an answer: with them prompts and answers are as long as those of the alpaca data sets."""
 COUNTED_STEPS = 2
 """Of a rival's, besides the first: those with the largest micro-batches."""
+LIGER = "liger-kernel==0.8.5"
 SOURCE = "rows.jsonl"
 TOKENIZED = "tokenized.jsonl"
 
@@ -53,6 +54,8 @@ class Steps:
     """Of the bare forward and backward passes of the same batches; None where they were not run."""
     peak_bytes: int | None = None
     """Of PyTorch's allocator, loading included; None where time was measured."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of a rival's libraries, as its own process found them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +76,13 @@ class Field:
     max_tokens: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of ours, besides: dotted parameter → value."""
+    name: str = "train"
+    """Of its directory."""
 
     @property
     def directory(self) -> Path:
         """Where everything lies."""
-        return (SCRATCH / "runs" / "train").resolve()
+        return (SCRATCH / "runs" / self.name).resolve()
 
     def prepare(self) -> None:
         """Write model and rows; pin, tokenize, bucket and estimate once.
@@ -180,6 +185,8 @@ class TrainerCase:
     trainer: str
     """hf | trl."""
     arguments: Mapping[str, Any]
+    rival: Rival | None = None
+    """Whose environment it runs in; None: this one."""
 
     def peak(self, ground: Field, seen: Steps) -> Peak:
         """Its peak over the steps that a run has `seen`, counted in the first and in the largest of the others.
@@ -218,7 +225,7 @@ class TrainerCase:
         rows = ground.directory / (SOURCE if self.trainer == "trl" else TOKENIZED)
         arguments = [str(script), str(rows), str(ground.directory / "model"), str(out.resolve()), json.dumps(case)]
         environment = {"HF_HOME": str(out.resolve()), "HF_HUB_OFFLINE": "1"}
-        python = trl().python if self.trainer == "trl" else Path(sys.executable)
+        python = None if self.rival is None else self.rival.python
         told = run_python(arguments, ground.directory, environment, python)
         return Steps(**told)
 
@@ -226,6 +233,12 @@ class TrainerCase:
 def trl() -> Rival:
     """TRL with the virtual environment of benchmarks.data."""
     return next(rival for rival in RIVALS if rival.script == "trl_sft.py")
+
+
+def with_liger() -> Rival:
+    """TRL in an environment that has Liger's kernels too."""
+    rival = trl()
+    return replace(rival, requirements=(*rival.requirements, LIGER))
 
 
 def run_python(

@@ -2,7 +2,7 @@
 
 Run as `python trainer_steps.py ROWS MODEL OUT CASE`; CASE is JSON: trainer (hf | trl), its own arguments, steps, and
 the steps in which memory is counted, null where none is. The last line printed holds, by step: seconds, supervised and
-padded tokens, padded tokens of the largest batch.
+padded tokens, padded tokens of the largest batch; and the versions of the libraries it used.
 
 Memory is counted as stage train counts its own: from before the model is loaded to the end of the first step, then
 around single steps; a step leaves nothing behind but the optimizer's state. Where it is counted, time says nothing.
@@ -11,6 +11,7 @@ For hf the rows come as token ids, already cut, from ROWS (JSON Lines of input_i
 makes its own tokens. Both count what reaches the model's forward pass.
 """
 
+import importlib.metadata
 import json
 import sys
 import time
@@ -28,6 +29,8 @@ from transformers import (
 )
 
 from stages.train.measure import CpuMeter
+
+LIBRARIES = ("trl", "transformers", "torch", "accelerate")
 
 
 class Seen(TrainerCallback):
@@ -138,7 +141,9 @@ def main() -> None:
             callbacks=callbacks,
         )
     trainer.train()
-    print(json.dumps({**seen.told(), "peak_bytes": meter.result().peak_bytes}))
+    libraries = LIBRARIES if case["trainer"] == "trl" else LIBRARIES[1:]
+    versions = {name: importlib.metadata.version(name) for name in libraries}
+    print(json.dumps({**seen.told(), "peak_bytes": meter.result().peak_bytes, "versions": versions}))
 
 
 if __name__ == "__main__":

@@ -82,15 +82,17 @@ def test_figures_never_name_the_host(monkeypatch):
     assert described["cores"] >= 1 and described["memory_bytes"] > 2**28
 
 
-def test_the_commit_says_when_code_differs_from_it_but_not_when_only_results_do(elsewhere):
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-        assert form._git(*identity, *arguments) is not None
-
-    git("init", "--quiet")
+@pytest.fixture
+def repository(elsewhere) -> Path:
+    """A repository with one commit and nothing beside it."""
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     Path("code.py").write_text("1")
-    git("add", "code.py")
-    git("commit", "--quiet", "-m", "start")
+    for arguments in (["init", "--quiet"], ["add", "code.py"], ["commit", "--quiet", "-m", "start"]):
+        assert form._git(*identity, *arguments) is not None
+    return elsewhere
+
+
+def test_the_commit_says_when_code_differs_from_it_but_not_when_only_results_do(repository):
     head = form.commit()
     assert head is not None and len(head) == 12
     Path("benchmarks/results").mkdir(parents=True)
@@ -98,6 +100,17 @@ def test_the_commit_says_when_code_differs_from_it_but_not_when_only_results_do(
     assert form.commit() == head
     Path("code.py").write_text("2")
     assert form.commit() == f"{head}-dirty"
+
+
+def test_published_figures_come_from_a_commit(repository):
+    """A results file whose figures no checkout can give again."""
+    Path("code.py").write_text("2")
+    refused = run()
+    assert refused.exit_code == 1
+    assert "benchmarks/results/sample.json: " in refused.stderr and "--out" in refused.stderr
+    assert not Path("benchmarks").exists()
+    assert run("--out", "mine.json").exit_code == 0
+    assert json.loads(Path("mine.json").read_text())["commit"].endswith("-dirty")
 
 
 def test_each_case_starts_a_round_in_turn_so_that_order_favours_none():
