@@ -231,7 +231,7 @@ REFUSED = {
     "later shape": ('{"text": "a"}\n\n{"q": "b"}\n', {}, "rows.jsonl:3: a row of data.format text needs 'text'"),
     "named shape": ('{"text": "a"}\n', {"data__format": "alpaca"}, "rows.jsonl:1: a row of data.format alpaca needs"),
     "unknown format": ('{"text": "a"}\n', {"data__format": "csv"}, "data.format: "),
-    "none to read": ("{\n\n}\n", {"data__on_bad_row": "skip"}, "rows.jsonl:1: not JSON ("),
+    "none to read": ("{]\n\n}\n", {"data__on_bad_row": "skip"}, "rows.jsonl:1: not JSON ("),
     "no rows": ("\n \n", {}, "data.source: rows.jsonl holds no rows"),
     "no array rows": ("[]", {}, "data.source: rows.jsonl holds no rows"),
     "none held out": ('{"text": "a"}\n', {"data__heldout_fraction": 0.01}, "data.heldout_fraction: leaves no row to"),
