@@ -157,7 +157,7 @@ class Field:
     @property
     def steps(self) -> int:
         """Optimizer steps of the plan."""
-        return int(read_json(self.directory / "metrics/bucket.json")["optimizer_steps"])
+        return int(read_json(self.directory / "data/batches/figures.json")["optimizer_steps"])
 
     @property
     def rows_per_step(self) -> float:
@@ -174,7 +174,7 @@ class Field:
         run_python(["-m", "stages.train"], self.directory)
         with open(self.directory / "data/train/curves.csv", encoding="utf-8", newline="") as file:
             counted = [int(row["step"]) for row in csv.DictReader(file) if row["measured"] == "True"]
-        peak_bytes = read_json(self.directory / "metrics/train.json")["peak_bytes_measured"]
+        peak_bytes = read_json(self.directory / "data/train/figures.json")["peak_bytes_measured"]
         return Peak(peak_bytes=peak_bytes, steps=counted)
 
 

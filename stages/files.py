@@ -16,6 +16,8 @@ from stages.errors import UserError
 from stages.locks import clear, hold, leave
 
 READ_BLOCK_BYTES = 1 << 20
+FIGURES = "figures.json"
+"""In a stage's output directory: all that it counted. Of these, metrics/ has the results that runs are compared by."""
 
 
 def repo_root() -> Path:

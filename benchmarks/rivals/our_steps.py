@@ -40,7 +40,7 @@ def read_job() -> TrainJob:
         tokens=Path("data/tokens"),
         batches=Path("data/batches"),
         verdict=Path("data/estimate/verdict.json"),
-        estimate=Path("metrics/estimate.json"),
+        estimate=Path("data/estimate/figures.json"),
         model_lock=Path("locks/model.json"),
         tokenizer_lock=Path("locks/tokenizer.json"),
         data_lock=Path("locks/data.json"),

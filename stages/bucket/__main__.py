@@ -15,14 +15,13 @@ from stages.bucket.run_cut import RunCut
 from stages.bucket.summary import summarise
 from stages.declared import read_params
 from stages.errors import StageCommand
-from stages.files import atomic_directory, sha256_json, write_json
+from stages.files import FIGURES, atomic_directory, sha256_json, write_json
 
 
 @click.command(cls=StageCommand)
 @click.option("--index", "index_path", type=Path, default="data/tokens/train-index.arrow", show_default=True)
 @click.option("--out", type=Path, default="data/batches", show_default=True, help="Directory for plan.arrow.")
-@click.option("--metrics", type=Path, default="metrics/bucket.json", show_default=True)
-def main(index_path: Path, out: Path, metrics: Path) -> None:
+def main(index_path: Path, out: Path) -> None:
     """Plan the run: rows of every optimizer step, and its micro-batches, shared evenly by hardware.num_gpus.
 
     The rows of a step depend on seed, train.tokens_per_step, train.epochs and the sources' weights alone; bucket.*
@@ -35,7 +34,7 @@ def main(index_path: Path, out: Path, metrics: Path) -> None:
         parts = _shown(run.parts(index), p.run.progress)
         write_plan(aside / "plan.arrow", parts, cut=sha256_json(run.cutting.deciding))
         summary = summarise(read_plan(aside / "plan.arrow"), index.lengths, mode=run.cutting.mode)
-    write_json(metrics, summary)
+        write_json(aside / FIGURES, summary)
 
 
 def _shown(parts: Iterable[Plan], progress: bool) -> Iterator[Plan]:

@@ -8,7 +8,7 @@ from stages.bucket.plan import Plan, sums_between
 
 
 def summarise(plan: Plan, lengths: np.ndarray, *, mode: str) -> dict[str, Any]:
-    """The metrics of a plan; rounded, so that they are the same bytes on any machine."""
+    """The figures of a plan; rounded, so that they are the same bytes on any machine."""
     planned = lengths[plan.rows]
     tokens_per_step = sums_between(planned, plan.bounds[plan.step_bounds])
     return {

@@ -1,4 +1,4 @@
-"""What stage estimate writes of a prediction: breakdown.json, and its part of metrics/estimate.json."""
+"""What stage estimate writes of a prediction: breakdown.json, and its part of data/estimate/figures.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ def metrics_of(
     *,
     verdict: Verdict,
 ) -> dict[str, Any]:
-    """The content of metrics/estimate.json, tiers apart."""
+    """The content of data/estimate/figures.json, tiers apart."""
     return {
         "peak_bytes_predicted": prediction.peak.bytes,
         "peak_gib_predicted": round(prediction.peak.bytes / GIB, 6),

@@ -70,7 +70,7 @@ class PlanMemory:
         return sum(step.retries for step in self.limited[allocator].steps)
 
     def metrics(self) -> dict[str, Any]:
-        """Its part of metrics/estimate.json, in place of what the worst micro-batches alone reserve."""
+        """Its part of data/estimate/figures.json, in place of what the worst micro-batches alone reserve."""
         told: dict[str, Any] = {
             "process_bytes_predicted": self.reserved_bytes(self.chosen) + CONTEXT_BYTES,
             "reserved_settled_step": self.steps[self.unlimited[self.chosen].settled_step],

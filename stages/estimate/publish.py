@@ -17,7 +17,10 @@ from stages.estimate.read_run import Asked
 from stages.estimate.switches import Switch, as_advice
 from stages.estimate.tiers import tiers_metrics
 from stages.estimate.trace import Peak
-from stages.files import atomic_directory, write_csv, write_json
+from stages.files import FIGURES, atomic_directory, write_csv, write_json
+
+RESULTS = ("fits", "peak_gib_predicted")
+"""The figures in metrics/estimate.json, by which runs are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +53,7 @@ def publish(asked: Asked, found: Found, out: Path, metrics: Path, *, auto_precis
     """
     verdict, device = found.answer.verdict, asked.planned.device
     states = list(closed_form(asked.config, asked.setting, target_of(device)))
+    figures = _figures(asked, found)
     with atomic_directory(out) as aside:
         write_json(aside / "verdict.json", verdict.as_json(asked.precision if auto_precision else None))
         write_json(aside / "breakdown.json", breakdown(found.by_phase, found.prediction.peak))
@@ -58,14 +62,26 @@ def publish(asked: Asked, found: Found, out: Path, metrics: Path, *, auto_precis
         write_json(aside / "process.json", found.process)
         write_json(aside / "what_fits.json", found.inverse)
         _write_tables(aside, found)
-    told = metrics_of(found.prediction, found.by_phase, device, asked.device_reason, verdict=verdict)
+        write_json(aside / FIGURES, figures)
+    write_json(metrics, {name: figures[name] for name in RESULTS})
+
+
+def _figures(asked: Asked, found: Found) -> dict[str, Any]:
+    """What is predicted, of the run and of its phases."""
+    told = metrics_of(
+        found.prediction,
+        found.by_phase,
+        asked.planned.device,
+        asked.device_reason,
+        verdict=found.answer.verdict,
+    )
     told |= tiers_metrics(found.reserved, asked.planned.expandable)
     told |= {
         "attention": asked.attention,
         "host_bytes_predicted": None if found.process is None else found.process["host_needed_bytes"],
         "reserved_replayed": found.replayed,
     }
-    write_json(metrics, told if found.memory is None else {**told, **found.memory.metrics()})
+    return told if found.memory is None else {**told, **found.memory.metrics()}
 
 
 def _write_tables(aside: Path, found: Found) -> None:

@@ -111,7 +111,7 @@ def tiers(trace: OriginTrace, capacity_bytes: int, *, margin_bytes: int) -> dict
 
 
 def tiers_metrics(reserved: Mapping[str, Any] | None, expandable: bool) -> dict[str, Any]:
-    """Part of metrics/estimate.json: what the worst micro-batches reserve, in the run's own segments and in each kind.
+    """Part of figures.json: what the worst micro-batches reserve, in the run's own segments and in each kind.
 
     `reserved` is the content of tiers.json; None for a CPU, which reserves nothing.
     """

@@ -15,8 +15,8 @@ from stages.errors import StageCommand
 from stages.evaluate.compare import MODELS, NO_ANSWERS, Questions, evaluate_models
 from stages.evaluate.generate import choose_prompts, special_ids
 from stages.evaluate.heldout import spread_rows
-from stages.evaluate.metrics import evaluate_metrics, generation_lines
-from stages.files import atomic_directory, read_json, write_json, write_text
+from stages.evaluate.metrics import RESULTS, evaluate_metrics, generation_lines
+from stages.files import FIGURES, atomic_directory, read_json, write_json, write_text
 from stages.model.config import read_config
 from stages.model.precision import precision_of
 from stages.model.segments import use_segments
@@ -73,10 +73,12 @@ def main(
         )
         answers = dict.fromkeys(MODELS, NO_ANSWERS)
     lines = generation_lines(questions, answers, tokenizer)
+    figures = evaluate_metrics(questions, answers, lines)
     with atomic_directory(out) as aside:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_text(aside / "generations.jsonl", text)
-    write_json(metrics, evaluate_metrics(questions, answers, lines))
+        write_json(aside / FIGURES, figures)
+    write_json(metrics, {name: figures[name] for name in RESULTS})
 
 
 def _questions(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> Questions:

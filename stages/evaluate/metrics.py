@@ -1,4 +1,4 @@
-"""From losses and answers to metrics/evaluate.json and the lines of generations.jsonl."""
+"""From losses and answers to the figures of both models and the lines of generations.jsonl."""
 
 import math
 import sys
@@ -12,6 +12,8 @@ from stages.evaluate.compare import Answers, Questions
 from stages.evaluate.tasks import is_exact_match
 from stages.model.merge import MERGED
 
+RESULTS = ("base_exact_match_percent", "base_loss", "tuned_exact_match_percent", "tuned_loss")
+"""The figures in metrics/evaluate.json, by which runs are compared."""
 LENGTH_EDGES = (64, 128, 256, 512)
 """Upper edges of the length buckets, in tokens of a row; the last bucket is open."""
 

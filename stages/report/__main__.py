@@ -9,8 +9,8 @@ import click
 
 from stages.declared import read_params
 from stages.errors import StageCommand
-from stages.files import atomic_directory, write_csv, write_json, write_text
-from stages.report.figures import MEMORY_COLUMNS, memory_records, report_metrics
+from stages.files import FIGURES, atomic_directory, write_csv, write_json, write_text
+from stages.report.figures import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics
 from stages.report.inputs import read_inputs
 from stages.report.page import page
 from stages.report.plots import draw
@@ -21,11 +21,13 @@ PATH = click.Path(path_type=Path)
 @click.command(cls=StageCommand)
 @click.option("--locks", type=PATH, default="locks", show_default=True, help="Directory of the pins.")
 @click.option("--metrics", type=PATH, default="metrics", show_default=True, help="Directory of all metrics.")
+@click.option("--tokens", type=PATH, default="data/tokens", show_default=True, help="Output of stage tokenize.")
+@click.option("--batches", type=PATH, default="data/batches", show_default=True, help="Output of stage bucket.")
 @click.option("--estimate", type=PATH, default="data/estimate", show_default=True, help="Output of stage estimate.")
 @click.option("--train", type=PATH, default="data/train", show_default=True, help="Curves of stage train.")
 @click.option("--evaluate", type=PATH, default="data/evaluate", show_default=True, help="Output of stage evaluate.")
 @click.option("--out", type=PATH, default="data/report", show_default=True, help="Directory of report.md.")
-def main(locks: Path, metrics: Path, estimate: Path, train: Path, evaluate: Path, out: Path) -> None:
+def main(metrics: Path, out: Path, **places: Path) -> None:
     """Put predicted beside measured memory and write one page with pictures: report.md.
 
     Also writes metrics/report.json (the prediction's error in percent) and memory.csv for `dvc plots`.
@@ -39,13 +41,14 @@ def main(locks: Path, metrics: Path, estimate: Path, train: Path, evaluate: Path
         "train.optimizer": p.train.optimizer,
         "train.grad_ckpt": p.train.grad_ckpt,
     }
-    inputs = read_inputs(locks=locks, metrics=metrics, estimate=estimate, train=train, evaluate=evaluate)
+    inputs = read_inputs(**places)
     numbers = report_metrics(inputs)
     with atomic_directory(out) as aside:
         draw(aside, inputs)
         write_csv(aside / "memory.csv", MEMORY_COLUMNS, memory_records(inputs))
         write_text(aside / "report.md", page(inputs, settings, numbers))
-    write_json(metrics / "report.json", numbers)
+        write_json(aside / FIGURES, numbers)
+    write_json(metrics / "report.json", {name: numbers[name] for name in RESULTS})
 
 
 if __name__ == "__main__":

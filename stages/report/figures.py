@@ -9,6 +9,9 @@ from stages.units import GIB
 CPU = "cpu"
 """What estimate and train call a device that is no GPU."""
 
+RESULTS = ("predicted_error_percent",)
+"""The figures in metrics/report.json, by which runs are compared."""
+
 MEMORY_COLUMNS = ("step", "measured_gib", "predicted_gib")
 
 
@@ -38,7 +41,7 @@ def errors_by_phase(inputs: Inputs) -> dict[str, float | None]:
 
 
 def report_metrics(inputs: Inputs) -> dict[str, Any]:
-    """metrics/report.json: the prediction's error, overall and by phase, and the change in loss and exact match."""
+    """figures.json: the prediction's error, overall and by phase, and the change in loss and exact match."""
     evaluate = inputs.evaluate
     base, tuned = evaluate["base_exact_match_percent"], evaluate["tuned_exact_match_percent"]
     error = error_percent(inputs.estimate["peak_bytes_predicted"], inputs.train["peak_bytes_measured"])

@@ -1,4 +1,4 @@
-"""What the report reads: the other stages' metrics, curves and samples."""
+"""What the report reads: the other stages' figures, curves and samples."""
 
 import csv
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.errors import UserError
-from stages.files import read_json
+from stages.files import FIGURES, read_json
 
 PHASES = ("load", "forward", "backward", "clip", "optimizer", "heldout", "save", "evaluate")
 """Phases in the order in which they run; any other comes after them, by name."""
@@ -43,7 +43,7 @@ class Inputs:
     generations: list[dict[str, Any]]
 
 
-def read_inputs(*, locks: Path, metrics: Path, estimate: Path, train: Path, evaluate: Path) -> Inputs:
+def read_inputs(*, locks: Path, tokens: Path, batches: Path, estimate: Path, train: Path, evaluate: Path) -> Inputs:
     """Read every input from the directories in which the stages leave them.
 
     Raises:
@@ -52,11 +52,11 @@ def read_inputs(*, locks: Path, metrics: Path, estimate: Path, train: Path, eval
     return Inputs(
         model=read_json(locks / "model.json"),
         data=read_json(locks / "data.json"),
-        tokenize=read_json(metrics / "tokenize.json"),
-        bucket=read_json(metrics / "bucket.json"),
-        estimate=read_json(metrics / "estimate.json"),
-        train=read_json(metrics / "train.json"),
-        evaluate=read_json(metrics / "evaluate.json"),
+        tokenize=read_json(tokens / FIGURES),
+        bucket=read_json(batches / FIGURES),
+        estimate=read_json(estimate / FIGURES),
+        train=read_json(train / FIGURES),
+        evaluate=read_json(evaluate / FIGURES),
         breakdown=read_json(estimate / "breakdown.json"),
         explanation=read_json(estimate / "explanation.json"),
         timeline=read_csv(estimate / "timeline.csv"),

@@ -12,7 +12,7 @@ from stages.report.memory import memory_section
 NOT_EVALUATED = "not evaluated: no rows are held out (data.heldout_fraction is 0)."
 SAMPLES = 6
 SAMPLE_CHARACTERS = 800
-# Figure of metrics/tokenize.json → why these rows were not used.
+# Figure of data/tokens/figures.json → why these rows were not used.
 DROPPED = {
     "no_answer_rows": "had no answer within data.max_length",
     "dropped_long_rows": "were longer than data.max_length",

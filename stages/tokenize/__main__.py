@@ -17,7 +17,7 @@ import click  # noqa: E402
 
 from stages.declared import read_params  # noqa: E402
 from stages.errors import StageCommand, UserError  # noqa: E402
-from stages.files import read_json, write_json  # noqa: E402
+from stages.files import read_json  # noqa: E402
 from stages.pin.locate import tokenizer_directory, verify_files  # noqa: E402
 from stages.tokenize.parts import parse_part  # noqa: E402
 from stages.tokenize.prepare import plan_job  # noqa: E402
@@ -31,7 +31,6 @@ PATH = click.Path(path_type=Path)
 @click.option("--model-lock", type=PATH, default=Path("locks/model.json"), show_default=True)
 @click.option("--tokenizer-lock", type=PATH, default=Path("locks/tokenizer.json"), show_default=True)
 @click.option("--out", type=PATH, default=Path("data/tokens"), show_default=True)
-@click.option("--metrics", type=PATH, default=Path("metrics/tokenize.json"), show_default=True)
 @click.option("--part", metavar="I/N", help="Make only part I (from 0) of N, below --out, to be merged later.")
 @click.option("--merge", is_flag=True, help="Join the parts below DIRECTORIES, instead of tokenizing.")
 @click.argument("directories", nargs=-1, type=PATH)
@@ -40,7 +39,6 @@ def main(
     model_lock: Path,
     tokenizer_lock: Path,
     out: Path,
-    metrics: Path,
     part: str | None,
     merge: bool,
     directories: tuple[Path, ...],
@@ -61,8 +59,7 @@ def main(
     if chosen is not None:
         notes = make_part(work, chosen, out, _note)
     else:
-        figures, notes = merge_parts(work, directories, out) if merge else make_all(work, out, _note)
-        write_json(metrics, figures)
+        notes = merge_parts(work, directories, out) if merge else make_all(work, out, _note)
     for note in notes:
         _note(note)
 

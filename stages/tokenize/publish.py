@@ -7,13 +7,13 @@ from typing import Any
 
 from stages.data_params import HELDOUT_SOURCE
 from stages.errors import UserError
-from stages.files import atomic_directory, sha256_json, write_json, write_text
+from stages.files import FIGURES, atomic_directory, sha256_json, write_json, write_text
 from stages.pin.locate import CHAT_TEMPLATE
 from stages.tokenize.bundled import read_bundled
 from stages.tokenize.merge import Placed, Totals, merge
 from stages.tokenize.prepare import Job
 from stages.tokenize.settings import UNREAD_LISTED
-from stages.tokenize.stats import metrics, notes, source_figures, write_histogram, write_rejects
+from stages.tokenize.stats import figures, notes, source_figures, write_histogram, write_rejects
 from stages.tokenize.work import BlockTokenizer
 
 SCHEMA = 2
@@ -57,8 +57,8 @@ class About:
         return [f"trained text is found by {self.chat_template_method}: {self.chat_template_reason}"]
 
 
-def publish(job: Job, about: About, placed: Sequence[Placed], out: Path) -> tuple[dict[str, Any], list[str]]:
-    """Write the token directory `out` in one step; return the metrics and notes for the user.
+def publish(job: Job, about: About, placed: Sequence[Placed], out: Path) -> list[str]:
+    """Write the token directory `out` in one step; return notes for the user.
 
     Raises:
         UserError: one side of the split is empty, or the disk refused.
@@ -89,8 +89,8 @@ def publish(job: Job, about: About, placed: Sequence[Placed], out: Path) -> tupl
             "data_sha256": sha256_json([source["files"] for source in sources]),
         }
         write_json(aside / "meta.json", meta)
-    figures = metrics(totals, [shape.format for shape in settings.sources], longest)
-    return figures, [
+        write_json(aside / FIGURES, figures(totals, [shape.format for shape in settings.sources], longest))
+    return [
         *job.notes(),
         *about.notes(),
         *_unread_notes(job, totals),

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -40,8 +39,8 @@ class Work:
         return max(1, min(self.workers or available_workers(), blocks))
 
 
-def make_all(work: Work, out: Path, told: Told) -> tuple[dict[str, Any], list[str]]:
-    """Make every shard that is not finished yet, and publish the token directory; return metrics and notes.
+def make_all(work: Work, out: Path, told: Told) -> list[str]:
+    """Make every shard that is not finished yet, and publish the token directory; return notes.
 
     Raises:
         UserError: see `make_shards` and `publish`.
@@ -49,8 +48,8 @@ def make_all(work: Work, out: Path, told: Told) -> tuple[dict[str, Any], list[st
     job = work.job
     with workplace(scratch_root(), job.key, told) as root:
         shards, _, about = _make(work, Task(root=root, key=job.key, part=0, parts=1))
-        figures, notes = publish(job, about, [Placed(root=root, shard=shard) for shard in shards], out)
-    return figures, [job.engine_note(), *notes]
+        notes = publish(job, about, [Placed(root=root, shard=shard) for shard in shards], out)
+    return [job.engine_note(), *notes]
 
 
 def make_part(work: Work, part: Part, out: Path, told: Told) -> list[str]:
@@ -68,8 +67,8 @@ def make_part(work: Work, part: Part, out: Path, told: Told) -> list[str]:
     return [job.engine_note(), *job.notes(), *about.notes(), f"{len(shards)} of {all_shards} shards are in {root}"]
 
 
-def merge_parts(work: Work, directories: Sequence[Path], out: Path) -> tuple[dict[str, Any], list[str]]:
-    """Publish the token directory from parts made elsewhere; return metrics and notes.
+def merge_parts(work: Work, directories: Sequence[Path], out: Path) -> list[str]:
+    """Publish the token directory from parts made elsewhere; return notes.
 
     Raises:
         UserError: see `collect` and `publish`.

@@ -1,4 +1,4 @@
-"""What tokenize tells about its result: metrics, notes for the user, the histogram of lengths, the rejected rows."""
+"""What tokenize tells about its result: figures, notes for the user, the histogram of lengths, the rejected rows."""
 
 import json
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ REPORTED = (
 )
 
 
-def metrics(totals: Totals, formats: Sequence[str], longest: int) -> dict[str, Any]:
-    """metrics/tokenize.json: figures of the whole, none of them from the machine or `run`."""
+def figures(totals: Totals, formats: Sequence[str], longest: int) -> dict[str, Any]:
+    """figures.json: those of the whole, none of them from the machine or `run`."""
     train, heldout = totals.side("train"), totals.side("heldout")
     return {
         "format": ", ".join(dict.fromkeys(formats)),

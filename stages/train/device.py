@@ -35,8 +35,8 @@ def check_device(
         device: where training would run.
         spec: the model's method and precision.
         verdict: data/estimate/verdict.json; its refusal was decided for `hardware.gpu`.
-        estimate: metrics/estimate.json; its predicted peaks are compared with the memory free here: of the device, and
-            of its host, where a container's limit counts too.
+        estimate: data/estimate/figures.json; its predicted peaks are compared with the memory free here: of the device,
+            and of its host, where a container's limit counts too.
         processes: of the run on this machine; without GPUs they share its memory.
 
     Raises:
@@ -89,7 +89,7 @@ def check_host(choice: OffloadState, device: torch.device, predicted: Mapping[st
     Args:
         choice: train.offload.
         device: where training would run.
-        predicted: metrics/estimate.json.
+        predicted: data/estimate/figures.json.
 
     Raises:
         UserError: naming what is needed and what is free, or that there is no GPU.

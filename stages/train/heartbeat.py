@@ -161,7 +161,7 @@ def last_words(pulse: Pulse, root: Path = FILESYSTEM) -> str:
     if ended > 0:
         return (
             f"{told}the kernel has since ended {ended} process(es) of this container for want of RAM, very likely this "
-            "one; raise its limit, or lower what the run holds (host_bytes_predicted in metrics/estimate.json)"
+            "one; raise its limit, or lower what the run holds (host_bytes_predicted in data/estimate/figures.json)"
         )
     return f"{told}it was killed or it crashed; for want of RAM the kernel has ended no process of this container since"
 

@@ -19,7 +19,7 @@ WARM_UP_STEPS = 1
 
 
 def train_metrics(result: TrainResult, measured: Measured, device: torch.device) -> dict[str, Any]:
-    """metrics/train.json: losses, speed, size, measured peak memory; None where the device cannot measure."""
+    """data/train/figures.json: losses, speed, size, measured peak memory; None where the device cannot measure."""
     curves = result.curves
     last = curves[-max(1, round(LAST_SHARE * len(curves))) :]
     timed = [row for row in curves[WARM_UP_STEPS:] if not row["measured"]] or curves

@@ -33,7 +33,7 @@ class Forecast:
     """What stage estimate wrote. It is looked at when memory has ended, and decides no result."""
 
     metrics: Mapping[str, Any]
-    """metrics/estimate.json."""
+    """data/estimate/figures.json."""
     breakdown: Mapping[str, Mapping[str, int]]
     """breakdown.json: bytes by category, by phase; empty where the file is not there."""
     advice: Mapping[str, Any]

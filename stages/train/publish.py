@@ -3,13 +3,16 @@
 from typing import Any
 
 from stages.declared import tracked_values
-from stages.files import atomic_directory, read_json, write_csv, write_json, write_text
+from stages.files import FIGURES, atomic_directory, read_json, write_csv, write_json, write_text
 from stages.params import Params
 from stages.pin.locate import CHAT_TEMPLATE, model_address
 from stages.train.card import model_card
 from stages.train.job import Paths
 from stages.train.loop import CURVE_COLUMNS, TrainJob, TrainResult
 from stages.train.save import Base, Merge, save_tuned
+
+RESULTS = ("peak_gib_measured", "resumed", "tokens_per_second", "train_loss")
+"""The figures in metrics/train.json, by which runs are compared."""
 
 
 def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: Paths) -> None:
@@ -32,7 +35,7 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
 
 
 def publish_record(result: TrainResult, numbers: dict[str, Any], params: Params, paths: Paths) -> None:
-    """Write how it went; `numbers` are the metrics.
+    """Write how it went; `numbers` are all figures of the run, some of which are metrics.
 
     Raises:
         UserError: the disk refused.
@@ -46,4 +49,5 @@ def publish_record(result: TrainResult, numbers: dict[str, Any], params: Params,
     with atomic_directory(paths.curves) as aside:
         write_csv(aside / "curves.csv", CURVE_COLUMNS, result.curves)
         write_text(aside / "MODEL_CARD.md", card)
-    write_json(paths.metrics, numbers)
+        write_json(aside / FIGURES, numbers)
+    write_json(paths.metrics, {name: numbers[name] for name in RESULTS if name in numbers})

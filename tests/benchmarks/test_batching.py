@@ -57,5 +57,5 @@ def test_few_steps_promise_the_budget_alone_and_many_all_of_it():
 def test_the_stage_is_timed_as_users_run_it(tmp_path):
     cases.prepare_stage(tmp_path, LENGTHS, mode="packed", ranks=2, tokens_per_step=100_000)
     usage = cases.run_stage(tmp_path)
-    assert (tmp_path / "data/batches/plan.arrow").exists() and (tmp_path / "metrics/bucket.json").exists()
+    assert (tmp_path / "data/batches/plan.arrow").exists() and (tmp_path / "data/batches/figures.json").exists()
     assert usage.wall_s > 0 and usage.peak_rss_bytes > 30 << 20

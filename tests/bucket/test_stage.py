@@ -44,7 +44,7 @@ def change(before: str, after: str) -> None:
 
 def test_the_stage_writes_the_same_bytes_twice_and_other_rows_for_another_seed(workspace):
     assert run_stage().exit_code == 0
-    plan, metrics = Path("data/batches/plan.arrow"), Path("metrics/bucket.json")
+    plan, metrics = Path("data/batches/plan.arrow"), Path("data/batches/figures.json")
     first = plan.read_bytes(), metrics.read_bytes()
     assert run_stage().exit_code == 0
     assert (plan.read_bytes(), metrics.read_bytes()) == first
@@ -61,7 +61,10 @@ def test_the_stage_reports_what_its_plan_holds(workspace, mode):
     change("sharding: none", "sharding: ddp")
     change("tokens_per_step: 2048", "tokens_per_step: 8192")
     assert run_stage().exit_code == 0
-    metrics, plan = json.loads(Path("metrics/bucket.json").read_text()), read_plan(Path("data/batches/plan.arrow"))
+    metrics, plan = (
+        json.loads(Path("data/batches/figures.json").read_text()),
+        read_plan(Path("data/batches/plan.arrow")),
+    )
     batches = all_batches(plan)
     assert (metrics["mode"], plan.flat, plan.ranks) == (mode, mode == "packed", 2)
     assert metrics["optimizer_steps"] == len(plan.steps)

@@ -23,12 +23,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages.bucket.__main__ import main as bucket
-from stages.files import write_json
 from stages.pin.__main__ import main as pin
 from stages.tokenize.__main__ import main as tokenize
 from stages.train.__main__ import main as train
 from tests.conftest import ROOT
 from tests.processes import kill_group, killed_after
+from tests.stand_ins import write_verdict
 from tests.workspace import invoke, lay_out, run_module
 
 pytestmark = pytest.mark.multiprocess
@@ -61,9 +61,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     with open(ROOT / "data/raw/sample.jsonl") as rows:
         (root / "rows.jsonl").write_text("".join(islice(rows, ROWS)))
-    write_json(root / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
-    (root / "metrics").mkdir()
-    shutil.copy2(ROOT / "metrics/estimate.json", root / "metrics/estimate.json")
+    write_verdict(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         for command, arguments in ((pin, ["data"]), (pin, ["model"]), (tokenize, [])):
@@ -141,7 +139,7 @@ def test_two_processes_write_what_one_writes(copy: Path, tiny_dir: Path):
     done = run_module("stages.train", cwd=copy, check=True)
     assert done.stderr == ""
     assert_same_learning(copy, alone)
-    metrics = json.loads((copy / "metrics/train.json").read_text())
+    metrics = json.loads((copy / "data/train/figures.json").read_text())
     assert "2 processes" in metrics["peak_measured_how"] and metrics["peak_bytes_measured"] > 0
     assert {path.name for path in (copy / "scratch/train/ranks").glob("*/*")} == {"1.log", "lock"}
     base = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)

@@ -83,7 +83,7 @@ def test_a_smaller_budget_is_judged_by_the_plan_that_it_leads_to(index, tmp_path
     lay_out(tmp_path, train__tokens_per_step=1200, train__epochs=2, **values)
     parameters = (tmp_path / "params.yaml").read_text().replace("\nseed: 17", "\nseed: 1")
     (tmp_path / "params.yaml").write_text(parameters)
-    assert invoke(cut, "--index", str(index), "--out", "batches", "--metrics", "bucket.json").exit_code == 0
+    assert invoke(cut, "--index", str(index), "--out", "batches").exit_code == 0
     made = read_plan(Path("batches/plan.arrow"))
     for column in ("step", "rows", "bounds", "length", "supervised"):
         assert np.array_equal(getattr(found, column), getattr(made, column)), column
@@ -130,12 +130,12 @@ def estimated(directory: Path, *, gpu: str, **values: Any) -> tuple[dict[str, An
     """The metrics and the advised lines of a run that is cut and estimated anew."""
     common = {"bucket__max_tokens": 1024, "data__max_length": 256, "train__tokens_per_step": 1200, "train__epochs": 2}
     lay_out(directory, hardware__gpu=gpu, estimate__headroom_percent=0.0, **{**common, **values})
-    assert invoke(cut, "--index", "index.arrow", "--out", "batches", "--metrics", "bucket.json").exit_code == 0
+    assert invoke(cut, "--index", "index.arrow", "--out", "batches").exit_code == 0
     paths = {"plan": "batches/plan.arrow", "index": "index.arrow", "model-lock": "model.json", "out": "estimate"}
     flags = [part for key, value in {**paths, "metrics": "estimate.json"}.items() for part in (f"--{key}", value)]
     assert invoke(estimate, *flags).exit_code == 0
     remedies = json.loads((directory / "estimate" / "advice.json").read_text())["remedies"]
-    return json.loads((directory / "estimate.json").read_text()), [remedy["command"] for remedy in remedies]
+    return json.loads((directory / "estimate/figures.json").read_text()), [remedy["command"] for remedy in remedies]
 
 
 def changes_of(command: str) -> dict[str, Any]:

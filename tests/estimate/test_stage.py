@@ -52,7 +52,7 @@ def read(directory: Path):
     verdict = json.loads((directory / "estimate" / "verdict.json").read_text())
     breakdown = json.loads((directory / "estimate" / "breakdown.json").read_text())
     switches = list(csv.DictReader((directory / "estimate" / "switches.csv").read_text().splitlines()))
-    return verdict, breakdown, switches, json.loads((directory / "estimate.json").read_text())
+    return verdict, breakdown, switches, json.loads((directory / "estimate" / "figures.json").read_text())
 
 
 def advice(directory: Path):

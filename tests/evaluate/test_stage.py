@@ -82,7 +82,7 @@ def test_the_stage_writes_metrics_and_the_same_bytes_again(place, tokens_dir, lo
     """The default path, and the determinism that lets DVC skip what follows."""
     assert evaluate(tokens_dir, locks_dir, adapter).exit_code == 0
     written = {path: path.read_bytes() for path in (Path("metrics/evaluate.json"), *Path("data/evaluate").iterdir())}
-    metrics = json.loads(Path("metrics/evaluate.json").read_text())
+    metrics = json.loads(Path("data/evaluate/figures.json").read_text())
     assert metrics["evaluated_rows"] == 14 and metrics["generated_rows"] == 6
     assert metrics["unanswerable_rows"] == 0
     assert metrics["tuned_perplexity"] == pytest.approx(np.exp(metrics["tuned_loss"]), rel=1e-5)
@@ -113,7 +113,7 @@ def test_the_merged_model_is_scored_beside_the_adapter(place, tokens_dir, locks_
     files = ["config.json", "model.safetensors"]
     write_merged(base_dir, files, tuned, spec_of(method), tuned / MERGED)
     assert evaluate(tokens_dir, locks_dir, tuned).exit_code == 0
-    metrics = json.loads(Path("metrics/evaluate.json").read_text())
+    metrics = json.loads(Path("data/evaluate/figures.json").read_text())
     assert abs(metrics["merged_minus_tuned_loss"]) < 1e-4 < abs(metrics["base_loss"] - metrics["tuned_loss"])
     assert metrics["merged_loss"] == pytest.approx(metrics["tuned_loss"], abs=1e-4)
 
@@ -124,7 +124,7 @@ def test_rows_without_a_question_still_have_a_loss(place, tmp_path, locks_dir, a
     shutil.copytree(tokens_dir, tokens)
     write_tokens(tokens, [([30, 31, 32, EOS], [0, 4], None)], "heldout")
     assert evaluate(tokens, locks_dir, adapter).exit_code == 0
-    metrics = json.loads(Path("metrics/evaluate.json").read_text())
+    metrics = json.loads(Path("data/evaluate/figures.json").read_text())
     assert metrics["tuned_exact_match_percent"] is None and metrics["by_family"] == {}
     assert metrics["evaluated_tokens"] == 3
     assert Path("data/evaluate/generations.jsonl").read_text() == ""
@@ -243,7 +243,7 @@ def test_without_held_out_rows_no_model_is_loaded_and_no_figure_made_up(place, b
     result = evaluate(tmp_path, locks_dir, tmp_path / "no-weights")
     assert result.exit_code == 0, result.stderr
     assert result.stderr.startswith("note: no rows are held out (data.heldout_fraction is 0)")
-    found = json.loads((place / "metrics/evaluate.json").read_text())
+    found = json.loads((place / "data/evaluate/figures.json").read_text())
     assert (found["evaluated_rows"], found["generated_rows"]) == (0, 0)
     assert {found[f"{model}_{name}"] for model in ("base", "tuned") for name in ("loss", "perplexity")} == {None}
     assert (place / "data/evaluate/generations.jsonl").read_text() == ""

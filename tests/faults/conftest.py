@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from stages.files import write_json
 from tests.conftest import ROOT
 from tests.faults.outputs import STAGES, listing, state
 from tests.faults.stage_run import Runner
 from tests.faults.workspaces import Finished
 from tests.processes import run_bounded
+from tests.stand_ins import write_verdict
 from tests.workspace import lay_out
 
 ROWS = 700
@@ -35,10 +35,6 @@ SMALL = {
     "run__tokenizer_engine": "tokenizers",
     "run__checkpoint_seconds": 0.001,
 }
-
-
-STAND_IN = {"enforce": True, "refusal": None}
-"""A verdict in place of that of estimate, whose many traces take longer than all other stages together."""
 
 
 NAMESPACE = ("unshare", "--map-root-user", "--mount")
@@ -76,8 +72,7 @@ def mounting(runner: Runner, why_no_mounts: str | None) -> Runner:
 def quick(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """An undisturbed run of all stages but estimate, which has a stand-in, and report, which reads it."""
     root = new_workspace(tmp_path_factory.mktemp("quick"))
-    write_json(root / "data/estimate/verdict.json", STAND_IN)
-    shutil.copy2(ROOT / "metrics/estimate.json", root / "metrics/estimate.json")
+    write_verdict(root)
     return undisturbed(runner, root, [stage for stage in STAGES if stage not in ("estimate", "report")])
 
 

@@ -76,7 +76,7 @@ def test_a_disk_that_fills_up(mounting, finished, tmp_path, stage, share):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "stage, full", [("tokenize", "scratch"), ("bucket", "metrics"), pytest.param("tokenize", "data", marks=LONG)]
+    "stage, full", [("tokenize", "scratch"), ("evaluate", "metrics"), pytest.param("tokenize", "data", marks=LONG)]
 )
 def test_one_of_several_disks_is_full(mounting, quick, tmp_path, stage, full):
     """Unfinished work, outputs and metrics can be on disks of their own."""

@@ -114,7 +114,7 @@ def test_a_hub_model_and_data_set_are_pinned_by_commit_and_tokenized_from_the_pi
     assert not any("safetensors" in path for path in hub.asked), "pinning needs no weights"
     process = run("stages.tokenize", url=hub.url, data__heldout_fraction=0.2, **named)
     assert process.returncode == 0, process.stderr
-    metrics = read_json(tmp_path / "metrics/tokenize.json")
+    metrics = read_json(tmp_path / "data/tokens/figures.json")
     assert metrics["train_rows"] + metrics["heldout_rows"] == 49
     assert not any("safetensors" in path for path in hub.asked), "tokenizing needs no weights"
     assert not list((tmp_path / "cache").rglob("a.jsonl")), "rows are read as they come, and not stored"

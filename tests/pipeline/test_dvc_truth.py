@@ -67,8 +67,8 @@ def test_params_listed_in_dvc_yaml_are_exactly_those_read(finished: tuple[Clone,
 
 def test_prediction_is_close_to_the_independent_measurement(finished: tuple[Clone, FirstRun]):
     clone, _ = finished
-    predicted = clone.json("metrics/estimate.json")["peak_bytes_predicted"]
-    measured = clone.json("metrics/train.json")["peak_bytes_measured"]
+    predicted = clone.json("data/estimate/figures.json")["peak_bytes_predicted"]
+    measured = clone.json("data/train/figures.json")["peak_bytes_measured"]
     assert predicted == pytest.approx(measured, rel=0.01)
     assert clone.json("metrics/report.json")["predicted_error_percent"] == pytest.approx(
         100 * (predicted / measured - 1), abs=0.01
@@ -78,20 +78,20 @@ def test_prediction_is_close_to_the_independent_measurement(finished: tuple[Clon
 def test_grad_ckpt_reruns_estimate_train_report_and_changes_no_weight(clone: Clone):
     """The proof that checkpointing is memory-only: evaluate is not rerun because the weights are the same bytes."""
     weights, column = clone.sha256(WEIGHTS), losses(clone)
-    predicted = clone.json("metrics/estimate.json")["peak_bytes_predicted"]
+    predicted = clone.json("data/estimate/figures.json")["peak_bytes_predicted"]
     output = clone.dvc("exp", "run", "-S", "train.grad_ckpt=true")
     assert stages_run(output) == ["estimate", "train", "report"]
     assert clone.sha256(WEIGHTS) == weights and losses(clone) == column
-    assert clone.json("metrics/estimate.json")["peak_bytes_predicted"] < predicted
+    assert clone.json("data/estimate/figures.json")["peak_bytes_predicted"] < predicted
 
 
 def test_token_budget_changes_memory_and_no_step(clone: Clone):
     """Micro-batches are a matter of memory: the rows of a step, and the weights to rounding, stay."""
     rows, column, weights = rows_by_step(clone), losses(clone), load_file(clone.root / WEIGHTS)
-    micro_batches = clone.json("metrics/bucket.json")["micro_batches"]
+    micro_batches = clone.json("data/batches/figures.json")["micro_batches"]
     output = clone.dvc("exp", "run", "-S", "bucket.max_tokens=256", "train")
     assert stages_run(output) == ["bucket", "estimate", "train"]
-    assert clone.json("metrics/bucket.json")["micro_batches"] > micro_batches
+    assert clone.json("data/batches/figures.json")["micro_batches"] > micro_batches
     assert rows_by_step(clone) == rows
     assert [float(loss) for loss in losses(clone)] == pytest.approx([float(loss) for loss in column], rel=1e-5)
     other = load_file(clone.root / WEIGHTS)
@@ -143,10 +143,10 @@ def test_a_held_out_source_is_watched_and_no_held_out_row_reaches_the_report(clo
     heldout.write_text("".join(lines[-12:]))
     clone.set_params(data__heldout_fraction=0, data__heldout_source=str(heldout))
     clone.dvc("repro", "tokenize")
-    assert clone.json("metrics/tokenize.json")["heldout_rows"] <= 12
+    assert clone.json("data/tokens/figures.json")["heldout_rows"] <= 12
     heldout.write_text("".join(lines[-8:]))
     assert "tokenize" in stages_run(clone.dvc("repro", "tokenize"))
-    assert clone.json("metrics/tokenize.json")["heldout_rows"] <= 8
+    assert clone.json("data/tokens/figures.json")["heldout_rows"] <= 8
     clone.set_params(data__heldout_source=None, train__heldout_every_steps=None, evaluate__generate_rows=0)
     assert "report" in stages_run(clone.dvc("repro"))
     assert clone.json("metrics/evaluate.json")["tuned_loss"] is None
@@ -193,8 +193,8 @@ def queued_metric(clone: Clone, experiments: dict[str, list[str]], stage: str, m
 def test_queued_experiments_run_side_by_side_and_are_shown(clone: Clone):
     """Each in a temporary copy, by a worker in the background; bucket is the first stage that they share no more."""
     experiments = {f"queued-{tokens}": ["-S", f"bucket.max_tokens={tokens}"] for tokens in (256, 384)}
-    counts = queued_metric(clone, experiments, "bucket", "micro_batches")
-    assert len(counts) == 2 and counts["queued-256"] > counts["queued-384"]
+    peaks = queued_metric(clone, experiments, "estimate", "peak_gib_predicted")
+    assert len(peaks) == 2 and peaks["queued-256"] < peaks["queued-384"]
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_queued_grid_predicts_memory(clone: Clone):
         for grad_ckpt in ("true", "false")
         for tokens in (256, 512)
     }
-    peaks = queued_metric(clone, experiments, "estimate", "peak_bytes_predicted")
+    peaks = queued_metric(clone, experiments, "estimate", "peak_gib_predicted")
     assert len(peaks) == 4 and peaks["grid-true-256"] < peaks["grid-false-256"] < peaks["grid-false-512"]
 
 
@@ -297,6 +297,6 @@ def test_public_data_goes_through_by_its_source_alone(clone: Clone, public_data:
     """Real rows, with tools and function calls among them, need no other parameter."""
     output = clone.dvc("exp", "run", "-S", f"data.source={public_data / name}")
     assert stages_run(output)[-1] == "report"
-    assert clone.json("metrics/tokenize.json")["format"] == shape
+    assert clone.json("data/tokens/figures.json")["format"] == shape
     assert abs(clone.json("metrics/report.json")["predicted_error_percent"]) < 1
     assert clone.json("metrics/evaluate.json")["tuned_loss"] < clone.json("metrics/evaluate.json")["base_loss"]

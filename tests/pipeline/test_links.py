@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import ROOT
-from tests.pipeline.clone import IDENTITY, Clone, stages_run
+from tests.pipeline.clone import Clone, stages_run
 from tests.pipeline.queue import run_queued
 
 LINKS = ("watched-data", "watched-model")
@@ -42,13 +42,13 @@ def new_source(folder: Path, model_bytes: int) -> list[str]:
     lines = (ROOT / "data/raw/sample.jsonl").read_text().splitlines(keepends=True)
     for k in range(2):
         (folder / f"data/{k}.jsonl").write_text("".join(lines[40 * k : 40 * k + 40]))
-    # A model's own .gitignore must not open what ours closes.
-    (folder / "model/.gitignore").write_text("!*\n")
     return ["-S", f"model.name={folder / 'model'}", "-S", f"data.source={folder / 'data'}"]
 
 
 def test_an_experiment_commits_links_alone(clone: Clone, tmp_path: Path):
     flags = new_source(tmp_path, 2**21)
+    # A model's own .gitignore must not open what ours closes.
+    (tmp_path / "model/.gitignore").write_text("!*\n")
     before = git_bytes(clone)
     clone.dvc("exp", "run", "-n", "links", *flags, "pin_data", "pin_model")
     reference = clone.run("git", "for-each-ref", "--format=%(refname)", "refs/exps/**/links").strip()
@@ -61,34 +61,33 @@ def test_an_experiment_commits_links_alone(clone: Clone, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_weights_and_data_never_enter_git(clone: Clone, tmp_path: Path):
-    """Through every way an experiment can go, with sources within the checkout and without."""
-    for folder in (tmp_path / "outside", clone.root / "inside"):
-        flags = new_source(folder, MODEL_MIB * 2**20)
-        if folder.parent == clone.root:  # A data file that .gitignore cannot know would be the user's to ignore.
-            (folder / "model/.gitignore").unlink()
-        before, name = git_bytes(clone), folder.name
-        clone.dvc("exp", "run", "-n", f"{name}-here", *flags, *STAGES)
-        check_links(clone, folder, f"refs/exps/{head(clone)}/{name}-here")
+@pytest.mark.parametrize("name", ["outside", "inside"])
+def test_weights_and_data_never_enter_git(clone: Clone, tmp_path: Path, name: str):
+    """Through every way an experiment can go, with sources outside the checkout and inside, untracked."""
+    folder = (clone.root if name == "inside" else tmp_path) / name
+    flags = new_source(folder, MODEL_MIB * 2**20)
+    before = git_bytes(clone)
+    clone.dvc("exp", "run", "-n", f"{name}-here", *flags, *STAGES)
+    check_links(clone, folder, f"refs/exps/{head(clone)}/{name}-here")
+    assert "up to date" in clone.dvc("status", *STAGES)
+    edited = folder / "data/1.jsonl"
+    edited.write_text(edited.read_text().replace('"content": "', '"content": "Please. ', 1))
+    assert stages_run(clone.dvc("repro", *STAGES)) == ["pin_data", "tokenize", "bucket"]
+    clone.run("git", "reset", "-q", "--hard")
+    clone.dvc("exp", "run", "--temp", "-n", f"{name}-temp", *flags, *STAGES)
+    run_queued(clone, {f"{name}-queue": [*flags, "-S", "bucket.max_tokens=256", *STAGES]})
+    for kind in ("temp", "queue"):
+        clone.dvc("exp", "apply", f"{name}-{kind}")
+        check_links(clone, folder, f"refs/exps/{head(clone)}/{name}-{kind}")
         assert "up to date" in clone.dvc("status", *STAGES)
-        edited = folder / "data/1.jsonl"
-        edited.write_text(edited.read_text().replace('"content": "', '"content": "Please. ', 1))
-        assert stages_run(clone.dvc("repro", *STAGES)) == ["pin_data", "tokenize", "bucket"]
         clone.run("git", "reset", "-q", "--hard")
-        clone.dvc("exp", "run", "--temp", "-n", f"{name}-temp", *flags, *STAGES)
-        run_queued(clone, {f"{name}-queue": [*flags, "-S", "bucket.max_tokens=256", *STAGES]})
-        for kind in ("temp", "queue"):
-            clone.dvc("exp", "apply", f"{name}-{kind}")
-            check_links(clone, folder, f"refs/exps/{head(clone)}/{name}-{kind}")
-            assert "up to date" in clone.dvc("status", *STAGES)
-            clone.run("git", "reset", "-q", "--hard")
-        clone.dvc("exp", "branch", f"{name}-queue", f"{name}-branch")
-        clone.run("git", "checkout", "-q", f"{name}-branch", env=IDENTITY)
-        check_links(clone, folder, "HEAD")
-        clone.run("git", "checkout", "-q", "main")
-        assert os.readlink(clone.root / "locks/watched-model") == "../stages/pin/tiny"
-        assert git_bytes(clone) - before < 2**20
-    shutil.rmtree(clone.root / "inside")
+    clone.dvc("exp", "branch", f"{name}-queue", f"{name}-branch")
+    clone.run("git", "checkout", "-q", f"{name}-branch")
+    check_links(clone, folder, "HEAD")
+    clone.run("git", "checkout", "-q", "main")
+    assert os.readlink(clone.root / "locks/watched-model") == "../stages/pin/tiny"
+    assert git_bytes(clone) - before < 2**20
+    shutil.rmtree(folder)
 
 
 def head(clone: Clone) -> str:

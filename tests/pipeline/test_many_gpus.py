@@ -39,11 +39,11 @@ def curve(clone: Clone) -> list[float]:
 
 def test_two_processes_go_through_dvc(clone: Clone):
     """A launcher that only starts where the user's shell is; a page on which two GPUs look like one."""
-    alone, losses = clone.json("metrics/train.json"), curve(clone)
+    alone, losses = clone.json("data/train/figures.json"), curve(clone)
     clone.set_params(hardware__num_gpus=2, train__sharding="zero3")
     assert stages_run(clone.dvc("repro")) == CHANGED
     assert curve(clone) == pytest.approx(losses, abs=LOSS)
-    check((clone.root / "metrics/train.json").read_text(), alone)
+    check((clone.root / "data/train/figures.json").read_text(), alone)
     page = (clone.root / "data/report/report.md").read_text()
     for told in ("| hardware.num_gpus | 2 |", "| waiting | ", "Measured peak of each of 2 processes: "):
         assert told in page
@@ -55,5 +55,6 @@ def test_two_processes_go_through_dvc(clone: Clone):
     run_queued(clone, {"queued": shared("zero2")})
     for name in ("copied", "queued"):
         revision = clone.run("git", "for-each-ref", "--format=%(objectname)", f"refs/exps/**/{name}").strip()
-        check(clone.run("git", "show", f"{revision}:metrics/train.json"), alone)
+        found = json.loads(clone.run("git", "show", f"{revision}:metrics/train.json"))
+        assert found["train_loss"] == pytest.approx(alone["train_loss"], abs=LOSS)
     assert not list((clone.root / "scratch/train").glob("*/step-*"))

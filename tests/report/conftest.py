@@ -8,7 +8,7 @@ import pytest
 
 from stages.estimate.explain import TIMELINE_COLUMNS
 from stages.estimate.trace import CATEGORIES
-from stages.files import write_csv, write_json, write_text
+from stages.files import FIGURES, write_csv, write_json, write_text
 from stages.train.loop import CURVE_COLUMNS
 from tests.workspace import lay_out
 
@@ -133,8 +133,9 @@ def curves() -> list[dict[str, Any]]:
 
 def write_inputs(directory: Path, found: dict[str, dict[str, Any]], generations: list[dict[str, Any]]) -> None:
     """Write all inputs of a report into a directory laid out as the repository is."""
+    places = {"tokenize": "tokens", "bucket": "batches"}
     for name, values in found.items():
-        write_json(directory / "metrics" / f"{name}.json", values)
+        write_json(directory / "data" / places.get(name, name) / FIGURES, values)
     write_json(directory / "locks/model.json", {"name": "org/base", "revision": "c0ffee"})
     write_json(directory / "locks/data.json", {"sources": [{"source": "rows.jsonl", "revision": None}]})
     write_json(directory / "data/estimate/breakdown.json", {**BREAKDOWN, "peak": BREAKDOWN["backward"]})

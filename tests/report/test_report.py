@@ -16,10 +16,10 @@ from tests.workspace import invoke, run_module, told
 
 
 def report(place: Path) -> tuple[dict, str]:
-    """Run the stage; its metrics and its page."""
+    """Run the stage; its figures and its page."""
     result = invoke(main)
     assert result.exit_code == 0, result.output
-    return json.loads((place / "metrics/report.json").read_text()), (place / "data/report/report.md").read_text()
+    return json.loads((place / "data/report/figures.json").read_text()), (place / "data/report/report.md").read_text()
 
 
 def test_error_is_the_prediction_over_the_measurement(place):
@@ -249,7 +249,7 @@ def test_two_processes_write_the_same_bytes(place):
         )
     assert outcomes[0] == outcomes[1]
     assert {
-        *("report.md", "report.json", "memory.csv"),
+        *("report.md", "report.json", "figures.json", "memory.csv"),
         *("memory.png", "timeline.png", "loss.png", "switches.png"),
     } == set(outcomes[0])
 
@@ -274,7 +274,12 @@ def test_pictures_are_drawn_from_the_numbers(place):
 
 @pytest.mark.parametrize(
     "missing",
-    ["metrics/train.json", "data/train/curves.csv", "data/estimate/switches.csv", "data/evaluate/generations.jsonl"],
+    [
+        "data/train/figures.json",
+        "data/train/curves.csv",
+        "data/estimate/switches.csv",
+        "data/evaluate/generations.jsonl",
+    ],
 )
 def test_a_missing_input_is_told_in_one_line(place, missing):
     (place / missing).unlink()
@@ -292,7 +297,7 @@ def test_damaged_inputs_are_told_by_line(place):
 
 
 def test_joined_rows_are_not_said_to_be_as_long_as_their_sequence(place):
-    path = place / "metrics/bucket.json"
+    path = place / "data/batches/figures.json"
     write_json(path, {**json.loads(path.read_text()), "mode": "packed", "max_batch_length": 1024})
     _, text = report(place)
     assert "| micro-batches | packed; at most 1,024 padded tokens, 25 rows |" in text

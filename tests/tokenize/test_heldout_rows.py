@@ -55,7 +55,7 @@ def test_without_held_out_rows_all_are_trained(run):
     result = run(ROWS, **NO_SHARE)
     assert result.exit_code == 0, result.stderr
     assert len(TokenRows(OUT, "train")) == 30 and len(TokenRows(OUT, "heldout")) == 0
-    assert read_json(Path("metrics/tokenize.json"))["heldout_rows"] == 0
+    assert read_json(Path("data/tokens/figures.json"))["heldout_rows"] == 0
 
 
 @pytest.mark.parametrize("seed", [0, 3])

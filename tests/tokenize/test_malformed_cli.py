@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch):
 
 
 def counted() -> dict[str, int]:
-    return read_json(Path("metrics/tokenize.json"))
+    return read_json(Path("data/tokens/figures.json"))
 
 
 def rejects() -> list[dict]:

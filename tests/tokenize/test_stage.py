@@ -17,7 +17,7 @@ from tests.processes import run_bounded
 from tests.tokenize.common import chat_row, contents, conversation, decoder, meta, read_tokens, spans_of
 from tests.workspace import invoke, lay_out, run_module, told, write_rows
 
-OUT, METRICS = Path("data/tokens"), Path("metrics/tokenize.json")
+OUT, METRICS = Path("data/tokens"), Path("data/tokens/figures.json")
 ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(60)]
 
 
@@ -324,7 +324,7 @@ def test_a_disk_that_refuses_in_mid_write_leaves_the_last_tokens_whole(run):
     source = write_rows(Path("rows.jsonl"), ROWS)
     run(source)
     before = snapshot()
-    run(write_rows(source, ROWS * 20), "--out", "elsewhere", "--metrics", "elsewhere.json")
+    run(write_rows(source, ROWS * 20), "--out", "elsewhere")
     process = run_module("stages.tokenize", cwd=Path.cwd(), preexec_fn=full_disk)
     assert process.returncode == 1
     [line] = [line for line in process.stderr.splitlines() if line.startswith("error: ")]

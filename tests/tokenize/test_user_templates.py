@@ -201,7 +201,7 @@ def test_a_row_with_reasoning_alone_ends_the_run_or_is_listed(run):
     rows = [*ROWS, {"messages": chat("Q", "", reasoning_content="Hm.").messages}]
     assert told(run(LOOP, rows)).startswith("rows.jsonl:41: the chat template does not show 'reasoning_content'")
     assert run(LOOP, rows, data__on_bad_row="skip").exit_code == 0
-    assert read_json(Path("metrics/tokenize.json"))["bad_rows"] == 1
+    assert read_json(Path("data/tokens/figures.json"))["bad_rows"] == 1
 
 
 def test_reasoning_under_another_name_than_the_templates_is_told_its_name(tiny_dir):
@@ -235,7 +235,7 @@ def test_an_answer_of_which_nothing_is_shown_counts_as_empty(run):
         {"messages": chat("Q", " ", id="a1").messages},
     ]
     assert run(REASONING.replace("FIELD", "thinking"), [*ROWS, *silent]).exit_code == 0
-    metrics = read_json(Path("metrics/tokenize.json"))
+    metrics = read_json(Path("data/tokens/figures.json"))
     assert (metrics["empty_answer_rows"], metrics["bad_rows"], metrics["train_rows"] + metrics["heldout_rows"]) == (
         2,
         0,

@@ -19,7 +19,7 @@ from tests.tokenize.small_blocks import BLOCK_BYTES, BLOCKS_PER_SHARD
 from tests.workspace import invoke, lay_out, run_module, told, write_rows
 
 SMALL = "tests.tokenize.small_blocks"
-OUT, METRICS = Path("data/tokens"), Path("metrics/tokenize.json")
+OUT, METRICS = Path("data/tokens"), Path("data/tokens/figures.json")
 ROWS = [
     chat_row(f"What is {n} and 你好 {n * n}? " + "Say more. " * (n % 9), f"It is {n}. " + "Well, " * (n % 17))
     for n in range(2500)

@@ -22,6 +22,7 @@ from stages.tokenize.__main__ import main as tokenize
 from stages.units import MIB
 from tests.conftest import ROOT
 from tests.processes import run_bounded
+from tests.stand_ins import write_verdict
 from tests.workspace import invoke, lay_out
 
 pytestmark = [
@@ -79,14 +80,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for command, arguments in ((pin, ["data"]), (pin, ["model"]), (tokenize, []), (bucket, [])):
             done = invoke(command, *arguments)
             assert done.exit_code == 0, done.output
-    write_json(root / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
+    write_verdict(root)
     breakdown = {"forward": {"weights": 20 * MIB, "logits": 300 * MIB}, "load": {"weights": 360 * MIB}}
     write_json(root / "data/estimate/breakdown.json", breakdown)
     changes = [("train.grad_ckpt=true", 50 * MIB), ("train.method=full", 10**12), ("bucket.max_tokens=4096", 40 * MIB)]
     told = [{"command": f"dvc exp run -S {flag}", "peak_bytes": size} for flag, size in changes]
     write_json(root / "data/estimate/advice.json", {"remedies": [], "single_changes": told})
-    (root / "metrics").mkdir(exist_ok=True)
-    shutil.copy2(ROOT / "metrics/estimate.json", root / "metrics/estimate.json")
     return root
 
 
@@ -102,7 +101,7 @@ class Ended:
         return list(csv.DictReader((self.workspace / "data/train/curves.csv").read_text().splitlines()))
 
     def metrics(self) -> dict[str, Any]:
-        return json.loads((self.workspace / "metrics/train.json").read_text())
+        return json.loads((self.workspace / "data/train/figures.json").read_text())
 
 
 def train_each(prepared: Path, to: Path, cases: dict[str, tuple[int, str]]) -> dict[str, Ended]:

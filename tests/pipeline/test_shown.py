@@ -1,0 +1,23 @@
+"""What `dvc exp show` puts first: the results that people compare, and few of them."""
+
+import json
+
+from tests.pipeline.clone import Clone
+from tests.pipeline.conftest import FirstRun
+
+COMPARED = [
+    *("fits", "peak_gib_predicted", "peak_gib_measured", "tokens_per_second", "train_loss"),
+    *("base_exact_match_percent", "base_loss", "tuned_exact_match_percent", "tuned_loss", "predicted_error_percent"),
+]
+MOST_METRICS = 40
+
+
+def test_the_first_columns_are_what_people_compare(finished: tuple[Clone, FirstRun]):
+    """Hundreds of columns, the first of them counts of rows, hid the peak and the loss."""
+    clone, _ = finished
+    header = clone.dvc("exp", "show", "--csv").splitlines()[0].split(",")
+    first = header.index("parent") + 1
+    assert header[first : first + len(COMPARED)] == COMPARED
+    found = [json.loads(path.read_text()) for path in (clone.root / "metrics").iterdir()]
+    values = [value for metrics in found for value in metrics.values()]
+    assert len(values) <= MOST_METRICS and all(isinstance(value, bool | int | float) for value in values)
