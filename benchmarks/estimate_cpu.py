@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from benchmarks.form import Row
-from stages.estimate.devices import Device
+from stages.estimate.gpus import Device
 from stages.estimate.kernels import target_of
 from stages.estimate.predict import Setting, optim_of, predict
 from stages.estimate.shapes import TracedSteps

@@ -9,10 +9,9 @@ from typing import Literal
 from transformers import LlamaConfig, PretrainedConfig
 
 from benchmarks.variants import Traced, Variant, reserved_bytes, trace_variant
-from stages.estimate.devices import CONTEXT_BYTES, resolve_gpu
+from stages.estimate.devices import resolve_gpu
 from stages.estimate.kernels import target_of
 from stages.estimate.states import BF16_WITH_FP32_MASTER, model_shapes
-from stages.estimate.tiers import CONTEXT_MARGIN_BYTES
 from stages.model.spec import ModelSpec
 from stages.units import GIB, MIB
 
@@ -91,7 +90,7 @@ class TracedFact(Fact):
         if self.counts == "allocated":
             return traced.peak_bytes
         reserved = reserved_bytes(traced, emptied_after=self.emptied_after)
-        return reserved + (CONTEXT_BYTES + CONTEXT_MARGIN_BYTES if self.counts == "process" else 0)
+        return reserved + (resolve_gpu(self.gpu)[0].context.most_bytes if self.counts == "process" else 0)
 
     def trace(self) -> Traced:
         """The run as the source's harness makes it."""

@@ -49,7 +49,7 @@ else:  # As the stage: the peak taken apart, and the whole plan replayed.
                                supervised=count * (length - 1))
                     for place, (count, length) in enumerate(zip(rows, lengths))])
     memory, replayed = replay_plan(plan, np.full(8192, 8), config, setting, target, found, windowed=False,
-                                   expandable=True, capacity_bytes=device.memory_bytes)
+                                   expandable=True, device=device)
     assert memory is not None, replayed
 if case["search"]:
     run = Workload(config=config, setting=setting, steps=found.steps_of_peak, mode="bucketed", max_tokens=8192,

@@ -19,8 +19,9 @@ import torch
 from benchmarks.form import RESULTS, Row, commit, format_table, machine, versions
 from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase, cases, small_cases
 from benchmarks.gpu.run import Run, measure_case
-from stages.estimate.devices import Device, resolve_gpu
+from stages.estimate.devices import resolve_gpu
 from stages.estimate.explain import trace_origins
+from stages.estimate.gpus import Device
 from stages.estimate.kernels import target_of
 from stages.estimate.predict import Prediction, predict
 from stages.estimate.tiers import reserve

@@ -13,8 +13,8 @@ from stages.bucket.run_cut import RunCut
 from stages.declared import read_params
 from stages.errors import StageCommand, UserError
 from stages.estimate.answer import answer
-from stages.estimate.devices import GIB, GPUS
 from stages.estimate.explain import host_state_bytes, trace_origins
+from stages.estimate.gpus import GPUS
 from stages.estimate.kernels import target_of
 from stages.estimate.phases import note_of_asking, other_phases
 from stages.estimate.planned import Confirmation
@@ -30,6 +30,7 @@ from stages.estimate.what_fits import turn_round
 from stages.estimate.workload import Workload
 from stages.params import Params
 from stages.step.limits import Limits
+from stages.units import GIB
 
 PATH = click.Path(path_type=Path)
 
@@ -143,9 +144,7 @@ def _beside_tensors(asked: Asked, prediction: Prediction) -> tuple[dict[str, Any
     )
     origins = trace_origins(config, setting, prediction.steps_of_peak, target_of(device))
     gpus = 1 if setting.sharing is None else setting.sharing.gpus
-    beside = on_device(device, gpus)
-    margin_bytes = beside["cuda_context"].margin_bytes
-    return as_json(beside, host, gpus), tiers(origins, device.memory_bytes, margin_bytes=margin_bytes)
+    return as_json(on_device(device, gpus), host, gpus), tiers(origins, device.memory_bytes, device.context)
 
 
 def _inverse(p: Params, asked: Asked, run: Workload, prediction: Prediction) -> dict[str, Any]:
@@ -161,11 +160,11 @@ def _inverse(p: Params, asked: Asked, run: Workload, prediction: Prediction) -> 
 
 def _list_gpus() -> None:
     """Print the table of known GPUs."""
-    click.echo(f"{'name':<14}{'memory GiB':>11}{'bf16':>6}{'compute capability':>20}")
+    click.echo(f"{'name':<18}{'memory GiB':>11}{'bf16':>6}{'compute capability':>20}")
     for gpu in GPUS:
         major, minor = gpu.compute_capability
         bf16 = "yes" if gpu.native_bf16 else "no"
-        click.echo(f"{gpu.name:<14}{gpu.memory_bytes / GIB:>11.2f}{bf16:>6}{f'{major}.{minor}':>20}")
+        click.echo(f"{gpu.name:<18}{gpu.memory_bytes / GIB:>11.2f}{bf16:>6}{f'{major}.{minor}':>20}")
 
 
 if __name__ == "__main__":

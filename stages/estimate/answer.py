@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.estimate.advice import Confirm, Remedy, advise
-from stages.estimate.devices import Device
+from stages.estimate.gpus import Device
 from stages.estimate.kernels import target_of
 from stages.estimate.options import EFFECTS, SAME
 from stages.estimate.plan_memory import PlanMemory

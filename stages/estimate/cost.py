@@ -7,11 +7,9 @@ apply to both sides of a comparison: use `relative_slowdown`, and nothing else, 
 
 from dataclasses import dataclass
 
-from stages.errors import UserError
+from stages.estimate.gpus import GIGA, Speed
 from stages.param_types import Method, OptimizerName, Precision
 from stages.step.optimizers import OPTIMIZERS
-
-TERA, GIGA = 10**12, 10**9
 
 ARITHMETIC_SHARE = 0.5
 """Assumed share of peak FLOP/s that matrix products of training reach."""
@@ -33,66 +31,6 @@ PASSES_FORWARD, PASSES_BACKWARD = 1, 2
 """Products with each weight: one forward, and in backward one for the inputs and one for the weight: 6 FLOP per
 parameter and token (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
 FLOP_PER_PRODUCT = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Peaks of a GPU by its data sheet: dense tensor-core rates with fp32 sums, without sparsity."""
-
-    name: str
-    """As in stages.estimate.devices."""
-    half_flops: float
-    """FLOP/s in bf16, or in fp16 where the GPU has no bf16."""
-    fp32_flops: float
-    """FLOP/s in fp32, as PyTorch computes it by default: without TF32."""
-    bytes_per_second: float
-    """Of device memory."""
-    link_bytes_per_second: float
-    """To the host, in one direction."""
-
-
-def _speed(name: str, half_tera: float, fp32_tera: float, memory_giga: float, link_giga: float) -> Speed:
-    """A row of the table below."""
-    return Speed(
-        name=name,
-        half_flops=half_tera * TERA,
-        fp32_flops=fp32_tera * TERA,
-        bytes_per_second=memory_giga * GIGA,
-        link_bytes_per_second=link_giga * GIGA,
-    )
-
-
-PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0
-"""GB/s of 16 lanes in one direction (PCI-SIG)."""
-
-# NVIDIA's data sheets and architecture white papers (Pascal, Volta, Turing, Ampere GA100 and GA102, Ada, Hopper,
-# Blackwell). GeForce halves the tensor-core rate where sums are fp32, which is what training uses. SXM where a name has
-# several forms. P4 and GTX-1080-Ti compute fp16 at a fraction of fp32: their half rate is that of fp32.
-SPEEDS = (
-    _speed("P4", 5.5, 5.5, 192, PCIE_3),
-    _speed("P100", 21.2, 10.6, 732, PCIE_3),
-    _speed("GTX-1080-Ti", 11.3, 11.3, 484, PCIE_3),
-    _speed("V100-16GB", 125, 15.7, 900, PCIE_3),
-    _speed("V100-32GB", 125, 15.7, 900, PCIE_3),
-    _speed("T4", 65, 8.1, 320, PCIE_3),
-    _speed("RTX-2080-Ti", 53.8, 13.4, 616, PCIE_3),
-    _speed("A100-40GB", 312, 19.5, 1555, PCIE_4),
-    _speed("A100-80GB", 312, 19.5, 2039, PCIE_4),
-    _speed("A10", 125, 31.2, 600, PCIE_4),
-    _speed("A10G", 70, 35.0, 600, PCIE_4),
-    _speed("A6000", 154.8, 38.7, 768, PCIE_4),
-    _speed("RTX-3060", 25.5, 12.7, 360, PCIE_4),
-    _speed("RTX-3080", 59.5, 29.8, 760, PCIE_4),
-    _speed("RTX-3090", 71, 35.6, 936, PCIE_4),
-    _speed("L4", 121, 30.3, 300, PCIE_4),
-    _speed("L40S", 362, 91.6, 864, PCIE_4),
-    _speed("RTX-4080", 97.5, 48.7, 717, PCIE_4),
-    _speed("RTX-4090", 165.2, 82.6, 1008, PCIE_4),
-    _speed("H100", 989, 67, 3350, PCIE_5),
-    _speed("H200", 989, 67, 4800, PCIE_5),
-    _speed("B200", 2250, 75, 8000, PCIE_5),
-    _speed("RTX-5090", 209.5, 104.8, 1792, PCIE_5),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,19 +64,6 @@ class StepWork:
     """Activations go on to a file."""
     offloaded_activations_bytes: int
     """Bytes that a step's forward passes send to the host and its backward passes fetch again."""
-
-
-def speed_of(gpu: str) -> Speed:
-    """The peaks of a known GPU.
-
-    Raises:
-        UserError: its data sheet is not in the table.
-    """
-    for speed in SPEEDS:
-        if speed.name == gpu:
-            return speed
-    names = ", ".join(speed.name for speed in SPEEDS)
-    raise UserError(f"hardware.gpu: must be a GPU of known speed to rank changes by; got {gpu!r}; known: {names}")
 
 
 def step_seconds(work: StepWork, speed: Speed) -> dict[str, float]:

@@ -2,14 +2,13 @@
 
 import difflib
 import re
-from dataclasses import dataclass
-from typing import Literal
 
 import psutil
 import torch
 from transformers import PretrainedConfig
 
 from stages.errors import UserError
+from stages.estimate.gpus import ALIASES, BF16_CAPABILITY, GPUS, Device, context_of
 from stages.memory_group import memory_limits
 from stages.model.attention_choice import choose_attention
 from stages.model.precision import choose_precision
@@ -18,67 +17,10 @@ from stages.param_types import AnyPrecision, Precision
 from stages.units import GIB, MIB
 
 SIZE_UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB}
-CONTEXT_BYTES = 141 * MIB
-"""A CUDA context with PyTorch's kernels on a T4, measured; the least that a process holds (stages.estimate.process)."""
 MOST_GIB = 100_000
 """More than any device has: a larger size is a slip of the hand."""
 LONGEST_SHOWN = 40
 """Characters of a wrong value that are told back."""
-BF16_CAPABILITY = (8, 0)
-"""First compute capability with native bf16 (Ampere)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """What the estimate has to know of a device."""
-
-    name: str
-    kind: Literal["cuda", "cpu"]
-    memory_bytes: int
-    """All of it, before headroom."""
-    compute_capability: tuple[int, int]
-    """(0, 0) for a CPU."""
-
-    @property
-    def native_bf16(self) -> bool:
-        """A GPU before Ampere only imitates bf16; a CPU computes it, some faster than others."""
-        return self.kind == "cpu" or self.compute_capability >= BF16_CAPABILITY
-
-
-def _gpu(name: str, memory_gib: float, major: int, minor: int) -> Device:
-    """A row of the table below."""
-    return Device(name=name, kind="cuda", memory_bytes=int(memory_gib * GIB), compute_capability=(major, minor))
-
-
-# Memory as CUDA reports it ("total capacity" in PyTorch's out-of-memory messages; the lowest where drivers differ):
-# less than the nominal size.
-GPUS = (
-    _gpu("P4", 7.43, 6, 1),
-    _gpu("P100", 15.89, 6, 0),
-    _gpu("GTX-1080-Ti", 10.91, 6, 1),
-    _gpu("V100-16GB", 15.77, 7, 0),
-    _gpu("V100-32GB", 31.73, 7, 0),
-    _gpu("T4", 14.56, 7, 5),
-    _gpu("RTX-2080-Ti", 10.75, 7, 5),
-    _gpu("A100-40GB", 39.38, 8, 0),
-    _gpu("A100-80GB", 79.14, 8, 0),
-    _gpu("A10", 22.06, 8, 6),
-    _gpu("A10G", 21.98, 8, 6),
-    _gpu("A6000", 47.43, 8, 6),
-    _gpu("RTX-3060", 11.75, 8, 6),
-    _gpu("RTX-3080", 9.77, 8, 6),
-    _gpu("RTX-3090", 23.68, 8, 6),
-    _gpu("L4", 22.03, 8, 9),
-    _gpu("L40S", 44.39, 8, 9),
-    _gpu("RTX-4080", 15.69, 8, 9),
-    _gpu("RTX-4090", 23.51, 8, 9),
-    _gpu("H100", 79.10, 9, 0),
-    _gpu("H200", 139.71, 9, 0),
-    _gpu("B200", 178.35, 10, 0),
-    _gpu("RTX-5090", 31.36, 12, 0),
-)
-# What drivers print where it is more than a name above and what `_key` drops; the memory told is that row's.
-ALIASES = {"RTX-A6000": "A6000", "H100-80GB": "H100", "P100-16GB": "P100"}
 
 
 def resolve_gpu(wanted: str) -> tuple[Device, str]:
@@ -114,9 +56,10 @@ def _of_size(wanted: str, size_bytes: float) -> Device:
     Raises:
         UserError: no device has so little or so much (the size may be infinite), or it is too long to be told.
     """
-    if not CONTEXT_BYTES < size_bytes <= MOST_GIB * GIB or len(wanted) > LONGEST_SHOWN:
+    context_bytes = context_of(BF16_CAPABILITY).most_bytes
+    if not context_bytes < size_bytes <= MOST_GIB * GIB or len(wanted) > LONGEST_SHOWN:
         raise UserError(
-            f"hardware.gpu: a size must be above the {CONTEXT_BYTES // MIB} MiB of a CUDA context and at most "
+            f"hardware.gpu: a size must be above the {context_bytes // MIB} MiB of a CUDA context and at most "
             f"{MOST_GIB} GiB, in {LONGEST_SHOWN} characters; got {_shown(wanted)}; "
             "give the memory of the GPU, such as 24GiB"
         )

@@ -6,9 +6,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from stages.errors import UserError
+from stages.model.build import meta_model
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Under which configurations tell how many there are."""
+"""Under which configurations, and the modules made of them, tell how many there are."""
 
 
 def refuse_experts(config: PretrainedConfig) -> None:
@@ -18,7 +19,7 @@ def refuse_experts(config: PretrainedConfig) -> None:
         UserError: the model has experts.
     """
     experts = _experts(config.get_text_config().to_dict())
-    if experts > 1:
+    if experts > 1 and _has_experts(config):
         raise UserError(
             f"model.name: {config.model_type} routes tokens to {experts} experts, so its memory depends on the "
             "data and cannot be predicted yet; choose a dense model"
@@ -29,3 +30,9 @@ def _experts(values: Mapping[str, Any]) -> int:
     """The most experts that a configuration, or a part of it, names."""
     own = [values[key] for key in EXPERT_KEYS if isinstance(values.get(key), int)]
     return max([*own, *(_experts(part) for part in values.values() if isinstance(part, dict))], default=0)
+
+
+def _has_experts(config: PretrainedConfig) -> bool:
+    """Whether any module has experts: the config of a dense model may name a number that its family begins with."""
+    counts = (getattr(module, key, None) for module in meta_model(config).modules() for key in EXPERT_KEYS)
+    return any(isinstance(count, int) and count > 1 for count in counts)

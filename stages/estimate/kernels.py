@@ -18,7 +18,7 @@ from transformers import masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from stages.bucket.worst import ATTENTION_TILE_TOKENS
-from stages.estimate.devices import Device
+from stages.estimate.gpus import Device
 from stages.estimate.int8 import int8_expansions, int8_training_as_on_cuda
 from stages.estimate.trace import OpRules
 from stages.model.attention import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash

@@ -5,11 +5,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers import initialization as init
+from transformers import PretrainedConfig, PreTrainedModel
 
+from stages.model.build import meta_model
 from stages.model.spec import ModelSpec
 
 Signature = tuple[Any, ...]
@@ -93,9 +92,7 @@ def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList | None:
 
 def _signatures(config: PretrainedConfig) -> list[Signature] | None:
     """The signature of each layer."""
-    with torch.device("meta"), init.no_init_weights():
-        model = AutoModelForCausalLM.from_config(config)
-    layers = decoder_layers(model)
+    layers = decoder_layers(meta_model(config))
     if layers is None:
         return None
     described = [_describe(layer) for layer in layers]

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from stages.estimate.devices import GIB, Device
+from stages.estimate.gpus import Device
 from stages.estimate.predict import Prediction
 from stages.estimate.trace import Peak
 from stages.estimate.verdict import Verdict
+from stages.units import GIB
 
 
 def breakdown(by_phase: Mapping[str, Peak], highest: Peak) -> dict[str, dict[str, int]]:

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from stages.bucket.plan import Plan
 from stages.bucket.worst import worst_steps
 from stages.estimate.cut import NotAffine, Unit
-from stages.estimate.devices import CONTEXT_BYTES
+from stages.estimate.gpus import Device
 from stages.estimate.kernels import EMBEDDING_SORT_TOKENS, Target
 from stages.estimate.predict import Prediction, Setting
 from stages.estimate.replay import PlanPlayer, Replay
@@ -24,6 +24,7 @@ from stages.estimate.templates import RunModel
 from stages.estimate.tiers import ALLOCATORS, segments_of
 from stages.estimate.traced_runs import LONGEST_TRACED, fit_run, kind_of
 from stages.model.attention import FLASH_CAPABILITY, VARLEN_READY
+from stages.model.config import attention_window
 from stages.step.batches import BatchShape
 from stages.units import GIB
 
@@ -49,7 +50,9 @@ class PlanMemory:
     unlimited: Mapping[str, Replay]
     """By kind of segments, with all memory there is."""
     limited: Mapping[str, Replay]
-    """The same within the device's memory less the context."""
+    """The same within the device's memory less the most of a context."""
+    context_bytes: int
+    """Of the process, beside what is reserved."""
 
     def reserved_bytes(self, allocator: str) -> int:
         """The most that is reserved at any instant."""
@@ -72,7 +75,7 @@ class PlanMemory:
     def metrics(self) -> dict[str, Any]:
         """Its part of data/estimate/figures.json, in place of what the worst micro-batches alone reserve."""
         told: dict[str, Any] = {
-            "process_bytes_predicted": self.reserved_bytes(self.chosen) + CONTEXT_BYTES,
+            "process_bytes_predicted": self.reserved_bytes(self.chosen) + self.context_bytes,
             "reserved_settled_step": self.steps[self.unlimited[self.chosen].settled_step],
         }
         for suffix, allocator in (("", self.chosen), *((f"_{name}", name) for name in ALLOCATORS)):
@@ -91,7 +94,7 @@ class PlanMemory:
                 "reserved_bytes": self.reserved_bytes(name),
                 "retries": self.retries(name),
                 "out_of_memory": None if step is None else f"optimizer step {step}: {error}",
-                "process_bytes": self.reserved_bytes(name) + CONTEXT_BYTES,
+                "process_bytes": self.reserved_bytes(name) + self.context_bytes,
             }
         return told
 
@@ -126,7 +129,7 @@ def replay_plan(
     *,
     windowed: bool,
     expandable: bool,
-    capacity_bytes: int,
+    device: Device,
 ) -> tuple[PlanMemory | None, str]:
     """Replay a plan; None where that cannot be done exactly. And the steps that were played, or why none were.
 
@@ -139,7 +142,7 @@ def replay_plan(
         prediction: of the same run.
         windowed: the model makes masks.
         expandable: the kind of segments that the run has.
-        capacity_bytes: all of the device's memory.
+        device: what the run is held against.
     """
     reason = _why_not(plan, config, setting, target, prediction, windowed=windowed)
     if reason is not None:
@@ -147,8 +150,9 @@ def replay_plan(
     try:
         model = fit_run(config, setting, target, prediction.shallow, _examples(plan, lengths, setting))
         numbers, unlimited = _played(plan, lengths, setting, model)
+        usable = device.memory_bytes - device.context.most_bytes
         limited = {
-            name: _within(plan, lengths, setting, model, numbers, found, ALLOCATORS[name], capacity_bytes)
+            name: _within(plan, lengths, setting, model, numbers, found, ALLOCATORS[name], usable)
             for name, found in unlimited.items()
         }
     except NotAffine as error:
@@ -159,6 +163,7 @@ def replay_plan(
         chosen=segments_of(expandable),
         unlimited=unlimited,
         limited=limited,
+        context_bytes=device.context.bytes,
     )
     return found, _told(found)
 
@@ -219,10 +224,9 @@ def _within(
     capacity_bytes: int,
 ) -> Replay:
     """The replay within a capacity: the same as without one where that is never reached."""
-    usable = capacity_bytes - CONTEXT_BYTES
-    if max(step.reserved_peak_bytes for step in free.steps) <= usable:
+    if max(step.reserved_peak_bytes for step in free.steps) <= capacity_bytes:
         return free
-    player = PlanPlayer(model, expandable=expandable, capacity_bytes=usable)
+    player = PlanPlayer(model, expandable=expandable, capacity_bytes=capacity_bytes)
     for number in numbers:
         player.step(_units(plan, lengths, setting, number))
         if player.replay.out_of_memory is not None or player.played_events > MOST_EVENTS_WORST:
@@ -238,7 +242,7 @@ def _why_not(
         return "several GPUs share the steps, and what they send is made and freed on streams of its own"
     if windowed:
         return "the model makes masks, which grow with the square of the length"
-    window = getattr(config.get_text_config(), "sliding_window", None)
+    window = attention_window(config)
     if window is not None and window <= LONGEST_TRACED:
         return f"a window of {window} tokens is shorter than the shapes that are traced"
     one_kernel = (

@@ -13,8 +13,8 @@ from stages.bucket.index import Index, read_index
 from stages.bucket.plan import Plan
 from stages.bucket.run_cut import RunCut
 from stages.errors import UserError
-from stages.estimate.devices import Device
 from stages.estimate.explain import Explanation
+from stages.estimate.gpus import Device
 from stages.estimate.kernels import target_of
 from stages.estimate.plan_memory import PlanMemory, replay_plan
 from stages.estimate.predict import Prediction, Setting
@@ -69,7 +69,7 @@ class PlannedRun:
             prediction,
             windowed=self.windowed,
             expandable=self.expandable,
-            capacity_bytes=self.device.memory_bytes,
+            device=self.device,
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
-from stages.estimate.devices import CONTEXT_BYTES, Device
+from stages.estimate.gpus import Device
 from stages.estimate.kernels import CUBLAS_HANDLES, target_of
 from stages.estimate.states import model_shapes
 from stages.model.spec import ModelSpec
@@ -45,23 +45,9 @@ class Part:
     why: str
 
 
-def _context(margin_mib: int, basis: Basis, why: str) -> Part:
-    """A CUDA context: nothing but that of a T4 was measured, so its size stands for all, with a margin of their own."""
-    return Part(bytes=CONTEXT_BYTES, margin_bytes=margin_mib * MIB, basis=basis, why=why)
-
-
-# By least compute capability, newest first: the first row that a GPU reaches is its own.
-CONTEXTS: tuple[tuple[tuple[int, int], Part], ...] = (
-    ((9, 0), _context(512, "assumed", "Hopper and later: that of a T4; more multiprocessors and kernels take more")),
-    ((8, 0), _context(384, "assumed", "Ampere and Ada: that of a T4; more multiprocessors and kernels take more")),
-    ((7, 5), _context(64, "measured", "a T4 with PyTorch's kernels; the margin is for other drivers")),
-    ((0, 0), _context(128, "assumed", "before Turing: that of a T4")),
-)
-
-
 def on_device(device: Device, gpus: int = 1) -> dict[str, Part]:
     """What the process takes on a GPU besides the blocks that PyTorch reserves, or inside them where it says so."""
-    context = next(part for capability, part in CONTEXTS if device.compute_capability >= capability)
+    context = Part(**asdict(device.context))
     workspaces = f"{CUBLAS_HANDLES} handles (forward, backward), PyTorch's default size; inside what tensors count"
     cublas = Part(bytes=target_of(device).constant_bytes, margin_bytes=0, basis="documented", why=workspaces)
     nccl = Part(bytes=0, margin_bytes=0, basis="derived", why="one GPU: no communicator is made")

@@ -7,7 +7,6 @@ from typing import Any
 
 from stages.estimate.advice import ADVICE_COLUMNS
 from stages.estimate.answer import Answer
-from stages.estimate.devices import GIB
 from stages.estimate.explain import TIMELINE_COLUMNS, Explanation, closed_form
 from stages.estimate.kernels import target_of
 from stages.estimate.outputs import breakdown, metrics_of
@@ -18,6 +17,7 @@ from stages.estimate.switches import Switch, as_advice
 from stages.estimate.tiers import tiers_metrics
 from stages.estimate.trace import Peak
 from stages.files import FIGURES, atomic_directory, write_csv, write_json
+from stages.units import GIB
 
 RESULTS = ("fits", "peak_gib_predicted")
 """The figures in metrics/estimate.json, by which runs are compared."""

@@ -9,9 +9,10 @@ from transformers import PretrainedConfig
 
 from stages.errors import UserError
 from stages.estimate.answer import answer
-from stages.estimate.devices import Device, attention_on, precision_on, resolve_gpu
+from stages.estimate.devices import attention_on, precision_on, resolve_gpu
 from stages.estimate.experts import refuse_experts
 from stages.estimate.explain import host_state_bytes
+from stages.estimate.gpus import Device
 from stages.estimate.kernels import target_of
 from stages.estimate.predict import Prediction, Setting, predict
 from stages.estimate.verdict import describe, usable_bytes
@@ -57,7 +58,8 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     masked = beyond_window and p.bucket.mode != "packed"
     attention = attention_on(device, config, run.setting.model, masked=masked)
     headroom = p.estimate.headroom_percent
-    yield f"device     {device.name}: {readable_size(device.memory_bytes)}, less {headroom:g}% ({reason})"
+    memory = f"{readable_size(device.memory_bytes)}, less {device.kept_free(headroom)}"
+    yield f"device     {device.name}: {memory} ({reason})"
     yield f"model      {directory}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers"
     train = f"{p.train.method}, {precision}, {p.train.optimizer}, grad_ckpt={str(p.train.grad_ckpt).lower()}"
     train += f", loss_chunk={p.train.loss_chunk or 'null'}"

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers import initialization as init
+from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from stages.estimate.optimizer_states import optimizer_tensors
 from stages.estimate.trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
+from stages.model.build import meta_model
 from stages.model.quantize import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from stages.model.spec import ModelSpec
 from stages.param_types import OffloadState, OptimizerName
@@ -87,9 +87,7 @@ class Line:
 
 def model_shapes(config: PretrainedConfig) -> ModelShapes:
     """Shapes of a model's parameters, without memory for them."""
-    with torch.device("meta"), init.no_init_weights():
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
+    model = meta_model(config)
     head = model.get_output_embeddings()
     layers = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
     linear = {id(layer.weight) for layer in layers}

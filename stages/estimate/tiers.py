@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.estimate.allocator import CachingAllocator, OutOfMemory
-from stages.estimate.devices import CONTEXT_BYTES
+from stages.estimate.gpus import Context
 from stages.estimate.origins import OriginTrace
-from stages.units import MIB
 
-CONTEXT_MARGIN_BYTES = 384 * MIB
-"""Newer GPUs and drivers hold up to so much more (more multiprocessors, more kernels); not measured here."""
 ALLOCATORS = {"native": False, "expandable": True}
 """Whether segments expand, by kind: train.expandable_segments."""
 
@@ -85,27 +82,27 @@ def _micro_batch(trace: OriginTrace, place: int) -> int:
     return sum(start <= place for start, _ in trace.micro_batches)
 
 
-def tiers(trace: OriginTrace, capacity_bytes: int, *, margin_bytes: int) -> dict[str, Any]:
+def tiers(trace: OriginTrace, capacity_bytes: int, context: Context) -> dict[str, Any]:
     """The content of tiers.json for a GPU: reserved bytes by either allocator, and what the process takes.
 
-    Played without a limit for the figures, and within the device's memory less the context for the failure.
+    Played without a limit for the figures, and within the device's memory less the most of a context for the failure.
 
     Args:
         trace: of the worst micro-batches.
         capacity_bytes: all of the device's memory.
-        margin_bytes: so much more the context may hold on the device.
+        context: what the process takes of it beside PyTorch's blocks.
     """
     found: dict[str, Any] = {}
     for name, expandable in ALLOCATORS.items():
         unlimited = reserve(trace, expandable=expandable, capacity_bytes=None)
         assert unlimited.peak_bytes is not None
-        limited = reserve(trace, expandable=expandable, capacity_bytes=capacity_bytes - CONTEXT_BYTES)
+        limited = reserve(trace, expandable=expandable, capacity_bytes=capacity_bytes - context.most_bytes)
         found[name] = {
             **unlimited.as_json(),
             "retries": limited.retries,
             "out_of_memory": limited.out_of_memory,
-            "process_bytes": unlimited.peak_bytes + CONTEXT_BYTES,
-            "process_margin_bytes": margin_bytes,
+            "process_bytes": unlimited.peak_bytes + context.bytes,
+            "process_margin_bytes": context.margin_bytes,
         }
     return found
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from stages.estimate.advice import Remedy
-from stages.estimate.devices import Device
+from stages.estimate.gpus import Device
 from stages.estimate.plan_memory import PlanMemory
 from stages.estimate.predict import Prediction
 from stages.param_types import Precision
@@ -45,8 +45,8 @@ class Verdict:
 
 
 def usable_bytes(device: Device, headroom_percent: float) -> int:
-    """The device's memory less what is kept free."""
-    return int(device.memory_bytes * (1.0 - headroom_percent / 100.0))
+    """For tensors: the device's memory less what is kept free."""
+    return device.usable_bytes(headroom_percent)
 
 
 def judge(
@@ -71,8 +71,9 @@ def judge(
     by_size = sorted(prediction.peak.by_category.items(), key=lambda item: (-item[1], item[0]))
     largest = ", ".join(f"{category} {readable_size(size)}" for category, size in by_size[:LARGEST_CATEGORIES])
     remedy = _would_fit(remedies) or NO_REMEDY
-    tight = prediction.peak.bytes <= device.memory_bytes
-    capacity = f"{readable_size(device.memory_bytes)} less {headroom_percent:g}%{TIGHT if tight else ''}"
+    tight = prediction.peak.bytes <= device.usable_bytes(0)
+    kept_free = device.kept_free(headroom_percent)
+    capacity = f"{readable_size(device.memory_bytes)} less {kept_free}{TIGHT if tight else ''}"
     refusal = (
         f"hardware.gpu: predicted peak {readable_size(prediction.peak.bytes)} (in {prediction.worst_phase}"
         f"{_first_failure(prediction, usable, memory)}) exceeds the {readable_size(usable)} usable on {device.name} "

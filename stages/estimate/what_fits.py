@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stages.estimate.devices import BF16_CAPABILITY, GPUS, Device
+from stages.estimate.gpus import BF16_CAPABILITY, GPUS, Device
 from stages.estimate.kernels import Target, target_of
 from stages.estimate.predict import predict
 from stages.estimate.verdict import usable_bytes

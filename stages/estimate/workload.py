@@ -6,12 +6,13 @@ from typing import Literal
 
 from transformers import PretrainedConfig
 
-from stages.estimate.cost import SELECTIVE_SHARE, Speed, StepWork, relative_slowdown, speed_of
-from stages.estimate.devices import GPUS, Device
+from stages.estimate.cost import SELECTIVE_SHARE, StepWork, relative_slowdown
+from stages.estimate.gpus import GPUS, Device, Speed
 from stages.estimate.kernels import Target
 from stages.estimate.predict import Setting
 from stages.estimate.shapes import TracedSteps
 from stages.estimate.states import Line, ModelShapes, model_shapes, state_bytes, state_lines, trained_values
+from stages.model.config import largest_head_size, layer_settings
 from stages.model.spec import ModelSpec
 from stages.param_types import Sharding
 from stages.step.batches import BatchShape
@@ -66,9 +67,11 @@ def largest_steps(shape: BatchShape, *, several: bool) -> TracedSteps:
 
 def ranking_speed(device: Device) -> tuple[Speed, str]:
     """The speed by which changes are ranked, and why."""
-    if any(device.name == gpu.name for gpu in GPUS):
-        return speed_of(device.name), f"by the speed of {device.name}"
-    return speed_of(RANKED_AS), f"by the speed of {RANKED_AS}: that of {device.name} is not known"
+    speed = device.speed or next((gpu.speed for gpu in GPUS if gpu.name == device.name), None)
+    if speed is not None:
+        return speed, f"by the speed of {device.name}"
+    known = next(gpu.speed for gpu in GPUS if gpu.name == RANKED_AS and gpu.speed is not None)
+    return known, f"by the speed of {RANKED_AS}: that of {device.name} is not known"
 
 
 def _recomputed_share(model: ModelSpec) -> float:
@@ -133,14 +136,14 @@ class Costs:
 
     def _work(self, run: Workload) -> StepWork:
         """The terms of the cost model."""
-        text, model, sharing = run.config.get_text_config(), run.setting.model, run.setting.sharing
+        config, model, sharing = run.config, run.setting.model, run.setting.sharing
+        text = config.get_text_config()
         looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
-        heads = text.num_attention_heads
         return StepWork(
             parameters=self._shapes.values - looked_up,
             trained_parameters=trained_values(self._shapes, model),
             layers=text.num_hidden_layers,
-            width=heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+            width=max(layer_settings(config, "num_attention_heads")) * largest_head_size(config),
             tokens=max(1, round(run.tokens_per_step)),
             length=run.longest,
             micro_batches=max(1, round(run.micro_batches_per_step)),

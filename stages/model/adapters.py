@@ -44,8 +44,15 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(spec.seed)
-    with _without_peft_warnings():
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
+    try:
+        with _without_peft_warnings():
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
+    except ValueError as error:  # Mamba's kernels read some weights beside their layers, which an adapter would miss.
+        first = str(error).splitlines()[0].partition("] ")[2] or str(error).splitlines()[0]
+        raise UserError(
+            f"train.lora.targets: must be layers that adapters can be put beside; got {list(spec.lora_targets)}: "
+            f"{first.partition('. ')[0]}; name others: {', '.join(sorted(_linear_names(model)))}"
+        ) from None
     _cast_adapters(adapted, spec)
     return adapted
 
@@ -65,11 +72,17 @@ def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
                 f"merged; got {list(targets)}; leave it out"
             )
     if wrong:
-        shared = model.get_input_embeddings().weight
-        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear if modules[name].weight is not shared}))
+        known = ", ".join(sorted(_linear_names(model)))
         raise UserError(
             f"train.lora.targets: must name linear layers of the model; got {wrong}; known: {known}, or {ALL_LINEAR}"
         )
+
+
+def _linear_names(model: PreTrainedModel) -> set[str]:
+    """The last names of all linear layers but a head that shares the embedding's weight."""
+    shared = model.get_input_embeddings().weight
+    linear = (pair for pair in model.named_modules() if isinstance(pair[1], (nn.Linear, Conv1D)))
+    return {name.rpartition(".")[2] for name, module in linear if module.weight is not shared}
 
 
 def _cast_adapters(model: PeftModel, spec: WeightsSpec) -> None:

@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 
 from stages.errors import UserError
 from stages.model.attention import FLASH_CAPABILITY, FLASH_MAX_HEAD_SIZE, caps_scores
+from stages.model.config import largest_head_size
 from stages.model.spec import ModelSpec
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -58,8 +59,7 @@ def _no_flash(
     config: PretrainedConfig, spec: ModelSpec, kind: str, capability: tuple[int, int], masked: bool
 ) -> str | None:
     """Why FlashAttention-2 cannot run; None where it can."""
-    text = config.get_text_config()
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_size = largest_head_size(config)
     if kind == "cpu":
         return "needs a GPU"
     if capability < FLASH_CAPABILITY:

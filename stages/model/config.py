@@ -70,7 +70,7 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
         )
     if wrong := _impossible_size(config):
         yield f"{file}: {wrong}; give the config.json that belongs to the model"
-    if getattr(config.get_text_config(), "num_attention_heads", None) is None:
+    if None in layer_settings(config, "num_attention_heads"):
         yield f"{name} has no attention heads; choose a model with attention"
     kind: Any = kinds[type(config)]
     if "text_config" in config.sub_configs and kind.config_class is type(config):
@@ -94,15 +94,34 @@ def _missing_sizes(config: PretrainedConfig, directory: Path) -> list[str]:
 
 def _impossible_size(config: PretrainedConfig) -> str | None:
     """What no model can have; transformers would find some of it in the first step, and a trace none of it."""
-    text = config.get_text_config()
-    heads, groups = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     for size in (*SIZES, "num_key_value_heads", "head_dim"):
-        value = getattr(text, size, None)
-        if isinstance(value, int) and value < 1:
-            return f"{size} must be at least 1; got {value}"
-    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        return f"num_attention_heads must be a multiple of num_key_value_heads; got {heads} and {groups}"
+        for value in layer_settings(config, size):
+            if isinstance(value, int) and value < 1:
+                return f"{size} must be at least 1; got {value}"
+    counts = (layer_settings(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    for heads, groups in zip(*counts, strict=True):
+        if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+            return f"num_attention_heads must be a multiple of num_key_value_heads; got {heads} and {groups}"
     return None
+
+
+def layer_settings(config: PretrainedConfig, name: str) -> list[Any]:
+    """A value of a model's config: of each layer where layers differ (as Gemma 4's), else one; None where it has none.
+
+    The config of a model whose layers differ refuses to name one value for all of them.
+    """
+    text = config.get_text_config()
+    each: list[PretrainedConfig] = [text]
+    if getattr(text, "is_heterogeneous", False):
+        each = list(text.per_layer_config)
+    return [getattr(layer, name, None) for layer in each]
+
+
+def largest_head_size(config: PretrainedConfig) -> int:
+    """Values of an attention head; the most of any layer."""
+    names = ("head_dim", "hidden_size", "num_attention_heads")
+    settings = zip(*(layer_settings(config, name) for name in names), strict=True)
+    return max(head or hidden // heads for head, hidden, heads in settings)
 
 
 def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
@@ -125,7 +144,8 @@ def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
 
 def attention_window(config: PretrainedConfig) -> int | None:
     """Tokens that a model's sliding window spans; None for a model without one."""
-    return getattr(config.get_text_config(), "sliding_window", None)
+    windows = [window for window in layer_settings(config, "sliding_window") if window is not None]
+    return min(windows, default=None)
 
 
 def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from stages.errors import UserError
 from stages.model.adapters import add_adapters
 from stages.model.attention import training_attention
+from stages.model.build import meta_model, refuse_other_heads
 from stages.model.checkpointing import enable_checkpointing
 from stages.model.config import read_config
 from stages.model.loading_threads import loading_threads
@@ -89,6 +90,7 @@ def load_base(
                 f"model.name: {directory}: {len(info[fault])} {fault.replace('_', ' ')}, "
                 f"first {sorted(info[fault])[0]}; the weights do not belong to config.json"
             )
+    refuse_other_heads(model)
     model.generation_config = _generation_config(directory)
     keep_trainable_on_cpu(model)
     return model
@@ -129,18 +131,8 @@ def hollow_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device
     Raises:
         UserError: as `fake_model`.
     """
+    model = meta_model(config, dtype=spec.dtype, attn_implementation=training_attention(config, spec.attention))
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
-        try:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=spec.dtype, attn_implementation=training_attention(config, spec.attention)
-            )
-        except (ValueError, KeyError) as error:
-            unknown = f"its code knows no {error}" if isinstance(error, KeyError) else str(error)
-            reason = unknown.splitlines()[0].partition(". ")[0]
-            raise UserError(
-                f"model.name: {config.model_type} cannot be built ({reason}); choose another model"
-            ) from None
-        model.tie_weights()
         if quantisation(spec) is not None:
             quantize_on_meta(model, spec)
         adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=True)

@@ -12,11 +12,10 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-from transformers import initialization as init
 
 from stages.errors import UserError
 from stages.files import read_json
+from stages.model.build import meta_model
 from stages.model.config import read_config
 from stages.model.quantize import INT8_LARGEST, quantisation, quantize_on_meta
 from stages.model.spec import WeightsSpec
@@ -82,9 +81,7 @@ def _packed_layers(base: Path, spec: WeightsSpec) -> set[str]:
     """Names of the layers that training holds in 4 or 8 bits."""
     if quantisation(spec) is None:
         return set()
-    with torch.device("meta"), init.no_init_weights():
-        model = AutoModelForCausalLM.from_config(read_config(base))
-    model.tie_weights()
+    model = meta_model(read_config(base))
     quantize_on_meta(model, spec)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     return {name for name, module in model.named_modules() if isinstance(module, kinds)}

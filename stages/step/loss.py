@@ -40,14 +40,8 @@ def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
 def decoder_hidden(
     lm: PreTrainedModel, input_ids_BT: torch.Tensor, joined_rows: JoinedRows | None = None
 ) -> torch.Tensor:
-    """The last hidden states (B, T, D), without a mask and without a KV cache.
-
-    Raises:
-        UserError: the model does not tell its decoder from its head.
-    """
+    """The last hidden states (B, T, D), without a mask and without a KV cache."""
     decoder = lm.get_decoder()
-    if decoder is lm:
-        raise UserError(f"model.name: {lm.config.model_type} has no decoder apart from its head; choose another model")
     with joined_forward(joined_rows) as arguments:
         return decoder(input_ids=input_ids_BT, use_cache=False, **arguments).last_hidden_state
 

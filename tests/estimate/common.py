@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from stages.bucket.plan import MicroBatch, Plan
-from stages.estimate.devices import Device, resolve_gpu
+from stages.estimate.devices import resolve_gpu
+from stages.estimate.gpus import Device
 from stages.estimate.kernels import Target, target_of
 from stages.estimate.predict import Setting
 from stages.step.batches import BatchShape

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from stages.errors import UserError
-from stages.estimate.cost import ARITHMETIC_SHARE, SPEEDS, StepWork, relative_slowdown, speed_of, step_seconds
-from stages.estimate.devices import GPUS
+from stages.estimate.cost import ARITHMETIC_SHARE, StepWork, relative_slowdown, step_seconds
+from stages.estimate.devices import resolve_gpu
+from stages.estimate.gpus import GPUS, Speed
+from stages.estimate.workload import RANKED_AS, ranking_speed
 
 EIGHT_B = StepWork(
     parameters=7_500_000_000,
@@ -24,21 +25,28 @@ EIGHT_B = StepWork(
     offloaded_activations_bytes=0,
 )
 LORA = replace(EIGHT_B, method="lora", trained_parameters=42_000_000)
+
+
+def speed_of(name: str) -> Speed:
+    """The speed of a known GPU."""
+    return ranking_speed(resolve_gpu(name)[0])[0]
+
+
 H100 = speed_of("H100")
 
 
-def test_every_known_gpu_has_a_speed():
-    """A GPU the estimate knows and the ranking does not: advice would fail where the verdict did not."""
-    assert [speed.name for speed in SPEEDS] == [gpu.name for gpu in GPUS]
-    for speed in SPEEDS:
-        assert speed.half_flops >= speed.fp32_flops
-        assert speed.bytes_per_second > speed.link_bytes_per_second
+def test_the_speeds_of_the_table_are_in_its_units():
+    """A figure in the column of another one."""
+    for speed in (gpu.speed for gpu in GPUS if gpu.speed is not None):
+        assert speed.half_flops >= speed.fp32_flops > 1e12
+        assert speed.bytes_per_second > speed.link_bytes_per_second > 1e10
 
 
-def test_an_unknown_gpu_is_refused_in_one_line():
-    """A size such as 24GiB ranked by another GPU's speed."""
-    with pytest.raises(UserError, match=r"^hardware.gpu: must be a GPU of known speed .* got '24GiB'; known: P4, "):
-        speed_of("24GiB")
+@pytest.mark.parametrize("gpu", ["24GiB", "B300"])
+def test_a_gpu_of_unknown_speed_says_by_which_one_changes_are_ranked(gpu):
+    """A card of which only the memory is known: advice would fail where the verdict did not."""
+    speed, reason = ranking_speed(resolve_gpu(gpu)[0])
+    assert speed == speed_of(RANKED_AS) and reason == f"by the speed of {RANKED_AS}: that of {gpu} is not known"
 
 
 def test_products_are_six_flop_per_parameter_and_token():

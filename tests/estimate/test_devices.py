@@ -5,8 +5,10 @@ import pytest
 
 from stages.errors import UserError
 from stages.estimate import devices
-from stages.estimate.devices import GIB, GPUS, precision_on, resolve_gpu
+from stages.estimate.devices import precision_on, resolve_gpu
+from stages.estimate.gpus import GPUS
 from stages.memory_group import MemoryLimit
+from stages.units import GIB
 
 
 def test_at_least_fifteen_gpus_are_known_with_memory_below_their_nominal_size():
@@ -43,6 +45,16 @@ def test_a_name_is_found_however_it_is_written(name):
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("NVIDIA GeForce GTX 1080 Ti", "GTX-1080-Ti"),
+        ("NVIDIA GeForce RTX 4070 Ti", "RTX-4070-Ti"),
+        ("NVIDIA GeForce RTX 4090 D", "RTX-4090-D"),
+        ("NVIDIA GeForce RTX 5070 Ti", "RTX-5070-Ti"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("NVIDIA A800-SXM4-80GB", "A800"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("AMD Instinct MI300X", "MI300X"),
         ("Tesla T4", "T4"),
         ("Tesla P100-PCIE-16GB", "P100"),
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
@@ -61,7 +73,11 @@ def test_a_name_as_the_driver_prints_it_is_its_row(printed, name):
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA H100 NVL",
         "NVIDIA H100 64GB HBM2",
-        "NVIDIA GH200 480GB",
+        "NVIDIA GH200 144G HBM3e",
+        "NVIDIA H20-3e",
+        "NVIDIA GeForce RTX 4060 Ti",
+        "NVIDIA GeForce RTX 4070 Ti SUPER",
+        "NVIDIA A800-SXM4-40GB",
         "Tesla P100-PCIE-12GB",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 3080 Ti",
@@ -79,7 +95,7 @@ def test_a_part_with_other_memory_is_not_taken_for_its_sibling(other):
     [
         ("A100", "A100-40GB, A100-80GB"),
         ("NVIDIA V100", "V100-16GB, V100-32GB"),
-        ("L40", "L40S"),
+        ("RTX 4060 Ti", "RTX-4060-Ti-16GB"),
         ("3090", "RTX-3090"),
     ],
 )
@@ -105,12 +121,12 @@ def test_a_size_is_a_gpu_of_that_size(size, expected):
 
 
 @pytest.mark.parametrize(
-    "size", ["0GiB", "0.0 MiB", "0.0000000000001GiB", "141MiB", "100001GiB", "9" * 5000 + "GiB", f"{'0' * 5000}24GiB"]
+    "size", ["0GiB", "0.0 MiB", "0.0000000000001GiB", "525MiB", "100001GiB", "9" * 5000 + "GiB", f"{'0' * 5000}24GiB"]
 )
 def test_a_size_no_device_has_is_one_short_line(size):
     """A division by nothing later on, a traceback of an overflow, or pages of digits told back."""
     with pytest.raises(
-        UserError, match="hardware.gpu: a size must be above the 141 MiB .* at most 100000 GiB"
+        UserError, match="hardware.gpu: a size must be above the 525 MiB .* at most 100000 GiB"
     ) as caught:
         resolve_gpu(size)
     assert len(str(caught.value)) < 240

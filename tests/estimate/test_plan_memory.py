@@ -8,10 +8,9 @@ from transformers import LlamaConfig
 
 from stages.estimate import plan_memory as module
 from stages.estimate.answer import other_segments
-from stages.estimate.devices import Device
+from stages.estimate.gpus import Device, context_of
 from stages.estimate.plan_memory import PlanMemory, replay_plan
 from stages.estimate.shapes import traced_steps
-from stages.estimate.tiers import CONTEXT_BYTES
 from stages.estimate.unrolled import predict_explained
 from stages.estimate.verdict import judge
 from stages.units import GIB, MIB
@@ -40,6 +39,13 @@ def prediction():
     return predict_explained(CONFIG, SETTING, steps, H100)[0]
 
 
+def card(memory_bytes: int) -> Device:
+    return Device(name="card", kind="cuda", memory_bytes=memory_bytes, compute_capability=(9, 0))
+
+
+CONTEXT = context_of((9, 0))
+
+
 def played(
     prediction, *, plan=PLAN, setting=SETTING, target=H100, windowed=False, expandable=False, capacity_bytes=80 * GIB
 ):
@@ -52,7 +58,7 @@ def played(
         prediction,
         windowed=windowed,
         expandable=expandable,
-        capacity_bytes=capacity_bytes,
+        device=card(capacity_bytes),
     )
 
 
@@ -83,14 +89,13 @@ def test_every_step_has_a_row_and_the_metrics_are_their_maximum(memory):
 
 
 def judged(memory: PlanMemory, prediction, capacity_bytes: int):
-    device = Device(name="card", kind="cuda", memory_bytes=capacity_bytes, compute_capability=(9, 0))
     other = other_segments(memory, prediction)
-    return judge(prediction, device, other, headroom_percent=0.0, enforce=True, memory=memory)
+    return judge(prediction, card(capacity_bytes), other, headroom_percent=0.0, enforce=True, memory=memory)
 
 
 def test_a_run_whose_blocks_do_not_fit_is_refused_at_its_step(memory, prediction):
     """A run that is told to fit and dies at the step that needs another kind of blocks."""
-    capacity = prediction.peak.bytes + CONTEXT_BYTES - MIB
+    capacity = prediction.peak.bytes + CONTEXT.most_bytes
     found, _ = played(prediction, capacity_bytes=capacity)
     assert found is not None
     step = found.failing_step("native")
@@ -111,14 +116,14 @@ def test_the_figures_of_the_run_are_those_of_its_own_segments(memory):
     fixed, growing = memory.metrics(), replace(memory, chosen="expandable").metrics()
     for name, told in (("native", fixed), ("expandable", growing)):
         assert told["reserved_bytes_predicted"] == told[f"reserved_bytes_predicted_{name}"]
-        assert told["process_bytes_predicted"] == told["reserved_bytes_predicted"] + CONTEXT_BYTES
+        assert told["process_bytes_predicted"] == told["reserved_bytes_predicted"] + CONTEXT.bytes
     assert fixed["reserved_bytes_predicted"] > growing["reserved_bytes_predicted"]
 
 
 def test_blocks_that_are_given_back_in_time_are_no_refusal(memory, prediction):
     """Reserved bytes held against the device although the allocator would have given them back."""
     for spare in range(1, 64):
-        capacity = memory.reserved_bytes("native") + CONTEXT_BYTES - 2 * spare * MIB
+        capacity = memory.reserved_bytes("native") + CONTEXT.most_bytes - 2 * spare * MIB
         found, _ = played(prediction, capacity_bytes=capacity)
         assert found is not None
         if found.failing_step("native") is None:
@@ -165,7 +170,7 @@ def test_reserved_memory_of_a_cut_plan_is_flat_after_its_first_step(mode: str):
     steps = traced_steps(plan, lengths, tiled=True, windowed=False)
     predicted = predict_explained(CONFIG, SETTING, steps, H100)[0]
     found, told = replay_plan(
-        plan, lengths, CONFIG, SETTING, H100, predicted, windowed=False, expandable=True, capacity_bytes=80 * GIB
+        plan, lengths, CONFIG, SETTING, H100, predicted, windowed=False, expandable=True, device=card(80 * GIB)
     )
     assert found is not None and len(found.steps) > 8, told
     for kind, played_steps in found.unlimited.items():

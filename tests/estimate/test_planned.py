@@ -16,7 +16,7 @@ from stages.bucket.index import read_index
 from stages.bucket.plan import read_plan
 from stages.bucket.run_cut import RunCut
 from stages.estimate.__main__ import main as estimate
-from stages.estimate.devices import CONTEXT_BYTES, Device
+from stages.estimate.gpus import BF16_CAPABILITY, Device, context_of
 from stages.estimate.planned import Confirmation, PlannedRun
 from stages.estimate.workload import Workload
 from stages.files import sha256_file
@@ -102,7 +102,7 @@ def test_blocks_that_do_not_fit_are_no_way_to_fit(index):
     roomy = confirmation(index, memory_bytes=2**30, **setting)
     peak_bytes = roomy(roomy.run)
     assert peak_bytes is not None
-    tight = confirmation(index, memory_bytes=peak_bytes + CONTEXT_BYTES, **setting)
+    tight = confirmation(index, memory_bytes=peak_bytes + roomy.planned.device.context.most_bytes, **setting)
     assert tight(tight.run) is None
 
 
@@ -118,7 +118,8 @@ def test_the_stage_lets_through_what_it_advised(index, tmp_path, small_llama, mo
     limits = {"bucket__max_tokens": 32768, "train__tokens_per_step": 40000}  # Much beside a context on the card.
     values = {"train__method": "full", "train__loss_chunk": None, "train__expandable_segments": False, **limits}
     free, _ = estimated(tmp_path, gpu="24GiB", **values)
-    gpu = f"{spare * free['peak_bytes_predicted'] / 2**20:.3f}MiB"
+    context_bytes = context_of(BF16_CAPABILITY).most_bytes
+    gpu = f"{(spare * free['peak_bytes_predicted'] + context_bytes) / 2**20:.3f}MiB"
     metrics, commands = estimated(tmp_path, gpu=gpu, **values)
     assert metrics["verdict"] != "fits" and commands
     for command in commands:

@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.estimate_cpu import SMALL
-from stages.estimate.devices import GPUS, resolve_gpu
-from stages.estimate.process import CONTEXTS, IMPORTS_BYTES, as_json, needed_bytes, on_device, on_host
+from stages.estimate.devices import resolve_gpu
+from stages.estimate.gpus import CONTEXTS, GPUS
+from stages.estimate.process import IMPORTS_BYTES, as_json, needed_bytes, on_device, on_host
 from stages.units import MIB
 from tests.processes import run_bounded
 from tests.small_model import spec_of

@@ -3,8 +3,8 @@
 import pytest
 from transformers import LlamaConfig
 
-from stages.estimate.devices import CONTEXT_BYTES
 from stages.estimate.explain import trace_origins
+from stages.estimate.gpus import context_of
 from stages.estimate.predict import predict
 from stages.estimate.tiers import reserve, tiers
 from stages.units import GIB
@@ -30,15 +30,25 @@ def trace():
 
 def test_each_tier_holds_the_one_below(trace):
     """A process predicted to take less than its tensors."""
-    tensors = predict(CONFIG, SETTING, STEPS, gpu_target("H100"))
-    for found in tiers(trace, 80 * GIB, margin_bytes=7).values():
+    tensors, context = predict(CONFIG, SETTING, STEPS, gpu_target("H100")), context_of((9, 0))
+    for found in tiers(trace, 80 * GIB, context).values():
         assert tensors.peak.bytes <= found["reserved_bytes"] < found["process_bytes"]
-        assert found["process_bytes"] == found["reserved_bytes"] + CONTEXT_BYTES
-        assert found["process_margin_bytes"] == 7
+        assert found["process_bytes"] == found["reserved_bytes"] + context.bytes
+        assert found["process_margin_bytes"] == context.margin_bytes > 0
         assert max(found["reserved_by_phase"].values()) == found["reserved_bytes"]
         for phase, peak in tensors.by_phase.items():
             assert peak.bytes <= found["reserved_by_phase"][phase]
         assert (found["retries"], found["out_of_memory"]) == (0, None)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+def test_memory_ends_where_the_context_of_the_generation_begins(trace, capability):
+    """Blocks told to fit in memory that the context of a newer GPU, or the most that it may take, has filled."""
+    context = context_of(capability)
+    needed = reserve(trace, expandable=True, capacity_bytes=None).peak_bytes + context.most_bytes
+    fits, fails = (tiers(trace, capacity, context)["expandable"] for capacity in (needed, needed - 2**21))
+    assert fits["out_of_memory"] is None and fits["retries"] == 0
+    assert fails["out_of_memory"] is not None or fails["retries"] > 0
 
 
 def test_a_limit_below_the_tensors_ends_in_a_phase_that_is_named(trace):

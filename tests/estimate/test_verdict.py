@@ -1,10 +1,11 @@
 """The verdict: when a run fits, and what the one line says when it does not."""
 
 from stages.estimate.advice import Remedy
-from stages.estimate.devices import GIB, Device
+from stages.estimate.gpus import Device
 from stages.estimate.predict import Prediction
 from stages.estimate.trace import Peak
 from stages.estimate.verdict import judge
+from stages.units import GIB
 from tests.estimate.common import joined, shape
 
 
@@ -41,6 +42,15 @@ def test_headroom_decides_at_the_edge():
     assert not judge(run, gpu(10), [], headroom_percent=8.1, enforce=True).fits
 
 
+def test_the_context_has_room_whatever_the_headroom():
+    """A small GPU, or no headroom: tensors told to fit where the CUDA context (525 MiB here) lies."""
+    for gib, headroom in ((10, 0.0), (4, 8.0)):
+        edge = gib - 525 / 1024
+        assert judge(prediction_of(edge - 0.01), gpu(gib), [], headroom_percent=headroom, enforce=True).fits
+        refused = judge(prediction_of(edge + 0.01), gpu(gib), [], headroom_percent=headroom, enforce=True)
+        assert refused.state == "does not fit" and "less 525 MiB for a CUDA context" in str(refused.refusal)
+
+
 def test_the_verdict_is_the_same_on_every_device_that_fits():
     """Looking at another GPU retrains."""
     run = prediction_of(9)
@@ -62,7 +72,7 @@ def test_a_refusal_tells_sizes_the_largest_parts_and_up_to_three_remedies():
 
 def test_a_run_that_leaves_less_than_the_headroom_is_told_apart_and_refused():
     """A tight fit told as hopeless, or let through to meet the CUDA context."""
-    verdict = judge(prediction_of(9.5), gpu(10), [], headroom_percent=8.0, enforce=True)
+    verdict = judge(prediction_of(9.4), gpu(10), [], headroom_percent=8.0, enforce=True)
     assert verdict.state == "tight" and not verdict.fits
     assert verdict.refusal is not None
     assert "(10 GiB less 8% of headroom, without which it would fit)" in verdict.refusal
@@ -83,7 +93,8 @@ def test_a_small_runs_refusal_is_told_in_mib():
     peak = Peak(bytes=5 << 20, by_category={"weights": (4 << 20) + (1 << 19), "logits": 1 << 19})
     run = Prediction(by_phase={"backward": peak}, steps_of_peak=((shape(2, 128, 100),),), layers_traced="all")
     small = [remedy(("train.grad_ckpt=true",), 1 << 19, 1.3)]
-    assert judge(run, gpu(1 / 1024), small, headroom_percent=8.0, enforce=True).refusal == (
+    ram = Device(name="card", kind="cpu", memory_bytes=1 << 20, compute_capability=(0, 0))
+    assert judge(run, ram, small, headroom_percent=8.0, enforce=True).refusal == (
         "hardware.gpu: predicted peak 5 MiB (in backward, micro-batch of 2 x 128 tokens) exceeds the 0.92 MiB usable "
         "on card (1 MiB less 8%); largest: weights 4.5 MiB, logits 0.5 MiB; would fit: -S train.grad_ckpt=true "
         "(0.5 MiB, 1.30x time)"
