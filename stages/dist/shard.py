@@ -18,6 +18,9 @@ from stages.params import Params
 from stages.params_sharing import CUTTING
 from stages.step.team import Alone, Team
 
+READ_BY_ALL: tuple[Method, ...] = ("int8_lora",)
+"""Methods whose weights every process reads: 8-bit ones hold values outside of all that is handed out."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
@@ -49,11 +52,8 @@ class ShardSpec:
         return self.mode if self.group_gpus is None else f"{self.mode} in groups of {self.group_gpus}"
 
     def reads_weights(self, world: World, method: Method) -> bool:
-        """Whether this process reads the model's files; else the first one hands it the weights.
-
-        8-bit weights hold values outside of all that is handed out: each process reads them.
-        """
-        return world.leads or method == "int8_lora"
+        """Whether this process reads the model's files; else the first one hands it the weights."""
+        return world.leads or method in READ_BY_ALL
 
     def load_device(self, device: torch.device) -> torch.device:
         """Where weights are loaded: where no GPU is to hold all of them, in the host's memory."""

@@ -139,12 +139,14 @@ def _beside_tensors(asked: Asked, prediction: Prediction) -> tuple[dict[str, Any
         setting.model,
         asked.stored,
         batch_tokens=int(asked.planned.own_plan.padded_tokens.max()),
+        sharding="none" if setting.sharing is None else setting.sharing.spec.mode,
         pinned_bytes=prediction.offloaded_bytes if setting.offload_activations == "cpu" else 0,
         optimizer_bytes=host_state_bytes(config, setting),
     )
     origins = trace_origins(config, setting, prediction.steps_of_peak, target_of(device))
     gpus = 1 if setting.sharing is None else setting.sharing.gpus
-    return as_json(on_device(device, gpus), host, gpus), tiers(origins, device.memory_bytes, device.context)
+    process = as_json(on_device(device, gpus), host, gpus, setting.model.method)
+    return process, tiers(origins, device.memory_bytes, device.context)
 
 
 def _inverse(p: Params, asked: Asked, run: Workload, prediction: Prediction) -> dict[str, Any]:

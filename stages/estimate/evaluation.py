@@ -17,9 +17,10 @@ from stages.estimate.depth import NotRepeated, WindowTrace, deep_peaks, deep_win
 from stages.estimate.fake_team import local, shared
 from stages.estimate.kernels import Target
 from stages.estimate.layers import find_repetition, with_layers
-from stages.estimate.predict import CPU, UNTRACEABLE, Setting, Trace, new_trace
+from stages.estimate.predict import CPU, Setting, Trace, new_trace
 from stages.estimate.quick_fake import QuickFakeMode
 from stages.estimate.trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
+from stages.estimate.untraceable import UNTRACEABLE
 from stages.model.load import fake_model
 from stages.model.quantize import quantisation_tensors
 from stages.step.batches import Batch, BatchShape, empty_batch

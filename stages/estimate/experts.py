@@ -33,6 +33,10 @@ def _experts(values: Mapping[str, Any]) -> int:
 
 
 def _has_experts(config: PretrainedConfig) -> bool:
-    """Whether any module has experts: the config of a dense model may name a number that its family begins with."""
-    counts = (getattr(module, key, None) for module in meta_model(config).modules() for key in EXPERT_KEYS)
+    """Whether any module has experts: the config of a dense model may name the number that is its family's default."""
+    try:
+        modules = list(meta_model(config).modules())
+    except UserError:  # It cannot be built: what its config says is all there is.
+        return True
+    counts = (getattr(module, key, None) for module in modules for key in EXPERT_KEYS)
     return any(isinstance(count, int) and count > 1 for count in counts)

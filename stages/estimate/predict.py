@@ -5,15 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 from transformers import PretrainedConfig
 
-from stages.errors import UserError
 from stages.estimate.depth import NotRepeated, Place, Window, WindowTrace, deep_peaks, deep_windows
 from stages.estimate.experts import refuse_experts
 from stages.estimate.fake_team import Sharing, shared
@@ -30,6 +23,7 @@ from stages.estimate.trace import (
     MemoryTrace,
     Peak,
 )
+from stages.estimate.untraceable import untraceable_refused
 from stages.model.load import fake_model
 from stages.model.spec import ModelSpec
 from stages.param_types import OffloadActivations, OffloadState, OptimizerName, Precision
@@ -43,14 +37,6 @@ from stages.step.team import Team
 CPU = torch.device("cpu")
 FP32 = torch.float32
 UPDATE_PHASES = ("clip", "optimizer")
-UNTRACEABLE = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-    NotImplementedError,
-)
-"""What a trace raises where it cannot know: values, shapes that depend on them, operations without a shape function."""
 Trace = TypeVar("Trace", bound=MemoryTrace)
 Windows = TypeVar("Windows", bound=WindowTrace)
 
@@ -205,14 +191,8 @@ def _traced(
         UserError: PyTorch cannot trace an operation.
     """
     trace = new_trace(kind, config, target)
-    try:
-        with QuickFakeMode(), target.attention():
-            position = trace_steps(trace, config, setting, steps, target)
-    except UNTRACEABLE as error:
-        raise UserError(
-            f"model.name: the step of {config.model_type} cannot be traced ({type(error).__name__}: {error}), so its "
-            "memory is not known; choose another model"
-        ) from None
+    with untraceable_refused(config), QuickFakeMode(), target.attention():
+        position = trace_steps(trace, config, setting, steps, target)
     return trace, position
 
 

@@ -10,10 +10,14 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
+from stages.dist.shard import READ_BY_ALL
 from stages.estimate.gpus import Device
 from stages.estimate.kernels import CUBLAS_HANDLES, target_of
-from stages.estimate.states import model_shapes
+from stages.estimate.states import ModelShapes, model_shapes, state_bytes, state_lines
+from stages.estimate.trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS
 from stages.model.spec import ModelSpec
+from stages.param_types import Method, Sharding
+from stages.params_sharing import CUTTING
 from stages.step.loader import BATCHES_AHEAD
 from stages.units import MIB
 
@@ -28,6 +32,8 @@ LOADING_THREADS = 4
 NCCL_BYTES = 256 * MIB
 NCCL_MARGIN_BYTES = 768 * MIB
 NCCL_WHY = "buffers of its channels, outside of PyTorch's blocks; never measured here: they depend on links and GPUs"
+LOADING = ("loading", "model")
+"""Of the host's RAM, what is needed only while weights are read."""
 GPUS_OF_A_NODE = 8
 """Processes that share a host, at most: what servers hold."""
 BATCH_TOKEN_BYTES = 100
@@ -62,15 +68,17 @@ def on_host(
     stored: torch.dtype,
     *,
     batch_tokens: int,
+    sharding: Sharding = "none",
     pinned_bytes: int = 0,
     optimizer_bytes: int = 0,
 ) -> dict[str, Part]:
-    """RAM that a GPU run needs on its host.
+    """RAM that a process of a GPU run needs on its host: `loading` and `model` while it reads weights, and only then.
 
     Args:
         config: the model's config.
         spec: how it is loaded.
         stored: type of the weights in its files.
+        sharding: train.sharding.
         batch_tokens: of the largest micro-batch.
         pinned_bytes: of activations that wait there.
         optimizer_bytes: of train.offload.
@@ -90,6 +98,7 @@ def on_host(
         **optimizer,
         "process": Part(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=imports),
         "loading": Part(bytes=loading, margin_bytes=0, basis="derived", why=moving),
+        **({"model": _whole_model(shapes, spec)} if sharding in CUTTING else {}),
         "batches": Part(
             bytes=batches, margin_bytes=0, basis="derived", why="one in use, and one thread's ahead; page-locked"
         ),
@@ -108,17 +117,39 @@ def _optimizer(count: int) -> Part:
     return Part(bytes=count, margin_bytes=0, basis="derived", why=why)
 
 
-def needed_bytes(parts: dict[str, Part]) -> int:
-    """RAM without margins: loading is over before batches are made, yet both are counted."""
-    return sum(part.bytes for part in parts.values())
+def _whole_model(shapes: ModelShapes, spec: ModelSpec) -> Part:
+    """All weights, where they are cut: read on the host, and handed out from there layer by layer.
+
+    A layer's parts are made as the whole layer is freed, so that this is the most at any instant. Other processes have
+    only addresses for it until a layer comes.
+    """
+    lines = state_lines(shapes, spec, "sgd", cuda=True, master_weights=False)
+    held = state_bytes(lines, granularity_bytes=1)
+    whole = sum(held.get(category, 0) for category in (WEIGHTS, QUANTISATION_STATE, ADAPTERS))
+    return Part(bytes=whole, margin_bytes=0, basis="derived", why="all weights, until each layer is handed out")
 
 
-def as_json(device: dict[str, Part], host: dict[str, Part], gpus: int = 1) -> dict[str, Any]:
-    """The content of process.json; what the host needs is of all processes that are on one."""
+def needed_bytes(parts: dict[str, Part], processes: int = 1, readers: int = 1) -> int:
+    """RAM of all processes on a host, without margins: loading is over before batches are made.
+
+    Args:
+        parts: of a process that reads weights.
+        processes: on the host.
+        readers: of these, how many read weights.
+    """
+    loading = sum(parts[name].bytes for name in LOADING if name in parts)
+    training = sum(part.bytes for name, part in parts.items() if name not in (*LOADING, "process"))
+    return processes * parts["process"].bytes + max(readers * loading, processes * training)
+
+
+def as_json(device: dict[str, Part], host: dict[str, Part], gpus: int = 1, method: Method = "full") -> dict[str, Any]:
+    """The content of process.json; what the host needs is of all processes that are on one: the first one of a run."""
     processes = min(gpus, GPUS_OF_A_NODE)
+    readers = processes if method in READ_BY_ALL else 1
     return {
         "device": {name: asdict(part) for name, part in device.items()},
         "host": {name: asdict(part) for name, part in host.items()},
         "processes_per_host": processes,
-        "host_needed_bytes": processes * needed_bytes(host),
+        "processes_that_read_weights": readers,
+        "host_needed_bytes": needed_bytes(host, processes, readers),
     }

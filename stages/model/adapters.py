@@ -32,6 +32,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
     """
     if spec.peft_targets != ALL_LINEAR:
         _refuse_targets(model, spec.lora_targets)
+    known = _linear_names(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     config = LoraConfig(
@@ -48,10 +49,10 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
         with _without_peft_warnings():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
     except ValueError as error:  # Mamba's kernels read some weights beside their layers, which an adapter would miss.
-        first = str(error).splitlines()[0].partition("] ")[2] or str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         raise UserError(
-            f"train.lora.targets: must be layers that adapters can be put beside; got {list(spec.lora_targets)}: "
-            f"{first.partition('. ')[0]}; name others: {', '.join(sorted(_linear_names(model)))}"
+            f"train.lora.targets: must be layers that adapters can be put beside; got {list(spec.lora_targets)} "
+            f"({reason}); name others of {', '.join(sorted(known))}"
         ) from None
     _cast_adapters(adapted, spec)
     return adapted

@@ -12,7 +12,8 @@ from stages.errors import UserError
 from stages.memory_group import free_host_bytes
 from stages.model.attention_choice import choose_attention
 from stages.model.spec import ModelSpec
-from stages.param_types import OffloadActivations, OffloadState
+from stages.param_types import OffloadActivations, OffloadState, Sharding
+from stages.params_sharing import CUTTING
 from stages.step.host import refuse_offloaded_state
 from stages.units import readable_size
 
@@ -83,23 +84,34 @@ def check_attention(device: torch.device, config: PretrainedConfig, spec: ModelS
     choose_attention(config, spec, kind="cuda" if cuda else "cpu", capability=capability, masked=False)
 
 
-def check_host(choice: OffloadState, device: torch.device, predicted: Mapping[str, Any]) -> None:
+def check_host(
+    choice: OffloadState, device: torch.device, predicted: Mapping[str, Any], sharding: Sharding = "none"
+) -> None:
     """Refuse to keep the optimizer, or weights too, on a host that has no room for it.
 
     Args:
         choice: train.offload.
         device: where training would run.
         predicted: data/estimate/figures.json.
+        sharding: train.sharding; where it cuts weights, all of them are on the host until they are handed out.
 
     Raises:
         UserError: naming what is needed and what is free, or that there is no GPU.
     """
     refuse_offloaded_state(choice, device.type)
     needed, (free, where) = predicted["host_bytes_predicted"], free_host_bytes()
-    if choice != "none" and needed > free:
+    if needed is None or needed <= free:
+        return
+    sizes = f"{readable_size(needed)} are predicted and {readable_size(free)} are free {where}"
+    if choice != "none":
         raise UserError(
-            f"train.offload: {choice} must have room in the host's memory; {readable_size(needed)} are predicted and "
-            f"{readable_size(free)} are free {where}; free some, use train.optimizer=adamw_8bit, or none"
+            f"train.offload: {choice} must have room in the host's memory; {sizes}; free some, use "
+            "train.optimizer=adamw_8bit, or none"
+        )
+    if sharding in CUTTING and device.type == "cuda":
+        raise UserError(
+            f"train.sharding: {sharding} must have room in the host's memory for all weights, until they are handed "
+            f"out; {sizes}; free some, use a host with more, or train.method=qlora (a quarter of 16 bits)"
         )
 
 

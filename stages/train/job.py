@@ -69,7 +69,7 @@ def prepare_device(
     check_device(device, spec, read_json(paths.verdict), predicted, world.local_size)
     away = predicted["offloaded_bytes_predicted"] * world.local_size
     check_offload(params.train.offload_activations, away, SCRATCH)
-    check_host(params.train.offload, device, predicted)
+    check_host(params.train.offload, device, predicted, params.train.sharding)
     for note in (segments, paging_note(params.train.optimizer, device)):
         if note is not None:
             told(f"note: {note}")

@@ -19,8 +19,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from stages.dist.meeting import Late, meeting, wait_for_all
 from stages.dist.shard import ShardSpec, make_team
 from stages.dist.world import World
-from stages.model.load import load_model
+from stages.model.config import read_config
+from stages.model.load import hollow_model, load_model
 from stages.model.tensor_files import StoredTensor
+from stages.train.host_peak import host_peak
 from stages.train.voice import never_refused
 from tests.dist.cases import Case, learn
 from tests.dist.part_of_run import PartOfRun, run_part
@@ -105,10 +107,28 @@ def do_slow_first_process(world: World, directory: Path, arguments: dict[str, An
     return {"load_seconds": took, "told": told.item()}
 
 
+def do_load_peaks(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, int]:
+    """Load a model as training does; the most of the host's memory that the first process and another one took."""
+    spec = spec_of(method=arguments["method"], precision=arguments["precision"])
+    sharing, source = ShardSpec(mode=arguments["mode"]), Path(arguments["directory"])
+    with host_peak() as host:
+        if sharing.reads_weights(world, spec.method):
+            model = load_model(source, spec, sharing.load_device(CPU))
+        else:
+            model = hollow_model(read_config(source), spec, sharing.load_device(CPU))
+        make_team(model, world, sharing, CPU)
+    assert host.added_bytes is not None
+    peaks = torch.zeros(world.size, dtype=torch.int64)
+    peaks[world.rank] = host.added_bytes
+    dist.all_reduce(peaks)
+    return {"first": int(peaks[0]), "other": int(peaks[1])}
+
+
 TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {
     "learn": do_learn,
     "sent_by_all": do_sent_by_all,
     "peaks": do_peaks,
+    "load_peaks": do_load_peaks,
     "run_part": do_run_part,
     "slow_first_process": do_slow_first_process,
     "wait_in_vain": do_wait_in_vain,

@@ -23,11 +23,12 @@ from transformers import (
 
 from benchmarks.estimate_cpu import FAMILIES, SMALL, Case, cases, compare, save_small, worst_share
 from stages.errors import UserError
+from stages.estimate.experts import refuse_experts
 from stages.estimate.predict import predict
 from stages.estimate.states import model_shapes, state_bytes, state_lines
 from stages.estimate.trace import ADAPTERS
 from stages.files import write_json
-from stages.model.config import read_config
+from stages.model.config import largest_head_size, read_config
 from tests.estimate.common import CPU_TARGET, setting_of, shape
 
 TOLERATED_SHARE = 1e-3
@@ -148,6 +149,59 @@ def test_experts_are_refused(config):
     """A figure for a model whose memory depends on where its router sends the tokens."""
     with pytest.raises(UserError, match="model.name: .* routes tokens to [0-9]+ experts") as caught:
         predict(config, setting_of(), STEPS, CPU_TARGET)
+    assert "\n" not in str(caught.value)
+
+
+GEMMA_4: dict[str, Any] = {
+    **SMALL, "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": 48,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 256,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    **SMALL, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "head_dim": 16,
+    "use_mamba_kernels": False,
+}  # fmt: skip
+del MAMBA["num_hidden_layers"]
+
+
+def test_a_model_whose_layers_have_heads_of_two_sizes_is_predicted_as_it_is_counted(tmp_path):
+    """Gemma 4: a traceback, as its config names no one size for all layers."""
+    config = AutoConfig.for_model("gemma4_text", **GEMMA_4)
+    assert largest_head_size(config) == 32
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    pairs = compare(Case(family="Gemma 4", method="lora"), tmp_path)
+    assert worst_share(pairs) < TOLERATED_SHARE, pairs
+
+
+@pytest.mark.parametrize("kinds", [("mlp", "full_attention"), ("mlp", "moe")])
+def test_a_dense_model_is_not_refused_for_its_familys_default_of_experts(kinds):
+    """Nemotron-H without experts told to have 8, which are in its family's first model."""
+    config = AutoConfig.for_model("nemotron_h", **MAMBA, layers_block_type=["full_attention", *kinds])
+    assert config.n_routed_experts == 8
+    if "moe" not in kinds:
+        return refuse_experts(config)
+    with pytest.raises(UserError, match="nemotron_h routes tokens to 8 experts"):
+        refuse_experts(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "method", "said"),
+    [
+        ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "qlora",
+         r"^train\.lora\.targets: must be layers .*Module 'out_proj' is incompatible .*; name others of down_proj, "),
+        ("bert", {"is_decoder": True}, "full", r"^model\.name: bert has cls\.predictions\.transform\S* outside of"),
+        ("modernbert-decoder", {"bos_token_id": 1}, "full", r"^model\.name: modernbert-decoder has no decoder apart from its head"),
+        ("ministral", {"head_dim": None}, "full", r"^model\.name: ministral cannot be built \(TypeError: .*; choose"),
+        ("gemma3n_text", {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4},
+         "qlora", r"^model\.name: gemma3n_text cannot be trained .* \(modeling_gemma3n\.py:[0-9]+: RuntimeError: "),
+    ],
+    ids=["PEFT's refusal", "layers before the head", "decoder that is the head", "size left out", "code that fails"],
+)  # fmt: skip
+def test_what_other_code_refuses_is_told_in_one_line(family, values, method, said):
+    """A traceback of transformers or of PEFT; or a loss that passes over the layers before the head."""
+    config = AutoConfig.for_model(family, **{**SMALL, **values})
+    with pytest.raises(UserError, match=said) as caught:
+        predict(config, setting_of(method=method), STEPS, CPU_TARGET)
     assert "\n" not in str(caught.value)
 
 

@@ -10,7 +10,7 @@ from benchmarks.estimate_cpu import SMALL
 from stages.estimate.devices import resolve_gpu
 from stages.estimate.gpus import CONTEXTS, GPUS
 from stages.estimate.process import IMPORTS_BYTES, as_json, needed_bytes, on_device, on_host
-from stages.units import MIB
+from stages.units import GIB, MIB
 from tests.processes import run_bounded
 from tests.small_model import spec_of
 
@@ -35,7 +35,34 @@ def test_the_hosts_memory_grows_with_the_largest_weight_and_not_with_the_files()
     assert on_host(config, spec_of(method="qlora"), torch.bfloat16, batch_tokens=1000)["loading"].bytes == 4096 * 64 * 6
     assert found["batches"].bytes == 300_000
     told = as_json(on_device(GPUS[0]), found)
-    assert told["host_needed_bytes"] == needed_bytes(found) == sum(part["bytes"] for part in told["host"].values())
+    process, loading, batches = (found[name].bytes for name in ("process", "loading", "batches"))
+    assert told["host_needed_bytes"] == needed_bytes(found) == process + max(loading, batches)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+def test_a_host_has_room_for_all_weights_where_one_process_cuts_them(sharding):
+    """Llama-3.1-70B full on 8 GPUs: 32 GiB told, 131 GiB of bf16 weights held by the first process alone."""
+    config = LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        vocab_size=128256, tie_word_embeddings=False,
+    )  # fmt: skip
+    spec = spec_of(method="full", precision="bf16")
+    host = on_host(config, spec, torch.bfloat16, batch_tokens=4096, sharding=sharding)
+    needed = as_json(on_device(GPUS[0], 8), host, 8)["host_needed_bytes"]
+    processes = 8 * host["process"].bytes
+    if sharding in ("ddp", "zero1"):  # Weights go straight to each GPU, one process reading them.
+        assert "model" not in host and needed - processes == host["loading"].bytes
+    else:
+        assert 131 * GIB < host["model"].bytes < 132 * GIB
+        assert needed - processes == host["model"].bytes + host["loading"].bytes
+
+
+def test_every_process_reads_8_bit_weights():
+    """Eight copies of a model on a host with room for one."""
+    host = on_host(LlamaConfig(**SMALL), spec_of(method="int8_lora"), torch.bfloat16, batch_tokens=0, sharding="zero3")
+    alone, all_of_them = (as_json(on_device(GPUS[0], 2), host, 2, method) for method in ("full", "int8_lora"))
+    more = all_of_them["host_needed_bytes"] - alone["host_needed_bytes"]
+    assert more == host["model"].bytes + host["loading"].bytes
 
 
 def test_a_process_takes_after_imports_what_is_stated():

@@ -83,6 +83,15 @@ def test_an_optimizer_is_kept_on_a_host_that_has_room_for_it():
         check_host("optimizer", CPU, {"host_bytes_predicted": None})
 
 
+@pytest.mark.parametrize("sharding", ["zero2", "zero3", "hsdp"])
+def test_weights_that_are_cut_have_room_on_the_host_first(sharding):
+    """A process that the system kills while it reads a 70B model which GPUs would have shared."""
+    gpu, predicted = torch.device("cuda"), {"host_bytes_predicted": 2**60}
+    check_host("none", gpu, predicted, "ddp")
+    with pytest.raises(UserError, match=rf"^train\.sharding: {sharding} must have room .* are free .*; free some, use"):
+        check_host("none", gpu, predicted, sharding)
+
+
 def test_heldout_batches_keep_the_budget_and_lose_no_row(tmp_path: Path):
     """A held-out pass larger than training's own batches could be the one that runs out of memory."""
     lengths = [5, 30, 7, 7, 2, 19, 30, 4]
