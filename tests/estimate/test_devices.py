@@ -9,6 +9,7 @@ from stages.estimate.devices import precision_on, resolve_gpu
 from stages.estimate.gpus import GPUS
 from stages.memory_group import MemoryLimit
 from stages.units import GIB
+from tests.conftest import ROOT
 
 
 def test_at_least_fifteen_gpus_are_known_with_memory_below_their_nominal_size():
@@ -18,6 +19,13 @@ def test_at_least_fifteen_gpus_are_known_with_memory_below_their_nominal_size():
     for gpu in GPUS:
         if gpu.name in nominal:
             assert 0.9 * nominal[gpu.name] < gpu.memory_bytes / GIB < nominal[gpu.name]
+
+
+def test_the_documented_cards_are_those_of_the_table():
+    """A card that nobody finds, or one that is promised and refused."""
+    text = (ROOT / "docs/models-and-gpus.md").read_text().split("| generation | names |")[1].split("\n\n")[0]
+    named = [name.strip() for row in text.splitlines()[2:] for name in row.split("|")[2].split(",")]
+    assert sorted(named) == sorted(gpu.name for gpu in GPUS)
 
 
 @pytest.mark.parametrize("name", ["RTX-4090", "rtx 4090", "NVIDIA GeForce RTX 4090", "RTX4090"])
