@@ -14,7 +14,7 @@ from stages.units import GIB, MIB
 from tests.processes import run_bounded
 from tests.small_model import spec_of
 
-CODE = "import psutil, stages.train.__main__; print(psutil.Process().memory_info().rss)"
+CODE = "import psutil, stages.train.run; print(psutil.Process().memory_info().rss)"
 
 
 def test_every_known_gpu_has_a_context_and_only_a_t4s_is_measured():
