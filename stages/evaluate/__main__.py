@@ -3,28 +3,11 @@
 import stages.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
 
 # isort: split
-import json
 from pathlib import Path
 
 import click
-import torch
-from tokenizers import Tokenizer
 
-from stages.declared import read_params
 from stages.errors import StageCommand
-from stages.evaluate.compare import MODELS, NO_ANSWERS, Questions, evaluate_models
-from stages.evaluate.generate import choose_prompts, special_ids
-from stages.evaluate.heldout import spread_rows
-from stages.evaluate.metrics import RESULTS, evaluate_metrics, generation_lines
-from stages.files import FIGURES, atomic_directory, read_json, write_json, write_text
-from stages.model.config import read_config
-from stages.model.precision import precision_of
-from stages.model.segments import use_segments
-from stages.model.spec import WeightsSpec
-from stages.params import Params
-from stages.pin.locate import model_directory, verify_files
-from stages.step.limits import Limits
-from stages.step.tokens import TokenRows
 
 PATH = click.Path(path_type=Path)
 
@@ -37,74 +20,15 @@ PATH = click.Path(path_type=Path)
 @click.option("--verdict", type=PATH, default="data/estimate/verdict.json", show_default=True, help="Its precision.")
 @click.option("--out", type=PATH, default="data/evaluate", show_default=True, help="Directory of generations.jsonl.")
 @click.option("--metrics", type=PATH, default="metrics/evaluate.json", show_default=True, help="Metrics.")
-def main(
-    tokens: Path,
-    model_lock: Path,
-    tokenizer_lock: Path,
-    tuned: Path,
-    verdict: Path,
-    out: Path,
-    metrics: Path,
-) -> None:
+def main(**paths: Path) -> None:
     """Compare the base and the tuned model on held-out rows.
 
     Loss and perplexity of the trained tokens, overall and by row length, and exact match of greedy answers by task
     family. The base is loaded as it was trained on (4-bit for qlora), so that the difference is the training's.
     """
-    p = read_params()
-    torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if note := use_segments(p.train.expandable_segments, device):
-        click.echo(f"note: {note}", err=True)
-    lock = read_json(model_lock)
-    base = model_directory(lock)
-    verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
-    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    questions = _questions(p, tokens, base, tokenizer)
-    limits = Limits.from_params(p)
-    spec = WeightsSpec.from_params(p, precision_of(p, verdict))
-    if questions.loss_rows:
-        answers = evaluate_models(
-            base, tuned, spec, questions, limits, device=device, progress=p.run.progress, merged=p.evaluate.merged
-        )
-    else:
-        click.echo(
-            "note: no rows are held out (data.heldout_fraction is 0), so there is nothing to evaluate on", err=True
-        )
-        answers = dict.fromkeys(MODELS, NO_ANSWERS)
-    lines = generation_lines(questions, answers, tokenizer)
-    figures = evaluate_metrics(questions, answers, lines)
-    with atomic_directory(out) as aside:
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_text(aside / "generations.jsonl", text)
-        write_json(aside / FIGURES, figures)
-    write_json(metrics, {name: figures[name] for name in RESULTS})
+    from stages.evaluate.run import run_stage  # Here: it imports torch, and --help does without.
 
-
-def _questions(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> Questions:
-    """The held-out rows and prompts that both models are asked."""
-    rows = TokenRows(tokens, "heldout")
-    meta = read_json(tokens / "meta.json")
-    special = special_ids(tokenizer)
-    positions = getattr(read_config(base).get_text_config(), "max_position_embeddings", None)
-    room = None if positions is None else positions - p.evaluate.max_new_tokens
-    prompts, unanswerable_rows = choose_prompts(
-        rows,
-        p.evaluate.generate_rows,
-        max_length=meta["max_length"],
-        max_prompt_tokens=room,
-        max_new_tokens=p.evaluate.max_new_tokens,
-        special=special,
-    )
-    return Questions(
-        rows=rows,
-        loss_rows=spread_rows(rows.kept, p.evaluate.loss_rows),
-        prompts=prompts,
-        unanswerable_rows=unanswerable_rows,
-        special=special,
-        eos_id=meta["eos_id"],
-        pad_id=meta["pad_id"],
-    )
+    run_stage(**paths)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from stages.files import FIGURES, atomic_directory, write_csv, write_json, write
 from stages.report.figures import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics
 from stages.report.inputs import read_inputs
 from stages.report.page import page
-from stages.report.plots import draw
 
 PATH = click.Path(path_type=Path)
 
@@ -43,6 +42,8 @@ def main(metrics: Path, out: Path, **places: Path) -> None:
     }
     inputs = read_inputs(**places)
     numbers = report_metrics(inputs)
+    from stages.report.plots import draw  # Here: matplotlib takes a second to import, and --help does without.
+
     with atomic_directory(out) as aside:
         draw(aside, inputs)
         write_csv(aside / "memory.csv", MEMORY_COLUMNS, memory_records(inputs))
