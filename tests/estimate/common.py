@@ -7,10 +7,11 @@ import numpy as np
 
 from stages.bucket.plan import MicroBatch, Plan
 from stages.estimate.devices import resolve_gpu
-from stages.estimate.gpus import Device
+from stages.estimate.gpus import BF16_CAPABILITY, Device, context_of
 from stages.estimate.kernels import Target, target_of
 from stages.estimate.predict import Setting
 from stages.step.batches import BatchShape
+from stages.units import MIB
 from tests.small_model import spec_of
 
 RAM = Device(name="cpu", kind="cpu", memory_bytes=2**34, compute_capability=(0, 0))
@@ -19,6 +20,11 @@ CPU_TARGET = target_of(RAM)
 
 def gpu_target(name: str) -> Target:
     return target_of(resolve_gpu(name)[0])
+
+
+def card_for(tensor_bytes: float) -> str:
+    """A hardware.gpu of a few GiB that has room for so many bytes of tensors beside its CUDA context."""
+    return f"{(tensor_bytes + context_of(BF16_CAPABILITY).most_bytes) / MIB:.3f}MiB"
 
 
 def setting_of(

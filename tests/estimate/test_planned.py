@@ -16,11 +16,11 @@ from stages.bucket.index import read_index
 from stages.bucket.plan import read_plan
 from stages.bucket.run_cut import RunCut
 from stages.estimate.__main__ import main as estimate
-from stages.estimate.gpus import BF16_CAPABILITY, Device, context_of
+from stages.estimate.gpus import Device
 from stages.estimate.planned import Confirmation, PlannedRun
 from stages.estimate.workload import Workload
 from stages.files import sha256_file
-from tests.estimate.common import setting_of
+from tests.estimate.common import card_for, setting_of
 from tests.token_files import write_index
 from tests.workspace import invoke, lay_out
 
@@ -118,8 +118,7 @@ def test_the_stage_lets_through_what_it_advised(index, tmp_path, small_llama, mo
     limits = {"bucket__max_tokens": 32768, "train__tokens_per_step": 40000}  # Much beside a context on the card.
     values = {"train__method": "full", "train__loss_chunk": None, "train__expandable_segments": False, **limits}
     free, _ = estimated(tmp_path, gpu="24GiB", **values)
-    context_bytes = context_of(BF16_CAPABILITY).most_bytes
-    gpu = f"{(spare * free['peak_bytes_predicted'] + context_bytes) / 2**20:.3f}MiB"
+    gpu = card_for(spare * free["peak_bytes_predicted"])
     metrics, commands = estimated(tmp_path, gpu=gpu, **values)
     assert metrics["verdict"] != "fits" and commands
     for command in commands:

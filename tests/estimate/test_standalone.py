@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stages.estimate.__main__ import main
-from stages.estimate.gpus import BF16_CAPABILITY, context_of
 from stages.units import GIB
+from tests.estimate.common import card_for
 from tests.workspace import invoke, lay_out, told
 
 
@@ -21,9 +21,6 @@ def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch
     shutil.copy(small_llama / "config.json", tmp_path / "model" / "config.json")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-CONTEXT_GIB = context_of(BF16_CAPABILITY).most_bytes / GIB
 
 
 def ask(*arguments: str):
@@ -49,7 +46,7 @@ def test_a_run_that_does_not_fit_is_told_lines_to_run(workspace):
     lay_out(workspace, data__max_length=128, bucket__max_tokens=65536)  # Larger than a CUDA context.
     fits = ask("--model", "model/config.json", "--gpu", "24GiB").stdout
     peak_gib = float(re.search(r"verdict    fits: ([0-9.]+) GiB of", fits)[1])  # type: ignore[index]
-    result = ask("--model", "model", "--gpu", f"{0.9 * peak_gib + CONTEXT_GIB:.3f}GiB")
+    result = ask("--model", "model", "--gpu", card_for(0.9 * peak_gib * GIB))
     assert result.exit_code == 0, result.stderr
     assert "verdict    does not fit: " in result.stdout and ", less 525 MiB for a CUDA context" in result.stdout
     assert "advice     ranked by what is learnt, then by the speed of A100-80GB: that of " in result.stdout
