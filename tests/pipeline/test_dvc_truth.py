@@ -119,7 +119,7 @@ def test_run_section_reruns_nothing(clone: Clone):
 
 def test_what_does_not_fit_is_predicted_and_refused(clone: Clone):
     """Estimate succeeds and says no; train refuses in one line with the breakdown."""
-    changes = {"hardware.gpu": "0.3GiB", "bucket.max_tokens": 8192, "train.tokens_per_step": 8192}
+    changes = {"hardware.gpu": "0.8GiB", "bucket.max_tokens": 8192, "train.tokens_per_step": 8192}
     flags = [part for dotted, value in changes.items() for part in ("-S", f"{dotted}={value}")]
     output = clone.dvc("exp", "run", *flags, ok=False)
     assert clone.json("metrics/estimate.json")["fits"] is False
