@@ -45,7 +45,9 @@ def test_each_tier_holds_the_one_below(trace):
 def test_memory_ends_where_the_context_of_the_generation_begins(trace, capability):
     """Blocks told to fit in memory that the context of a newer GPU, or the most that it may take, has filled."""
     context = context_of(capability)
-    needed = reserve(trace, expandable=True, capacity_bytes=None).peak_bytes + context.most_bytes
+    reserved_bytes = reserve(trace, expandable=True, capacity_bytes=None).peak_bytes
+    assert reserved_bytes is not None
+    needed = reserved_bytes + context.most_bytes
     fits, fails = (tiers(trace, capacity, context)["expandable"] for capacity in (needed, needed - 2**21))
     assert fits["out_of_memory"] is None and fits["retries"] == 0
     assert fails["out_of_memory"] is not None or fails["retries"] > 0
