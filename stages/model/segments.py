@@ -4,6 +4,7 @@ Isolated here: PyTorch reads its environment when it is imported, before any par
 setting afterwards is not among its documented functions.
 """
 
+import os
 import re
 
 import torch
@@ -22,7 +23,7 @@ def use_segments(expandable: bool, device: torch.device) -> str | None:
     """
     if device.type != "cuda":
         return None
-    asked: str = torch._C._accelerator_getAllocatorSettings()
+    asked = _settings()
     if ANOTHER_ALLOCATOR in asked.replace(" ", ""):
         return _contradiction(expandable, asked, "PyTorch's allocator is not in use")
     found = re.search(r"expandable_segments\s*:\s*(True|False)", asked)
@@ -31,6 +32,13 @@ def use_segments(expandable: bool, device: torch.device) -> str | None:
         return None
     kept = found[1] == "True"
     return None if kept == expandable else _contradiction(expandable, asked, f"{str(kept).lower()} is kept")
+
+
+def _settings() -> str:
+    """Settings of PyTorch's allocator; torch 2.11 does not give them back, so there what the environment says."""
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        return str(torch._C._accelerator_getAllocatorSettings())
+    return os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
 def _contradiction(expandable: bool, asked: str, kept: str) -> str:

@@ -7,6 +7,7 @@ only: from before the model is loaded to the end of the first step, then around 
 
 import gc
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -157,6 +158,20 @@ class CudaMeter(Meter):
         self._peaks.merge(state["by_phase"])
 
 
+@contextmanager
+def memory_profile() -> Iterator[profile]:
+    """Record allocations and frees of PyTorch's allocator on the CPU. Results can be read after the block."""
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with warnings.catch_warnings():
+        # torch 2.11 warns of a second cycle, which no profile has here.
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+        profiler.start()
+    try:
+        yield profiler
+    finally:
+        profiler.stop()
+
+
 class CpuMeter(Meter):
     """Adds up the profiler's memory events inside windows.
 
@@ -181,7 +196,7 @@ class CpuMeter(Meter):
         self._open = name
         gc.freeze()  # The collection below then passes over all that was there before, which took it 0.26 s a window.
         try:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            with memory_profile() as profiler:
                 yield
             self._windows += 1
             self._count(profiler.profiler.kineto_results.events())

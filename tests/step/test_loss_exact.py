@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from stages.evaluate.heldout import row_losses
@@ -15,7 +14,7 @@ from stages.model.load import load_model
 from stages.step.loss import causal_lm, decoder_hidden, summed_loss
 from stages.step.team import Alone
 from stages.train.heldout import heldout_batches, heldout_loss
-from stages.train.measure import MEMORY_EVENT
+from stages.train.measure import MEMORY_EVENT, memory_profile
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.step.common import cut
 from tests.token_files import heldout
@@ -56,7 +55,7 @@ def test_gradients_of_the_chunked_loss_are_those_of_fp64(small_llama, precision,
 
 def largest_allocation(compute: Callable[[], Any]) -> int:
     """Bytes of the largest block that PyTorch's allocator gave."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with memory_profile() as profiler:
         compute()
     events = profiler.profiler.kineto_results.events()
     return max(event.nbytes() for event in events if event.name() == MEMORY_EVENT)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from stages.errors import UserError
 from stages.files import sha256_file
@@ -17,6 +16,7 @@ from stages.model.tensor_files import stored_tensors
 from stages.params_file import load_params
 from stages.train.checkpoint import PARTS, SUMS, TENSORS, VALUES, CheckpointStore
 from stages.train.identity import PACKAGE, run_key, run_parts
+from stages.train.measure import memory_profile
 from stages.train.place import Choice
 from stages.train.resume import ALONE_CUT, LARGEST_SHARE, Checkpoints, opened
 from stages.train.signals import Stop
@@ -144,7 +144,7 @@ def test_the_file_is_written_without_a_copy_of_its_tensors(tmp_path: Path):
     """A checkpoint must not need the memory of training again: PyTorch's allocator gives out nothing for it."""
     store = CheckpointStore(tmp_path, 1, print)
     big = torch.zeros(1 << 20)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with memory_profile() as profiler:
         store.write(1, {"big": big, "small": torch.ones(())}, {"step": 1}).finish()
     allocated = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     assert max(allocated, default=0) < 1024
