@@ -23,6 +23,8 @@ def override_remedy(message: str) -> str:
     """
     if "DVC_EXP_BASELINE_REV" not in os.environ or not re.match(r"\w+(\.\w+)+:", message):
         return ""
+    if "-S " in message:  # The remedies it names go on from what was set.
+        return ""
     if Path.cwd() != Path(os.environ.get("DVC_ROOT", ".")).resolve() or not _git("diff", "HEAD", "--", "params.yaml"):
         return ""
     return "; params.yaml keeps what -S set: `git restore params.yaml` undoes its changes"

@@ -9,6 +9,7 @@ ESTIMATED = {
     "capacity_gib": 16.0,
     "peak_bytes_predicted": 54_000_000,
     "host_bytes_predicted": None,
+    "offloaded_bytes_predicted": 0,
     "worst_phase": "backward",
 }
 

@@ -119,12 +119,12 @@ def test_run_section_reruns_nothing(clone: Clone):
 
 def test_what_does_not_fit_is_predicted_and_refused(clone: Clone):
     """Estimate succeeds and says no; train refuses in one line with the breakdown."""
-    changes = {"hardware.gpu": "0.8GiB", "bucket.max_tokens": 8192, "train.tokens_per_step": 8192}
+    changes = {"hardware.gpu": "0.6GiB", "bucket.max_tokens": 8192, "train.tokens_per_step": 8192}
     flags = [part for dotted, value in changes.items() for part in ("-S", f"{dotted}={value}")]
     output = clone.dvc("exp", "run", *flags, ok=False)
     assert clone.json("metrics/estimate.json")["fits"] is False
     line = next(line for line in output.splitlines() if line.startswith("error: "))
-    assert "predicted peak 0.3" in line and "-S " in line
+    assert "predicted peak" in line and "-S " in line and "git restore" not in line
     assert " D " not in clone.run("git", "status", "--porcelain"), "DVC deletes a stage's metrics before it runs"
 
 
@@ -286,7 +286,10 @@ def test_nothing_is_left_untracked(finished: tuple[Clone, FirstRun]):
     """Outputs that git sees would be committed by mistake; DVC's ignore files must cover them."""
     clone, _ = finished
     assert clone.run("git", "status", "--porcelain").strip() == ""
-    assert [path for path in Path(clone.root / "scratch").rglob("*") if path.is_file()] == []
+    # A finished training's checkpoint stays until the next training begins.
+    kept = {path.parent for path in (clone.root / "scratch/train").glob("*/finished")}
+    left = [path for path in (clone.root / "scratch").rglob("*") if path.is_file()]
+    assert [path for path in left if not kept & set(path.parents)] == []
 
 
 @pytest.mark.slow

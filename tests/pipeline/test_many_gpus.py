@@ -57,4 +57,4 @@ def test_two_processes_go_through_dvc(clone: Clone):
         revision = clone.run("git", "for-each-ref", "--format=%(objectname)", f"refs/exps/**/{name}").strip()
         found = json.loads(clone.run("git", "show", f"{revision}:metrics/train.json"))
         assert found["train_loss"] == pytest.approx(alone["train_loss"], abs=LOSS)
-    assert not list((clone.root / "scratch/train").glob("*/step-*"))
+    assert all((path.parent / "finished").exists() for path in (clone.root / "scratch/train").glob("*/step-*"))
