@@ -125,7 +125,6 @@ def test_parts_merge_to_the_bytes_of_one_run(prepared):
         said = tokenize(directory, "--part", f"{part}/3", "--out", f"parts/machine{part % 2}")
         assert f"shards are in parts/machine{part % 2}/part-{part}-of-3" in said
     shutil.rmtree(OUT)
-    METRICS.unlink()
     tokenize(directory, "--merge", "parts/machine1", "parts/machine0")
     assert contents(OUT, METRICS) == expected
     process = run_module(SMALL, "--merge", "parts/machine1", cwd=directory)
