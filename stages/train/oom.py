@@ -18,6 +18,7 @@ from stages.bucket.plan import MicroBatch
 from stages.errors import UserError
 from stages.model.quantize import quantisation_tensors
 from stages.step.step import Phase
+from stages.train.address_limit import AddressLimit, address_limit_met
 from stages.train.counters import make_counters
 from stages.train.process_status import STATUS, process_status
 
@@ -67,6 +68,8 @@ class Failure:
     free_bytes: int | None
     """Of the device."""
     total_bytes: int | None
+    addresses: AddressLimit | None
+    """The process's limit of addresses, where that is what ended; None where memory did."""
     weights_whole: bool
     """No weight has changed since the last step that is in the curves: the run can go on from there."""
     snapshot: Mapping[str, Any]
@@ -143,10 +146,11 @@ class Whereabouts:
         free, total = torch.cuda.mem_get_info(self._device) if cuda else (None, None)
         one = None if self._number is None else self._micro_batches[self._number]
         message = " ".join(f"{type(error).__name__}: {error}".split())
+        asked = asked_bytes(message)
         since = None if held.held_bytes is None else held.held_bytes - (self._held_before or 0)
         return Failure(
             message=message,
-            asked_bytes=asked_bytes(message),
+            asked_bytes=asked,
             phase=self.phase_name,
             step=self.step,
             number=self._number,
@@ -160,6 +164,7 @@ class Whereabouts:
             by_category=self._by_category(),
             free_bytes=free,
             total_bytes=total,
+            addresses=None if cuda else address_limit_met(asked),
             weights_whole=self.phase_name in ((FORWARD,) if self._updates_in_backward else (FORWARD, BACKWARD, CLIP)),
             snapshot=snapshot_of(self._device),
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 from stages.errors import UserError
 from stages.files import write_json
+from stages.param_types import Method, OptimizerName, Precision
+from stages.train.address_limit import AddressLimit
 from stages.train.oom import READING, Failure, OutOfMemory
 from stages.units import MIB, readable_size
 
@@ -16,16 +18,27 @@ MOST_COMMANDS = 3
 MOST_SAID = 160
 """Characters of what the allocator says: CUDA's goes on with figures that are told here as well."""
 WHAT_FITS = "python -m stages.estimate --what-fits --gpu"
+OWN_SHARE = 1 / 32
+"""Of a limit of addresses. A run that takes less of it is not what met it, and no change of the run helps."""
+SMALLEST_ASKED_BYTES = 256 * MIB
+"""The question above is of a GPU: one of less memory than a CUDA context takes is refused, and one of little more fits
+nothing."""
 SMALLER = ("bucket.max_tokens", "lower it")
-REMEDIES = {
-    "load": ("train.method", "hold the weights in fewer bits (lora or qlora, and train.precision=bf16)"),
-    "clip": ("train.method", "train fewer weights"),
-    "optimizer": ("train.optimizer", "take one with less state"),
-    "checkpoint": ("hardware.gpu", "give the run more memory"),
-    "save": ("hardware.gpu", "give the run more memory"),
-}
-"""By phase, what the fault is told of and what helps first; where micro-batches are in work it is their size."""
+LIGHTER: Mapping[Method, str] = {"full": "lora or qlora", "lora": "qlora", "int8_lora": "qlora"}
+"""Methods that hold fewer bits of weights, by the one that runs."""
+MORE_MEMORY = ("hardware.gpu", "give the run more memory")
 SPLIT = "dvc exp run -S run.oom_recovery=split"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """What of the run decides what can still be changed."""
+
+    method: Method
+    precision: Precision
+    optimizer: OptimizerName
+    can_split: bool
+    """run.oom_recovery=split is possible, and is not what runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +62,22 @@ def read_forecast(metrics: Mapping[str, Any], directory: Path) -> Forecast:
     return Forecast(metrics=metrics, breakdown=found[0], advice=found[1])
 
 
-def out_of_memory(failure: Failure, forecast: Forecast, *, device: str, split: bool, record: Path) -> OutOfMemory:
+def out_of_memory(failure: Failure, forecast: Forecast, *, device: str, running: Running, record: Path) -> OutOfMemory:
     """The fault that ends the run; all that is known is also written to `record`.
 
     Args:
         failure: where memory ended.
         forecast: of the run.
         device: its name.
-        split: whether steps are already cut smaller.
+        running: what runs: it is never proposed.
         record: a JSON file.
     """
     commands = would_fit(failure, forecast)
-    offered = [] if split or not failure.can_be_cut else [f"or let steps be cut smaller when memory ends: {SPLIT}"]
+    offered = (
+        []
+        if not (running.can_split and failure.can_be_cut)
+        else [f"or let steps be cut smaller when memory ends: {SPLIT}"]
+    )
     lines = [
         *_predicted(failure, forecast),
         _measured(failure),
@@ -69,22 +86,53 @@ def out_of_memory(failure: Failure, forecast: Forecast, *, device: str, split: b
         *offered,
         _recorded(record, {"failure": asdict(failure), "predicted": _by_phase(failure, forecast), "told": commands}),
     ]
-    parameter, remedy = REMEDIES.get(failure.phase, SMALLER)
+    parameter, remedy = _first_remedy(failure, running)
     told = f"{parameter}: {_where(failure, device)}; {remedy}, or change the run as below"
+    if failure.addresses is not None:
+        told = _address_fault(failure, forecast, device, failure.addresses, f"{parameter}: {remedy}")
     return OutOfMemory(told, *lines, weights_whole=failure.weights_whole)
 
 
+def _first_remedy(failure: Failure, running: Running) -> tuple[str, str]:
+    """What the fault is told of and what helps first, by phase; where micro-batches are in work it is their size."""
+    if failure.phase in ("checkpoint", "save"):
+        return MORE_MEMORY
+    if failure.phase == "load":
+        types = "" if running.precision in ("bf16", "pure_bf16", "fp16") else "train.precision=bf16"
+        bits = " and ".join(filter(None, (LIGHTER.get(running.method), types)))
+        return ("train.method", f"hold the weights in fewer bits ({bits})") if bits else MORE_MEMORY
+    if failure.phase == "clip":
+        return ("train.method", "train fewer weights") if running.method == "full" else ("train.lora.rank", "lower it")
+    if failure.phase == "optimizer":
+        return ("train.optimizer", "take one with less state") if running.optimizer != "sgd" else MORE_MEMORY
+    alone = failure.rows == 1 and not failure.joined
+    return ("data.max_length", "a micro-batch is one row already; lower it") if alone else SMALLER
+
+
+def _address_fault(failure: Failure, forecast: Forecast, device: str, limit: AddressLimit, remedy: str) -> str:
+    """The fault where the limit of addresses ended memory; `remedy` is what else lowers what the run takes."""
+    own_bytes = (failure.held_bytes or 0) + (failure.asked_bytes or 0)
+    own_bytes = max(own_bytes, sum(_by_phase(failure, forecast).values()))
+    other = f", or {remedy}" if own_bytes >= OWN_SHARE * limit.limit_bytes else ""
+    return (
+        f"ulimit -v: {_where(failure, device)}: the address space of a process (RLIMIT_AS) must hold its libraries and "
+        f"files too; it is limited to {readable_size(limit.limit_bytes)}, {readable_size(limit.used_bytes)} are in "
+        f"use, {readable_size(failure.held_bytes or 0)} of them by the run; raise the limit (ulimit "
+        f"-v unlimited, or in the job's settings){other}"
+    )
+
+
 def would_fit(failure: Failure, forecast: Forecast) -> list[str]:
-    """Lines with the cheapest changes that are predicted to fit, or with how to find some."""
+    """Lines with the cheapest changes that are predicted to fit, or with how to find some, if anything is."""
     advised = forecast.advice.get("remedies", [])
     if not advised and failure.held_bytes is not None and failure.phase != "load":
         # What was there when memory ended is what a change has to do with; those that change least come first.
         changes = forecast.advice.get("single_changes", [])
         advised = [change for change in changes if change["peak_bytes"] <= failure.held_bytes]
     lines = [f"would fit: {one['command']} ({readable_size(one['peak_bytes'])})" for one in advised[:MOST_COMMANDS]]
-    if not lines and failure.held_bytes is not None and failure.held_bytes >= MIB:
-        lines = [f"what would fit is told by: {WHAT_FITS} {failure.held_bytes // MIB}MiB"]
-    return lines or [f"what would fit is told by: {WHAT_FITS} and the size of the device"]
+    if not lines and failure.addresses is None and (failure.held_bytes or 0) >= SMALLEST_ASKED_BYTES:
+        return [f"what would fit is told by: {WHAT_FITS} {(failure.held_bytes or 0) // MIB}MiB"]
+    return lines
 
 
 def _where(failure: Failure, device: str) -> str:

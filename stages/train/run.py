@@ -28,7 +28,7 @@ from stages.train.measure import make_meter
 from stages.train.metrics import train_metrics
 from stages.train.nccl import link_errors, watched
 from stages.train.oom import SAVE, Failure, OutOfMemory
-from stages.train.oom_report import out_of_memory, read_forecast
+from stages.train.oom_report import Running, out_of_memory, read_forecast
 from stages.train.place import mark_finished, scratch_root
 from stages.train.publish import publish_record, publish_weights
 from stages.train.ranks import fault_of_link, most_of_all, started_ranks, take_place, told_of_waiting, where_in_steps
@@ -124,10 +124,16 @@ def _ending(job: TrainJob, run: Run, paths: Paths, begun: Callable[[int], None])
     """What is done when memory ends; what was predicted is read then."""
     name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "this machine"
     split = run.oom_recovery == "split"
+    running = Running(
+        method=job.model_spec.method,
+        precision=job.model_spec.precision,
+        optimizer=job.optim_spec.name,
+        can_split=not (split or job.world.size > 1 or job.step_spec.optimizer_in_backward),
+    )
 
     def report(failure: Failure) -> OutOfMemory:
         forecast = read_forecast(read_json(paths.estimate), paths.verdict.parent)
-        return out_of_memory(failure, forecast, device=name, split=split, record=scratch_root() / "oom.json")
+        return out_of_memory(failure, forecast, device=name, running=running, record=scratch_root() / "oom.json")
 
     return Ending(
         job.device,

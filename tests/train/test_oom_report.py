@@ -12,8 +12,9 @@ import torch
 from stages.errors import StageCommand
 from stages.files import write_json
 from stages.step.memory_end import is_out_of_memory
+from stages.train.address_limit import AddressLimit
 from stages.train.oom import Failure, asked_bytes
-from stages.train.oom_report import Forecast, out_of_memory, read_forecast, would_fit
+from stages.train.oom_report import Forecast, Running, out_of_memory, read_forecast, would_fit
 from stages.units import GIB, MIB
 from tests.workspace import invoke
 
@@ -33,9 +34,11 @@ FAILURE = Failure(
     by_category={"weights": 4 * GIB, "gradients": 0, "optimizer": GIB},
     free_bytes=GIB // 4,
     total_bytes=24 * GIB,
+    addresses=None,
     weights_whole=True,
     snapshot={"segments": []},
 )
+FULL = Running(method="full", precision="fp32", optimizer="adamw", can_split=True)
 METRICS = {"worst_phase": "backward", "gpu": "RTX-4090", "capacity_gib": 23.99}
 FORECAST = Forecast(
     metrics=METRICS,
@@ -44,9 +47,9 @@ FORECAST = Forecast(
 )
 
 
-def told(failure: Failure, tmp_path: Path, *, forecast: Forecast = FORECAST, split: bool = False) -> list[str]:
+def told(failure: Failure, tmp_path: Path, *, forecast: Forecast = FORECAST, running: Running = FULL) -> list[str]:
     """The lines: the fault's, then the details."""
-    error = out_of_memory(failure, forecast, device="RTX-4090", split=split, record=tmp_path / "oom.json")
+    error = out_of_memory(failure, forecast, device="RTX-4090", running=running, record=tmp_path / "oom.json")
     return [str(error), *error.details]
 
 
@@ -68,7 +71,7 @@ def test_a_gpu_failure_is_told_with_both_breakdowns(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "begins", "offered"),
     [
-        ({"rows": 1, "padded_tokens": 512}, "bucket.max_tokens: ", False),
+        ({"rows": 1, "padded_tokens": 512}, "data.max_length: ", False),
         ({"joined": True, "length": 4096}, "bucket.max_tokens: ", True),
         ({"phase": "optimizer", "weights_whole": False}, "train.optimizer: ", False),
         ({"phase": "load", "step": None, "number": None}, "train.method: ", False),
@@ -84,8 +87,21 @@ def test_each_phase_has_its_own_remedy(tmp_path: Path, changes: dict[str, Any], 
     assert ("8 rows joined to 4096 tokens" in lines[0]) is changes.get("joined", False)
 
 
+def test_what_already_runs_is_not_proposed(tmp_path: Path):
+    """A run of qlora told to use qlora, and one of sgd to take an optimizer with less state."""
+    least = Running(method="qlora", precision="bf16", optimizer="sgd", can_split=True)
+    for phase in ("load", "optimizer"):
+        failure = replace(FAILURE, phase=phase, step=None, number=None, weights_whole=False)
+        assert told(failure, tmp_path, running=least)[0].startswith("hardware.gpu: ")
+    loading = replace(FAILURE, phase="load", step=None, number=None)
+    line = told(loading, tmp_path, running=replace(least, method="lora"))[0]
+    assert line.startswith("train.method: ") and "(qlora)" in line
+
+
 def test_split_is_not_offered_to_who_has_it(tmp_path: Path):
-    assert not any("run.oom_recovery" in line for line in told(FAILURE, tmp_path, split=True))
+    assert not any(
+        "run.oom_recovery" in line for line in told(FAILURE, tmp_path, running=replace(FULL, can_split=False))
+    )
 
 
 def test_the_estimates_own_advice_comes_before_single_changes(tmp_path: Path):
@@ -119,9 +135,23 @@ def test_a_disk_that_refuses_the_file_hides_nothing(tmp_path: Path):
     assert lines[0].startswith("bucket.max_tokens: ") and "no details were written: " in lines[-1]
 
 
+def test_a_limit_of_addresses_is_named_and_no_line_is_told_that_is_refused(tmp_path: Path):
+    """bucket.max_tokens blamed for `ulimit -v`, and a question of a GPU of 4 MiB, which the tool refuses."""
+    limit = AddressLimit(limit_bytes=4 * GIB, used_bytes=4 * GIB - MIB)
+    small = replace(FAILURE, held_bytes=4 * MIB, asked_bytes=2 * MIB, by_category={}, addresses=limit)
+    few = replace(FORECAST, breakdown={"backward": {"activations": 27 * MIB}})
+    first, *lines = told(small, tmp_path, forecast=few)
+    assert first.startswith("ulimit -v: memory of RTX-4090 ended in backward of optimizer step 3") and "4 GiB" in first
+    assert "bucket.max_tokens" not in first and not any("--what-fits" in line for line in lines)
+    assert told(replace(FAILURE, addresses=limit), tmp_path)[0].endswith("or bucket.max_tokens: lower it")
+    assert not any("--gpu 4MiB" in line for line in told(replace(small, addresses=None), tmp_path, forecast=few))
+
+
 def test_the_command_line_prints_the_details_below_the_fault(tmp_path: Path):
     def fail() -> None:
-        raise out_of_memory(FAILURE, FORECAST, device="a", split=True, record=tmp_path / "oom.json")
+        raise out_of_memory(
+            FAILURE, FORECAST, device="a", running=replace(FULL, can_split=False), record=tmp_path / "oom.json"
+        )
 
     done = invoke(StageCommand("fails", callback=fail))
     first, *lines = done.stderr.splitlines()
