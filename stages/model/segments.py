@@ -13,6 +13,42 @@ ANOTHER_ALLOCATOR = "backend:cudaMallocAsync"
 """CUDA's own allocator in place of PyTorch's: it has no segments."""
 
 
+NOT_PREDICTED = (
+    "max_split_size_mb",
+    "roundup_power2_divisions",
+    "roundup_bypass_threshold_mb",
+    "garbage_collection_threshold",
+)
+"""Settings of PyTorch's allocator that change what is reserved and that no replay knows."""
+VARIABLE = "PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF)"
+
+
+def asked_segments() -> bool | None:
+    """What the environment says of expandable segments; None where it says nothing."""
+    found = re.search(r"expandable_segments\s*:\s*(True|False)", torch._C._accelerator_getAllocatorSettings())
+    return None if found is None else found[1] == "True"
+
+
+def notes_on_environment(expandable: bool) -> list[str]:
+    """What the user should know, a line each, where the environment changes what a GPU reserves.
+
+    Args:
+        expandable: train.expandable_segments.
+    """
+    asked: str = torch._C._accelerator_getAllocatorSettings()
+    if ANOTHER_ALLOCATOR in asked.replace(" ", ""):
+        return [f"{VARIABLE}: {ANOTHER_ALLOCATOR} is not PyTorch's allocator: what it reserves is not predicted"]
+    notes, segments = [], asked_segments()
+    if segments is not None and segments != expandable:
+        notes.append(
+            f"train.expandable_segments: is {str(expandable).lower()}, but {VARIABLE} says {str(segments).lower()}, "
+            "which PyTorch follows; reserved memory is predicted for that"
+        )
+    if unknown := [name for name in NOT_PREDICTED if re.search(rf"\b{name}\s*:", asked)]:
+        notes.append(f"{VARIABLE}: {', '.join(unknown)} changes what is reserved, which is predicted without it")
+    return notes
+
+
 def use_segments(expandable: bool, device: torch.device) -> str | None:
     """Choose the segments; call before the first tensor is on the device. On a CPU there are none.
 
@@ -26,11 +62,10 @@ def use_segments(expandable: bool, device: torch.device) -> str | None:
     asked = _settings()
     if ANOTHER_ALLOCATOR in asked.replace(" ", ""):
         return _contradiction(expandable, asked, "PyTorch's allocator is not in use")
-    found = re.search(r"expandable_segments\s*:\s*(True|False)", asked)
-    if found is None:
+    kept = asked_segments()
+    if kept is None:
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (asked, f"expandable_segments:{expandable}"))))
         return None
-    kept = found[1] == "True"
     return None if kept == expandable else _contradiction(expandable, asked, f"{str(kept).lower()} is kept")
 
 
@@ -44,6 +79,6 @@ def _settings() -> str:
 def _contradiction(expandable: bool, asked: str, kept: str) -> str:
     """One line for an environment that has its own mind."""
     return (
-        f"train.expandable_segments: is {str(expandable).lower()}, but the environment's PYTORCH_ALLOC_CONF (or "
-        f"PYTORCH_CUDA_ALLOC_CONF) says {asked}: {kept}, and what was predicted to be reserved is for another setting"
+        f"train.expandable_segments: is {str(expandable).lower()}, but {VARIABLE} says {asked}: {kept}; what is "
+        "reserved is predicted for that only where stage estimate saw the same environment"
     )

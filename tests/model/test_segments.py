@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from stages.model.segments import use_segments
+from stages.model.segments import asked_segments, notes_on_environment, use_segments
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -73,6 +73,26 @@ def test_a_torch_that_does_not_give_its_settings_back_can_train(monkeypatch, var
     told = use_segments(True, CUDA)
     assert told is not None and "False: false is kept" in told
     assert use_segments(False, CUDA) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "segments", "told"),
+    [
+        ("expandable_segments:False", False, ["train.expandable_segments: is true, but PYTORCH_ALLOC_CONF"]),
+        ("max_split_size_mb:128, garbage_collection_threshold:0.8", None, ["PYTORCH_ALLOC_CONF"]),
+        ("backend:cudaMallocAsync", None, ["PYTORCH_ALLOC_CONF"]),
+        ("expandable_segments:True", True, []),
+    ],
+)
+def test_the_estimate_follows_the_environment_or_says_what_it_does_not_know(settings, asked, segments, told):
+    """Reserved memory predicted for segments that are not used, without a word."""
+    torch._C._accelerator_setAllocatorSettings(asked)
+    if "cudaMallocAsync" in asked and "cudaMallocAsync" not in settings():
+        pytest.skip("this build of PyTorch takes the backend from the environment alone")
+    assert asked_segments() is segments
+    notes = notes_on_environment(True)
+    assert len(notes) == len(told) and all(map(str.startswith, notes, told))
+    assert ("max_split_size_mb, garbage_collection_threshold" in "".join(notes)) is ("max_split" in asked)
 
 
 @pytest.mark.gpu
