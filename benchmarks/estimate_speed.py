@@ -53,8 +53,9 @@ else:  # As the stage: the peak taken apart, and the whole plan replayed.
     assert memory is not None, replayed
 if case["search"]:
     run = Workload(config=config, setting=setting, steps=found.steps_of_peak, mode="bucketed", max_tokens=8192,
-                   fixed_rows=1, longest=2048, tokens_per_step=65536, micro_batches_per_step=8)
-    remedies = advise(run, Costs(run, device, target), target, usable_bytes=usable_bytes(device, 8.0),
+                   fixed_rows=1, longest=2048, tokens_per_step=65536, micro_batches_per_step=8,
+                   unpadded_tokens_per_step=65536)
+    remedies = advise(run, Costs(run, device, target), target, peak=found.peak, usable_bytes=usable_bytes(device, 8.0),
                       native_bf16=True, progress=False)
 print(json.dumps({"peak_bytes": found.peak.bytes, "found": None if remedies is None else len(remedies),
                   "replayed": replayed, "cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - start,

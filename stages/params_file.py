@@ -290,7 +290,7 @@ def _check_heldout(params: Params) -> None:
         )
     if fraction > 0:
         return
-    unread = {"data.heldout_seed": (data.heldout_seed, 0)}
+    unread: dict[str, tuple[object, object]] = {"data.heldout_seed": (data.heldout_seed, 0)}
     if data.heldout_source is None:
         unread |= {
             "train.heldout_every_steps": (params.train.heldout_every_steps, None),

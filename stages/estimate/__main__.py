@@ -13,10 +13,12 @@ from stages.bucket.run_cut import RunCut
 from stages.declared import read_params
 from stages.errors import StageCommand, UserError
 from stages.estimate.answer import answer
+from stages.estimate.devices import Device
 from stages.estimate.explain import host_state_bytes, trace_origins
 from stages.estimate.gpus import GPUS
 from stages.estimate.kernels import target_of
 from stages.estimate.phases import note_of_asking, other_phases
+from stages.estimate.plan_memory import PlanMemory
 from stages.estimate.planned import Confirmation
 from stages.estimate.predict import Prediction
 from stages.estimate.process import as_json, on_device, on_host
@@ -26,11 +28,13 @@ from stages.estimate.standalone import tell_what_fits
 from stages.estimate.switches import Switch, halving_flag, trace_switches
 from stages.estimate.tiers import tiers
 from stages.estimate.trace import Peak
+from stages.estimate.verdict import judge, usable_bytes
 from stages.estimate.what_fits import turn_round
 from stages.estimate.workload import Workload
+from stages.model.segments import notes_on_environment
 from stages.params import Params
 from stages.step.limits import Limits
-from stages.units import GIB
+from stages.units import GIB, readable_size
 
 PATH = click.Path(path_type=Path)
 
@@ -80,10 +84,13 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     planned, auto_precision = asked.planned, p.train.precision == "auto"
     if auto_precision:
         click.echo(f"train.precision: auto is {asked.precision}: {asked.precision_reason}")
+    for note in notes_on_environment(p.train.expandable_segments) if planned.device.kind == "cuda" else ():
+        click.echo(f"note: {note}", err=True)
     prediction, explanation = planned.predict()
+    memory, replayed = planned.replay(prediction)
+    _tell_verdict(p, prediction, planned.device, memory)
     switches = _switches(p, asked, prediction)
     run = asked.workload(p, prediction)
-    memory, replayed = planned.replay(prediction)
     headroom, cut = p.estimate.headroom_percent, RunCut.from_params(p)
     confirm = Confirmation(planned=planned, run=run, cut=cut, index=index, headroom_percent=headroom)
     process, worst = _beside_tensors(asked, prediction)
@@ -94,7 +101,7 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         switches=switches,
         memory=memory,
         replayed=replayed,
-        answer=answer(run, prediction, planned.device, p, memory, confirm),
+        answer=answer(run, prediction, planned.device, p, memory, lambda candidate, _: confirm(candidate.run)),
         inverse=_inverse(p, asked, run, prediction),
         process=process,
         reserved=worst if memory is None or worst is None else memory.tiers(worst),
@@ -102,6 +109,16 @@ def _estimate(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     publish(asked, found, out, metrics, auto_precision=auto_precision)
     if (refusal := found.answer.verdict.refusal) is not None:
         click.echo(f"does not fit: {refusal}", err=True)
+
+
+def _tell_verdict(p: Params, prediction: Prediction, device: Device, memory: PlanMemory | None) -> None:
+    """Say at once that a run does not fit: what would is searched for longer than the prediction takes."""
+    headroom = p.estimate.headroom_percent
+    verdict = judge(prediction, device, (), headroom_percent=headroom, enforce=p.estimate.enforce, memory=memory)
+    if not verdict.fits:
+        usable = readable_size(usable_bytes(device, headroom))
+        peak = readable_size(prediction.peak.bytes)
+        click.echo(f"does not fit {device.name}: {peak} of {usable} usable; searching for what would", err=True)
 
 
 def _switches(p: Params, asked: Asked, prediction: Prediction) -> list[Switch]:

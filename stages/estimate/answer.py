@@ -13,6 +13,7 @@ from stages.estimate.predict import Prediction
 from stages.estimate.tiers import ALLOCATORS
 from stages.estimate.verdict import Verdict, judge, usable_bytes
 from stages.estimate.workload import Costs, Workload
+from stages.model.segments import asked_segments
 from stages.params import Params
 
 
@@ -53,7 +54,7 @@ def answer(
         return judge(prediction, device, remedies, headroom_percent=headroom, enforce=enforce, memory=memory)
 
     if prediction.peak.bytes <= usable:
-        other = () if memory is None else other_segments(memory, prediction)
+        other = () if memory is None or asked_segments() is not None else other_segments(memory, prediction)
         verdict = judged(other)
         if verdict.fits or other or confirm is None:
             return Answer(verdict=verdict, remedies=other, ranked=None)
@@ -62,6 +63,7 @@ def answer(
         run,
         costs,
         target,
+        peak=prediction.peak,
         usable_bytes=usable,
         native_bf16=device.native_bf16,
         progress=p.run.progress,

@@ -129,3 +129,17 @@ def parts_away(setting: Setting) -> Setting:
     assert setting.sharing is not None
     sharing = replace(setting.sharing, spec=replace(setting.sharing.spec, offload_weights=True))
     return replace(setting, offload="parameters", sharing=sharing)
+
+
+def updated_in_backward(setting: Setting) -> tuple[Setting, tuple[str, ...]] | None:
+    """The setting whose weights are updated in backward, and the flags that lead there; None where that is refused."""
+    model = setting.model
+    if model.method != "full" or model.precision == "fp16" or setting.sharing or setting.optimizer_in_backward:
+        return None
+    flags = ["train.optimizer_in_backward=true"]
+    if setting.max_grad_norm is not None:
+        flags.append("train.max_grad_norm=null")
+    if setting.optimizer == "adamw_foreach":
+        setting = replace(setting, optimizer="adamw")
+        flags.append("train.optimizer=adamw")
+    return replace(setting, optimizer_in_backward=True, max_grad_norm=None), tuple(flags)

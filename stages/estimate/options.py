@@ -4,16 +4,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from stages.errors import UserError
 from stages.estimate import neighbours
 from stages.estimate.predict import Setting
 from stages.estimate.shapes import TracedSteps, halved
-from stages.estimate.workload import Costs, Workload
+from stages.estimate.workload import Costs, Workload, full_batch
+from stages.model.config import refuse_joined_rows
 from stages.step.batches import BatchShape
 
-SAME, ROUNDED, OTHER_WEIGHTS, LESS_DATA = range(4)
+SAME, ROUNDED, UNCLIPPED, SMALLER_STEPS, OTHER_WEIGHTS, LESS_DATA = range(6)
 EFFECTS = (
     "changes nothing that is learnt",
     "rounds otherwise: the loss may differ a little",
+    "gradients are not clipped",
+    "steps of fewer rows, whose gradients are not clipped",
     "trains other weights",
     "rows are cut shorter",
 )
@@ -22,6 +26,20 @@ LOSS_CHUNK_TOKENS = 512
 """The chunk offered where none is set, and no smaller one: logits are then a small part."""
 SHORTEST_ROW_TOKENS = 64
 ROW_MULTIPLE = 8
+SWITCHES = (
+    "micro_batch",
+    "activations",
+    "loss_chunk",
+    "optimizer",
+    "state",
+    "sharing",
+    "precision",
+    "method",
+    "in_backward",
+)
+"""What is varied, in the order of a line's flags."""
+OF_FULL = ("state", "in_backward")
+"""Switches of full training: what another method trains is too small for them."""
 SAME_SPEED = 0.005
 """Slow-downs closer than this are a tie: the model of speed knows no better."""
 
@@ -60,7 +78,7 @@ class Candidate:
     @property
     def effect(self) -> int:
         """Class of the change that touches learning most."""
-        return max(option.effect for option in self.options if option.flags)
+        return max((option.effect for option in self.options if option.flags), default=SAME)
 
     @property
     def order(self) -> tuple[int, int, int, int]:
@@ -68,35 +86,79 @@ class Candidate:
         eases = [option.ease for option in self.options if option.flags]
         return (self.effect, round(self.slowdown / SAME_SPEED), max(eases), len(eases))
 
+    def strength(self, switch: str) -> int:
+        """How far along a switch it goes."""
+        return self.options[SWITCHES.index(switch)].strength
+
     def covers(self, other: "Candidate") -> bool:
         """Whether this one goes at least as far as the other on every switch."""
         return all(a.strength >= b.strength for a, b in zip(self.options, other.options, strict=True))
 
 
-def candidates_of(run: Workload, costs: Costs, native_bf16: bool) -> Iterator[Candidate]:
-    """Every combination of the switches' options but the run as it is."""
-    model = run.setting.model
-    plain = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
+class Space:
+    """The options of every switch, and their combinations."""
+
+    def __init__(self, run: Workload, costs: Costs, native_bf16: bool):
+        """Look for options once; `native_bf16` says whether the device offers precision bf16."""
+        self._run, self._costs = run, costs
+        self._plain = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
+        found = _options(run, costs.cuda, native_bf16)
+        self._switches = [[self._plain, *found.get(switch, ())] for switch in SWITCHES]
+
+    @property
+    def unchanged(self) -> Candidate:
+        """The run as it is."""
+        return Candidate(options=(self._plain,) * len(SWITCHES), run=self._run, slowdown=1.0)
+
+    def of_effect(self, effect: int) -> list[Candidate]:
+        """Every combination of this class, in the order in which they are tried."""
+        within = [[option for option in options if option.effect <= effect] for options in self._switches]
+        chosen = (
+            options
+            for options in product(*within)
+            if max((o.effect for o in options if o.flags), default=-1) == effect and _compatible(options)
+        )
+        return sorted(map(self._candidate, chosen), key=lambda candidate: candidate.order)
+
+    def _candidate(self, options: tuple[Option, ...]) -> Candidate:
+        """The combination of options."""
+        changed = _combined(self._run, options)
+        return Candidate(options=options, run=changed, slowdown=self._costs.slowdown(changed))
+
+
+def _options(run: Workload, cuda: bool, native_bf16: bool) -> dict[str, Sequence[Option]]:
+    """The options of each switch that has any, each further along it than the one before."""
+    setting, found = run.setting, dict[str, Sequence[Option]]()
     # Updates in backward need steps of one micro-batch.
-    switches = [[plain, *(() if run.setting.optimizer_in_backward else budgets_of(run))]]
-    switches.append([plain, *_in_turn(run, neighbours.lighter_activations(run.setting, cuda=costs.cuda), SAME, 1)])
-    if run.setting.loss_chunk is None:
-        chunked = replace(run.setting, loss_chunk=LOSS_CHUNK_TOKENS)
-        switches.append([plain, *_in_turn(run, [(chunked, (f"train.loss_chunk={LOSS_CHUNK_TOKENS}",))], SAME, 4)])
-    if run.setting.optimizer in ("adamw", "adamw_foreach"):
-        small = replace(run.setting, optimizer="adamw_8bit")
-        switches.append([plain, *_in_turn(run, [(small, ("train.optimizer=adamw_8bit",))], ROUNDED, 5)])
-    switches.append([plain, *_in_turn(run, neighbours.lighter_state(run.setting, cuda=costs.cuda), SAME, 8)])
-    switches.append([plain, *_in_turn(run, neighbours.lighter_sharing(run.setting, cuda=costs.cuda), SAME, 9)])
-    if model.precision == "fp32" and (native_bf16 or model.adapted):  # Full weights stay fp32 under fp16.
-        half = neighbours.with_precision(run.setting, "bf16" if native_bf16 else "fp16")
-        switches.append([plain, *_in_turn(run, [half], ROUNDED, 6)])
-    methods = [neighbours.with_method(run.setting, method) for method in neighbours.LIGHTER[model.method]]
-    switches.append([plain, *_in_turn(run, methods, OTHER_WEIGHTS, 7)])
-    for options in product(*switches):
-        if any(option.flags for option in options):
-            changed = _combined(run, options)
-            yield Candidate(options=options, run=changed, slowdown=costs.slowdown(changed))
+    found["micro_batch"] = () if setting.optimizer_in_backward else tuple(budgets_of(run))
+    found["activations"] = _in_turn(run, neighbours.lighter_activations(setting, cuda=cuda), SAME, 1)
+    if setting.loss_chunk is None:
+        chunked = replace(setting, loss_chunk=LOSS_CHUNK_TOKENS)
+        found["loss_chunk"] = _in_turn(run, [(chunked, (f"train.loss_chunk={LOSS_CHUNK_TOKENS}",))], SAME, 4)
+    if setting.optimizer in ("adamw", "adamw_foreach"):
+        small = replace(setting, optimizer="adamw_8bit")
+        found["optimizer"] = _in_turn(run, [(small, ("train.optimizer=adamw_8bit",))], ROUNDED, 5)
+    found["state"] = _in_turn(run, neighbours.lighter_state(setting, cuda=cuda), SAME, 8)
+    found["sharing"] = _in_turn(run, neighbours.lighter_sharing(setting, cuda=cuda), SAME, 9)
+    if setting.model.precision == "fp32" and (native_bf16 or setting.model.adapted):  # Full weights stay fp32 in fp16.
+        half = neighbours.with_precision(setting, "bf16" if native_bf16 else "fp16")
+        found["precision"] = _in_turn(run, [half], ROUNDED, 6)
+    methods = [neighbours.with_method(setting, method) for method in neighbours.LIGHTER[setting.model.method]]
+    found["method"] = _in_turn(run, methods, OTHER_WEIGHTS, 7)
+    found["in_backward"] = tuple(_updated_in_backward(run))
+    return found
+
+
+def _compatible(options: tuple[Option, ...]) -> bool:
+    """Whether no two of them set one parameter to different values, and each has an effect beside the others."""
+    by_switch = dict(zip(SWITCHES, options, strict=True))
+    if by_switch["method"].flags and any(by_switch[switch].flags for switch in OF_FULL):
+        return False
+    if by_switch["in_backward"].flags and by_switch["micro_batch"].flags:
+        return False
+    values: dict[str, str] = {}
+    flags = (flag.split("=", 1) for option in options for flag in option.flags)
+    return all(values.setdefault(key, value) == value for key, value in flags)
 
 
 def _in_turn(
@@ -110,7 +172,7 @@ def _in_turn(
 
 
 def _combined(run: Workload, options: Sequence[Option]) -> Workload:
-    """A run with all options: the budget's is first, the others change one part of the setting each."""
+    """A run with all options: one of them at most changes micro-batches, the others one part of the setting each."""
     model, setting = run.setting.model, run.setting
     for option in options:
         other = option.run.setting
@@ -118,7 +180,45 @@ def _combined(run: Workload, options: Sequence[Option]) -> Workload:
         model = replace(model, **changed)
         changed = {k: v for k, v in vars(other).items() if k != "model" and v != getattr(run.setting, k)}
         setting = replace(setting, **changed)
-    return replace(options[0].run, setting=replace(setting, model=model))
+    cut = next((option.run for option in options if option.run.steps is not run.steps), run)
+    return replace(cut, setting=replace(setting, model=model))
+
+
+def _updated_in_backward(run: Workload) -> Iterator[Option]:
+    """Updates in backward: steps of one micro-batch, of joined rows; where steps are large, of smaller steps too."""
+    changed = neighbours.updated_in_backward(run.setting)
+    if changed is None or not _can_be_joined(run):
+        return
+    setting, flags = changed
+    effect = SAME if run.setting.max_grad_norm is None else UNCLIPPED
+    yield _whole_steps(replace(run, setting=setting), flags, effect, strength=1)
+    tokens = max(run.max_tokens - run.longest, run.longest)
+    if tokens < run.unpadded_tokens_per_step:
+        smaller = replace(run, setting=setting, unpadded_tokens_per_step=tokens, tokens_per_step=float(tokens))
+        yield _whole_steps(smaller, (f"train.tokens_per_step={tokens}", *flags), SMALLER_STEPS, strength=2)
+
+
+def _whole_steps(run: Workload, flags: tuple[str, ...], effect: int, *, strength: int) -> Option:
+    """Every step one micro-batch of joined rows, with as many tokens as a step can have."""
+    max_tokens = run.most_step_tokens
+    if run.mode == "packed" and run.max_tokens >= max_tokens:
+        max_tokens = run.max_tokens
+    else:
+        flags = (f"bucket.max_tokens={max_tokens}", *flags)
+    if run.mode != "packed":
+        flags = ("bucket.mode=packed", *flags)
+    whole = full_batch("packed", run.longest, max_tokens=max_tokens, fixed_rows=run.fixed_rows)
+    joined = replace(run, steps=((whole,),), mode="packed", max_tokens=max_tokens, micro_batches_per_step=1)
+    return Option(flags=flags, effect=effect, ease=9 + strength, strength=strength, run=joined)
+
+
+def _can_be_joined(run: Workload) -> bool:
+    """Whether bucket.mode=packed is possible for the model."""
+    try:
+        refuse_joined_rows(run.config, run.longest)
+    except UserError:
+        return False
+    return True
 
 
 def budgets_of(run: Workload) -> Iterator[Option]:

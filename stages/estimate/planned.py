@@ -22,6 +22,7 @@ from stages.estimate.shapes import traced_steps
 from stages.estimate.unrolled import predict_explained
 from stages.estimate.verdict import judge, usable_bytes
 from stages.estimate.workload import Workload
+from stages.step.in_backward import refuse_in_backward
 
 
 def several_turns(plan: Plan) -> bool:
@@ -91,7 +92,9 @@ class Confirmation:
         """The predicted peak where the stage would say that the changed run fits; None where it would not."""
         try:
             trial = self.trial(changed)
-        except UserError:  # Rows that fit no micro-batch: stage bucket would refuse the change.
+            if trial.setting.optimizer_in_backward:
+                refuse_in_backward(trial.setting.model, np.diff(trial.own_plan.step_bounds))
+        except UserError:  # Rows that fit no micro-batch, or steps of several: a later stage would refuse the change.
             return None
         prediction, _ = trial.predict()
         device = trial.device
@@ -113,8 +116,10 @@ class Confirmation:
         index = read_index(self.index, self.cut.weights)
         if changed.longest < self.run.longest:
             index = _shortened(index, changed.longest)
-        cutting = replace(self.cut.cutting, max_tokens=changed.max_tokens, fixed_rows=changed.fixed_rows)
-        plan = replace(self.cut, cutting=cutting).plan(index)
+        cutting = replace(
+            self.cut.cutting, mode=changed.mode, max_tokens=changed.max_tokens, fixed_rows=changed.fixed_rows
+        )
+        plan = replace(self.cut, cutting=cutting, tokens_per_step=changed.unpadded_tokens_per_step).plan(index)
         if setting.sharing is not None:
             setting = replace(setting, sharing=replace(setting.sharing, several_turns=several_turns(plan)))
         return replace(planned, plan=plan, lengths=index.lengths, setting=setting)

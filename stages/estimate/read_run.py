@@ -18,6 +18,7 @@ from stages.estimate.workload import Workload
 from stages.files import read_json
 from stages.model.attention import keeps_scores
 from stages.model.config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
+from stages.model.segments import asked_segments
 from stages.param_types import Precision
 from stages.params import Params
 from stages.pin.locate import config_directory
@@ -69,6 +70,7 @@ class Asked:
             longest=self.longest,
             tokens_per_step=float(plan.padded_tokens.sum()) / steps,
             micro_batches_per_step=len(plan) / steps,
+            unpadded_tokens_per_step=p.train.tokens_per_step,
         )
 
     def surroundings(self, p: Params) -> Surroundings:
@@ -114,6 +116,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Asked
     refuse_offloaded_state(p.train.offload, device.kind)
     setting = Setting.from_params(p, precision, several_turns=several_turns(plan))
     beyond_window = longest >= (attention_window(config) or math.inf)
+    segments = asked_segments()
     planned = PlannedRun(
         plan=plan,
         lengths=lengths,
@@ -121,7 +124,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Asked
         setting=setting,
         device=device,
         windowed=keeps_scores(config, p.train.attention) or beyond_window,
-        expandable=p.train.expandable_segments,
+        expandable=p.train.expandable_segments if segments is None else segments,
     )
     if setting.optimizer_in_backward:
         refuse_in_backward(setting.model, np.diff(planned.own_plan.step_bounds))

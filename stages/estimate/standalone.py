@@ -14,13 +14,16 @@ from stages.estimate.experts import refuse_experts
 from stages.estimate.explain import host_state_bytes
 from stages.estimate.gpus import Device
 from stages.estimate.kernels import target_of
+from stages.estimate.options import Candidate
 from stages.estimate.predict import Prediction, Setting, predict
-from stages.estimate.verdict import describe, usable_bytes
+from stages.estimate.verdict import describe, judge, usable_bytes
 from stages.estimate.what_fits import Largest, turn_round
 from stages.estimate.workload import Workload, full_batch, largest_steps
 from stages.model.config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
+from stages.model.segments import notes_on_environment
 from stages.param_types import Precision
 from stages.params import Params, round_up
+from stages.params_flags import with_flags
 from stages.pin.locate import TINY, TINY_DIRECTORY
 from stages.step.host import refuse_offloaded_state
 from stages.step.in_backward import refuse_in_backward
@@ -65,6 +68,8 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     train += f", loss_chunk={p.train.loss_chunk or 'null'}"
     yield f"run        {train}, micro-batches of {describe(run.steps[-1][-1])}"
     yield f"attention  {attention}"
+    for note in notes_on_environment(p.train.expandable_segments) if device.kind == "cuda" else ():
+        yield f"note       {note}"
     prediction = predict(config, run.setting, run.steps, target_of(device))
     yield from _peaks(prediction)
     if prediction.offloaded_bytes:
@@ -120,6 +125,7 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
         longest=length,
         tokens_per_step=max(p.train.tokens_per_step / p.hardware.num_gpus, length),
         micro_batches_per_step=max(1, math.ceil(p.train.tokens_per_step / tokens / p.hardware.num_gpus)),
+        unpadded_tokens_per_step=p.train.tokens_per_step,
     )
 
 
@@ -132,19 +138,42 @@ def _peaks(prediction: Prediction) -> Iterator[str]:
 
 
 def _verdict(run: Workload, prediction: Prediction, device: Device, p: Params) -> Iterator[str]:
-    """Whether it fits; where it does not, what would."""
+    """Whether it fits, before anything is searched; then, where it does not, what would."""
     headroom = p.estimate.headroom_percent
     usable = usable_bytes(device, headroom)
     words = {"fits": "fits", "tight": f"fits with less than {headroom:g}% headroom", "does not fit": "does not fit"}
-    found = answer(run, prediction, device, p)
-    state = words[found.verdict.state]
-    yield f"verdict    {state}: {readable_size(prediction.peak.bytes)} of {readable_size(usable)} usable"
-    if found.verdict.fits:
+    verdict = judge(prediction, device, (), headroom_percent=headroom, enforce=p.estimate.enforce)
+    yield f"verdict    {words[verdict.state]}: {readable_size(prediction.peak.bytes)} of {readable_size(usable)} usable"
+    if verdict.fits:
         return
+
+    def confirm(candidate: Candidate, peak_bytes: int) -> int | None:
+        return _asked_again(p, candidate, device, run.config, peak_bytes)
+
+    found = answer(run, prediction, device, p, confirm=confirm)
     yield f"advice     ranked {found.ranked}" if found.remedies else "advice     none found: choose a larger device"
     for remedy in found.remedies:
         yield f"  {remedy.command}"
         yield f"    {readable_size(remedy.peak_bytes)}, {remedy.slowdown:.2f}x time per token; {remedy.effect}"
+
+
+def _asked_again(
+    p: Params, candidate: Candidate, device: Device, config: PretrainedConfig, peak_bytes: int
+) -> int | None:
+    """The peak that is told of a changed run when its line is given; None where it does not fit or is refused.
+
+    `peak_bytes` is that of the candidate's own micro-batches, which are mostly the same.
+    """
+    try:
+        changed = with_flags(p, candidate.flags)
+        run = workload_of(changed, config, precision_on(device, changed.train.precision)[0])
+        if changed.train.optimizer_in_backward:
+            refuse_in_backward(run.setting.model, [math.ceil(run.micro_batches_per_step)])
+        if (run.setting, run.steps) != (candidate.run.setting, candidate.run.steps):
+            peak_bytes = predict(config, run.setting, run.steps, target_of(device)).peak.bytes
+    except UserError:
+        return None
+    return peak_bytes if peak_bytes <= usable_bytes(device, p.estimate.headroom_percent) else None
 
 
 def _largest(found: Largest) -> str:

@@ -12,9 +12,11 @@ from stages.estimate.kernels import Target
 from stages.estimate.predict import Setting
 from stages.estimate.shapes import TracedSteps
 from stages.estimate.states import Line, ModelShapes, model_shapes, state_bytes, state_lines, trained_values
+from stages.estimate.trace import GRADIENTS, WEIGHTS
 from stages.model.config import largest_head_size, layer_settings
 from stages.model.spec import ModelSpec
 from stages.param_types import Sharding
+from stages.params_sharing import CUTTING
 from stages.step.batches import BatchShape
 
 RANKED_AS = "A100-80GB"
@@ -45,6 +47,13 @@ class Workload:
     tokens_per_step: float
     """Padding included, on average."""
     micro_batches_per_step: float
+    unpadded_tokens_per_step: int
+    """train.tokens_per_step: of all GPUs."""
+
+    @property
+    def most_step_tokens(self) -> int:
+        """Tokens that no step surpasses, padding left out: it ends with the row that brings it to what it must have."""
+        return self.unpadded_tokens_per_step - 1 + self.longest
 
 
 def full_batch(mode: str, length: int, *, max_tokens: int, fixed_rows: int) -> BatchShape:
@@ -103,6 +112,7 @@ class Costs:
         self._run, self._target = run, target
         self._shapes: ModelShapes = model_shapes(run.config)
         self._speed, self.reason = ranking_speed(device)
+        self._known: dict[Setting, Mapping[str, int]] = {}
 
     @property
     def cuda(self) -> bool:
@@ -123,15 +133,39 @@ class Costs:
 
     def least_bytes(self, setting: Setting) -> int:
         """What the end of every backward holds, whatever the micro-batches."""
-        held = state_bytes(self.lines(setting), granularity_bytes=self._target.granularity_bytes)
+        return sum(self._states(setting).values()) + self._target.constant_bytes
+
+    def gradient_bytes(self, setting: Setting) -> int:
+        """Of that, gradients."""
+        return self._states(setting).get(GRADIENTS, 0)
+
+    def _states(self, setting: Setting) -> Mapping[str, int]:
+        """Bytes by category at the end of a backward, on one GPU."""
+        # What does not change states is left out of the key: a search asks for few states of many settings.
+        model = replace(setting.model, grad_ckpt=False, grad_ckpt_policy="full")
+        key = replace(setting, model=model, loss_chunk=None, offload_activations="none", max_grad_norm=None)
+        if key not in self._known:
+            held = state_bytes(self.lines(setting), granularity_bytes=self._target.granularity_bytes)
+            sharing = setting.sharing
+            if sharing is not None:
+                held = {category: size // sharing.holders_of(category) for category, size in held.items()}
+            self._known[key] = held
+        return self._known[key]
+
+    def gathered_bytes(self, setting: Setting) -> int:
+        """Whole weights at the end of forward, beside the part that a GPU keeps: sharding zero2 gathers them."""
         sharing = setting.sharing
-        if sharing is not None:
-            held = {category: size // sharing.holders_of(category) for category, size in held.items()}
-        return sum(held.values()) + self._target.constant_bytes
+        if sharing is None or sharing.spec.mode != "zero2":
+            return 0
+        return self._states(setting).get(WEIGHTS, 0) * sharing.holders_of(WEIGHTS)
 
     def slowdown(self, changed: Workload) -> float:
         """How many times as long a token takes."""
-        sent = sending_time(changed.setting) / sending_time(self._run.setting)
+        # Weights that are cut are gathered anew for each micro-batch.
+        turns = changed.micro_batches_per_step / self._run.micro_batches_per_step
+        sharing = changed.setting.sharing
+        turns = turns if sharing is not None and sharing.spec.mode in CUTTING else 1.0
+        sent = (1 + turns * (sending_time(changed.setting) - 1)) / sending_time(self._run.setting)
         return sent * relative_slowdown(self._work(changed), self._work(self._run), self._speed)
 
     def _work(self, run: Workload) -> StepWork:

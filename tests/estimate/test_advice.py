@@ -1,5 +1,6 @@
 """Advice: what it names fits, does no more than is needed, and the least harmful comes first."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,15 @@ from stages.estimate.advice import Confirm, Remedy, advise
 from stages.estimate.devices import resolve_gpu
 from stages.estimate.kernels import target_of
 from stages.estimate.neighbours import lighter_activations, lighter_state
+from stages.estimate.options import Candidate, Space
 from stages.estimate.predict import predict
+from stages.estimate.standalone import workload_of
 from stages.estimate.what_fits import Largest, largest_fitting, longest_row, smallest_gpu
 from stages.estimate.workload import Costs, Workload, full_batch, largest_steps
+from stages.params_file import load_params
+from stages.params_flags import with_flags
 from stages.units import MIB
+from tests.conftest import ROOT
 from tests.estimate.common import joined, setting_of, shape
 
 CONFIG = LlamaConfig(
@@ -29,20 +35,24 @@ CONFIG = LlamaConfig(
 )
 H100, _ = resolve_gpu("H100")
 TARGET = target_of(H100)
+PARAMS = load_params(ROOT / "params.yaml")
 
 
-def workload(*, max_tokens: int = 1024, longest: int = 256, mode: Any = "bucketed", **setting: Any) -> Workload:
+def workload(
+    *, max_tokens: int = 1024, longest: int = 256, mode: Any = "bucketed", tokens_per_step: int = 4096, **setting: Any
+) -> Workload:
     full = full_batch(mode, longest, max_tokens=max_tokens, fixed_rows=4)
     return Workload(
         config=CONFIG,
         setting=setting_of(**setting),
-        steps=largest_steps(full, several=True),
+        steps=largest_steps(full, several=tokens_per_step > max_tokens),
         mode=mode,
         max_tokens=max_tokens,
         fixed_rows=4,
         longest=longest,
-        tokens_per_step=4096,
-        micro_batches_per_step=4,
+        tokens_per_step=tokens_per_step,
+        micro_batches_per_step=tokens_per_step // max_tokens,
+        unpadded_tokens_per_step=tokens_per_step,
     )
 
 
@@ -52,7 +62,17 @@ def peak(run: Workload) -> int:
 
 def ask(run: Workload, usable_bytes: int, confirm: Confirm | None = None) -> list[Remedy]:
     costs = Costs(run, H100, TARGET)
-    return advise(run, costs, TARGET, usable_bytes=usable_bytes, native_bf16=True, progress=False, confirm=confirm)
+    found = predict(run.config, run.setting, run.steps, TARGET).peak
+    return advise(
+        run,
+        costs,
+        TARGET,
+        peak=found,
+        usable_bytes=usable_bytes,
+        native_bf16=True,
+        progress=False,
+        confirm=confirm,
+    )
 
 
 def changes(remedy: Remedy) -> set[str]:
@@ -113,6 +133,77 @@ def test_what_is_advised_fits_and_the_least_harmful_comes_first():
     assert same == pytest.approx(sorted(same), abs=2 * options.SAME_SPEED)
 
 
+@pytest.mark.parametrize("share", [0.15, pytest.param(0.5, marks=pytest.mark.slow)])
+def test_no_switch_of_the_first_line_can_be_left_out(share):
+    """Everything turned on, four times as slow, where two switches would do."""
+    run = workload(method="full", loss_chunk=None, precision="bf16")
+    space = Space(run, Costs(run, H100, TARGET), native_bf16=True)
+    candidates = space.of_effect(options.SAME)
+    least = peak(max(candidates, key=lambda c: sum(option.strength for option in c.options)).run)
+    usable = int(least + share * (peak(run) - least))
+    best = ask(run, usable)[0]
+    offered = next(c for c in candidates if c.flags == best.flags)
+    for other in candidates:
+        changed = sum(a.strength != b.strength for a, b in zip(offered.options, other.options, strict=True))
+        if changed == 1 and offered.covers(other):
+            assert peak(other.run) > usable, other.flags
+
+
+@pytest.mark.slow
+def test_a_line_with_little_room_has_a_roomier_one_beside_it():
+    run = workload(method="full", loss_chunk=None)
+    first = ask(run, int(peak(run) * 0.9))[0]
+    tight = ask(run, first.peak_bytes * 100 // 99)
+    assert tight[0].flags == first.flags
+    assert any(one.peak_bytes <= advice.ROOMY * first.peak_bytes / 0.99 for one in tight[1:])
+
+
+@pytest.mark.parametrize(
+    ("norm", "effect"), [pytest.param(None, options.SAME, marks=pytest.mark.slow), (1.0, options.UNCLIPPED)]
+)
+def test_updates_in_backward_are_offered_where_nothing_else_trains_all_weights(norm, effect):
+    """Other weights trained for want of the switch that frees each gradient at once."""
+    # Whole steps in one micro-batch of joined rows, as a plan cuts them in mode packed.
+    run = workload(method="full", precision="bf16", max_tokens=64, longest=64, tokens_per_step=128, max_grad_norm=norm)
+    costs = Costs(run, H100, TARGET)
+    space = Space(run, costs, native_bf16=True)
+    without = [c for c in space.of_effect(options.SAME) if not c.strength("in_backward")]
+    usable = min(costs.least_bytes(c.run.setting) for c in without) - 1
+    found = ask(run, usable)
+    assert found[0].effect == options.EFFECTS[effect]
+    assert {"train.optimizer_in_backward=true", "bucket.mode=packed", "bucket.max_tokens=191"} <= {*found[0].flags}
+    assert ("train.max_grad_norm=null" in found[0].flags) is (norm is not None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": "full", "precision": "bf16", "master_weights": True},
+        {"method": "full", "optimizer": "adamw_foreach", "max_grad_norm": None, "tokens_per_step": 512},
+        {"method": "full", "optimizer": "paged_adamw_8bit", "grad_ckpt": True, "grad_ckpt_policy": "selective"},
+        {"method": "full", "max_grad_norm": None, "optimizer_in_backward": True},
+        {"method": "int8_lora"},
+        {"method": "qlora", "optimizer": "adamw_foreach"},
+    ],
+    ids=lambda given: "-".join(map(str, given.values())),
+)
+@pytest.mark.parametrize("sharding", ["none", "hsdp"])
+def test_every_line_that_can_be_offered_passes_the_rules_of_params(given, sharding):
+    """A line that ends with `error: train.optimizer: ...` when it is given."""
+    gpus = 1 if sharding == "none" else 4
+    if gpus > 1 and given.get("optimizer_in_backward") or sharding == "hsdp" and given["method"] == "int8_lora":
+        return
+    flags = [f"train.{key}={json.dumps(value)}" for key, value in given.items()]
+    flags += ["data.max_length=256", "bucket.max_tokens=1024", "train.loss_chunk=null"]
+    p = with_flags(PARAMS, [*flags, f"train.sharding={sharding}", f"hardware.num_gpus={gpus}"])
+    run = workload_of(p, CONFIG, given.get("precision", "fp32"))
+    space = Space(run, Costs(run, H100, TARGET), native_bf16=True)
+    lines = {candidate.flags for effect in range(len(options.EFFECTS)) for candidate in space.of_effect(effect)}
+    assert lines
+    for line in sorted(lines)[:: 1 + len(lines) // 50]:
+        assert with_flags(p, line) != p
+
+
 def test_the_optimizer_on_the_host_is_offered_where_its_state_is_large():
     """The switch that makes the largest models fit left out, or offered where it is refused; its price hidden."""
     run = workload(method="full", precision="bf16", master_weights=True, max_tokens=64, longest=64)
@@ -129,12 +220,14 @@ def test_the_optimizer_on_the_host_is_offered_where_its_state_is_large():
 
 def test_a_remedy_is_the_prediction_of_the_run_it_names():
     """A peak told for other flags than those in the line."""
-    run = workload(method="full", loss_chunk=None)
-    kept = {"train.grad_ckpt=true", "train.loss_chunk=512"}
-    found = [remedy for remedy in ask(run, int(peak(run) * 0.8)) if set(remedy.flags) <= kept]
+    run = workload(method="lora", loss_chunk=None, longest=1024)
+    some = "train.grad_ckpt_policy=selective"
+    kept = {"train.grad_ckpt=true", "train.loss_chunk=512", some}
+    found = [remedy for remedy in ask(run, int(peak(run) * 0.9)) if set(remedy.flags) <= kept]
     assert found
     for remedy in found:
-        model = replace(run.setting.model, grad_ckpt="train.grad_ckpt=true" in remedy.flags)
+        policy: Any = "selective" if some in remedy.flags else "full"
+        model = replace(run.setting.model, grad_ckpt="train.grad_ckpt=true" in remedy.flags, grad_ckpt_policy=policy)
         chunk = 512 if "train.loss_chunk=512" in remedy.flags else None
         changed = replace(run, setting=replace(run.setting, model=model, loss_chunk=chunk))
         assert peak(changed) == remedy.peak_bytes
@@ -146,8 +239,8 @@ def test_what_is_not_confirmed_is_not_offered():
     run = workload(method="lora", loss_chunk=None)
     asked: list[Workload] = []
 
-    def refuse_all_but_the_last(changed: Workload) -> int | None:
-        asked.append(changed)
+    def refuse_all_but_the_last(changed: Candidate, peak_bytes: int) -> int | None:
+        asked.append(changed.run)
         return 1 if len(asked) == advice.MOST_CONFIRMED else None
 
     found = ask(run, peak(run), refuse_all_but_the_last)

@@ -67,6 +67,7 @@ def confirmation(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **se
         longest=256,
         tokens_per_step=1200.0,
         micro_batches_per_step=2.0,
+        unpadded_tokens_per_step=1200,
     )
     return Confirmation(planned=planned, run=run, cut=run_cut, index=index, headroom_percent=0.0)
 

@@ -3,11 +3,19 @@
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from itertools import dropwhile, takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stages.estimate import standalone
 from stages.estimate.__main__ import main
+from stages.estimate.standalone import tell_what_fits
+from stages.params import Params
+from stages.params_file import load_params
+from stages.params_flags import with_flags
 from stages.units import GIB
 from tests.estimate.common import card_for
 from tests.workspace import invoke, lay_out, told
@@ -52,6 +60,70 @@ def test_a_run_that_does_not_fit_is_told_lines_to_run(workspace):
     assert "advice     ranked by what is learnt, then by the speed of A100-80GB: that of " in result.stdout
     assert "\n  dvc exp run -S " in result.stdout
     assert "changes nothing that is learnt" in result.stdout
+
+
+CASES = [
+    {"train__method": "lora"},
+    {"train__method": "full", "train__precision": "bf16", "train__tokens_per_step": 16384},
+    {"train__method": "full", "train__max_grad_norm": None, "bucket__mode": "packed"},
+    {"train__method": "lora", "hardware__num_gpus": 2, "train__sharding": "ddp"},
+]
+
+
+@pytest.mark.parametrize(("values", "share"), [(CASES[0], 0.9)])
+def test_every_line_told_fits_when_it_is_given(workspace, values, share):
+    """A line that does not fit in the run that it leads to, or that the tool refuses."""
+    _give_every_line(workspace, values, share)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.9, 0.5])
+@pytest.mark.parametrize("values", CASES)
+def test_every_line_told_fits_whatever_the_run_is(workspace, values, share):
+    """As above."""
+    _give_every_line(workspace, values, share)
+
+
+def _give_every_line(workspace: Path, values: dict[str, Any], share: float) -> None:
+    common = {"data__max_length": 128, "bucket__max_tokens": 32768, "train__tokens_per_step": 32768}
+    lay_out(workspace, **{**common, "train__loss_chunk": None, "estimate__headroom_percent": 0.0, **values})
+    parameters = load_params(workspace / "params.yaml")
+    (fits,) = told_until_advice(parameters, "800GiB")
+    gpu = f"{share * float(fits.split()[2]):.4f}GiB"
+    verdict, *advice = told_until_advice(parameters, gpu)
+    assert verdict.startswith("verdict    does not fit")
+    lines = [line.removeprefix("  dvc exp run -S ") for line in advice if line.startswith("  dvc exp run ")]
+    assert lines
+    for line in lines:
+        changed = with_flags(parameters, line.split(" -S "))
+        assert next(iter(told_until_advice(changed, gpu))).startswith("verdict    fits: "), line
+
+
+def told_until_advice(params: Params, gpu: str) -> list[str]:
+    """The verdict with its advice; what would fit else is not asked for."""
+    told_of = tell_what_fits(params, gpu, Path("model"))
+    start = dropwhile(lambda line: not line.startswith("verdict"), told_of)
+    return list(takewhile(lambda line: line.startswith(("verdict", "advice", "  ")), stop_at_fit(start)))
+
+
+def stop_at_fit(lines: Iterator[str]) -> Iterator[str]:
+    """The lines as far as the verdict where that is that the run fits."""
+    for line in lines:
+        yield line
+        if line.startswith("verdict    fits: "):
+            return
+
+
+def test_the_verdict_is_told_before_anything_is_searched(workspace, monkeypatch):
+    """Half a minute of search before the word that was asked for."""
+    lay_out(workspace, data__max_length=128, bucket__max_tokens=65536)
+
+    def search(*arguments: object, **options: object) -> None:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(standalone, "answer", search)
+    lines = tell_what_fits(load_params(workspace / "params.yaml"), "0.2GiB", Path("model"))
+    assert any(line.startswith("verdict    does not fit: ") for line in lines)  # As far as that line and no further.
 
 
 @pytest.mark.parametrize(
