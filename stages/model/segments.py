@@ -25,7 +25,7 @@ VARIABLE = "PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF)"
 
 def asked_segments() -> bool | None:
     """What the environment says of expandable segments; None where it says nothing."""
-    found = re.search(r"expandable_segments\s*:\s*(True|False)", torch._C._accelerator_getAllocatorSettings())
+    found = re.search(r"expandable_segments\s*:\s*(True|False)", _settings())
     return None if found is None else found[1] == "True"
 
 
@@ -35,7 +35,7 @@ def notes_on_environment(expandable: bool) -> list[str]:
     Args:
         expandable: train.expandable_segments.
     """
-    asked: str = torch._C._accelerator_getAllocatorSettings()
+    asked = _settings()
     if ANOTHER_ALLOCATOR in asked.replace(" ", ""):
         return [f"{VARIABLE}: {ANOTHER_ALLOCATOR} is not PyTorch's allocator: what it reserves is not predicted"]
     notes, segments = [], asked_segments()
