@@ -11,7 +11,7 @@ from stages.files import write_json
 from stages.param_types import Method, OptimizerName, Precision
 from stages.train.address_limit import AddressLimit
 from stages.train.oom import READING, Failure, OutOfMemory
-from stages.units import MIB, readable_size
+from stages.units import GIB, MIB, readable_size
 
 MOST_CATEGORIES = 4
 MOST_COMMANDS = 3
@@ -20,9 +20,8 @@ MOST_SAID = 160
 WHAT_FITS = "python -m stages.estimate --what-fits --gpu"
 OWN_SHARE = 1 / 32
 """Of a limit of addresses. A run that takes less of it is not what met it, and no change of the run helps."""
-SMALLEST_ASKED_BYTES = 256 * MIB
-"""The question above is of a GPU: one of less memory than a CUDA context takes is refused, and one of little more fits
-nothing."""
+SMALLEST_ASKED_BYTES = GIB
+"""The question above is of a GPU: one that a CUDA context fills is refused, and one of little more fits nothing."""
 SMALLER = ("bucket.max_tokens", "lower it")
 LIGHTER: Mapping[Method, str] = {"full": "lora or qlora", "lora": "qlora", "int8_lora": "qlora"}
 """Methods that hold fewer bits of weights, by the one that runs."""

@@ -34,7 +34,7 @@ TRAIN = f"""
 import os, resource, sys
 sys.path.insert(0, {str(ROOT)!r})
 import stages.train.__main__ as stage
-import psutil
+import psutil, stages.train.run
 for case in sys.argv[1:]:
     workspace, budget = case.split("=")
     if not (child := os.fork()):
