@@ -309,7 +309,7 @@ def test_the_largest_that_fits_is_found_in_few_traces(usable, hints):
 def test_the_smallest_gpu_and_the_longest_row_hold_by_prediction():
     """A GPU named that is too small or has no bf16; a row length that does not fit."""
     assert smallest_gpu(workload(), 8.0, {}) == "P4"
-    assert smallest_gpu(workload(precision="bf16"), 8.0, {}) == "RTX-3080"
+    assert smallest_gpu(workload(precision="bf16"), 8.0, {}) == "RTX-3070"
     run = workload(method="lora", loss_chunk=None)
     usable = int(peak(replace(run, steps=largest_steps(shape(1, 512, 511), several=True))) * 1.05)
     found = longest_row(run, TARGET, usable, 1024, {})

@@ -118,7 +118,7 @@ def test_a_run_that_does_not_fit_ends_the_stage_well_and_says_what_would(workspa
     verdict, _, _, metrics = read(workspace)
     assert verdict["enforce"] is enforce and not metrics["fits"]
     told_first, *_, told_last = result.stderr.strip().splitlines()
-    assert told_first.startswith("does not fit 0.25GiB: "), "the verdict comes before the search"
+    assert told_first.startswith("does not fit 0.7GiB: "), "the verdict comes before the search"
     assert told_last.startswith("does not fit: hardware.gpu: predicted peak ")
     assert " usable on 0.7GiB (0.7 GiB less 525 MiB for a CUDA context" in told_last
     assert verdict["refusal"] == (told_last.removeprefix("does not fit: ") if enforce else None)
