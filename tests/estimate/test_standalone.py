@@ -12,6 +12,7 @@ import pytest
 
 from stages.estimate import standalone
 from stages.estimate.__main__ import main
+from stages.estimate.gpus import BF16_CAPABILITY, context_of
 from stages.estimate.standalone import tell_what_fits
 from stages.params import Params
 from stages.params_file import load_params
