@@ -159,8 +159,8 @@ class CudaMeter(Meter):
 
 
 @contextmanager
-def memory_profile() -> Iterator[profile]:
-    """Record allocations and frees of PyTorch's allocator on the CPU. Results can be read after the block."""
+def memory_profile() -> Iterator[Any]:
+    """A torch.profiler.profile that records what PyTorch's allocator does on the CPU; to be read after the block."""
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with warnings.catch_warnings():
         # torch 2.11 warns of a second cycle, which no profile has here.
