@@ -1,12 +1,13 @@
 """Versions that README says were tried can be installed, and `make test-newest` leaves the checkout as it was."""
 
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from tests.processes import run_bounded
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,9 +27,9 @@ def test_pyproject_accepts_each_version_that_readme_says_was_tried():
 
 def test_the_newest_releases_are_installed_without_upper_bounds_where_git_does_not_look():
     """`make test-newest` that tests pyproject.toml's own bounds, or whose 6 GB show up in `git status`."""
-    planned = subprocess.run(["make", "-n", "test-newest"], cwd=ROOT, capture_output=True, text=True, check=True)
+    planned = run_bounded(["make", "-n", "test-newest"], cwd=ROOT, check=True)
     listing = next(line for line in planned.stdout.splitlines() if "tomllib" in line).partition(" -c ")[2]
     code = listing.partition(" > ")[0].strip("'")
-    needed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    needed = run_bounded([sys.executable, "-c", code], cwd=ROOT, check=True).stdout
     assert {"torch>=2.11", "pytest>=9"} <= set(needed.split())
-    assert subprocess.run(["git", "check-ignore", "-q", ".venv-newest/bin/python"], cwd=ROOT).returncode == 0
+    assert run_bounded(["git", "check-ignore", "-q", ".venv-newest/bin/python"], cwd=ROOT).returncode == 0

@@ -24,7 +24,8 @@ def settings():
         pytest.skip("torch tells no settings")
     before = torch._C._accelerator_getAllocatorSettings()
     yield torch._C._accelerator_getAllocatorSettings
-    torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings(before)
 
 
 @pytest.mark.parametrize("expandable", [True, False])
