@@ -6,7 +6,7 @@ NEWEST_VENV := .venv-newest
 BIN := $(VENV)/bin
 # Stages run `python -m stages.<name>`: the environment's python must come first.
 WITH_VENV := PATH="$(abspath $(BIN)):$$PATH"
-PYTHON_FILES := stages data/synth benchmarks tests
+PYTHON_FILES := lean_finetune stages data/synth benchmarks tests
 # Each process holds about a gigabyte; a module's tests share what they prepare, so it stays in one of them.
 PARALLEL := --numprocesses 2 --dist loadscope
 
@@ -45,7 +45,7 @@ COMPARE_METRICS := $(COMPARE_METRICS)|tuned_loss|tuned_exact_match_percent
 COMPARE_PARAMS := seed$$|(model|data|bucket|hardware|estimate|train|evaluate)\.
 compare: $(VENV)/.installed
 	@$(WITH_VENV) dvc exp show --hide-failed --only-changed --csv \
-		--drop '^(?!Experiment$$|$(COMPARE_PARAMS))' --keep '^($(COMPARE_METRICS))$$' | $(WITH_VENV) python -m stages.report.compare
+		--drop '^(?!Experiment$$|$(COMPARE_PARAMS))' --keep '^($(COMPARE_METRICS))$$' | $(WITH_VENV) python -m lean_finetune.report.compare
 
 plots: $(VENV)/.installed
 	$(WITH_VENV) dvc plots show

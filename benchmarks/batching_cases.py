@@ -16,11 +16,11 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 
 from benchmarks.data_cases import ROOT, Rival
 from benchmarks.watch import WHOLE, Usage, watch
-from stages.bucket.cut import Cutting, cut_steps
-from stages.bucket.index import COLUMNS, Index
-from stages.bucket.steps import run_steps
-from stages.bucket.summary import randomness, straggler_percent
-from stages.errors import UserError
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.cut import Cutting, cut_steps
+from lean_finetune.plan.index import COLUMNS, Index
+from lean_finetune.plan.steps import run_steps
+from lean_finetune.plan.summary import randomness, straggler_percent
 
 RANKS = 8
 CAPACITY = 16_384

@@ -13,13 +13,13 @@ from pathlib import Path
 import pyarrow as pa
 from ruamel.yaml import YAML
 
-import stages
+import lean_finetune
 from benchmarks.chat_file import SCRATCH, ChatFile
 from benchmarks.watch import WHOLE, watch
-from stages.errors import UserError
-from stages.files import sha256_json
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.files import sha256_json
 
-ROOT = Path(stages.__file__).parents[1]
+ROOT = Path(lean_finetune.__file__).parents[1]
 RIVALS = Path(__file__).parent / "rivals"
 WORKERS = 2
 NO_LIMIT = (1 << 16) - 1
@@ -104,7 +104,7 @@ class Stage:
 
 def start_of_stage() -> Run:
     """The stage's interpreter and imports, and nothing else."""
-    return _run([sys.executable, "-c", "import stages.tokenize.__main__"], Path(), _environment())
+    return _run([sys.executable, "-c", "import stages.tokenize"], Path(), _environment())
 
 
 def without_start(runs: Sequence[Run], starts: Sequence[Run]) -> list[Run]:

@@ -32,21 +32,21 @@ from transformers import (
 )
 
 from benchmarks.form import Row
-from stages.estimate.gpus import Device
-from stages.estimate.kernels import target_of
-from stages.estimate.predict import Setting, optim_of, predict
-from stages.estimate.shapes import TracedSteps
-from stages.model.attention import JoinedRows
-from stages.model.config import read_config
-from stages.model.load import load_model
-from stages.model.quantize import BLOCK_WEIGHTS
-from stages.model.spec import ModelSpec
-from stages.step.batches import IGNORED, Batch, BatchShape, join_rows
-from stages.step.offload import make_offload
-from stages.step.optim import build_optimizer
-from stages.step.scale import LossScaler
-from stages.step.step import StepSpec, training_step
-from stages.train.measure import Measured, make_meter
+from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.predict.predict import Setting, optim_of, predict
+from lean_finetune.memory.predict.shapes import TracedSteps
+from lean_finetune.memory.trace.kernels import target_of
+from lean_finetune.model.attention import JoinedRows
+from lean_finetune.model.config import read_config
+from lean_finetune.model.load import load_model
+from lean_finetune.model.quantize import BLOCK_WEIGHTS
+from lean_finetune.model.spec import ModelSpec
+from lean_finetune.step.batches import IGNORED, Batch, BatchShape, join_rows
+from lean_finetune.step.offload import make_offload
+from lean_finetune.step.optim import build_optimizer
+from lean_finetune.step.scale import LossScaler
+from lean_finetune.step.step import StepSpec, training_step
+from lean_finetune.train.monitor.measure import Measured, make_meter
 
 CPU = torch.device("cpu")
 CPU_TARGET = target_of(Device(name="cpu", kind="cpu", memory_bytes=2**34, compute_capability=(0, 0)))

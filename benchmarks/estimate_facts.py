@@ -9,11 +9,11 @@ from typing import Literal
 from transformers import LlamaConfig, PretrainedConfig
 
 from benchmarks.variants import Traced, Variant, reserved_bytes, trace_variant
-from stages.estimate.devices import resolve_gpu
-from stages.estimate.kernels import target_of
-from stages.estimate.states import BF16_WITH_FP32_MASTER, model_shapes
-from stages.model.spec import ModelSpec
-from stages.units import GIB, MIB
+from lean_finetune.core.units import GIB, MIB
+from lean_finetune.memory.devices import resolve_gpu
+from lean_finetune.memory.predict.states import BF16_WITH_FP32_MASTER, model_shapes
+from lean_finetune.memory.trace.kernels import target_of
+from lean_finetune.model.spec import ModelSpec
 
 FACTS = Path(__file__).parent / "facts"
 GB = 10**9

@@ -13,15 +13,15 @@ import torch
 
 from benchmarks.form import Bar, Measured, Row, benchmark
 from benchmarks.gpu.cases import MODELS
-from stages.dist.shard import ShardSpec
-from stages.estimate.devices import resolve_gpu
-from stages.estimate.fake_team import Sharing
-from stages.estimate.kernels import target_of
-from stages.estimate.neighbours import parts_away
-from stages.estimate.predict import Setting, predict
-from stages.model.spec import ModelSpec
-from stages.param_types import Method, OffloadState, Precision, Sharding
-from stages.step.batches import BatchShape
+from lean_finetune.config.param_types import Method, OffloadState, Precision, Sharding
+from lean_finetune.distributed.shard import ShardSpec
+from lean_finetune.memory.advice.neighbours import parts_away
+from lean_finetune.memory.devices import resolve_gpu
+from lean_finetune.memory.predict.predict import Setting, predict
+from lean_finetune.memory.trace.fake_team import Sharing
+from lean_finetune.memory.trace.kernels import target_of
+from lean_finetune.model.spec import ModelSpec
+from lean_finetune.step.batches import BatchShape
 
 MODEL = MODELS["Llama-3.1-8B"]
 TOKENS = 2048

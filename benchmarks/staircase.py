@@ -12,16 +12,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import LlamaConfig
 
-from stages.estimate.devices import resolve_gpu
-from stages.estimate.kernels import target_of
-from stages.estimate.predict import Setting
-from stages.estimate.replay import Replay, replay
-from stages.estimate.step_units import step_units
-from stages.estimate.templates import RunModel
-from stages.estimate.traced_runs import fit_run, kind_of
-from stages.model.spec import ModelSpec
-from stages.step.batches import BatchShape
-from stages.units import GIB
+from lean_finetune.core.units import GIB
+from lean_finetune.memory.allocator.replay import Replay, replay
+from lean_finetune.memory.allocator.step_units import step_units
+from lean_finetune.memory.allocator.templates import RunModel
+from lean_finetune.memory.allocator.traced_runs import fit_run, kind_of
+from lean_finetune.memory.devices import resolve_gpu
+from lean_finetune.memory.predict.predict import Setting
+from lean_finetune.memory.trace.kernels import target_of
+from lean_finetune.model.spec import ModelSpec
+from lean_finetune.step.batches import BatchShape
 
 GPU = "A100-80GB"
 CONFIG = LlamaConfig(

@@ -23,7 +23,7 @@ import click
 
 from benchmarks.form import Bar, Measured, Row, benchmark, interleaved, median_ratio
 from benchmarks.train_cases import Field, Peak, Steps, TrainerCase, trl, with_liger
-from stages.errors import UserError
+from lean_finetune.core.errors import UserError
 
 ROWS, QUICK_ROWS = 104, 100
 ROUNDS, QUICK_ROUNDS = 5, 1

@@ -20,12 +20,12 @@ from benchmarks.chat_file import SCRATCH, SEED
 from benchmarks.chat_text import english
 from benchmarks.data import RIVALS
 from benchmarks.data_cases import ROOT, Rival
-from stages.errors import UserError
-from stages.files import read_json
-from stages.step.tokens import TokenRows, read_lengths
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.files import read_json
+from lean_finetune.step.tokens import TokenRows, read_lengths
 
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-TOKENIZER = ROOT / "stages/pin/tiny"
+TOKENIZER = ROOT / "lean_finetune/tiny"
 LR = 1e-4
 MAX_LENGTH = 512
 MEDIAN_WORDS, SIGMA = 24, 0.8

@@ -1,6 +1,6 @@
 """The training step as other projects write it, traced: for back-tests against figures that they measured.
 
-What is trained here is `stages.step`; nothing of this file is. Published figures come from other steps: a forward pass
+What is trained here is `lean_finetune.step`; nothing of this file is. Published figures come from other steps: a forward pass
 through the whole model with logits of every position, padding masks, a key/value cache that nobody reads, outputs kept
 until the next step, multi-tensor updates. Each of these is an option with a name, off unless a source is known to
 have it.
@@ -17,13 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import eager_mask
 
-from stages.estimate.allocator import CachingAllocator
-from stages.estimate.kernels import Target
-from stages.estimate.trace import INPUTS, WEIGHTS, WORKSPACE, MemoryTrace
-from stages.model.load import fake_model
-from stages.model.quantize import quantisation_tensors
-from stages.model.spec import ModelSpec
-from stages.step.optim import trained_parameters
+from lean_finetune.memory.allocator.allocator import CachingAllocator
+from lean_finetune.memory.trace.kernels import Target
+from lean_finetune.memory.trace.trace import INPUTS, WEIGHTS, WORKSPACE, MemoryTrace
+from lean_finetune.model.load import fake_model
+from lean_finetune.model.quantize import quantisation_tensors
+from lean_finetune.model.spec import ModelSpec
+from lean_finetune.step.optim import trained_parameters
 
 CPU = torch.device("cpu")
 EAGER = "back_test_eager"
@@ -31,7 +31,7 @@ EAGER = "back_test_eager"
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """How a source's step differs from the one of `stages.step`."""
+    """How a source's step differs from the one of `lean_finetune.step`."""
 
     padding_mask: bool = False
     """Rows are padded and the model is told by a mask: no flash attention, and a mask of length × length per row."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from stages.errors import UserError
+from lean_finetune.core.errors import UserError
 
 POLL_SECONDS = 0.05
 """Between two looks at the processes: 20 a second cost under 5% of one core here; a shorter peak may be missed."""

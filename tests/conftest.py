@@ -27,7 +27,7 @@ def repo_root() -> Path:
 @pytest.fixture(scope="session")
 def tiny_dir() -> Path:
     """The shipped model directory."""
-    return ROOT / "stages" / "pin" / "tiny"
+    return ROOT / "lean_finetune" / "tiny"
 
 
 @pytest.fixture(scope="session")

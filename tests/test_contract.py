@@ -27,7 +27,7 @@ def import_closure(path: Path, seen: set[Path] | None = None) -> set[Path]:
             continue
         for module in modules:
             file = Path(*module.split(".")).with_suffix(".py")
-            if module.startswith("stages.") and (ROOT / file).exists():
+            if module.startswith(("stages.", "lean_finetune.")) and (ROOT / file).exists():
                 import_closure(file, seen)
     return seen
 
@@ -36,7 +36,7 @@ def entry_file(stage: str) -> Path:
     """The file that the stage's command runs."""
     argv = shlex.split(STAGES[stage]["cmd"])
     assert argv[:2] == ["python", "-m"], "a script path would import the workspace's code in --temp runs"
-    return Path(*argv[2].split("."), "__main__.py")
+    return Path(*argv[2].split(".")).with_suffix(".py")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -49,10 +49,15 @@ def test_code_deps_equal_the_import_closure(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_entry_imports_another_entry(stage):
     """A stage that imports another's entry would couple their command lines."""
-    entries = {path for path in import_closure(entry_file(stage)) if path.name == "__main__.py"}
+    entries = {path for path in import_closure(entry_file(stage)) if path.parent == Path("stages")}
     assert entries == {entry_file(stage)}
 
 
 def test_packages_are_empty():
     """Code in __init__.py would be a dependency that no list names."""
-    assert [str(p) for p in (ROOT / "stages").rglob("__init__.py") if p.read_text().strip()] == []
+    assert [
+        str(p)
+        for room in ("lean_finetune", "stages")
+        for p in (ROOT / room).rglob("__init__.py")
+        if p.read_text().strip()
+    ] == []

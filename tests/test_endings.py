@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-import stages.endings
+import lean_finetune.core.endings
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
 BEGINNING = """
 import os, signal, time
-from stages import endings
+from lean_finetune.core import endings
 
 def send(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
@@ -56,12 +56,12 @@ CASES = {
 def test_a_process_ends_as_it_should(code, status, said):
     done = run_bounded([sys.executable, "-c", BEGINNING + code], cwd=ROOT, timeout_seconds=20)
     assert done.returncode == status, done.stderr
-    assert done.stderr.strip().splitlines()[-1:] == ([f"stages.endings.{said}"] if said else [])
+    assert done.stderr.strip().splitlines()[-1:] == ([f"lean_finetune.core.endings.{said}"] if said else [])
 
 
 WRITE = """
 from pathlib import Path
-from stages import files
+from lean_finetune.core import files
 
 def at(number, call):
     def called(*args, **options):
@@ -101,7 +101,7 @@ def test_a_signal_leaves_nothing_beside_a_file(tmp_path: Path):
 STAGE = """
 import atexit, importlib.machinery, os, signal, sys
 sys.modules["__main__"].__spec__ = importlib.machinery.ModuleSpec("stages.demo", None)
-from stages.errors import StageCommand
+from lean_finetune.core.errors import StageCommand
 
 class Library:
     def __del__(self, write=os.write):
@@ -132,11 +132,11 @@ def test_whoever_imports_it_keeps_his_own_signals(tmp_path):
     """Only `python -m stages.…` hands Ctrl-C to the system; a notebook or a test that imports a stage does not."""
     script = Path(tmp_path / "script.py")
     script.write_text(
-        "import signal, stages.endings\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+        "import signal, lean_finetune.core.endings\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
     )
     run_bounded([sys.executable, script], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True)
 
 
 def test_the_codes_are_those_of_the_shell():
-    assert stages.endings.Interrupted(signal.SIGTERM).exit_code == 143
-    assert stages.endings.Interrupted(signal.SIGINT).exit_code == 130
+    assert lean_finetune.core.endings.Interrupted(signal.SIGTERM).exit_code == 143
+    assert lean_finetune.core.endings.Interrupted(signal.SIGINT).exit_code == 130

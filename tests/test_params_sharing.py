@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from stages.errors import UserError
-from stages.params_file import parse_params
+from lean_finetune.config.params_file import parse_params
+from lean_finetune.core.errors import UserError
 from tests.test_params import put, values  # noqa: F401 (a fixture)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.pin.__main__ import main as pin
+from stages.pin import main as pin
 from tests.conftest import ROOT
 from tests.faults.conftest import SMALL
 from tests.processes import kill_group
@@ -26,7 +26,7 @@ IN_A_SHELL = "import subprocess, sys; subprocess.Popen(['sh', '-c', '\"$@\"; tru
 STAGE = """
 import importlib.machinery, sys, time
 sys.modules["__main__"].__spec__ = importlib.machinery.ModuleSpec("stages.demo", None)
-from stages.errors import StageCommand
+from lean_finetune.core.errors import StageCommand
 StageCommand("demo", callback=lambda: (print("at work", flush=True), time.sleep(600))).main([])
 """
 

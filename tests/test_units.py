@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.units import GIB, MIB, readable_size, reading_unit
+from lean_finetune.core.units import GIB, MIB, readable_size, reading_unit
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from stages.estimate.predict import Setting
-from stages.estimate.shapes import TracedSteps
-from stages.model.spec import ModelSpec
-from stages.param_types import Method, OptimizerName, Precision
-from stages.step.batches import BatchShape
+from lean_finetune.config.param_types import Method, OptimizerName, Precision
+from lean_finetune.memory.predict.predict import Setting
+from lean_finetune.memory.predict.shapes import TracedSteps
+from lean_finetune.model.spec import ModelSpec
+from lean_finetune.step.batches import BatchShape
 
 
 def small_llama(*, tied: bool) -> LlamaConfig:

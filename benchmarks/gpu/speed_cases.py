@@ -10,10 +10,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from benchmarks.gpu.cases import MODELS, small_llama
-from stages.estimate.predict import Setting
-from stages.model.spec import ModelSpec
-from stages.param_types import Method, OptimizerName
-from stages.step.batches import BatchShape
+from lean_finetune.config.param_types import Method, OptimizerName
+from lean_finetune.memory.predict.predict import Setting
+from lean_finetune.model.spec import ModelSpec
+from lean_finetune.step.batches import BatchShape
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200 (data sheet): what MFU is a share of."""

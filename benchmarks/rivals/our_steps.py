@@ -18,18 +18,18 @@ from pathlib import Path
 
 import torch
 
-from stages.declared import read_params
-from stages.dist.world import ALONE
-from stages.model.precision import precision_of
-from stages.model.spec import ModelSpec
-from stages.step.batches import Batch
-from stages.step.loader import load
-from stages.step.loss import summed_loss
-from stages.train.job import Paths, make_job
-from stages.train.loop import TrainJob, train
-from stages.train.measure import make_meter
-from stages.train.resume import Keeper
-from stages.train.snapshot import Running
+from lean_finetune.config.declared import read_params
+from lean_finetune.distributed.world import ALONE
+from lean_finetune.model.precision import precision_of
+from lean_finetune.model.spec import ModelSpec
+from lean_finetune.step.batches import Batch
+from lean_finetune.step.loader import load
+from lean_finetune.step.loss import summed_loss
+from lean_finetune.train.checkpoint.resume import Keeper
+from lean_finetune.train.checkpoint.snapshot import Running
+from lean_finetune.train.job import Paths, make_job
+from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.monitor.measure import make_meter
 
 CPU = torch.device("cpu")
 

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.specs import FP32_LORA
-from stages.dist.shard import ShardSpec, make_team
-from stages.dist.world import World
-from stages.model.config import read_config
-from stages.model.load import hollow_model, load_model
-from stages.step.batches import Batch, collate
-from stages.step.optim import OptimSpec, build_optimizer
-from stages.step.step import StepSpec, training_step
+from lean_finetune.distributed.shard import ShardSpec, make_team
+from lean_finetune.distributed.world import World
+from lean_finetune.model.config import read_config
+from lean_finetune.model.load import hollow_model, load_model
+from lean_finetune.step.batches import Batch, collate
+from lean_finetune.step.optim import OptimSpec, build_optimizer
+from lean_finetune.step.step import StepSpec, training_step
 
 CPU = torch.device("cpu")
 ROWS, LENGTH = 4, 128

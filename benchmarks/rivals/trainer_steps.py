@@ -28,7 +28,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from stages.train.measure import CpuMeter
+from lean_finetune.train.monitor.measure import CpuMeter
 
 LIBRARIES = ("trl", "transformers", "torch", "accelerate")
 

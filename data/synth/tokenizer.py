@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.synth.rows import SEEN, stream_rows
 
-TINY = Path("stages/pin/tiny")
+TINY = Path("lean_finetune/tiny")
 VOCABULARY_SIZE = 1280
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 # A digit, a word, one other mark with the space after it, line ends, other white space: a word has one id everywhere.

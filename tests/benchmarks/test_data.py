@@ -13,7 +13,7 @@ from benchmarks import data
 from benchmarks.chat_file import ChatFile, generate
 from benchmarks.data_cases import Rival, Run, Stage, _run, without_start
 from benchmarks.watch import WHOLE, watch
-from stages.errors import UserError
+from lean_finetune.core.errors import UserError
 
 
 @pytest.fixture

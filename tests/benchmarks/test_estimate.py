@@ -18,7 +18,7 @@ from benchmarks.estimate_facts import (
     t4_facts,
 )
 from benchmarks.variants import Variant, reserved_bytes, trace_variant
-from tests.estimate.common import gpu_target
+from tests.memory.common import gpu_target
 
 SHAPES = ((2, 64), (2, 64))
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.estimate_sharded import Case, cases, predicted
-from stages.units import GIB
+from lean_finetune.core.units import GIB
 from tests.conftest import ROOT
 
 ROWS = json.loads((ROOT / "benchmarks/results/estimate_sharded.json").read_text())["rows"]

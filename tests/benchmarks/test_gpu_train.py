@@ -18,10 +18,10 @@ from benchmarks.gpu.speed_cases import (
     bars_of,
     flops_per_token,
 )
-from stages.estimate.predict import predict
-from stages.estimate.states import model_shapes
-from stages.units import GIB
-from tests.estimate.common import gpu_target
+from lean_finetune.core.units import GIB
+from lean_finetune.memory.predict.predict import predict
+from lean_finetune.memory.predict.states import model_shapes
+from tests.memory.common import gpu_target
 from tests.small_model import CPU
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import loader
-from stages.step.tokens import TokenRows
+from lean_finetune.step.tokens import TokenRows
 
 
 @pytest.fixture

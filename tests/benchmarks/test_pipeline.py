@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import pipeline
 from benchmarks.watch import WHOLE
-from stages.errors import UserError
+from lean_finetune.core.errors import UserError
 from tests.processes import run_bounded
 
 REPO = Path(__file__).resolve().parents[2]

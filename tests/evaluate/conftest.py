@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.evaluate.compare import Questions
-from stages.evaluate.generate import choose_prompts
-from stages.files import sha256_file, write_json
-from stages.model.adapters import add_adapters, save_adapter
-from stages.model.load import load_base
-from stages.model.spec import ModelSpec, WeightsSpec
-from stages.step.tokens import TokenRows
+from lean_finetune.core.files import sha256_file, write_json
+from lean_finetune.evaluate.compare import Questions
+from lean_finetune.evaluate.generate import choose_prompts
+from lean_finetune.model.adapters import add_adapters, save_adapter
+from lean_finetune.model.load import load_base
+from lean_finetune.model.spec import ModelSpec, WeightsSpec
+from lean_finetune.step.tokens import TokenRows
 from tests.token_files import Row, write_tokens
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ import torch
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from stages.evaluate.generate import Prompt, choose_prompts, greedy_answers, special_ids, stop_ids
-from stages.model.load import load_base
-from stages.step.limits import Limits
+from lean_finetune.evaluate.generate import Prompt, choose_prompts, greedy_answers, special_ids, stop_ids
+from lean_finetune.model.load import load_base
+from lean_finetune.step.limits import Limits
 from tests.evaluate.conftest import CPU, EOS, PAD, heldout_rows, spec_of
 from tests.token_files import Row, heldout
 

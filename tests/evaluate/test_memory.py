@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from stages.evaluate.compare import evaluate_models
-from stages.model.load import load_base, load_model
-from stages.model.merge import MERGED, write_merged
-from stages.model.spec import ModelSpec
-from stages.model.tensor_files import stored_tensors
-from stages.step.batches import collate
-from stages.step.limits import Limits
-from stages.step.optim import OptimSpec, build_optimizer
-from stages.step.step import StepSpec, training_step
-from stages.step.team import Alone
-from stages.step.tokens import TokenRows
-from stages.train.heldout import heldout_batches, heldout_loss
-from stages.train.measure import make_meter
-from stages.train.save import Merge, save_full, save_tuned
+from lean_finetune.evaluate.compare import evaluate_models
+from lean_finetune.model.load import load_base, load_model
+from lean_finetune.model.merge import MERGED, write_merged
+from lean_finetune.model.spec import ModelSpec
+from lean_finetune.model.tensor_files import stored_tensors
+from lean_finetune.step.batches import collate
+from lean_finetune.step.limits import Limits
+from lean_finetune.step.optim import OptimSpec, build_optimizer
+from lean_finetune.step.step import StepSpec, training_step
+from lean_finetune.step.team import Alone
+from lean_finetune.step.tokens import TokenRows
+from lean_finetune.train.heldout import heldout_batches, heldout_loss
+from lean_finetune.train.monitor.measure import make_meter
+from lean_finetune.train.save import Merge, save_full, save_tuned
 from tests.evaluate.conftest import CPU, PAD, TOKENIZER_FILES, questions_of, save_random_adapter, spec_of
 from tests.small_model import base_of
 from tests.small_model import spec_of as model_spec_of

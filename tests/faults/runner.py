@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from tests.tokenize.small_blocks import make_blocks_small
+from tests.data.tokens.small_blocks import make_blocks_small
 
 # The entry of tokenize is imported first: it sets what numpy reads when it is imported.
 ROOMS = ("tokenize", "pin", "bucket", "estimate", "train", "evaluate", "report")
@@ -122,7 +122,9 @@ def become(request: dict[str, Any], output: int) -> None:
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     os.chdir(request["cwd"])
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # As `stages.endings` has it, imported by `python -m stages.…`.
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # As `lean_finetune.core.endings` has it, imported by `python -m stages.…`.
     if request["file_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], request["file_bytes"]))
     if request["unprivileged"]:

@@ -10,16 +10,16 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from stages.errors import UserError
-from stages.model.adapters import load_adapter, save_adapter
-from stages.model.load import load_base, load_model
-from stages.model.merge import MERGED, write_merged
-from stages.model.quantize import keep_trainable_on_cpu, quantisation
-from stages.model.spec import ModelSpec
-from stages.model.start import adapted_layers
-from stages.model.tensor_files import model_tensors
-from stages.step.team import Alone
-from stages.train.save import Merge, save_tuned
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.adapters import load_adapter, save_adapter
+from lean_finetune.model.load import load_base, load_model
+from lean_finetune.model.merge import MERGED, write_merged
+from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
+from lean_finetune.model.spec import ModelSpec
+from lean_finetune.model.start import adapted_layers
+from lean_finetune.model.tensor_files import model_tensors
+from lean_finetune.step.team import Alone
+from lean_finetune.train.save import Merge, save_tuned
 from tests.small_model import CPU, VOCABULARY, base_of, spec_of
 
 IDS = torch.arange(3, 99)[None].remainder(VOCABULARY)

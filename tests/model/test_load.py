@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stages.errors import UserError
-from stages.model.adapters import load_adapter, save_adapter
-from stages.model.config import read_config, refuse_long_rows
-from stages.model.load import fake_model, hollow_model, load_base, load_model
-from stages.model.quantize import quantisation_tensors
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.adapters import load_adapter, save_adapter
+from lean_finetune.model.config import read_config, refuse_long_rows
+from lean_finetune.model.load import fake_model, hollow_model, load_base, load_model
+from lean_finetune.model.quantize import quantisation_tensors
 from tests.small_model import CPU, spec_of
 
 FORMS: list[dict[str, Any]] = [

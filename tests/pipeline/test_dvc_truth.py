@@ -157,7 +157,7 @@ def test_a_held_out_source_is_watched_and_no_held_out_row_reaches_the_report(clo
 @pytest.mark.slow
 def test_an_edited_template_reruns_tokenize(clone: Clone):
     """DVC tracks the path that data.chat_template holds; only the pin knows what lies there."""
-    tiny = clone.root / "stages/pin/tiny/chat_template.jinja"
+    tiny = clone.root / "lean_finetune/tiny/chat_template.jinja"
     mine = clone.root / "mine.jinja"
     mine.write_text(tiny.read_text())
     clone.dvc("repro", "pin_data")

@@ -34,7 +34,7 @@ def check_links(clone: Clone, folder: Path, revision: str) -> None:
 
 def new_source(folder: Path, model_bytes: int) -> list[str]:
     """Make a model directory and a data directory, and the flags of an experiment with them."""
-    shutil.copytree(ROOT / "stages/pin/tiny", folder / "model")
+    shutil.copytree(ROOT / "lean_finetune/tiny", folder / "model")
     weights = folder / "model/model.safetensors"
     # Nothing here reads more of the weights than their header; random bytes do not compress.
     save_file({**load_file(weights), "more": torch.randint(256, (model_bytes,), dtype=torch.uint8)}, weights)
@@ -85,7 +85,7 @@ def test_weights_and_data_never_enter_git(clone: Clone, tmp_path: Path, name: st
     clone.run("git", "checkout", "-q", f"{name}-branch")
     check_links(clone, folder, "HEAD")
     clone.run("git", "checkout", "-q", "main")
-    assert os.readlink(clone.root / "locks/watched-model") == "../stages/pin/tiny"
+    assert os.readlink(clone.root / "locks/watched-model") == "../lean_finetune/tiny"
     assert git_bytes(clone) - before < 2**20
     shutil.rmtree(folder)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from stages.estimate.explain import TIMELINE_COLUMNS
-from stages.estimate.trace import CATEGORIES
-from stages.files import FIGURES, write_csv, write_json, write_text
-from stages.train.loop import CURVE_COLUMNS
+from lean_finetune.core.files import FIGURES, write_csv, write_json, write_text
+from lean_finetune.memory.predict.explain import TIMELINE_COLUMNS
+from lean_finetune.memory.trace.trace import CATEGORIES
+from lean_finetune.train.loop import CURVE_COLUMNS
 from tests.workspace import lay_out
 
 MIB = 2**20

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 from ruamel.yaml import YAML
 
-from stages.estimate.explain import TIMELINE_COLUMNS
-from stages.files import write_csv, write_json
-from stages.report.__main__ import main
+from lean_finetune.core.files import write_csv, write_json
+from lean_finetune.memory.predict.explain import TIMELINE_COLUMNS
+from stages.report import main
 from tests.report.conftest import GENERATION, MIB, TIMELINE, metrics, write_inputs
 from tests.workspace import invoke, run_module, told
 

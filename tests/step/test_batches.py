@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stages.bucket.plan import MicroBatch
-from stages.errors import UserError
-from stages.step.batches import IGNORED, Batch, BatchShape, collate, empty_batch, joined_lengths, read_batch
-from stages.step.tokens import TokenRows
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.plan import MicroBatch
+from lean_finetune.step.batches import IGNORED, Batch, BatchShape, collate, empty_batch, joined_lengths, read_batch
+from lean_finetune.step.tokens import TokenRows
 from tests.step.test_tokens import EOS, ROWS
 from tests.token_files import write_tokens
 

@@ -18,12 +18,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from stages.errors import UserError
-from stages.model.attention import ATTENTION
-from stages.model.config import read_config, refuse_joined_rows
-from stages.model.load import load_model
-from stages.step.batches import collate
-from stages.step.loss import check_joined_rows, summed_loss, token_losses
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.attention import ATTENTION
+from lean_finetune.model.config import read_config, refuse_joined_rows
+from lean_finetune.model.load import load_model
+from lean_finetune.step.batches import collate
+from lean_finetune.step.loss import check_joined_rows, summed_loss, token_losses
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.step.common import assert_equal, cut, join, rows, run
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.params_file import load_params
-from stages.step.limits import Limits
+from lean_finetune.config.params_file import load_params
+from lean_finetune.step.limits import Limits
 from tests.workspace import lay_out
 
 

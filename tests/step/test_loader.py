@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from stages.bucket.plan import MicroBatch, Plan
-from stages.errors import UserError
-from stages.step.batches import IGNORED, Batch, read_batch
-from stages.step.loader import load
-from stages.step.tokens import TokenRows
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.plan import MicroBatch, Plan
+from lean_finetune.step.batches import IGNORED, Batch, read_batch
+from lean_finetune.step.loader import load
+from lean_finetune.step.tokens import TokenRows
 from tests.token_files import Row, write_tokens
 
 STEPS, RANKS, MICRO_STEPS = 9, 2, 2
@@ -116,7 +116,7 @@ def test_reading_ahead_is_bounded(tokens, monkeypatch):
     def count(*args, **kwargs) -> None:
         made.append(args)
 
-    monkeypatch.setattr("stages.step.loader.read_batch", count)
+    monkeypatch.setattr("lean_finetune.step.loader.read_batch", count)
     stream = load(tokens, plan_for(tokens, flat=False), pad_id=0, threads=2)
     next(stream)
     stream.close()

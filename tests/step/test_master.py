@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from stages.errors import UserError
-from stages.model.load import load_model
-from stages.step import host
-from stages.step.host import HostLink, refuse_offloaded_state
-from stages.step.in_backward import refuse_in_backward
-from stages.step.optim import OptimSpec, build_optimizer
-from stages.step.step import StepSpec, training_step
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.load import load_model
+from lean_finetune.step import host
+from lean_finetune.step.host import HostLink, refuse_offloaded_state
+from lean_finetune.step.in_backward import refuse_in_backward
+from lean_finetune.step.optim import OptimSpec, build_optimizer
+from lean_finetune.step.step import StepSpec, training_step
 from tests.small_model import CPU, spec_of
 from tests.step.common import OPTIM, assert_equal, cut, run
 

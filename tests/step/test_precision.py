@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.errors import UserError
-from stages.model.load import load_model
-from stages.model.precision import choose_precision
-from stages.step.optim import OptimSpec, build_optimizer
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.load import load_model
+from lean_finetune.model.precision import choose_precision
+from lean_finetune.step.optim import OptimSpec, build_optimizer
 from tests.small_model import CPU, spec_of
 from tests.step.common import cut, run
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from stages.errors import UserError
-from stages.step import scale
-from stages.step.scale import LossScaler
+from lean_finetune.core.errors import UserError
+from lean_finetune.step import scale
+from lean_finetune.step.scale import LossScaler
 
 
 def test_the_scale_moves_as_that_of_torch(monkeypatch: pytest.MonkeyPatch):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stages.errors import UserError
-from stages.model.load import load_model
-from stages.step.loss import check_head, summed_loss
-from stages.step.optim import OptimSpec, learning_rate
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.load import load_model
+from lean_finetune.step.loss import check_head, summed_loss
+from lean_finetune.step.optim import OptimSpec, learning_rate
 from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, cut, rows, run
 

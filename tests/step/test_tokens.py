@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from stages.errors import UserError
-from stages.step.tokens import TokenRows
+from lean_finetune.core.errors import UserError
+from lean_finetune.step.tokens import TokenRows
 from tests.token_files import Row, write_index, write_tokens
 
 EOS = 3

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from stages.bucket.plan import MicroBatch, Plan
-from stages.step.batches import Batch
-from stages.step.optim import OptimSpec
-from stages.step.step import StepSpec
-from stages.step.tokens import TokenRows
-from stages.train.checkpoint import CheckpointStore
-from stages.train.loop import TrainJob, train
-from stages.train.measure import make_meter
-from stages.train.metrics import train_metrics
-from stages.train.resume import Checkpoints
-from stages.train.signals import Stop, Stopped
-from stages.train.snapshot import Running
+from lean_finetune.plan.plan import MicroBatch, Plan
+from lean_finetune.step.batches import Batch
+from lean_finetune.step.optim import OptimSpec
+from lean_finetune.step.step import StepSpec
+from lean_finetune.step.tokens import TokenRows
+from lean_finetune.train.checkpoint.checkpoint import CheckpointStore
+from lean_finetune.train.checkpoint.resume import Checkpoints
+from lean_finetune.train.checkpoint.snapshot import Running
+from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.metrics import train_metrics
+from lean_finetune.train.monitor.measure import make_meter
+from lean_finetune.train.process.signals import Stop, Stopped
 from tests.repeatable import repeatable
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens

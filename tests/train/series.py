@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from stages.estimate.allocator import CachingAllocator
-from stages.units import GIB, MIB
+from lean_finetune.core.units import GIB, MIB
+from lean_finetune.memory.allocator.allocator import CachingAllocator
 
 STEPS = 365
 LEVEL = 10.0 * GIB

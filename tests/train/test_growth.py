@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from ruamel.yaml import YAML
 
-from stages.train.growth import LEAST_STEPS, SURE, Growth, classify
-from stages.train.growth_advice import FIRST_LOOK_STEPS, GrowthWatch, growth_line
-from stages.units import GIB, MIB
+from lean_finetune.core.units import GIB, MIB
+from lean_finetune.train.monitor.growth import LEAST_STEPS, SURE, Growth, classify
+from lean_finetune.train.monitor.growth_advice import FIRST_LOOK_STEPS, GrowthWatch, growth_line
 from tests.conftest import ROOT
 from tests.train.series import LEAK, LEVEL, NO_LEAK, STEPS, lengths, rows_of, staircase
 

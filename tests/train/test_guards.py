@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from stages.bucket.plan import MicroBatch, Plan
-from stages.errors import UserError
-from stages.model.load import load_model
-from stages.step.team import Alone
-from stages.train import device
-from stages.train.device import check_device, check_host, check_offload
-from stages.train.guards import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
-from stages.train.heldout import heldout_batches
-from stages.train.loop import measured_steps
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.load import load_model
+from lean_finetune.plan.plan import MicroBatch, Plan
+from lean_finetune.step.team import Alone
+from lean_finetune.train.heldout import heldout_batches
+from lean_finetune.train.loop import measured_steps
+from lean_finetune.train.monitor.guards import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
+from lean_finetune.train.process import device
+from lean_finetune.train.process.device import check_device, check_host, check_offload
 from tests.small_model import CPU, spec_of
 from tests.token_files import heldout
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.train import host_peak as module
-from stages.train.host_peak import HostPeak, host_peak
+from lean_finetune.train.monitor import host_peak as module
+from lean_finetune.train.monitor.host_peak import HostPeak, host_peak
 
 MIB = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-water mark is Linux's")

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stages.bucket.plan import MicroBatch, Plan
-from stages.errors import UserError
-from stages.step.batches import refuse_other_ranks
-from stages.step.offload import DiskStore, Offload
-from stages.step.optim import OptimSpec
-from stages.step.step import StepSpec
-from stages.step.tokens import TokenRows
-from stages.train.loop import TrainJob, train
-from stages.train.measure import make_meter
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.plan import MicroBatch, Plan
+from lean_finetune.step.batches import refuse_other_ranks
+from lean_finetune.step.offload import DiskStore, Offload
+from lean_finetune.step.optim import OptimSpec
+from lean_finetune.step.step import StepSpec
+from lean_finetune.step.tokens import TokenRows
+from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.monitor.measure import make_meter
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens
 

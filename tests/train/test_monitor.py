@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from stages.bucket.plan import MicroBatch, Plan
-from stages.train import counters, loop, process_status
-from stages.train.counters import CudaCounters, MallocCounters, NoCounters, Resident, make_counters
-from stages.train.growth import SURE, classify
-from stages.train.growth_advice import FIRST_LOOK_STEPS
-from stages.train.loop import TrainJob, TrainResult, train
-from stages.train.measure import CpuMeter, make_meter
-from stages.train.metrics import train_metrics
-from stages.train.monitor import MEMORY_COLUMNS, Monitor, memory_text
-from stages.units import MIB
+from lean_finetune.core import process_status
+from lean_finetune.core.units import MIB
+from lean_finetune.plan.plan import MicroBatch, Plan
+from lean_finetune.train import loop
+from lean_finetune.train.loop import TrainJob, TrainResult, train
+from lean_finetune.train.metrics import train_metrics
+from lean_finetune.train.monitor import counters
+from lean_finetune.train.monitor.counters import CudaCounters, MallocCounters, NoCounters, Resident, make_counters
+from lean_finetune.train.monitor.growth import SURE, classify
+from lean_finetune.train.monitor.growth_advice import FIRST_LOOK_STEPS
+from lean_finetune.train.monitor.measure import CpuMeter, make_meter
+from lean_finetune.train.monitor.monitor import MEMORY_COLUMNS, Monitor, memory_text
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.bucket.__main__ import main as bucket
-from stages.files import write_json
-from stages.pin.__main__ import main as pin
-from stages.tokenize.__main__ import main as tokenize
-from stages.units import MIB
+from lean_finetune.core.files import write_json
+from lean_finetune.core.units import MIB
+from stages.bucket import main as bucket
+from stages.pin import main as pin
+from stages.tokenize import main as tokenize
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 from tests.stand_ins import write_verdict
@@ -33,8 +33,8 @@ pytestmark = [
 TRAIN = f"""
 import os, resource, sys
 sys.path.insert(0, {str(ROOT)!r})
-import stages.train.__main__ as stage
-import psutil, stages.train.run
+import stages.train as stage
+import psutil, lean_finetune.train.run
 for case in sys.argv[1:]:
     workspace, budget = case.split("=")
     if not (child := os.fork()):
@@ -121,7 +121,7 @@ def train_each(prepared: Path, to: Path, cases: dict[str, tuple[int, str]]) -> d
 
 def save_large_model(directory: Path) -> Path:
     """A model whose 90 million weights take 360 MB in fp32, with the shipped tokenizer."""
-    tiny = ROOT / "stages/pin/tiny"
+    tiny = ROOT / "lean_finetune/tiny"
     config = LlamaConfig.from_pretrained(tiny, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6)
     LlamaForCausalLM(config).to(dtype=torch.bfloat16).save_pretrained(directory)  # type: ignore[call-arg]
     for name in ("tokenizer.json", "tokenizer_config.json"):

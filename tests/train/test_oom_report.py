@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from stages.errors import StageCommand
-from stages.files import write_json
-from stages.step.memory_end import is_out_of_memory
-from stages.train.address_limit import AddressLimit
-from stages.train.oom import Failure, asked_bytes
-from stages.train.oom_report import Forecast, Running, out_of_memory, read_forecast, would_fit
-from stages.units import GIB, MIB
+from lean_finetune.core.address_limit import AddressLimit
+from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.files import write_json
+from lean_finetune.core.units import GIB, MIB
+from lean_finetune.step.memory_end import is_out_of_memory
+from lean_finetune.train.oom.oom import Failure, asked_bytes
+from lean_finetune.train.oom.oom_report import Forecast, Running, out_of_memory, read_forecast, would_fit
 from tests.workspace import invoke
 
 FAILURE = Failure(

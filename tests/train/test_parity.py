@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from stages.step.batches import IGNORED
-from stages.step.optim import OptimSpec
+from lean_finetune.step.batches import IGNORED
+from lean_finetune.step.optim import OptimSpec
 from tests.step.common import cut, rows, run
 
 STEPS = 20

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from stages.errors import UserError
-from stages.files import write_csv
-from stages.train.__main__ import main
-from stages.train.loop import CURVE_COLUMNS
-from stages.train.recorded import explained, read_recorded
-from stages.units import GIB
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.files import write_csv
+from lean_finetune.core.units import GIB
+from lean_finetune.train.loop import CURVE_COLUMNS
+from lean_finetune.train.monitor.recorded import explained, read_recorded
+from stages.train import main
 
 
 def written(path: Path, text: str) -> Path:

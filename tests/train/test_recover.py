@@ -10,19 +10,19 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stages.bucket.plan import MicroBatch, Plan
-from stages.errors import UserError
-from stages.step.optim import OptimSpec
-from stages.step.step import StepSpec
-from stages.step.tokens import TokenRows
-from stages.train.checkpoint import CheckpointStore
-from stages.train.loop import TrainJob, TrainResult, train
-from stages.train.measure import make_meter
-from stages.train.oom import Failure, OutOfMemory
-from stages.train.recover import Ending
-from stages.train.resume import Checkpoints
-from stages.train.signals import Stop
-from stages.train.snapshot import Running
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.plan import MicroBatch, Plan
+from lean_finetune.step.optim import OptimSpec
+from lean_finetune.step.step import StepSpec
+from lean_finetune.step.tokens import TokenRows
+from lean_finetune.train.checkpoint.checkpoint import CheckpointStore
+from lean_finetune.train.checkpoint.resume import Checkpoints
+from lean_finetune.train.checkpoint.snapshot import Running
+from lean_finetune.train.loop import TrainJob, TrainResult, train
+from lean_finetune.train.monitor.measure import make_meter
+from lean_finetune.train.oom.oom import Failure, OutOfMemory
+from lean_finetune.train.oom.recover import Ending
+from lean_finetune.train.process.signals import Stop
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens
 

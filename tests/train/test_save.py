@@ -11,11 +11,11 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stages.errors import UserError
-from stages.model.load import load_model
-from stages.pin.locate import TINY_DIRECTORY, TOKENIZER_FILES, model_address
-from stages.step.team import Alone
-from stages.train.save import Base, Merge, save_tuned
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.load import load_model
+from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES, model_address
+from lean_finetune.step.team import Alone
+from lean_finetune.train.save import Base, Merge, save_tuned
 from tests.processes import run_bounded
 from tests.small_model import CPU, base_of, spec_of
 
@@ -116,12 +116,12 @@ def test_an_adapter_names_its_base_where_that_outlives_the_run(small_llama: Path
     copy, checkout = tmp_path / "copy", tmp_path / "checkout"
     for root in (copy, checkout):
         (root / "mine").mkdir(parents=True)
-        (root / "stages/pin/tiny").mkdir(parents=True)
+        (root / "lean_finetune/tiny").mkdir(parents=True)
     monkeypatch.chdir(copy)
     monkeypatch.setenv("DVC_ROOT", str(checkout))
     assert model_address({"kind": "directory", "name": "mine"}) == str(checkout / "mine")
     assert model_address({"kind": "directory", "name": str(copy / "mine")}) == str(copy / "mine")
-    assert model_address({"kind": "tiny"}) == str(checkout / "stages/pin/tiny")
+    assert model_address({"kind": "tiny"}) == str(checkout / "lean_finetune/tiny")
     hub = Base(
         address=model_address({"kind": "hub", "name": "org/model"}),
         revision="0123abcd",

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from stages.model.load import load_model
-from stages.params import Train
-from stages.step.batches import Batch
-from stages.step.offload import DiskStore, Offload
-from stages.step.optim import OptimSpec
+from lean_finetune.config.params import Train
+from lean_finetune.model.load import load_model
+from lean_finetune.step.batches import Batch
+from lean_finetune.step.offload import DiskStore, Offload
+from lean_finetune.step.optim import OptimSpec
 from tests.conftest import ROOT
 from tests.small_model import CPU, spec_of
 from tests.step.common import cut, join, run
@@ -163,8 +163,8 @@ WITHOUT_ROW = {
     "method": "a column of the table",
     "grad_ckpt_every": "read by grad_ckpt_policy=every_n, which has one",
     "expandable_segments": "of a GPU's allocator: no kernel sees it",
-    "sharding": "of several GPUs: tests/dist/test_parity.py",
-    "shard_group_gpus": "of several GPUs: tests/dist/test_parity.py",
+    "sharding": "of several GPUs: tests/distributed/test_parity.py",
+    "shard_group_gpus": "of several GPUs: tests/distributed/test_parity.py",
     **dict.fromkeys(
         ("lr", "weight_decay", "schedule", "warmup_fraction", "epochs", "tokens_per_step"), "what is learnt"
     ),

@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 
-from stages.train import trend
-from stages.train.trend import BLOCKS, LEAST_POINTS, at_equal_shape, meet_confidence, rising_confidence, steady_trend
+from lean_finetune.train.monitor import trend
+from lean_finetune.train.monitor.trend import (
+    BLOCKS,
+    LEAST_POINTS,
+    at_equal_shape,
+    meet_confidence,
+    rising_confidence,
+    steady_trend,
+)
 
 STEPS = np.arange(120.0)
 DRAW = np.random.default_rng(0)

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from stages.errors import UserError
-from stages.params import Run
-from stages.params_file import load_params
-from stages.train.identity import run_key
-from stages.train.keeper import NOTHING_KEPT, Keeper
-from stages.train.loop import TrainJob, train
-from stages.train.measure import make_meter
-from stages.train.place import DVC_LOCK, RECORD, Choice, mark_finished
-from stages.train.resume import Checkpoints, opened
-from stages.train.signals import Stop
-from stages.train.unfinished import choose, told_of_mixture
+from lean_finetune.config.params import Run
+from lean_finetune.config.params_file import load_params
+from lean_finetune.core.errors import UserError
+from lean_finetune.train.checkpoint.keeper import NOTHING_KEPT, Keeper
+from lean_finetune.train.checkpoint.place import DVC_LOCK, RECORD, Choice, mark_finished
+from lean_finetune.train.checkpoint.resume import Checkpoints, opened
+from lean_finetune.train.identity import run_key
+from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.monitor.measure import make_meter
+from lean_finetune.train.process.signals import Stop
+from lean_finetune.train.unfinished import choose, told_of_mixture
 from tests.conftest import ROOT
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
@@ -29,7 +29,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "parameters": {"seed": 17, "train.lr": 0.003, "bucket": "0a"},
     "data": {"tokens.train.arrow": "1b"},
     "model": {"model": "2c"},
-    "code": {"stages/step/step.py": "3d", "stages/step/loss.py": "4e"},
+    "code": {"lean_finetune/step/step.py": "3d", "lean_finetune/step/loss.py": "4e"},
     "device": {"name": "AVX2"},
     "threads": {"run.cpu_threads": 2},
     "versions": {"torch": "2.13.0"},
@@ -57,7 +57,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "parameters": ({"train.lr": 0.001}, "train.lr: 0.001 there, 0.003 here"),
     "data": ({"tokens.train.arrow": "other"}, "tokens.train.arrow"),
     "model": ({"model": "other"}, "model"),
-    "code": ({"stages/step/step.py": "other"}, "stages/step/step.py"),
+    "code": ({"lean_finetune/step/step.py": "other"}, "lean_finetune/step/step.py"),
     "threads": ({"run.cpu_threads": 8}, "run.cpu_threads: 8 there, 2 here"),
     "versions": ({"torch": "2.11.0"}, 'torch: "2.11.0" there, "2.13.0" here'),
 }
@@ -80,8 +80,12 @@ def test_a_run_that_is_not_resumed_says_why(tmp_path: Path, kind: str):
 def test_of_several_the_nearest_is_named(tmp_path: Path):
     """Each change of a parameter leaves one."""
     left(tmp_path, 90, {"parameters": {"train.lr": 1.0}})
-    left(tmp_path, 80, {"code": {"stages/step/step.py": "a", "stages/step/loss.py": "b"}, "versions": {"torch": "1"}})
-    nearest, said = left(tmp_path, 3, {"code": {"stages/step/step.py": "a"}}), list[str]()
+    left(
+        tmp_path,
+        80,
+        {"code": {"lean_finetune/step/step.py": "a", "lean_finetune/step/loss.py": "b"}, "versions": {"torch": "1"}},
+    )
+    nearest, said = left(tmp_path, 3, {"code": {"lean_finetune/step/step.py": "a"}}), list[str]()
     choose(tmp_path, PARTS, "exact", said.append)
     assert len(said) == 1 and str(nearest) in said[0]
 
@@ -97,7 +101,7 @@ def opened_for(choice: Choice, said: list[str]) -> Any:
 def test_a_compatible_run_goes_on_says_so_and_is_never_taken_for_an_exact_one(small_llama: Path, tmp_path: Path):
     """Metrics of two versions of the code that look like those of one."""
     job, root, said = quick_job(small_llama, tmp_path), tmp_path / "kept", list[str]()
-    old = choose(root, parts_with(code={"stages/step/step.py": "older"}), "exact", print)
+    old = choose(root, parts_with(code={"lean_finetune/step/step.py": "older"}), "exact", print)
     with pytest.raises(ConnectionError), opened_for(old, said) as keeper:
         keeper.step_done = stop_after(keeper, 2)
         weights_of(job, keeper)
@@ -111,7 +115,9 @@ def test_a_compatible_run_goes_on_says_so_and_is_never_taken_for_an_exact_one(sm
     assert "is not resumed: it is itself a mixture" in said[-1]
     again = choose(root, PARTS, "compatible", said.append)
     assert again == Choice(directory=choice.directory, earlier=None, record=choice.record)
-    assert told_of_mixture(again) == {"resumed": "compatible: with other code (stages/step/step.py) up to step 2"}
+    assert told_of_mixture(again) == {
+        "resumed": "compatible: with other code (lean_finetune/step/step.py) up to step 2"
+    }
     with opened_for(again, said) as keeper:
         assert keeper.first_step == 4
         assert weights_of(job, keeper) == weights_of(job)  # Nothing but the record's word was another.
@@ -143,7 +149,7 @@ def stop_after(keeper: Checkpoints, step: int) -> Any:
 def test_a_checkpoint_that_other_code_cannot_read_is_refused_in_one_line(small_llama: Path, tmp_path: Path):
     """A permission to try ends in no traceback, and what was there stays."""
     root, said = tmp_path / "kept", list[str]()
-    old = choose(root, parts_with(code={"stages/step/step.py": "older"}), "exact", print)
+    old = choose(root, parts_with(code={"lean_finetune/step/step.py": "older"}), "exact", print)
     with pytest.raises(ConnectionError), opened_for(old, said) as keeper:
         keeper.step_done = stop_after(keeper, 2)
         weights_of(quick_job(small_llama, tmp_path, method="lora"), keeper)

@@ -9,12 +9,12 @@ from typing import Literal
 
 import torch
 
-from stages.params_file import load_params
-from stages.parent_death import end_with_parent
-from stages.step.batches import Batch
-from stages.train.place import Choice
-from stages.train.resume import Checkpoints, opened
-from stages.train.signals import Stop, stopped_by_signals
+from lean_finetune.config.params_file import load_params
+from lean_finetune.core.parent_death import end_with_parent
+from lean_finetune.step.batches import Batch
+from lean_finetune.train.checkpoint.place import Choice
+from lean_finetune.train.checkpoint.resume import Checkpoints, opened
+from lean_finetune.train.process.signals import Stop, stopped_by_signals
 from tests.conftest import ROOT
 from tests.train.interrupted import finish, small_job
 

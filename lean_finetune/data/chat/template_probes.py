@@ -1,0 +1,190 @@
+"""Test conversations that show what a chat template does before any row is rendered."""
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.chat.segments import Segment, split_segments
+from lean_finetune.data.chat.template import CompiledTemplate
+from lean_finetune.data.format.example import Conversation, Message, RowFault
+
+_CALL = {"type": "function", "id": "a1B2c3D4e", "function": {"name": "zqcall", "arguments": {"x": 1, "y": ["é", "2"]}}}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "zqtools",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        },
+    }
+]
+
+
+def _turn(role: str, content: str, **others: Any) -> Message:
+    return {"role": role, "content": content, **others}
+
+
+_ASK, _ANSWER = _turn("user", "Q"), _turn("assistant", "A")
+_CALLING = _turn("assistant", "", tool_calls=[_CALL])
+_RESULT = _turn("tool", "zqresult", tool_call_id="a1B2c3D4e", name="zqcall")
+_BASIC = Conversation(messages=[_ASK, _ANSWER], tools=None)
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names under which messages hold reasoning: of Qwen, DeepSeek and GLM, of OpenRouter and Gemma, of gpt-oss and LFM."""
+MESSAGE_FIELDS = (*REASONING_FIELDS, "channel", "refusal")
+"""Keys of a message without which its text means something else."""
+
+# Conversation and the text that must be seen, by the part of a row that it shows.
+_PARTS = {
+    "tools": (Conversation(messages=[_ASK, _ANSWER], tools=_TOOLS), "zqtools"),
+    "tool_calls": (Conversation(messages=[_ASK, _CALLING], tools=_TOOLS), "zqcall"),
+    "tool": (Conversation(messages=[_ASK, _CALLING, _RESULT, _ANSWER], tools=_TOOLS), "zqresult"),
+    "system": (Conversation(messages=[_turn("system", "zqsystem"), _ASK, _ANSWER], tools=None), "zqsystem"),
+    "developer": (Conversation(messages=[_turn("developer", "zqdeveloper"), _ASK, _ANSWER], tools=None), "zqdeveloper"),
+}
+
+_THOUGHT = "<think>\nHm.\n</think>\n\nA"
+PROBES = (
+    _BASIC,
+    Conversation(messages=[_ASK, _ANSWER, _turn("user", " Q2\n"), _turn("assistant", "\n A2 ")], tools=None),
+    Conversation(messages=[_turn("system", " S "), _ASK, _ANSWER, _ASK, _ANSWER], tools=None),
+    Conversation(messages=[_ASK, _turn("assistant", _THOUGHT), _ASK, _turn("assistant", _THOUGHT)], tools=None),
+    Conversation(messages=[_ASK, _turn("assistant", "A", reasoning_content="Hm.")], tools=None),
+    *(conversation for conversation, _ in _PARTS.values()),
+    Conversation(
+        messages=[_turn("system", "S"), _ASK, _CALLING, _RESULT, _RESULT, _ANSWER, _ASK, _ANSWER], tools=_TOOLS
+    ),
+    Conversation(messages=[_ASK, _turn("assistant", "B", tool_calls=[_CALL]), _RESULT, _ANSWER], tools=None),
+)
+
+
+def rendering(template: CompiledTemplate, conversation: Conversation) -> str | None:
+    """The rendering; None where the template refuses the conversation, which is no silent loss."""
+    try:
+        return template.text(conversation.messages, conversation.tools)
+    except RowFault:
+        return None
+
+
+def hidden_parts(template: CompiledTemplate) -> frozenset[str]:
+    """Which of tools, tool_calls and messages of the rarer roles the template leaves out without a word."""
+    texts = {part: rendering(template, conversation) for part, (conversation, _) in _PARTS.items()}
+    hidden = {part for part, text in texts.items() if text is not None and _PARTS[part][1] not in text}
+    return frozenset(hidden | {field for field in MESSAGE_FIELDS if not _shows_field(template, field)})
+
+
+def _shows_field(template: CompiledTemplate, field: str) -> bool:
+    """Whether the key of a message changes the rendering of an answer or a call; True where both are refused."""
+    shown = []
+    for message in (_ANSWER, _CALLING):
+        texts = [
+            rendering(template, Conversation(messages=[_ASK, turn], tools=_TOOLS if "tool_calls" in turn else None))
+            for turn in (message, {**message, field: "zqfield"})
+        ]
+        shown += [texts[0] != texts[1]] if None not in texts else []
+    return any(shown) or not shown
+
+
+def parts_of(conversation: Conversation) -> set[str]:
+    """The roles of a conversation's messages, and what else it has that a template may leave out."""
+    parts = {message["role"] for message in conversation.messages}
+    if conversation.tools:
+        parts.add("tools")
+    for message in conversation.messages:
+        if len(message) > 2:  # more than role and content
+            parts |= {field for field in MESSAGE_FIELDS if has_text(message.get(field))}
+            if "tool_calls" in message:
+                parts.add("tool_calls")
+    return parts
+
+
+def has_text(value: Any) -> bool:
+    """Whether a value says something: blank text does not."""
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
+def reasoning_of(message: Message) -> str:
+    """A message's reasoning, in a key of its own or in <think> tags of its content; empty where it has none."""
+    for field in REASONING_FIELDS:
+        if isinstance(value := message.get(field), str) and value.strip():
+            return value.strip()
+    before, closing, _ = message["content"].partition("</think>")
+    return before.rpartition("<think>")[2].strip() if closing else ""
+
+
+def check_turns(template: CompiledTemplate, hidden: Set[str], name: str, train_on: str) -> None:
+    """Refuse a template that leaves out a message's text, or whose generation marks are not around the assistant's.
+
+    Raises:
+        UserError: naming the role.
+    """
+    for probe in PROBES:
+        distinct = [
+            {**message, "content": message["content"] and f"zqtext{number}"}
+            for number, message in enumerate(probe.messages)
+        ]
+        conversation = replace(probe, messages=distinct)
+        if parts_of(conversation) & hidden or (text := rendering(template, conversation)) is None:
+            continue
+        # Templates may leave out what is said beside a call.
+        messages = [message for message in distinct if message["content"] and "tool_calls" not in message]
+        for message in messages:
+            if message["content"] not in text.casefold():
+                raise UserError(
+                    f"{name} does not show the text of {message['role']} messages, so it would be lost; let it show "
+                    "each message, or name another in data.chat_template"
+                )
+        if template.has_marks and train_on != "all":
+            try:
+                segments = split_segments(template.pieces(distinct, probe.tools))
+            except RowFault as fault:
+                raise UserError(f"{name} cannot be used: {fault}") from None
+            _check_marks(segments, messages, name, train_on)
+
+
+def _check_marks(segments: list[Segment], messages: list[Message], name: str, train_on: str) -> None:
+    """Compare the texts inside generation marks with the turns whose they are."""
+    marked = " ".join(segment.text for segment in segments if segment.trained).casefold()
+    last = messages[-1]
+    for message in messages:
+        is_marked, is_answer = message["content"] in marked, message["role"] == "assistant"
+        if is_marked and not is_answer:
+            raise UserError(
+                f"{name} has generation marks around the text of {message['role']} messages, which would be trained; "
+                "put them around the assistant's text alone"
+            )
+        if is_answer and not is_marked and (message is last or train_on == "assistant"):
+            raise UserError(
+                f"{name} has generation marks, but not around the text of "
+                f"{'the last' if message is last else 'each'} assistant message; mend them"
+                f"{'' if message is last else ', or set data.train_on to last_assistant'}"
+            )
+
+
+def check_probe(
+    render: Callable[[Conversation], list[Segment]],
+    name: str,
+    special_tokens: Mapping[str, str],
+    control: Iterable[str],
+) -> None:
+    """Refuse a template that trains no end of turn, or that doubles the BOS token; a refused question is let pass.
+
+    Raises:
+        UserError: naming the fault.
+    """
+    try:
+        segments = render(_BASIC)
+    except RowFault:
+        return  # a template that needs other rows than this one: they are told row by row
+    text = "".join(segment.text for segment in segments)
+    bos = special_tokens.get("bos_token")
+    if bos and text.startswith(bos + bos):
+        raise UserError(f"{name} writes the BOS token {bos} twice; remove one of them")
+    last = next(segment.text for segment in reversed(segments) if segment.trained)
+    if not last.rstrip().endswith(tuple(control)):
+        raise UserError(
+            f"{name} trains no end-of-turn token after the answer, so the model would not learn to stop; let it write "
+            "one, inside its generation marks where it has them"
+        )

@@ -1,0 +1,170 @@
+"""Pinned files opened for reading: hashed as they are read, decompressed, moved to where one can seek."""
+
+import codecs
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.pinning.hub import open_stream, told_in_one_line
+from lean_finetune.pinning.locate import READ_BLOCK_BYTES, DataFile, new_digest
+
+Progress = Callable[[int], Any]
+
+
+class PinnedBytes(io.RawIOBase):
+    """The bytes of a pinned file from front to back, hashed on the way."""
+
+    def __init__(self, file: DataFile, progress: Progress):
+        """Open it.
+
+        Raises:
+            UserError: it is gone, or on a hub that cannot be reached.
+        """
+        self._file, self._progress = file, progress
+        self._digest, self._read_bytes = new_digest(file.digest, file.size_bytes), 0
+        self._stream = self._open()
+
+    def _open(self) -> BinaryIO:
+        if self._file.path is None:
+            return open_stream("data.source", self._file.repo_id, self._file.revision, self._file.path_in_repo)
+        try:
+            return open(self._file.path, "rb", buffering=0)
+        except OSError as error:
+            raise UserError(
+                f"{self._file.name}: cannot be read any more ({error.strerror}); put it back or run `dvc repro` again"
+            ) from error
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def close(self) -> None:
+        """Close the file below."""
+        if not self.closed:
+            self._stream.close()
+        super().close()
+
+    def read(self, size: int = -1) -> bytes:
+        """The next `size` bytes; fewer only at the end or where the system gives fewer.
+
+        Raises:
+            UserError: the disk or the network fails.
+        """
+        if self._file.path is None:
+            with told_in_one_line("data.source", self._file.repo_id):
+                block = self._stream.read(size)
+        else:
+            try:
+                block = self._stream.read(size)
+            except OSError as error:
+                raise UserError(
+                    f"{self._file.name}: cannot be read ({error.strerror}); check its disk, then rerun"
+                ) from error
+        self._digest.update(block)
+        self._read_bytes += len(block)
+        self._progress(len(block))
+        return block
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether as many bytes were read as were pinned."""
+        return self._read_bytes >= self._file.size_bytes
+
+    def finish(self) -> None:
+        """Read what is left and compare the hash of the whole file with the lock.
+
+        Raises:
+            UserError: the file is not what was pinned.
+        """
+        while self.read(READ_BLOCK_BYTES):
+            pass
+        if self._digest.hexdigest() == self._file.digest:
+            return
+        if self._file.path is None:
+            raise UserError(
+                f"{self._file.name}: what the hub sent is not what was pinned ({self._read_bytes} of "
+                f"{self._file.size_bytes} bytes came); run `dvc repro` again"
+            )
+        raise UserError(f"{self._file.name}: changed since it was pinned; run `dvc repro` again")
+
+
+class Content:
+    """What a pinned file holds, decompressed, without a byte order mark."""
+
+    def __init__(self, source: PinnedBytes, file: DataFile):
+        """Read from `source`, whose bytes are those of `file`."""
+        self._source, self._file = source, file
+        compression = file.kind.compression
+        # Arrow's reader tells a file that ends too early, where others return what there was.
+        self._stream = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), compression) if compression else source
+        self._ahead = b""
+
+    def peek(self, size: int) -> bytes:
+        """The first bytes, without the mark; they are read again.
+
+        Raises:
+            UserError: the text is UTF-16.
+        """
+        start = self.read(size)
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UserError(f"{self._file.name}: is UTF-16 text; save it as UTF-8")
+        self._ahead = start.removeprefix(codecs.BOM_UTF8)
+        return self._ahead
+
+    def read(self, size: int) -> bytes:
+        """`size` bytes, fewer only at the end.
+
+        Raises:
+            UserError: the compressed data is damaged.
+        """
+        parts, held_bytes = [self._ahead[:size]], min(len(self._ahead), size)
+        self._ahead = self._ahead[size:]
+        while held_bytes < size and (part := self._read_once(size - held_bytes)):
+            parts.append(part)
+            held_bytes += len(part)
+        return parts[-1] if len(parts) == 2 and not parts[0] else b"".join(parts)
+
+    def _read_once(self, size: int) -> bytes:
+        try:
+            return cast(bytes, self._stream.read(size))
+        except OSError as error:
+            self._source.finish()  # A file that changed is told as that.
+            raise UserError(
+                f"{self._file.name}: the compressed data is damaged or cut short ({error}); write or download it again"
+            ) from error
+
+
+@contextmanager
+def open_seekable(file: DataFile, progress: Progress) -> Iterator[BinaryIO]:
+    """A pinned file in which one can move about, checked as a whole before anything is read from it.
+
+    One on the hub, or a compressed one, is written to a temporary file without a name first.
+
+    Raises:
+        UserError: it is gone, is not what was pinned, is damaged, or cannot be reached.
+    """
+    with ExitStack() as stack:
+        source = stack.enter_context(PinnedBytes(file, progress))
+        if file.path is not None and file.kind.compression is None:
+            source.finish()
+            yield stack.enter_context(open(file.path, "rb"))
+            return
+        content = Content(source, file)
+        try:
+            copy = cast(BinaryIO, stack.enter_context(tempfile.TemporaryFile()))
+            shutil.copyfileobj(cast(Any, content), copy, READ_BLOCK_BYTES)
+        except OSError as error:
+            raise UserError(
+                f"{file.name}: no room for a copy in {tempfile.gettempdir()} ({error.strerror}); free some, or "
+                "set TMPDIR to a directory on another disk"
+            ) from error
+        source.finish()
+        copy.seek(0, os.SEEK_SET)
+        yield copy

@@ -1,0 +1,112 @@
+"""Tokenize on several machines: each makes a part of the shards and a manifest; one joins them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.files import read_json, sha256_file, sha256_json, write_json
+from lean_finetune.data.shards.merge import Placed
+from lean_finetune.data.shards.shards import Shard, is_whole, marker_name, read_marker
+
+MANIFEST_SCHEMA = 1
+MANIFEST = "manifest.json"
+PART = re.compile(r"([0-9]+)/([0-9]+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Part `number` (from 0) of `of` equal parts: the shards whose number leaves `number` when divided by `of`."""
+
+    number: int
+    of: int
+
+    def directory(self, out: Path) -> Path:
+        """Where this part is made below `out`, which parts may share."""
+        return out / f"part-{self.number}-of-{self.of}"
+
+
+def parse_part(text: str) -> Part:
+    """A part written as `i/n`.
+
+    Raises:
+        UserError: it is written otherwise, or there is no such part.
+    """
+    match = PART.fullmatch(text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise UserError(f"--part: must be i/n with 0 <= i < n, as 0/4 for the first of four; got {text!r}")
+    return Part(number=int(match[1]), of=int(match[2]))
+
+
+def write_manifest(
+    root: Path, part: Part, made_of: Mapping[str, str], key: str, shards: Sequence[Shard], all_shards: int
+) -> None:
+    """Say what the finished part holds: shards, files, sizes, hashes, and what they are made of."""
+    files: dict[str, Any] = {}
+    for shard in shards:
+        marker = root / marker_name(shard.number)
+        files |= shard.files
+        files[marker_name(shard.number)] = {"bytes": marker.stat().st_size, "sha256": sha256_file(marker)}
+    manifest = {
+        "schema": MANIFEST_SCHEMA,
+        "key": key,
+        "made_of": dict(made_of),
+        "part": part.number,
+        "parts": part.of,
+        "all_shards": all_shards,
+        "shards": [shard.number for shard in shards],
+        "files": files,
+    }
+    write_json(root / MANIFEST, {**manifest, "sha256": sha256_json(manifest)})
+
+
+def collect(directories: Sequence[Path], made_of: Mapping[str, str], key: str) -> list[Placed]:
+    """All shards of the source from the parts below these directories, in order, each checked against its manifest.
+
+    Raises:
+        UserError: a part is missing, damaged, there twice, or made of something else than this checkout would make.
+    """
+    placed: dict[int, Placed] = {}
+    all_shards = 0
+    for directory in directories:
+        manifests = sorted(directory.glob(f"part-*/{MANIFEST}"))
+        if not manifests:
+            raise UserError(f"{directory}: holds no finished part; make one with --part i/n --out {directory}")
+        for path in manifests:
+            manifest = read_json(path)
+            _check(path, manifest, made_of, key)
+            all_shards = manifest["all_shards"]
+            for number in manifest["shards"]:
+                if number in placed:
+                    raise UserError(
+                        f"{path.parent}: shard {number} is also in {placed[number].root}; name each part once"
+                    )
+                shard = read_marker(path.parent, number)
+                assert shard is not None, "the marker was held to its hash"
+                placed[number] = Placed(root=path.parent, shard=shard)
+    missing = sorted(set(range(all_shards)) - set(placed))
+    if missing:
+        raise UserError(
+            f"--merge: {len(missing)} of {all_shards} shards are missing (first {missing[0]}); name the directories of "
+            "all parts, and run the parts that are not finished"
+        )
+    return [placed[number] for number in sorted(placed)]
+
+
+def _check(path: Path, manifest: Mapping[str, Any], made_of: Mapping[str, str], key: str) -> None:
+    """Hold a part to its manifest, and the manifest to this checkout."""
+    if not isinstance(manifest, dict) or manifest.get("schema") != MANIFEST_SCHEMA:
+        raise UserError(f"{path}: is of another version of this project; make the part again")
+    values = {name: value for name, value in manifest.items() if name != "sha256"}
+    if manifest.get("sha256") != sha256_json(values):
+        raise UserError(f"{path}: is not as it was written; run this part again, which mends it")
+    if manifest["key"] != key:
+        other = [name for name, value in made_of.items() if manifest["made_of"].get(name) != value]
+        raise UserError(
+            f"{path}: made with other {' and '.join(other)} than here; use the same on all machines, then make the "
+            "part again, or remove it"
+        )
+    if not is_whole(path.parent, manifest["files"]):
+        raise UserError(f"{path.parent}: a file is missing or damaged; run this part again, which mends it")

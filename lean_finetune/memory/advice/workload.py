@@ -1,0 +1,201 @@
+"""A run as advice changes it: its setting, the micro-batches that matter, and what its steps cost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from transformers import PretrainedConfig
+
+from lean_finetune.config.param_types import Sharding
+from lean_finetune.config.params_sharing import CUTTING
+from lean_finetune.memory.advice.cost import SELECTIVE_SHARE, StepWork, relative_slowdown
+from lean_finetune.memory.gpus import GPUS, Device, Speed
+from lean_finetune.memory.predict.predict import Setting
+from lean_finetune.memory.predict.shapes import TracedSteps
+from lean_finetune.memory.predict.states import (
+    Line,
+    ModelShapes,
+    model_shapes,
+    state_bytes,
+    state_lines,
+    trained_values,
+)
+from lean_finetune.memory.trace.kernels import Target
+from lean_finetune.memory.trace.trace import GRADIENTS, WEIGHTS
+from lean_finetune.model.config import largest_head_size, layer_settings
+from lean_finetune.model.spec import ModelSpec
+from lean_finetune.step.batches import BatchShape
+
+RANKED_AS = "A100-80GB"
+"""The GPU by whose speed changes are ranked where the device's own is not known: their order hardly depends on it."""
+VALUES_KEPT = 28
+"""Values that a layer keeps for backward, by its width: of Llama-3.1-8B with LoRA in bf16, traced."""
+SENDING_TIME: Mapping[Sharding, float] = {"zero1": 1.02, "zero2": 1.05, "zero3": 1.10, "hsdp": 1.08}
+"""Assumed: weights are sent as well as gradients, once or twice, mostly while layers compute."""
+FIRST = BatchShape(rows=1, length=8, supervised=7, joined_lengths=None)
+"""A micro-batch so small that the one behind it sets the peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, and how a step is cut."""
+
+    config: PretrainedConfig
+    setting: Setting
+    steps: TracedSteps
+    """The micro-batches that set the peak."""
+    mode: Literal["bucketed", "packed", "fixed"]
+    max_tokens: int
+    """bucket.max_tokens."""
+    fixed_rows: int
+    """bucket.fixed_rows; only mode fixed heeds it."""
+    longest: int
+    """Padded tokens of the longest row."""
+    tokens_per_step: float
+    """Padding included, on average."""
+    micro_batches_per_step: float
+    unpadded_tokens_per_step: int
+    """train.tokens_per_step: of all GPUs."""
+
+    @property
+    def most_step_tokens(self) -> int:
+        """Tokens that no step surpasses, padding left out: it ends with the row that brings it to what it must have."""
+        return self.unpadded_tokens_per_step - 1 + self.longest
+
+
+def full_batch(mode: str, length: int, *, max_tokens: int, fixed_rows: int) -> BatchShape:
+    """The largest micro-batch of rows of this length, every token but the first of each row trained."""
+    if mode == "packed":
+        rows, rest = divmod(max_tokens, length)
+        joined = (length,) * rows + ((rest,) if rest else ())
+        return BatchShape(rows=1, length=max_tokens, supervised=max_tokens - len(joined), joined_lengths=joined)
+    rows = fixed_rows if mode == "fixed" else max_tokens // length
+    return BatchShape(rows=rows, length=length, supervised=rows * (length - 1), joined_lengths=None)
+
+
+def largest_steps(shape: BatchShape, *, several: bool) -> TracedSteps:
+    """A step whose largest micro-batch has this shape; with `several` it meets the gradients of one before."""
+    if not several:
+        return ((shape,),)
+    first = replace(FIRST, joined_lengths=None if shape.joined_lengths is None else (FIRST.length,))
+    return ((first, shape),)
+
+
+def ranking_speed(device: Device) -> tuple[Speed, str]:
+    """The speed by which changes are ranked, and why."""
+    speed = device.speed or next((gpu.speed for gpu in GPUS if gpu.name == device.name), None)
+    if speed is not None:
+        return speed, f"by the speed of {device.name}"
+    known = next(gpu.speed for gpu in GPUS if gpu.name == RANKED_AS and gpu.speed is not None)
+    return known, f"by the speed of {RANKED_AS}: that of {device.name} is not known"
+
+
+def _recomputed_share(model: ModelSpec) -> float:
+    """Of a forward pass, where anything is recomputed."""
+    return SELECTIVE_SHARE if model.grad_ckpt_policy == "selective" else 1 / model.recomputed_every
+
+
+def _offloaded_bytes(run: Workload) -> int:
+    """About what a step's forward passes send away: the input of a recomputed layer, and all that another one keeps."""
+    text, model = run.config.get_text_config(), run.setting.model
+    if run.setting.offload_activations == "none":
+        return 0
+    recomputed = 1 / model.recomputed_every if model.grad_ckpt else 0.0
+    values = recomputed + (1 - recomputed) * VALUES_KEPT
+    element_bytes = (model.autocast_dtype or model.dtype).itemsize
+    return round(values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step * element_bytes)
+
+
+def sending_time(setting: Setting) -> float:
+    """A step's time by what its GPUs send, that of plain sums being 1; assumed, since links are not known."""
+    return 1.0 if setting.sharing is None else SENDING_TIME.get(setting.sharing.spec.mode, 1.0)
+
+
+class Costs:
+    """What a run holds at least and how long its steps take, beside the run that is changed."""
+
+    def __init__(self, run: Workload, device: Device, target: Target):
+        """Look at the model once."""
+        self._run, self._target = run, target
+        self._shapes: ModelShapes = model_shapes(run.config)
+        self._speed, self.reason = ranking_speed(device)
+        self._known: dict[Setting, Mapping[str, int]] = {}
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the run is for a GPU."""
+        return self._target.foreach
+
+    def lines(self, setting: Setting) -> tuple[Line, ...]:
+        """The states of a setting by closed form."""
+        return state_lines(
+            self._shapes,
+            setting.model,
+            setting.optimizer,
+            cuda=self._target.foreach,
+            master_weights=setting.master_weights,
+            offload=setting.offload,
+            optimizer_in_backward=setting.optimizer_in_backward,
+        )
+
+    def least_bytes(self, setting: Setting) -> int:
+        """What the end of every backward holds, whatever the micro-batches."""
+        return sum(self._states(setting).values()) + self._target.constant_bytes
+
+    def gradient_bytes(self, setting: Setting) -> int:
+        """Of that, gradients."""
+        return self._states(setting).get(GRADIENTS, 0)
+
+    def _states(self, setting: Setting) -> Mapping[str, int]:
+        """Bytes by category at the end of a backward, on one GPU."""
+        # What does not change states is left out of the key: a search asks for few states of many settings.
+        model = replace(setting.model, grad_ckpt=False, grad_ckpt_policy="full")
+        key = replace(setting, model=model, loss_chunk=None, offload_activations="none", max_grad_norm=None)
+        if key not in self._known:
+            held = state_bytes(self.lines(setting), granularity_bytes=self._target.granularity_bytes)
+            sharing = setting.sharing
+            if sharing is not None:
+                held = {category: size // sharing.holders_of(category) for category, size in held.items()}
+            self._known[key] = held
+        return self._known[key]
+
+    def gathered_bytes(self, setting: Setting) -> int:
+        """Whole weights at the end of forward, beside the part that a GPU keeps: sharding zero2 gathers them."""
+        sharing = setting.sharing
+        if sharing is None or sharing.spec.mode != "zero2":
+            return 0
+        return self._states(setting).get(WEIGHTS, 0) * sharing.holders_of(WEIGHTS)
+
+    def slowdown(self, changed: Workload) -> float:
+        """How many times as long a token takes."""
+        # Weights that are cut are gathered anew for each micro-batch.
+        turns = changed.micro_batches_per_step / self._run.micro_batches_per_step
+        sharing = changed.setting.sharing
+        turns = turns if sharing is not None and sharing.spec.mode in CUTTING else 1.0
+        sent = (1 + turns * (sending_time(changed.setting) - 1)) / sending_time(self._run.setting)
+        return sent * relative_slowdown(self._work(changed), self._work(self._run), self._speed)
+
+    def _work(self, run: Workload) -> StepWork:
+        """The terms of the cost model."""
+        config, model, sharing = run.config, run.setting.model, run.setting.sharing
+        text = config.get_text_config()
+        looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
+        return StepWork(
+            parameters=self._shapes.values - looked_up,
+            trained_parameters=trained_values(self._shapes, model),
+            layers=text.num_hidden_layers,
+            width=max(layer_settings(config, "num_attention_heads")) * largest_head_size(config),
+            tokens=max(1, round(run.tokens_per_step)),
+            length=run.longest,
+            micro_batches=max(1, round(run.micro_batches_per_step)),
+            method=model.method,
+            precision=model.precision,
+            optimizer=run.setting.optimizer,
+            grad_ckpt=model.grad_ckpt,
+            recomputed_share=_recomputed_share(model),
+            offloaded_optimizer=run.setting.offload != "none",
+            weights_from_host=1 / sharing.holders if sharing and run.setting.offload == "parameters" else 0,
+            master_weights=run.setting.master_weights,
+            offload_to_disk=run.setting.offload_activations == "disk",
+            offloaded_activations_bytes=_offloaded_bytes(run),
+        )

@@ -1,0 +1,278 @@
+"""PyTorch's CUDA caching allocator, replayed: what a sequence of allocations and frees makes it reserve.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp as PyTorch has had them since 2.1, read in the source of 2.6;
+the constants are those of the headers of 2.13. They hold for the default settings (no max_split_size_mb,
+roundup_power2_divisions or garbage_collection_threshold; expandable_segments on or off) and for one stream. No rule of
+PyTorch says at which address the driver puts a new segment, which decides only between free blocks of equal size:
+addresses are taken to rise.
+
+Sizes inside are counted in units of 512 bytes, the allocator's grain.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+from lean_finetune.core.units import MIB, readable_size
+from lean_finetune.memory.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, BlockPool
+
+UNIT_BYTES = 512
+"""Every request is rounded up to a multiple of this (kMinBlockSize)."""
+MIB_UNITS = MIB // UNIT_BYTES
+SMALL_UNITS = MIB_UNITS
+"""The largest request of the pool of small blocks (kSmallSize)."""
+SMALL_SEGMENT_UNITS = 2 * MIB_UNITS
+"""A segment of the small pool, and the pages in which its expandable segment grows (kSmallBuffer)."""
+LARGE_SEGMENT_UNITS = 20 * MIB_UNITS
+"""A segment for requests below WHOLE_UNITS, and the pages of the large expandable segment (kLargeBuffer)."""
+WHOLE_UNITS = 10 * MIB_UNITS
+"""From this size on a request gets a segment of its own (kMinLargeAlloc) …"""
+WHOLE_STEP_UNITS = 2 * MIB_UNITS
+"""… rounded up to a multiple of this (kRoundLarge)."""
+LEAST_REST_UNITS = 1
+"""A free block is split if at least so much remains of it, in the small pool and in expandable segments …"""
+LEAST_LARGE_REST_UNITS = MIB_UNITS + 1
+"""… and in the large pool's segments of fixed size: more than 1 MiB."""
+UNLIMITED_SPACE_UNITS = 1 << 36
+"""Addresses of an expandable segment where no capacity is given: 32 TiB."""
+
+
+class OutOfMemory(Exception):
+    """A request that the device cannot serve, even after every cached block was given back."""
+
+    def __init__(self, *, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int):
+        """Say what was asked for and what was held."""
+        super().__init__(
+            f"{readable_size(requested_bytes)} requested with {readable_size(allocated_bytes)} allocated and "
+            f"{readable_size(reserved_bytes)} reserved of {readable_size(capacity_bytes)}"
+        )
+        self.requested_bytes, self.allocated_bytes = requested_bytes, allocated_bytes
+        self.reserved_bytes, self.capacity_bytes = reserved_bytes, capacity_bytes
+
+
+class CachingAllocator:
+    """The allocator of one GPU, one stream."""
+
+    def __init__(self, *, expandable: bool, capacity_bytes: int | None, first_segment: int = 0):
+        """Start with nothing reserved.
+
+        Args:
+            expandable: whether PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set.
+            capacity_bytes: memory the driver can give, None for no end of it.
+            first_segment: from where on addresses are taken.
+        """
+        self.expandable, self.capacity_bytes = expandable, capacity_bytes
+        self._capacity = None if capacity_bytes is None else capacity_bytes // UNIT_BYTES
+        least_large = LEAST_REST_UNITS if expandable else LEAST_LARGE_REST_UNITS
+        self._small = BlockPool(page=SMALL_SEGMENT_UNITS, least_rest=LEAST_REST_UNITS)
+        self._large = BlockPool(page=LARGE_SEGMENT_UNITS, least_rest=least_large)
+        self._live: dict[int, int] = {}
+        self._allocated = self._peak_allocated = self._reserved = self._peak_reserved = 0
+        self._next_segment = first_segment
+        self.retries = 0
+        """How often all cached blocks were given back to serve a request (num_alloc_retries)."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of live blocks: torch.cuda.memory_allocated."""
+        return self._allocated * UNIT_BYTES
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes taken from the driver: torch.cuda.memory_reserved."""
+        return self._reserved * UNIT_BYTES
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The most allocated since the start or `reset_peaks`."""
+        return self._peak_allocated * UNIT_BYTES
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most reserved since the start or `reset_peaks`."""
+        return self._peak_reserved * UNIT_BYTES
+
+    @property
+    def live_blocks(self) -> dict[int, tuple[int, int]]:
+        """Address and size in bytes of every live block, by handle."""
+        return {start: (start * UNIT_BYTES, size * UNIT_BYTES) for start, size in self._live.items()}
+
+    @property
+    def next_segment(self) -> int:
+        """From where on addresses are free for segments."""
+        return self._next_segment
+
+    def pool(self, *, small: bool) -> BlockPool:
+        """One of the two pools."""
+        return self._small if small else self._large
+
+    def load(
+        self, pool: BlockPool, *, small: bool, next_segment: int, live: Iterable[tuple[int, int]], allocated_units: int
+    ) -> None:
+        """Take over one pool of another allocator of this kind; peaks begin anew.
+
+        Args:
+            pool: is copied.
+            small: which of the two.
+            next_segment: from where on the other one had addresses left.
+            live: start and size of those blocks that will be freed.
+            allocated_units: all of its live blocks.
+        """
+        if small:
+            self._small = pool.copy()
+        else:
+            self._large = pool.copy()
+        self._live |= dict(live)
+        self._next_segment = max(next_segment, self._next_segment)
+        self._allocated += allocated_units
+        self._reserved = self._small.mapped + self._large.mapped
+        self.reset_peaks()
+
+    def size_units(self, handle: int) -> int:
+        """Size of a live block, in units."""
+        return self._live[handle]
+
+    def reset_peaks(self) -> None:
+        """Forget earlier peaks: torch.cuda.reset_peak_memory_stats."""
+        self._peak_allocated, self._peak_reserved = self._allocated, self._reserved
+
+    def allocate(self, count_bytes: int) -> int:
+        """Serve a request of at least one byte; returns its handle, by which `free` knows it.
+
+        Raises:
+            OutOfMemory: the capacity is spent, also after cached blocks were given back.
+        """
+        if count_bytes < 1:
+            raise ValueError(f"a request is at least one byte, got {count_bytes}")
+        wanted = (count_bytes + UNIT_BYTES - 1) // UNIT_BYTES
+        pool = self._small if wanted <= SMALL_UNITS else self._large
+        place = bisect_left(pool.fits, wanted << ADDRESS_BITS)
+        if place == len(pool.fits):
+            start, size = self.new_block(pool, wanted)
+        else:
+            if pool.unmapped:
+                place = pool.least_expandable(place)
+            fit = pool.fits.pop(place)
+            start, size = fit & ADDRESS_MASK, fit >> ADDRESS_BITS
+            del pool.free[start], pool.free_ends[start + size]
+        rest = size - wanted
+        if rest >= pool.least_rest:  # The neighbour behind the rest is in use: nothing to merge.
+            insort(pool.fits, rest << ADDRESS_BITS | (start + wanted))
+            pool.free[start + wanted], pool.free_ends[start + size] = rest, start + wanted
+            size = wanted
+        self._live[start] = size
+        self._allocated += size
+        if self._allocated > self._peak_allocated:
+            self._peak_allocated = self._allocated
+        return start
+
+    def free(self, handle: int) -> None:
+        """Take back what `allocate` gave; the block stays reserved."""
+        size = self._live.pop(handle)
+        self._allocated -= size
+        # A small request's block has at most SMALL_UNITS plus no rest; a large one's is always larger.
+        (self._small if size <= SMALL_UNITS else self._large).put(handle, size)
+
+    def release_cached(self) -> None:
+        """Give back what holds no live block: torch.cuda.empty_cache.
+
+        Segments of fixed size go whole or not at all; of an expandable segment every whole free page goes.
+        """
+        for pool in (self._large, self._small):
+            for start in [fit & ADDRESS_MASK for fit in pool.fits]:
+                if self.expandable:
+                    self._unmap(pool, start)
+                elif pool.free[start] == pool.segments.get(start):
+                    self._reserved -= pool.take(start)
+                    del pool.segments[start]
+
+    def new_block(self, pool: BlockPool, wanted: int) -> tuple[int, int]:
+        """A block of at least `wanted` units from the driver: start and size.
+
+        Raises:
+            OutOfMemory: see `allocate`.
+        """
+        grow = self._grow_expandable if self.expandable else self._new_segment
+        start = grow(pool, wanted)
+        if start is None:
+            self.release_cached()
+            self.retries += 1
+            start = grow(pool, wanted)
+        if start is None:
+            assert self.capacity_bytes is not None
+            raise OutOfMemory(
+                requested_bytes=wanted * UNIT_BYTES,
+                allocated_bytes=self.allocated_bytes,
+                reserved_bytes=self.reserved_bytes,
+                capacity_bytes=self.capacity_bytes,
+            )
+        return start, pool.take(start)
+
+    def _reserve(self, units: int) -> bool:
+        """Take memory from the driver if it has so much."""
+        if self._capacity is not None and self._reserved + units > self._capacity:
+            return False
+        self._reserved += units
+        self._peak_reserved = max(self._peak_reserved, self._reserved)
+        return True
+
+    def _new_segment(self, pool: BlockPool, wanted: int) -> int | None:
+        """A segment of fixed size, free as a whole: its start, or None without memory for it."""
+        size = pool.page if wanted < WHOLE_UNITS else -(-wanted // WHOLE_STEP_UNITS) * WHOLE_STEP_UNITS
+        if not self._reserve(size):
+            return None
+        start = self._addresses(size)
+        pool.segments[start] = size
+        pool.put(start, size)
+        return start
+
+    def _addresses(self, size: int) -> int:
+        """Addresses for a segment, on a page boundary and apart from every other segment."""
+        start = self._next_segment
+        self._next_segment = start + (size // LARGE_SEGMENT_UNITS + 2) * LARGE_SEGMENT_UNITS
+        return start
+
+    def _grow_expandable(self, pool: BlockPool, wanted: int) -> int | None:
+        """Map pages at the lowest address with room, so that a free block holds `wanted`: its start, or None.
+
+        As there, pages that were mapped stay mapped where a later part of the same request finds no memory.
+        """
+        start = next((s for s in map(pool.run_start, sorted(pool.unmapped)) if pool.room(s) >= wanted), None)
+        if start is None:
+            start = self._new_expandable_segment(pool, wanted)
+        while (have := pool.free.get(start, 0)) < wanted:
+            hole = start + have
+            size = pool.unmapped[hole]
+            mapped = -(-min(wanted - have, size) // pool.page) * pool.page
+            if not self._reserve(mapped):
+                return None
+            pool.take_unmapped(hole)
+            if mapped < size:
+                pool.put_unmapped(hole + mapped, size - mapped)
+            pool.put(hole, mapped)
+        return start
+
+    def _new_expandable_segment(self, pool: BlockPool, wanted: int) -> int:
+        """Addresses for 9/8 of the device, as there: for where earlier pages had to be unmapped."""
+        space = UNLIMITED_SPACE_UNITS if self._capacity is None else self._capacity * 9 // 8
+        size = -(-max(space, wanted) // pool.page) * pool.page
+        start = self._addresses(size)
+        pool.segments[start] = size
+        pool.put_unmapped(start, size)
+        return start
+
+    def _unmap(self, pool: BlockPool, start: int) -> None:
+        """Give back the whole pages inside a free block, and a segment's addresses once none of it is mapped."""
+        end = start + pool.free[start]
+        first, last = -(-start // pool.page) * pool.page, end // pool.page * pool.page
+        if first >= last:
+            return
+        pool.take(start)
+        if start < first:
+            pool.put(start, first - start)
+        if last < end:
+            pool.put(last, end - last)
+        self._reserved -= last - first
+        hole = pool.put_unmapped(first, last - first)
+        if pool.segments.get(hole) == pool.unmapped[hole]:
+            pool.take_unmapped(hole)
+            del pool.segments[hole]

@@ -1,0 +1,42 @@
+"""Mixtures of experts: refused, as their memory depends on the data."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.build import meta_model
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Under which configurations, and the modules made of them, tell how many there are."""
+
+
+def refuse_experts(config: PretrainedConfig) -> None:
+    """Refuse mixtures of experts: how many tokens an expert gets depends on the data.
+
+    Raises:
+        UserError: the model has experts.
+    """
+    experts = _experts(config.get_text_config().to_dict())
+    if experts > 1 and _has_experts(config):
+        raise UserError(
+            f"model.name: {config.model_type} routes tokens to {experts} experts, so its memory depends on the "
+            "data and cannot be predicted yet; choose a dense model"
+        )
+
+
+def _experts(values: Mapping[str, Any]) -> int:
+    """The most experts that a configuration, or a part of it, names."""
+    own = [values[key] for key in EXPERT_KEYS if isinstance(values.get(key), int)]
+    return max([*own, *(_experts(part) for part in values.values() if isinstance(part, dict))], default=0)
+
+
+def _has_experts(config: PretrainedConfig) -> bool:
+    """Whether any module has experts: the config of a dense model may name the number that is its family's default."""
+    try:
+        modules = list(meta_model(config).modules())
+    except UserError:  # It cannot be built: what its config says is all there is.
+        return True
+    counts = (getattr(module, key, None) for module in modules for key in EXPERT_KEYS)
+    return any(isinstance(count, int) and count > 1 for count in counts)

@@ -1,0 +1,64 @@
+"""Steps that cannot be traced, and models whose own code fails: refused in one line."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from transformers import PretrainedConfig
+
+from lean_finetune.core.errors import UserError
+
+UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+"""What a trace raises where it cannot know: values, shapes that depend on them, operations without a shape function."""
+PACKAGE = Path(__file__).parents[2]
+
+
+@contextmanager
+def untraceable_refused(config: PretrainedConfig) -> Iterator[None]:
+    """Refuse a model whose step cannot be traced, or whose own code fails in it.
+
+    Raises:
+        UserError: naming the error, and where in the model's code it was raised.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except UNTRACEABLE as error:
+        raise UserError(
+            f"model.name: the step of {config.model_type} cannot be traced ({type(error).__name__}: {error}), so its "
+            "memory is not known; choose another model"
+        ) from None
+    except Exception as error:
+        if (place := _place_in_model(error)) is None:
+            raise
+        raise UserError(
+            f"model.name: {config.model_type} cannot be trained with these settings: its code fails ({place}: "
+            f"{type(error).__name__}: {error}); choose another model or another train.method"
+        ) from None
+
+
+def _place_in_model(error: Exception) -> str | None:
+    """File and line in the code of the model's family that raised an error; None where our code did."""
+    place = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.name == "__torch_dispatch__":  # Of the trace: what asked for the operation stands above.
+            break
+        if "/transformers/models/" in frame.filename:
+            place = f"{Path(frame.filename).name}:{frame.lineno}"
+        elif Path(frame.filename).is_relative_to(PACKAGE):
+            place = None
+    return place

@@ -1,0 +1,157 @@
+"""LoRA adapters: added to a model, saved, and put back (peft)."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lean_finetune.config.params import ALL_LINEAR
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.files import read_json, write_json
+from lean_finetune.model.quantize import keep_trainable_on_cpu
+from lean_finetune.model.spec import ModelSpec, WeightsSpec
+from lean_finetune.model.start import ADAPTER, adapted_layers, changed_start, on_original_weights
+
+ADAPTER_PARTS = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
+"""What names of adapter parameters hold."""
+
+
+def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> PeftModel:
+    """Freeze the model and put LoRA adapters beside its target layers; A is seeded by `spec.seed`, B is zero.
+
+    Raises:
+        UserError: train.lora.targets names what no adapter can be put beside.
+    """
+    if spec.peft_targets != ALL_LINEAR:
+        _refuse_targets(model, spec.lora_targets)
+    known = _linear_names(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    config = LoraConfig(
+        r=spec.lora_rank,
+        lora_alpha=spec.lora_alpha,
+        lora_dropout=spec.lora_dropout,
+        target_modules=spec.peft_targets,
+        use_rslora=spec.lora_rslora,
+        use_dora=spec.lora_dora,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(spec.seed)
+    try:
+        with _without_peft_warnings():
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
+    except ValueError as error:  # Mamba's kernels read some weights beside their layers, which an adapter would miss.
+        reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
+        raise UserError(
+            f"train.lora.targets: must be layers that adapters can be put beside; got {list(spec.lora_targets)} "
+            f"({reason}); name others of {', '.join(sorted(known))}"
+        ) from None
+    _cast_adapters(adapted, spec)
+    return adapted
+
+
+def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Refuse names that peft would pass over in silence, or put another kind of adapter beside."""
+    modules = dict(model.named_modules())
+    linear = {name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))}
+    wrong = []
+    for target in targets:
+        named = [name for name in modules if name == target or name.endswith(f".{target}")]
+        if not named or not linear.issuperset(named):
+            wrong.append(target)
+        elif any(modules[name].weight is model.get_input_embeddings().weight for name in named):
+            raise UserError(
+                f"train.lora.targets: {target} shares its weight with the embedding, and a change of it cannot be "
+                f"merged; got {list(targets)}; leave it out"
+            )
+    if wrong:
+        known = ", ".join(sorted(_linear_names(model)))
+        raise UserError(
+            f"train.lora.targets: must name linear layers of the model; got {wrong}; known: {known}, or {ALL_LINEAR}"
+        )
+
+
+def _linear_names(model: PreTrainedModel) -> set[str]:
+    """The last names of all linear layers but a head that shares the embedding's weight."""
+    shared = model.get_input_embeddings().weight
+    linear = (pair for pair in model.named_modules() if isinstance(pair[1], (nn.Linear, Conv1D)))
+    return {name.rpartition(".")[2] for name, module in linear if module.weight is not shared}
+
+
+def _cast_adapters(model: PeftModel, spec: WeightsSpec) -> None:
+    """Hold the adapters in their type: peft makes them fp32."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ADAPTER_PARTS):
+            parameter.data = parameter.data.to(spec.adapter_dtype)
+
+
+def save_adapter(
+    model: PeftModel,
+    directory: Path,
+    base_name: str,
+    held: Mapping[str, torch.Tensor] | None = None,
+    *,
+    revision: str | None = None,
+) -> None:
+    """Write adapter_model.safetensors and adapter_config.json, equal bytes for equal weights.
+
+    peft keeps target names in a set, whose order changes from process to process: they are sorted. It names the base by
+    the directory it was loaded from, which may be a copy of a checkout that is gone after the run: `base_name`, where
+    others find it, stands there instead, with the `revision` of the hub. Where the start changed the frozen weights
+    (PiSSA), the adapter is written as one on the weights as they were. `held` are the adapters' tensors by the model's
+    own names, where it does not hold them whole.
+    """
+    # "auto" would ask the hub for the base's config, to see whether its embedding was resized; ours never is.
+    model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False, state_dict=held)
+    (directory / "README.md").unlink(missing_ok=True)
+    path = directory / "adapter_config.json"
+    config = {key: _ordered(value) for key, value in read_json(path).items()}
+    if start := changed_start(model):
+        scale = next(layer.scaling[ADAPTER] for _, layer in adapted_layers(model))
+        file = directory / "adapter_model.safetensors"
+        tensors, config = on_original_weights(load_file(file), config, start, scale)
+        save_file(tensors, file, metadata={"format": "pt"})
+    write_json(path, {**config, "base_model_name_or_path": base_name, "revision": revision})
+
+
+def _ordered(value: Any) -> Any:
+    """A list of names in sorted order; anything else unchanged."""
+    return sorted(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
+
+
+def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> PeftModel:
+    """Put a saved adapter back on its base, frozen.
+
+    Raises:
+        UserError: the adapter's files are missing or do not fit the model.
+    """
+    try:
+        with _without_peft_warnings():
+            adapted = PeftModel.from_pretrained(model, str(directory), local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        # torch names the first weight that does not fit on its second line.
+        reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
+        raise UserError(f"{directory}: adapter cannot be loaded ({reason}); delete it and run `dvc repro`") from None
+    keep_trainable_on_cpu(adapted)
+    _cast_adapters(adapted, spec)
+    return adapted
+
+
+@contextmanager
+def _without_peft_warnings() -> Iterator[None]:
+    """Silence what only peft can mend: it asks transformers for a property under a name that is being retired.
+
+    It also tells that it found out by itself how GPT-2's weights lie.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
+        yield

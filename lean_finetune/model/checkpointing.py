@@ -1,0 +1,91 @@
+"""Which activations a decoder layer keeps for backward, and which are computed again (train.grad_ckpt)."""
+
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import bitsandbytes  # noqa: F401 (registers the operations named below)
+import torch
+import torch.nn.attention.varlen  # noqa: F401 (as well)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.spec import ModelSpec
+
+aten = torch.ops.aten
+
+# Products with a weight, by the place of their input among the arguments. Products of two activations (the scores of
+# unfused attention) are left out: they are what is largest.
+PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, torch.ops.bitsandbytes.gemm_4bit.default: 0}
+FUSED_ATTENTION = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+}
+
+HEAD_DROPOUTS = {"classifier_dropout", "summary_first_dropout"}
+"""Of heads for classification, which configurations name and no causal model has."""
+
+
+def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Recompute decoder layers in backward when asked (Chen et al. 2016, arXiv 1604.06174).
+
+    Raises:
+        UserError: the model cannot.
+    """
+    if not spec.grad_ckpt:
+        return
+    # The generator's state (5 KB a layer, and a copy from the device on CUDA) is needed for dropout alone.
+    dropout = spec.lora_dropout > 0 or _has_dropout(model.config)
+    # bitsandbytes' 8-bit product keeps its inputs where checkpointing by hooks does not see them.
+    reentrant = spec.method == "int8_lora"
+    kwargs: dict[str, Any] = {"use_reentrant": reentrant, "preserve_rng_state": dropout}
+    if reentrant:  # Recomputed layers whose inputs need no gradient would give none to their adapters.
+        model.enable_input_require_grads()
+    if spec.grad_ckpt_policy == "selective":
+        rank = spec.lora_rank if spec.adapted else 0
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep_products, rank))
+        # Outputs that the policy keeps stay on the device under train.offload_activations, as before torch 2.15.
+        if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:
+            kwargs["respect_saved_tensors_hooks"] = False
+    if not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"train.grad_ckpt: {model.config.model_type} has no layers that can be computed again; got true; set it to "
+            "false, or use train.offload_activations"
+        )
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(kwargs)
+    else:  # transformers < 5.20
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    for number, layer in enumerate(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
+        layer.gradient_checkpointing = number % spec.recomputed_every == 0
+
+
+def _keep_products(
+    rank: int, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """Keep what is dear to compute again for its bytes: outputs of weights' products and of fused attention.
+
+    A product over no more than `rank` values is that of an adapter's second matrix: as large as the layer's own output,
+    and next to free.
+    """
+    place = PRODUCTS.get(operation)
+    dear = operation in FUSED_ATTENTION or (place is not None and args[place].shape[-1] > rank)
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _has_dropout(config: Any) -> bool:
+    """Whether a dropout of the model is above zero (attention_dropout, resid_pdrop, …)."""
+    values = config.get_text_config().to_dict()
+    return any(
+        isinstance(v, float) and v > 0 for key, v in values.items() if "drop" in key and key not in HEAD_DROPOUTS
+    )

@@ -1,0 +1,178 @@
+"""A model's config.json: read, and held to what the training step supports."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.attention import caps_scores
+
+# Each scales or bends the logits after the head; the step below the head would miss it.
+UNSUPPORTED_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap")
+
+SIZES = ("hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""What a config.json must say, under any of its names, where its family has a number for it: for what is left out
+transformers takes the size of the family's first model."""
+
+# Layers whose attention to a joined row, given its bounds, is that to the row alone.
+JOINABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
+"""What transformers raises over a config.json, by what is wrong in it."""
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """The model's config.json, checked for what the training step supports.
+
+    Raises:
+        UserError: unreadable, needs code of its own, or not a supported causal language model.
+    """
+    config = _parsed(directory)
+    if fault := next(_faults(config, directory), None):
+        raise UserError(f"model.name: {fault}")
+    return config
+
+
+def _parsed(directory: Path) -> PretrainedConfig:
+    """The config.json as transformers reads it."""
+    try:
+        return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except UNREADABLE as error:
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) else error
+        first = str(cause).splitlines()[0]
+        raise UserError(
+            f"model.name: {directory}/config.json cannot be read ({first}); give a transformers model"
+        ) from None
+
+
+def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
+    """What the training step does not support; later ones may rest on earlier ones being absent."""
+    kinds, name, file = AutoModelForCausalLM._model_mapping, config.model_type, f"{directory}/config.json"
+    if type(config) not in kinds:
+        yield f"must be a causal language model; got model_type {name!r}"
+    if getattr(config, "is_encoder_decoder", False):
+        yield f"must be a decoder alone; got {name}, an encoder with a decoder"
+    if getattr(config, "is_decoder", True) is False and type(config) in AutoModelForMaskedLM._model_mapping:
+        yield f"must be a decoder; {name} attends to later tokens as well, as {file} does not say is_decoder"
+    if getattr(config, "quantization_config", None) is not None:
+        yield (
+            f"{file} tells of weights that are quantised already (quantization_config); give the model they were made "
+            "from: train.method=qlora and int8_lora quantise it while loading"
+        )
+    if missing := _missing_sizes(config, directory):
+        yield (
+            f"{file} must say the model's sizes; missing {', '.join(missing)}; give the config.json that belongs to "
+            "the model"
+        )
+    if wrong := _impossible_size(config):
+        yield f"{file}: {wrong}; give the config.json that belongs to the model"
+    if None in layer_settings(config, "num_attention_heads"):
+        yield f"{name} has no attention heads; choose a model with attention"
+    kind: Any = kinds[type(config)]
+    if "text_config" in config.sub_configs and kind.config_class is type(config):
+        yield f"{name} has parts for more than text, which rows of text never train; give its language model alone"
+    if caps_scores(config) and not kind._supports_attention_backend:
+        yield f"{name} caps attention scores in code of its own; not supported yet"
+    for key in UNSUPPORTED_HEADS:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            yield f"{name} scales its logits ({key}), which is not supported yet"
+
+
+def _missing_sizes(config: PretrainedConfig, directory: Path) -> list[str]:
+    """Sizes that config.json says under none of their names; a part of a larger model may leave them out."""
+    if config.get_text_config() is not config:
+        return []
+    said, _ = PretrainedConfig.get_config_dict(str(directory), local_files_only=True)
+    of_family = {field.name: field.default for field in fields(config)}
+    names = {size: config.attribute_map.get(size, size) for size in SIZES}
+    return [size for size, name in names.items() if isinstance(of_family.get(name), int) and not {size, name} & {*said}]
+
+
+def _impossible_size(config: PretrainedConfig) -> str | None:
+    """What no model can have; transformers would find some of it in the first step, and a trace none of it."""
+    for size in (*SIZES, "num_key_value_heads", "head_dim"):
+        for value in layer_settings(config, size):
+            if isinstance(value, int) and value < 1:
+                return f"{size} must be at least 1; got {value}"
+    counts = (layer_settings(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    for heads, groups in zip(*counts, strict=True):
+        if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+            return f"num_attention_heads must be a multiple of num_key_value_heads; got {heads} and {groups}"
+    return None
+
+
+def layer_settings(config: PretrainedConfig, name: str) -> list[Any]:
+    """A value of a model's config: of each layer where layers differ (as Gemma 4's), else one; None where it has none.
+
+    The config of a model whose layers differ refuses to name one value for all of them.
+    """
+    text = config.get_text_config()
+    each: list[PretrainedConfig] = [text]
+    if getattr(text, "is_heterogeneous", False):
+        each = list(text.per_layer_config)
+    return [getattr(layer, name, None) for layer in each]
+
+
+def largest_head_size(config: PretrainedConfig) -> int:
+    """Values of an attention head; the most of any layer."""
+    names = ("head_dim", "hidden_size", "num_attention_heads")
+    settings = zip(*(layer_settings(config, name) for name in names), strict=True)
+    return max(head or hidden // heads for head, hidden, heads in settings)
+
+
+def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
+    """Refuse rows that reach past the positions a model knows: it would index past a table, or guess.
+
+    Args:
+        config: the model's config.
+        longest: padded tokens of the longest row.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"data.max_length: rows must fit the model's {positions} positions (max_position_embeddings); the longest "
+            f"is padded to {longest}; lower data.max_length to {positions} or less"
+        )
+
+
+def attention_window(config: PretrainedConfig) -> int | None:
+    """Tokens that a model's sliding window spans; None for a model without one."""
+    windows = [window for window in layer_settings(config, "sliding_window") if window is not None]
+    return min(windows, default=None)
+
+
+def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
+    """Refuse to join rows where a row's attention to itself is more than plain causal attention.
+
+    Args:
+        config: the model's config.
+        longest: tokens of the longest row.
+
+    Raises:
+        UserError: naming what the model has, and the remedy.
+    """
+    text = config.get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - JOINABLE_LAYERS)
+    if kinds:
+        raise UserError(
+            f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "
+            f"{', '.join(kinds)}; set bucket.mode=bucketed"
+        )
+    if caps_scores(config):
+        raise UserError(
+            f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} caps its scores, which "
+            "no such kernel does; set bucket.mode=bucketed"
+        )
+    window = attention_window(config)
+    if window is not None and longest > window:
+        raise UserError(
+            f"bucket.mode: packed rows must fit the model's attention window of {window} tokens (sliding_window); the "
+            f"longest has {longest}; lower data.max_length to {window} or set bucket.mode=bucketed"
+        )

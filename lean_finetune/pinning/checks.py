@@ -1,0 +1,115 @@
+"""Checks of a local model directory, each ending in one line that names the file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.core.errors import UserError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def check_config(directory: Path) -> dict[str, Any]:
+    """Read config.json.
+
+    Raises:
+        UserError: it is not a JSON object, names no model type, or asks for code of its own.
+    """
+    path = directory / "config.json"
+    config = _json_object(path)
+    for file in (path, directory / "tokenizer_config.json"):
+        if file.exists() and "auto_map" in _json_object(file):
+            raise UserError(
+                f"model.name: {file} asks for code of its own (auto_map), which is never run; use a model whose "
+                "architecture is part of transformers, or remove auto_map if it is"
+            )
+    if not isinstance(config.get("model_type"), str):
+        raise UserError(f"model.name: {path} names no model_type; save the model again with save_pretrained(...)")
+    return config
+
+
+def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
+    """Load tokenizer.json, compare its ids with the model's vocabulary, and read the files beside it.
+
+    Raises:
+        UserError: one of them cannot be read, or the tokenizer makes ids that the model has no embedding for.
+    """
+    from tokenizers import Tokenizer
+
+    path = directory / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises a plain Exception
+        raise UserError(f"model.name: {path} is not a tokenizer ({error}); save or download it again") from error
+    _check_beside(directory)
+    largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    text_config = config.get("text_config")
+    vocab_size = (text_config if isinstance(text_config, dict) else config).get("vocab_size")
+    if isinstance(vocab_size, int) and largest_id >= vocab_size:
+        raise UserError(
+            f"model.name: {path} makes ids up to {largest_id} but config.json has vocab_size {vocab_size}; resize the "
+            "model's embeddings or use its own tokenizer"
+        )
+
+
+def _check_beside(directory: Path) -> None:
+    """Read what stage tokenize reads beside tokenizer.json; it is not damaged then, as it is pinned."""
+    special = directory / "special_tokens_map.json"
+    if special.exists():
+        _json_object(special)
+    template = directory / "chat_template.jinja"
+    try:
+        if template.exists():
+            template.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError(f"model.name: {template} is not UTF-8 text ({error}); save it as UTF-8") from error
+
+
+def shard_names(directory: Path) -> list[str]:
+    """The names of a model's weight files in order: those of the index where there is one.
+
+    Raises:
+        UserError: the index is not one, or names anything but safetensors files beside it.
+    """
+    index = directory / INDEX
+    if not index.exists():
+        return [WEIGHTS]
+    weight_map = _json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"model.name: {index} has no weight_map; save or download the model again")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"model.name: {index} names {name!r}; shards must be .safetensors files beside it")
+    return names
+
+
+def check_weights(path: Path) -> None:
+    """Let safetensors check the header, that the tensors leave no gap, and that the file ends with the last one.
+
+    Raises:
+        UserError: the file is missing, damaged or holds nothing.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise UserError(f"model.name: {path}, which {INDEX} names, is missing; download the model again")
+    try:
+        with safe_open(str(path), framework="np") as file:
+            tensors = len(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"model.name: {path} is damaged ({error}); download or save it again") from error
+    if tensors == 0:
+        raise UserError(f"model.name: {path} holds no tensors; download or save it again")
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """A JSON object read from a model's file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise UserError(f"model.name: {path} is not JSON ({error}); download or save it again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"model.name: {path} must hold a JSON object, got {type(value).__name__}")
+    return value

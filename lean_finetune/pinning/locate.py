@@ -1,0 +1,197 @@
+"""Where pinned files are on this machine, and whether they still are what was pinned. Imports nothing heavy."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.config.data_params import HUB_PREFIX
+from lean_finetune.core import progress
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.files import find_source, repo_root
+from lean_finetune.pinning.hub import cached_file, download
+from lean_finetune.pinning.kinds import FileKind, file_kind, glob_base
+
+TINY = "tiny"
+TINY_DIRECTORY = Path(__file__).parents[1] / "tiny"
+TINY_IN_CHECKOUT = Path("lean_finetune/tiny")
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Where transformers looks for a chat template first."""
+CONFIG_FILE = "config.json"
+# What makes a tokenizer: the first is required, the others are pinned where they exist.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    CHAT_TEMPLATE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+READ_BLOCK_BYTES = 1 << 20
+DATA_SCHEMA = 2
+NAMED_TEMPLATES = ("tokenizer", "chatml")
+"""What data.chat_template can be besides the path of a file."""
+
+
+def template_file(chat_template: str) -> Path | None:
+    """The user's template file that data.chat_template names; None for a named template.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if chat_template in NAMED_TEMPLATES:
+        return None
+    path = find_source(chat_template)
+    if not path.is_file():
+        raise UserError(
+            f"data.chat_template: must be {' or '.join(NAMED_TEMPLATES)}, or the path of a template; no such file: "
+            f"{chat_template!r}"
+        )
+    return path
+
+
+def model_directory(lock: Mapping[str, Any]) -> Path:
+    """The directory of the model pinned in `locks/model.json`, with config, weights and tokenizer in it.
+
+    Raises:
+        UserError: it is gone, or it is on a hub that cannot be reached.
+    """
+    return _directory(lock, [*lock["files"], *lock["tokenizer_files"]])
+
+
+def tokenizer_directory(lock: Mapping[str, Any]) -> Path:
+    """As `model_directory`, but of a hub model only the tokenizer's files need to be here.
+
+    Raises:
+        UserError: it is gone, or it is on a hub that cannot be reached.
+    """
+    return _directory(lock, lock["tokenizer_files"])
+
+
+def config_directory(lock: Mapping[str, Any]) -> Path:
+    """As `model_directory`, but of a hub model only config.json needs to be here, and is checked.
+
+    Raises:
+        UserError: it is gone or changed, or it is on a hub that cannot be reached.
+    """
+    directory = _directory(lock, [CONFIG_FILE])
+    verify_files(directory, {CONFIG_FILE: lock["files"][CONFIG_FILE]})
+    return directory
+
+
+def _directory(lock: Mapping[str, Any], paths: list[str]) -> Path:
+    """The local directory of a model lock, holding at least `paths` when it comes from a hub."""
+    if lock["kind"] == TINY:
+        return TINY_DIRECTORY
+    if lock["kind"] == "hub":
+        return download("model.name", lock["name"], "model", lock["revision"], paths)
+    directory = find_source(lock["name"])
+    if not directory.is_dir():
+        raise UserError(f"model.name: the pinned directory {lock['name']!r} is gone; put it back or change the name")
+    return directory
+
+
+def model_address(lock: Mapping[str, Any]) -> str:
+    """What loads the pinned model from any directory of this machine: its hub id, or its absolute path.
+
+    In the copy that a temporary experiment runs in, the path is that in the user's checkout, which outlives it.
+    """
+    if lock["kind"] == "hub":
+        return str(lock["name"])
+    named, here = (TINY_IN_CHECKOUT, TINY_DIRECTORY) if lock["kind"] == TINY else (lock["name"], _directory(lock, []))
+    there = repo_root() / named
+    return os.path.abspath(there if there.is_dir() else here)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """One file of the data lock."""
+
+    source: int
+    """Place of its source in the lock."""
+    name: str
+    """To show, as the user would write its path."""
+    kind: FileKind
+    size_bytes: int
+    digest: str
+    """Hex sha256 of its content, or git's blob sha1."""
+    path: Path | None
+    """Where it is on this machine; None: on the hub only."""
+    repo_id: str = ""
+    revision: str = ""
+    path_in_repo: str = ""
+
+
+def data_files(lock: Mapping[str, Any]) -> list[DataFile]:
+    """The files of `locks/data.json` in reading order.
+
+    Raises:
+        UserError: the lock is of another schema.
+    """
+    if lock.get("schema") != DATA_SCHEMA:
+        raise UserError("locks/data.json: was written by another version of pin_data; run `dvc repro pin_data`")
+    located = []
+    for number, source in enumerate(lock["sources"]):
+        # What the files' paths are relative to; found once, as in a temporary experiment that takes a walk.
+        base = glob_base(source["source"]) if source["kind"] == "glob" else source["source"]
+        root = Path() if source["kind"] == "hub" else find_source(base)
+        located += [_locate(number, source, file, base, root) for file in source["files"]]
+    return located
+
+
+def _locate(number: int, source: Mapping[str, Any], file: Mapping[str, Any], base: str, root: Path) -> DataFile:
+    """Where one file of a source is; `base` is what its path is relative to, as given, `root` where that is."""
+    given = source["source"]
+    hub: dict[str, str] = {}
+    path: Path | None
+    if source["kind"] == "file":
+        name, path = given, root
+    elif source["kind"] == "hub":
+        repo_id = given.removeprefix(HUB_PREFIX)
+        name, path = f"{given}/{file['path']}", cached_file(repo_id, source["revision"], file["path"])
+        hub = {"repo_id": repo_id, "revision": source["revision"], "path_in_repo": file["path"]}
+    else:
+        name, path = str(Path(base) / file["path"]), root / file["path"]
+    kind = file_kind(file["path"])
+    assert kind is not None, "pin_data pins no other"
+    digest = file["sha256"] if "sha256" in file else file["blob_id"]
+    return DataFile(source=number, name=name, kind=kind, size_bytes=file["bytes"], digest=digest, path=path, **hub)
+
+
+def new_digest(pinned: str, size_bytes: int) -> "hashlib._Hash":
+    """A hash object of the kind `pinned` is: sha256 of the content (64 hex digits) or git's blob sha1 (40)."""
+    if len(pinned) == 64:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
+
+
+def verify_files(directory: Path, files: Mapping[str, str]) -> None:
+    """Check files (name → sha256 or git blob id) against their content; git's ids need no network either.
+
+    Raises:
+        UserError: a file is missing or is not what was pinned.
+    """
+    for name in sorted(files):
+        path = directory / name
+        try:
+            digest = new_digest(files[name], path.stat().st_size)
+            for block in _blocks(path):
+                digest.update(block)
+                progress.made()
+        except OSError as error:
+            raise UserError(
+                f"model.name: {path} cannot be read ({error.strerror}); run `dvc repro` again to pin it anew"
+            ) from error
+        if digest.hexdigest() != files[name]:
+            raise UserError(f"model.name: {path} changed since it was pinned; run `dvc repro` again")
+
+
+def _blocks(path: Path) -> Iterable[bytes]:
+    """A file's bytes in blocks."""
+    with open(path, "rb") as file:
+        while block := file.read(READ_BLOCK_BYTES):
+            yield block

@@ -1,0 +1,194 @@
+"""The report itself: one page of Markdown for a person."""
+
+from collections.abc import Mapping
+from textwrap import indent
+from typing import Any
+
+from lean_finetune.pinning.shown import shown_data, shown_model
+from lean_finetune.report.inputs import Inputs
+from lean_finetune.report.markdown import NONE, cell, size, table
+from lean_finetune.report.memory import memory_section
+
+NOT_EVALUATED = "not evaluated: no rows are held out (data.heldout_fraction is 0)."
+SAMPLES = 6
+SAMPLE_CHARACTERS = 800
+# Figure of data/tokens/figures.json → why these rows were not used.
+DROPPED = {
+    "no_answer_rows": "had no answer within data.max_length",
+    "dropped_long_rows": "were longer than data.max_length",
+    "empty_answer_rows": "had an empty answer",
+    "bad_rows": "could not be used",
+    "duplicate_rows": "repeated another row",
+}
+
+
+def page(inputs: Inputs, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    """All sections; `settings` are the parameters worth naming, `metrics` the report's own numbers."""
+    sections = (
+        _summary(inputs, metrics),
+        _run(inputs, settings),
+        memory_section(inputs, metrics),
+        _loss(inputs),
+        _answers(inputs),
+    )
+    return "\n\n".join(["# Fine-tuning report", *sections]) + "\n"
+
+
+def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
+    """The results in a few lines."""
+    estimate, train, evaluate = inputs.estimate, inputs.train, inputs.evaluate
+    fits = "fits" if estimate["fits"] else "does not fit"
+    peak = f"- **Memory**: predicted {size(estimate['peak_bytes_predicted'])} at its peak ({estimate['worst_phase']})"
+    if train["peak_bytes_measured"] is None:
+        peak += f"; not measured on {train['device']}."
+    else:
+        peak += f", measured {size(train['peak_bytes_measured'])}"
+        error = metrics["predicted_error_percent"]
+        if error is None:
+            peak += f" on {train['device']}: another kind of device, so the two cannot be compared."
+        else:
+            peak += f": the prediction was off by {error:+.3f} %."
+    lines = [
+        peak,
+        f"- **Device**: {estimate['gpu']}, {estimate['capacity_gib']:.4g} GiB: the run {fits}.",
+        f"- **Held-out loss**: {evaluate['base_loss']:.4f} before, {evaluate['tuned_loss']:.4f} after "
+        f"(perplexity {_figure(evaluate['base_perplexity'])} before, {_figure(evaluate['tuned_perplexity'])} after)."
+        if evaluate["evaluated_rows"]
+        else f"- **Held-out loss**: {NOT_EVALUATED}",
+    ]
+    if evaluate["generated_rows"]:
+        lines.append(
+            f"- **Exact match** of {evaluate['generated_rows']} greedy answers: "
+            f"{evaluate['base_exact_match_percent']:.1f} % before, {evaluate['tuned_exact_match_percent']:.1f} % after."
+        )
+    return "\n".join(lines)
+
+
+def _dropped(tokenize: Mapping[str, Any], rows_read: int) -> str:
+    """How many rows were not used, and why."""
+    found = [f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name]]
+    return _share(tokenize["dropped_rows"], rows_read) + (": " if found else "") + ", ".join(found)
+
+
+def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
+    """What was trained on what."""
+    tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
+    rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
+    rows = [
+        ("model", shown_model(inputs.model)),
+        ("data", f"{shown_data(inputs.data)}, format {tokenize['format']}"),
+        ("rows", f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out"),
+        ("cut rows", f"{_share(tokenize['truncated_rows'], rows_read)} lost trained tokens to data.max_length"),
+        ("dropped rows", _dropped(tokenize, rows_read)),
+        ("tokens", f"{tokenize['train_tokens']:,}, {tokenize['supervised_percent']:.1f} % of them trained"),
+        ("longest row", f"{tokenize['longest']:,} tokens"),
+        ("optimizer steps", f"{bucket['optimizer_steps']:,}, in {bucket['micro_batches']:,} micro-batches"),
+        (
+            "micro-batches",
+            f"{bucket['mode']}; at most {bucket['max_batch_tokens']:,} padded tokens, {bucket['max_batch_rows']:,} rows"
+            # Joined rows have a length together, which is the figure before.
+            + ("" if bucket["mode"] == "packed" else f", {bucket['max_batch_length']:,} tokens a row"),
+        ),
+        ("padding", f"{bucket['padding_percent']:.1f} % of the tokens computed"),
+        *_waiting(bucket, settings["hardware.num_gpus"]),
+        ("trained parameters", f"{train['trained_parameters']:,}"),
+        ("trained on", train["device"]),
+        ("speed", f"{train['tokens_per_second']:,.0f} tokens/s"),
+        *((name, _shown(value)) for name, value in settings.items()),
+    ]
+    return "## What was trained\n\n" + table(("", ""), rows)
+
+
+def _waiting(bucket: Mapping[str, Any], num_gpus: int) -> list[tuple[str, str]]:
+    """What of the GPUs' time is lost because their micro-batches differ; nothing of one."""
+    if num_gpus == 1:
+        return []
+    return [("waiting", f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the one with the most tokens")]
+
+
+def _loss(inputs: Inputs) -> str:
+    """Curves, and the held-out loss by length of row."""
+    evaluate = inputs.evaluate
+    if not evaluate["evaluated_rows"]:
+        return "\n".join(["## Loss", "", "![Loss](loss.png)", "", NOT_EVALUATED])
+    columns = ("base_loss", "tuned_loss", "base_perplexity", "tuned_perplexity")
+    lengths = sorted(evaluate["by_length"].items(), key=lambda item: (item[0].startswith("over"), _edge(item[0])))
+    rows = [
+        (f"{name.replace('_', ' ')} tokens", found["rows"], *(_figure(found[column]) for column in columns))
+        for name, found in lengths
+    ]
+    rows.append(("**all**", evaluate["evaluated_rows"], *(_figure(evaluate[column]) for column in columns)))
+    header = ("row length", "rows", "loss before", "loss after", "perplexity before", "perplexity after")
+    lines = ["## Loss", "", "![Loss](loss.png)", "", "Held-out rows:", "", table(header, rows), *_merged(evaluate)]
+    return "\n".join(lines)
+
+
+def _merged(evaluate: Mapping[str, Any]) -> list[str]:
+    """What merging the adapter cost; nothing where evaluate.merged is false."""
+    if "merged_loss" not in evaluate:
+        return []
+    told = f"Merged into one model: loss {_figure(evaluate['merged_loss'])}"
+    told += f", {evaluate['merged_minus_tuned_loss']:+.2g} beside the adapter on its base"
+    if (right := evaluate["merged_exact_match_percent"]) is not None:
+        told += f"; exact match {right:.1f} %"
+    return ["", f"{told}."]
+
+
+def _answers(inputs: Inputs) -> str:
+    """Exact match by family, and some answers in full."""
+    too_long = inputs.evaluate["unanswerable_rows"]
+    left_out = (
+        f"Not asked: {too_long:,} held-out rows whose prompt or answer is longer than data.max_length, "
+        "evaluate.max_new_tokens or the model's positions allow."
+    )
+    notes = [left_out] if too_long else []
+    if not inputs.generations:
+        if not inputs.evaluate["evaluated_rows"]:
+            return f"## Answers\n\n{NOT_EVALUATED}"
+        nothing = "None: no held-out row has a prompt that can be answered, or evaluate.generate_rows is 0."
+        return "\n\n".join(["## Answers", nothing, *notes])
+    families = [
+        (name, found["rows"], *(f"{found[f'{model}_exact_match_percent']:.0f} %" for model in ("base", "tuned")))
+        for name, found in sorted(inputs.evaluate["by_family"].items())
+    ]
+    # The file takes the families in turn, so its first lines are of different families.
+    pool = inputs.generations[: max(SAMPLES, len(families))]
+    shown = [pool[index * len(pool) // SAMPLES] for index in range(min(SAMPLES, len(pool)))]
+    samples = [_sample(line) for line in shown]
+    right = table(("family", "prompts", "right before", "right after"), families)
+    return "\n\n".join(["## Answers", right, *notes, "### Samples", *samples])
+
+
+def _sample(line: Mapping[str, Any]) -> str:
+    """One prompt with the expected and the generated answers."""
+    parts = [("Prompt", line["prompt"]), ("Expected", line["expected"])]
+    for model, title in (("base", "Before"), ("tuned", "After")):
+        parts.append((f"{title} ({'right' if line[f'{model}_correct'] else 'wrong'})", line[model]))
+    blocks = (f"{title}:\n\n{indent(_cut(text), '    ', lambda _: True)}" for title, text in parts)
+    return "\n\n".join([f"#### {cell(line['family'])}", *blocks])
+
+
+def _cut(text: str) -> str:
+    """Text short enough for the page."""
+    text = text.strip("\n")
+    return text if len(text) <= SAMPLE_CHARACTERS else f"{text[:SAMPLE_CHARACTERS]} …"
+
+
+def _share(part: int, whole: int) -> str:
+    """A count, and what share of the whole it is."""
+    return f"{part:,} ({100 * part / whole:.1f} %)"
+
+
+def _edge(name: str) -> int:
+    """The number in a length bucket's name."""
+    return int(name.rpartition("_")[2])
+
+
+def _shown(value: Any) -> str:
+    """A parameter as params.yaml would show it."""
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+def _figure(value: float | None) -> str:
+    """A number to four digits, where it exists."""
+    return NONE if value is None else f"{value:.4g}"

@@ -1,0 +1,152 @@
+"""The loss: summed cross-entropy over the trained tokens of one micro-batch.
+
+Shapes: B rows, T padded tokens, D hidden size, V vocabulary, N trained tokens.
+"""
+
+import inspect
+from typing import cast
+
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.attention import JoinedRows, joined_forward
+from lean_finetune.step.batches import Batch, join_rows
+from lean_finetune.step.offload import Offload, layers_saved
+
+PROBE_TOKENS = 8
+OTHER_ORDER = 0.02
+"""Share of the largest logit by which bf16 arithmetic in another order can change one."""
+UNSEEN = 1e-4
+"""The same in fp32, or in any type where shapes are equal and only tokens differ that must not be seen."""
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The transformers model below the adapters' wrapper."""
+    return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+
+
+def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits in fp32 of hidden states (..., D) → (..., V), with the model's soft cap where it has one (Gemma 2)."""
+    logits = model.get_output_embeddings()(hidden).float()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def decoder_hidden(
+    lm: PreTrainedModel, input_ids_BT: torch.Tensor, joined_rows: JoinedRows | None = None
+) -> torch.Tensor:
+    """The last hidden states (B, T, D), without a mask and without a KV cache."""
+    decoder = lm.get_decoder()
+    with joined_forward(joined_rows) as arguments:
+        return decoder(input_ids=input_ids_BT, use_cache=False, **arguments).last_hidden_state
+
+
+def summed_loss(model: nn.Module, batch: Batch, chunk: int | None, offload: Offload | None = None) -> torch.Tensor:
+    """Sum of the cross-entropy over the trained tokens of a micro-batch, an fp32 scalar.
+
+    The decoder runs without a mask (rows are right-padded, attention is causal) and without a KV cache. With `chunk`
+    set, only trained positions reach the head, `chunk` of them at a time, and their logits are recomputed in backward:
+    at most chunk × V logits exist. Without it the logits of all B × T positions exist at once. What the decoder keeps
+    for backward goes to `offload`; logits do not, as backward begins with them.
+    """
+    lm = causal_lm(model)
+    with layers_saved(offload, lm):
+        hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
+    if chunk is None:
+        logits_MV = head_logits(lm, hidden_BTD).flatten(0, 1)
+        return F.cross_entropy(logits_MV, batch.targets_BT.flatten(), reduction="sum", ignore_index=-100)
+    hidden_ND, targets_N = _trained_positions(hidden_BTD, batch)
+    total = hidden_ND.new_zeros((), dtype=torch.float32)
+    for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True):
+        total = total + checkpoint(_chunk_loss, lm, hidden, targets, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
+@torch.no_grad()
+def token_losses(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
+    """Cross-entropy of each trained token of a batch, fp32 of shape (N,), in the order of `supervised_index_N`.
+
+    For evaluation: the same decoder pass and head as `summed_loss`, at most `chunk` × V logits at a time.
+    """
+    lm = causal_lm(model)
+    hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
+    hidden_ND, targets_N = _trained_positions(hidden_BTD, batch)
+    chunks = zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
+    losses = [F.cross_entropy(head_logits(lm, hidden), targets, reduction="none") for hidden, targets in chunks]
+    return torch.cat(losses)
+
+
+def _trained_positions(hidden_BTD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states (N, D) of the positions whose next token is trained, and those tokens (N,)."""
+    hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.supervised_index_N)
+    targets_N = batch.targets_BT.flatten().index_select(0, batch.supervised_index_N)
+    return hidden_ND, targets_N
+
+
+def _chunk_loss(model: PreTrainedModel, hidden_CD: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy of C trained positions."""
+    return F.cross_entropy(head_logits(model, hidden_CD), targets_C, reduction="sum")
+
+
+@torch.no_grad()
+def check_head(model: nn.Module, device: torch.device) -> None:
+    """Try a model on a few tokens: is its loss the one computed here, and does it never look ahead?
+
+    Raises:
+        UserError: it does more to its logits than `head_logits` knows, or later tokens change earlier logits, so that
+            padding on the right would be seen.
+    """
+    lm = causal_lm(model)
+    training = lm.training
+    lm.eval()
+    input_ids = torch.arange(PROBE_TOKENS, device=device)[None] % lm.config.get_text_config().vocab_size
+    own = lm(input_ids=input_ids, use_cache=False).logits.float()
+    ours = head_logits(lm, decoder_hidden(lm, input_ids))
+    input_ids[0, -1] = 0
+    changed = head_logits(lm, decoder_hidden(lm, input_ids))
+    lm.train(training)
+    if not _close(ours[:, :-1], changed[:, :-1]):
+        raise UserError(f"model.name: must be causal; {lm.config.model_type} lets a token see later ones")
+    if not _close(own, ours):
+        raise UserError(
+            f"model.name: {lm.config.model_type} changes its logits after the head (largest difference "
+            f"{(own - ours).abs().max().item():.3g}), which is not supported yet; choose another model"
+        )
+
+
+@torch.no_grad()
+def check_joined_rows(model: nn.Module, device: torch.device) -> None:
+    """Try a model on two joined rows: does each see itself alone, from position 0 on?
+
+    Raises:
+        UserError: it does not: a layer of its own making looks past a row's bounds, or counts positions itself.
+    """
+    lm = causal_lm(model)
+    name = lm.config.model_type
+    remedy = "set bucket.mode=bucketed, or choose another model"
+    if "position_ids" not in inspect.signature(lm.get_decoder().forward).parameters:
+        raise UserError(f"bucket.mode: packed needs a model that is told positions; {name} is not; {remedy}")
+    training = lm.training
+    lm.eval()
+    vocabulary = lm.config.get_text_config().vocab_size
+    row = torch.arange(PROBE_TOKENS, device=device)[None] % vocabulary
+    joined = join_rows((PROBE_TOKENS, PROBE_TOKENS), 2 * PROBE_TOKENS).to(device)
+    behind, behind_another = (
+        head_logits(lm, decoder_hidden(lm, torch.cat([first, row], dim=1), joined)[:, PROBE_TOKENS:])
+        for first in (row, row.flip(1))
+    )
+    alone = head_logits(lm, decoder_hidden(lm, row))
+    lm.train(training)
+    exact = UNSEEN if lm.dtype == torch.float32 else OTHER_ORDER
+    if not _close(behind, alone, exact) or not _close(behind, behind_another, UNSEEN):
+        raise UserError(f"bucket.mode: packed needs rows that do not see each other; in {name} they do; {remedy}")
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, share: float = OTHER_ORDER) -> bool:
+    """Whether logits agree to a share of their largest size."""
+    return bool((a - b).abs().max() <= share * a.abs().max())

@@ -1,0 +1,49 @@
+"""Stage bucket: cut the training rows into optimizer steps and micro-batches."""
+
+import lean_finetune.core.endings  # noqa: F401 - first: signals are its own from here on
+
+# isort: split
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from lean_finetune.config.declared import read_params
+from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.files import FIGURES, atomic_directory, sha256_json, write_json
+from lean_finetune.plan.index import read_index
+from lean_finetune.plan.plan import Plan, read_plan, write_plan
+from lean_finetune.plan.run_cut import RunCut
+from lean_finetune.plan.summary import summarise
+
+
+@click.command(cls=StageCommand)
+@click.option("--index", "index_path", type=Path, default="data/tokens/train-index.arrow", show_default=True)
+@click.option("--out", type=Path, default="data/batches", show_default=True, help="Directory for plan.arrow.")
+def main(index_path: Path, out: Path) -> None:
+    """Plan the run: rows of every optimizer step, and its micro-batches, shared evenly by hardware.num_gpus.
+
+    The rows of a step depend on seed, train.tokens_per_step, train.epochs and the sources' weights alone; bucket.*
+    decides only how a step is cut, so it changes memory and speed and never what is learnt.
+    """
+    p = read_params()
+    run = RunCut.from_params(p)
+    index = read_index(index_path, run.weights)
+    with atomic_directory(out) as aside:
+        parts = _shown(run.parts(index), p.run.progress)
+        write_plan(aside / "plan.arrow", parts, cut=sha256_json(run.cutting.deciding))
+        summary = summarise(read_plan(aside / "plan.arrow"), index.lengths, mode=run.cutting.mode)
+        write_json(aside / FIGURES, summary)
+
+
+def _shown(parts: Iterable[Plan], progress: bool) -> Iterator[Plan]:
+    """The parts of a plan, with a progress bar."""
+    with tqdm(desc="bucket", unit=" rows", unit_scale=True, disable=not progress) as bar:
+        for part in parts:
+            yield part
+            bar.update(len(part.rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Compare the base and the tuned model on held-out rows: `python -m stages.evaluate`."""
+
+import lean_finetune.core.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+
+# isort: split
+from pathlib import Path
+
+import click
+
+from lean_finetune.core.errors import StageCommand
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command(cls=StageCommand)
+@click.option("--tokens", type=PATH, default="data/tokens", show_default=True, help="Token files of stage tokenize.")
+@click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned base.")
+@click.option("--tokenizer-lock", type=PATH, default="locks/tokenizer.json", show_default=True, help="Its tokenizer.")
+@click.option("--tuned", type=PATH, default="data/tuned", show_default=True, help="Adapter or model of stage train.")
+@click.option("--verdict", type=PATH, default="data/estimate/verdict.json", show_default=True, help="Its precision.")
+@click.option("--out", type=PATH, default="data/evaluate", show_default=True, help="Directory of generations.jsonl.")
+@click.option("--metrics", type=PATH, default="metrics/evaluate.json", show_default=True, help="Metrics.")
+def main(**paths: Path) -> None:
+    """Compare the base and the tuned model on held-out rows.
+
+    Loss and perplexity of the trained tokens, overall and by row length, and exact match of greedy answers by task
+    family. The base is loaded as it was trained on (4-bit for qlora), so that the difference is the training's.
+    """
+    from lean_finetune.evaluate.run import run_stage  # Here: it imports torch, and --help does without.
+
+    run_stage(**paths)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Entry of the stages pin_data and pin_model."""
+
+import lean_finetune.core.endings  # noqa: F401 - first: signals are its own from here on
+
+# isort: split
+from pathlib import Path
+
+import click
+
+from lean_finetune.config.declared import read_params
+from lean_finetune.core.errors import StageCommand
+from lean_finetune.pinning.data import pin_data
+from lean_finetune.pinning.model import pin_model
+
+
+@click.command(cls=StageCommand)
+@click.argument("what", type=click.Choice(["data", "model"]))
+@click.option("--locks", type=click.Path(path_type=Path), default=Path("locks"), show_default=True)
+def main(what: str, locks: Path) -> None:
+    """Pin the data (data.source) or the model (model.name) of params.yaml.
+
+    A local path is pinned by the content of its files, a hub id by its commit. Later stages read nothing that is not
+    pinned.
+    """
+    p = read_params()
+    if what == "data":
+        d = p.data
+        if note := pin_data(d.source, d.heldout_source, d.revision, d.config, d.split, d.chat_template, locks):
+            click.echo(f"note: {note}", err=True)
+    else:
+        pin_model(p.model.name, p.model.revision, locks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""One page for a person: `python -m stages.report`."""
+
+import lean_finetune.core.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+
+# isort: split
+from pathlib import Path
+
+import click
+
+from lean_finetune.config.declared import read_params
+from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.files import FIGURES, atomic_directory, write_csv, write_json, write_text
+from lean_finetune.report.figures import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics
+from lean_finetune.report.inputs import read_inputs
+from lean_finetune.report.page import page
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command(cls=StageCommand)
+@click.option("--locks", type=PATH, default="locks", show_default=True, help="Directory of the pins.")
+@click.option("--metrics", type=PATH, default="metrics", show_default=True, help="Directory of all metrics.")
+@click.option("--tokens", type=PATH, default="data/tokens", show_default=True, help="Output of stage tokenize.")
+@click.option("--batches", type=PATH, default="data/batches", show_default=True, help="Output of stage bucket.")
+@click.option("--estimate", type=PATH, default="data/estimate", show_default=True, help="Output of stage estimate.")
+@click.option("--train", type=PATH, default="data/train", show_default=True, help="Curves of stage train.")
+@click.option("--evaluate", type=PATH, default="data/evaluate", show_default=True, help="Output of stage evaluate.")
+@click.option("--out", type=PATH, default="data/report", show_default=True, help="Directory of report.md.")
+def main(metrics: Path, out: Path, **places: Path) -> None:
+    """Put predicted beside measured memory and write one page with pictures: report.md.
+
+    Also writes metrics/report.json (the prediction's error in percent) and memory.csv for `dvc plots`.
+    """
+    p = read_params()
+    settings = {
+        "hardware.num_gpus": p.hardware.num_gpus,
+        "train.sharding": p.train.sharding,
+        "train.method": p.train.method,
+        "train.precision": p.train.precision,
+        "train.optimizer": p.train.optimizer,
+        "train.grad_ckpt": p.train.grad_ckpt,
+    }
+    inputs = read_inputs(**places)
+    numbers = report_metrics(inputs)
+    from lean_finetune.report.plots import draw  # Here: matplotlib takes a second to import, and --help does without.
+
+    with atomic_directory(out) as aside:
+        draw(aside, inputs)
+        write_csv(aside / "memory.csv", MEMORY_COLUMNS, memory_records(inputs))
+        write_text(aside / "report.md", page(inputs, settings, numbers))
+        write_json(aside / FIGURES, numbers)
+    write_json(metrics / "report.json", {name: numbers[name] for name in RESULTS})
+
+
+if __name__ == "__main__":
+    main()

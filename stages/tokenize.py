@@ -1,0 +1,73 @@
+"""Entry of the stage tokenize."""
+
+import lean_finetune.core.endings  # noqa: F401 - first: signals are its own from here on
+
+# isort: split
+import os
+
+# Before numpy is imported: its threads are of no use here, and without them worker processes can be forks.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# A worker is one core's work; threads inside each would only get in each other's way.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAYON_NUM_THREADS", "1")
+
+from pathlib import Path  # noqa: E402
+
+import click  # noqa: E402
+
+from lean_finetune.config.declared import read_params  # noqa: E402
+from lean_finetune.core.errors import StageCommand, UserError  # noqa: E402
+from lean_finetune.core.files import read_json  # noqa: E402
+from lean_finetune.data.shards.parts import parse_part  # noqa: E402
+from lean_finetune.data.shards.prepare import plan_job  # noqa: E402
+from lean_finetune.data.shards.run import Work, make_all, make_part, merge_parts  # noqa: E402
+from lean_finetune.pinning.locate import tokenizer_directory, verify_files  # noqa: E402
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command(cls=StageCommand)
+@click.option("--data-lock", type=PATH, default=Path("locks/data.json"), show_default=True)
+@click.option("--model-lock", type=PATH, default=Path("locks/model.json"), show_default=True)
+@click.option("--tokenizer-lock", type=PATH, default=Path("locks/tokenizer.json"), show_default=True)
+@click.option("--out", type=PATH, default=Path("data/tokens"), show_default=True)
+@click.option("--part", metavar="I/N", help="Make only part I (from 0) of N, below --out, to be merged later.")
+@click.option("--merge", is_flag=True, help="Join the parts below DIRECTORIES, instead of tokenizing.")
+@click.argument("directories", nargs=-1, type=PATH)
+def main(
+    data_lock: Path,
+    model_lock: Path,
+    tokenizer_lock: Path,
+    out: Path,
+    part: str | None,
+    merge: bool,
+    directories: tuple[Path, ...],
+) -> None:
+    """Turn the pinned rows into tokens, with the spans that are trained, split into training and held-out rows.
+
+    On several machines: `--part I/N --out DIRECTORY` on each, then `--merge DIRECTORY...` on one gives the same bytes.
+    """
+    if bool(directories) != merge or (merge and part):
+        raise UserError("--merge: takes the directories of the parts, and they take --merge; --part stands alone")
+    chosen = None if part is None else parse_part(part)
+    p = read_params()
+    data, tokenizer = read_json(data_lock), read_json(tokenizer_lock)
+    directory = tokenizer_directory(read_json(model_lock))
+    verify_files(directory, tokenizer["files"])
+    job = plan_job(p.data, "tokenizers" if merge else p.run.tokenizer_engine, data, tokenizer, directory)
+    work = Work(job=job, workers=p.run.data_workers, pool=p.run.data_pool, progress=p.run.progress)
+    if chosen is not None:
+        notes = make_part(work, chosen, out, _note)
+    else:
+        notes = merge_parts(work, directories, out) if merge else make_all(work, out, _note)
+    for note in notes:
+        _note(note)
+
+
+def _note(text: str) -> None:
+    """Tell the user something that is no fault."""
+    click.echo(f"note: {text}", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Fine-tune as planned: `python -m stages.train`."""
+
+import lean_finetune.core.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+import lean_finetune.core.torchrun_threads  # noqa: F401 - before torch, which reads the number of threads once
+
+# isort: split
+from pathlib import Path
+
+import click
+
+from lean_finetune.core.errors import StageCommand
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command(cls=StageCommand)
+@click.option("--tokens", type=PATH, default="data/tokens", show_default=True, help="Token files of stage tokenize.")
+@click.option("--batches", type=PATH, default="data/batches", show_default=True, help="Batch plan of stage bucket.")
+@click.option("--verdict", type=PATH, default="data/estimate/verdict.json", show_default=True, help="Does it fit?")
+@click.option("--estimate", type=PATH, default="data/estimate/figures.json", show_default=True, help="Predicted peak.")
+@click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned model.")
+@click.option("--tokenizer-lock", type=PATH, default="locks/tokenizer.json", show_default=True, help="Its tokenizer.")
+@click.option("--data-lock", type=PATH, default="locks/data.json", show_default=True, help="The pinned data.")
+@click.option("--out", type=PATH, default="data/tuned", show_default=True, help="Adapter or model, safetensors.")
+@click.option("--curves", type=PATH, default="data/train", show_default=True, help="Curves and model card.")
+@click.option("--metrics", type=PATH, default="metrics/train.json", show_default=True, help="Metrics.")
+@click.option("--explain", type=PATH, help="Train nothing: say why memory grows in a recorded curve (a CSV file).")
+@click.option("--left-gib", type=click.FloatRange(min=0), help="With --explain: memory still free at its end.")
+def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
+    """Fine-tune the pinned model on the planned batches.
+
+    Refuses a run that is predicted not to fit (unless estimate.enforce is false), trains, and writes the weights, a
+    model card, per-step curves and the measured peak memory.
+    """
+    # The modules below import torch, which takes seconds: --help and --explain do without.
+    if explain is not None:
+        from lean_finetune.train.monitor.recorded import explained
+
+        click.echo("\n".join(explained(explain, left_gib)))
+        return
+    from lean_finetune.train.run import run_stage
+
+    run_stage(**paths)
+
+
+if __name__ == "__main__":
+    main()

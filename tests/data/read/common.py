@@ -1,0 +1,36 @@
+"""A lock for files of a test, and their rows."""
+
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.core.files import sha256_file
+from lean_finetune.data.read.block import Block, RawRow
+from lean_finetune.data.read.blocks import BLOCK_BYTES, read_blocks
+from lean_finetune.data.read.decode import decode
+
+
+def source(*paths: Path, rows: int | None = None) -> dict[str, Any]:
+    """The lock's entry of files in one directory."""
+    files = [{"path": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in paths]
+    kind, given = ("file", paths[0]) if len(paths) == 1 else ("directory", paths[0].parent)
+    return {"source": str(given), "kind": kind, "revision": None, "rows": rows, "files": files}
+
+
+def lock_of(*sources: dict[str, Any]) -> dict[str, Any]:
+    return {"schema": 2, "sources": list(sources)}
+
+
+def blocks_of(lock: dict[str, Any], max_rows: int | None = None, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+    return list(read_blocks(lock, max_rows=max_rows, progress=lambda _: None, block_bytes=block_bytes))
+
+
+def rows_of(path: Path, max_rows: int | None = None, block_bytes: int = BLOCK_BYTES) -> list[RawRow]:
+    """Every row of one file."""
+    return [row for block in blocks_of(lock_of(source(path)), max_rows, block_bytes) for row in decode(block)]
+
+
+def values_of(path: Path, max_rows: int | None = None, block_bytes: int = BLOCK_BYTES) -> list[Any]:
+    """The rows' values; a fault fails the test."""
+    rows = rows_of(path, max_rows, block_bytes)
+    assert [row.fault for row in rows if row.fault] == []
+    return [row.value for row in rows]

@@ -1,0 +1,57 @@
+"""Arrow arrays made of numpy's memory: the same as pyarrow's own, without pandas."""
+
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from lean_finetune.data.read.arrays import from_numpy, from_texts, to_numpy
+from tests.conftest import ROOT
+from tests.processes import run_bounded
+
+ALL_OF_IT = """
+import sys
+import numpy as np
+import pyarrow as pa
+from lean_finetune.data.read.block import Block
+from lean_finetune.data.read.decode import decode
+from lean_finetune.data.shards.columns import digests, record_batch, token_schema
+from lean_finetune.data.encode.cut import cut_rows
+from lean_finetune.data.encode.encoded import EncodedRows
+row = EncodedRows(ids=np.arange(4, dtype=np.int32), offsets=np.array([0, 4]), span_rows=np.array([0]),
+                  spans=np.array([[1, 4]]), failed=frozenset())
+digests(record_batch(token_schema(9, 9, 1), cut_rows(row, 9, "drop"), row.ids, ["a"], 0, np.zeros(1, np.uint32)))
+list(decode(Block(number=0, source=0, file=0, kind="lines", payload=b'{"text": "a"}', first_row=0)))
+print([name for name in ("pandas", "pyarrow.parquet") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("length", [0, 1, 9])
+@pytest.mark.parametrize("kind", [pa.uint16(), pa.int32(), pa.uint32(), pa.uint64(), pa.bool_()], ids=str)
+def test_numbers_and_truth_values_are_those_that_pyarrow_makes(kind, length):
+    values = np.arange(length) % 3
+    made = from_numpy(values, kind)
+    made.validate(full=True)
+    assert made.equals(pa.array(values.astype(kind.to_pandas_dtype()), kind))
+
+
+@pytest.mark.parametrize(
+    "texts", [[], [None], [None, None], ["a", "", "你好"], ["a", None, "", None, "é"] * 3], ids=str
+)
+def test_texts_are_those_that_pyarrow_makes(texts):
+    made = from_texts(texts)
+    made.validate(full=True)
+    assert made.equals(pa.array(texts, pa.string())) and made.null_count == texts.count(None)
+
+
+def test_numbers_come_back_from_a_slice_and_from_chunks():
+    whole = pa.array([5, 6, 7, 8], pa.uint16())
+    assert to_numpy(whole[1:3]).tolist() == [6, 7]
+    assert to_numpy(pa.chunked_array([whole, whole[:0], whole[3:]])).tolist() == [5, 6, 7, 8, 8]
+    assert len(to_numpy(pa.chunked_array([], pa.int32()))) == 0
+
+
+def test_a_worker_imports_no_pandas():
+    done = run_bounded([sys.executable, "-c", ALL_OF_IT], cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,318 @@
+"""Blocks: whole rows, each once, cut by the bytes of the source alone, from exactly what was pinned."""
+
+import csv
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.read import blocks
+from lean_finetune.data.read.block import Block
+from lean_finetune.data.read.blocks import file_names, read_blocks
+from lean_finetune.data.read.decode import decode
+from tests.conftest import ROOT
+from tests.data.read.common import blocks_of, lock_of, rows_of, source, values_of
+from tests.data.read.malformed import arrow, parquet, zstd
+from tests.processes import run_bounded
+from tests.workspace import write_rows
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+ROWS = st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=5)
+CELLS = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]), max_size=6)
+FREELY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@given(rows=ROWS, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans(), block=st.integers(6, 40))
+@FREELY
+def test_an_array_read_in_blocks_equals_the_array_read_whole(tmp_path, rows, indent, ascii_only, block):
+    """A value, an escape or a character cut in two by a block's end must neither be lost nor be taken for a fault."""
+    path = tmp_path / "rows.json"
+    text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
+    path.write_bytes(b"\xef\xbb\xbf\n " + text.encode("utf-8", "replace") + b"\n")
+    assert values_of(path, block_bytes=block) == json.loads(path.read_bytes())
+
+
+@given(rows=ROWS, indent=st.sampled_from([0, 2]), block=st.integers(6, 40), is_wrapped=st.booleans())
+@FREELY
+def test_objects_in_an_object_or_over_several_lines_are_read_in_blocks(tmp_path, rows, indent, block, is_wrapped):
+    """What pretty-printers and other tools write is read whole, wherever a block ends."""
+    path = tmp_path / "rows.json"
+    rows = [{"": None, **row} for row in rows]  # an object without a key is one line
+    whole = {"version": "1", "data": rows, "end": None}
+    path.write_text(
+        json.dumps(whole, indent=indent) if is_wrapped else "\n".join(json.dumps(row, indent=indent) for row in rows)
+    )
+    assert values_of(path, block_bytes=block) == rows
+
+
+@given(rows=ROWS, block=st.integers(5, 40), end=st.sampled_from([b"\n", b"\r\n", b"\n\n"]), last=st.booleans())
+@FREELY
+def test_lines_read_in_blocks_equal_the_lines(tmp_path, rows, block, end, last):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + end.join(json.dumps(row).encode() for row in rows) + (end if last else b""))
+    assert values_of(path, block_bytes=block) == rows
+    stride = end.count(b"\n")
+    assert [row.line for row in rows_of(path, block_bytes=block)] == [1 + stride * k for k in range(len(rows))]
+
+
+@given(rows=st.lists(st.lists(CELLS, min_size=2, max_size=2), max_size=6), block=st.integers(5, 40))
+@FREELY
+def test_a_table_read_in_blocks_equals_what_the_csv_module_reads(tmp_path, rows, block):
+    path = tmp_path / "rows.csv"
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["a", "b"], *rows])
+    assert values_of(path, block_bytes=block) == [{"a": one, "b": two} for one, two in rows]
+
+
+def test_rows_of_an_array_and_of_a_table_are_placed_on_their_first_line(tmp_path):
+    array, table = tmp_path / "rows.json", tmp_path / "rows.csv"
+    array.write_text('[\n  {"a":\n 1},\n\n  {"a": 2}, {"a": 3}\n]\n')
+    assert [(row.line, row.number) for row in rows_of(array)] == [(2, 0), (5, 1), (5, 2)]
+    table.write_text('a,b\n"1\n2",3\n\n4,5\n6\n7,8\n')
+    rows = [(2, 0, None), (5, 1, None), (6, 2, "a row must have 2 cells"), (7, 3, None)]
+    found = [(row.line, row.number, row.fault and row.fault[:23]) for row in rows_of(table)]
+    assert found == rows
+    assert [row.number for row in rows_of(table, block_bytes=2)] == [0, 1, 2, 3]
+
+
+RECORDS = [{"text": f"row {k} – ü", "tags": [str(k)] * (k % 3), "more": {"k": k}} for k in range(500)]
+
+
+def write_all(directory: Path, rows: list[dict]) -> list[Path]:
+    """The same rows in every format that holds nested values."""
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    table = pa.Table.from_pylist(rows)
+    contents = {
+        "rows.jsonl": lines,
+        "rows.ndjson": lines,
+        "rows.json": json.dumps(rows).encode(),
+        "rows.jsonl.gz": gzip.compress(lines[:1000]) + gzip.compress(lines[1000:]),
+        "rows.jsonl.zst": zstd(lines[:1000]) + zstd(lines[1000:]),
+        "rows.parquet": parquet(table),
+        "file.arrow": arrow(table, True),
+        "stream.arrow": arrow(table, False),
+        "stream.arrow.zst": zstd(arrow(table, False)),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)
+    return [directory / name for name in contents]
+
+
+def test_the_same_rows_in_every_format_are_the_same_rows(tmp_path):
+    for path in write_all(tmp_path, RECORDS):
+        for block_bytes in (1 << 20, 1000):
+            assert values_of(path, block_bytes=block_bytes) == RECORDS, path.name
+            assert [row.number for row in rows_of(path, block_bytes=block_bytes)] == list(range(500))
+
+
+def test_blocks_are_of_about_the_size_asked_for(tmp_path):
+    for path in write_all(tmp_path, RECORDS):
+        blocks = blocks_of(lock_of(source(path)), block_bytes=4000)
+        assert len(blocks) > 3 and [block.number for block in blocks] == list(range(len(blocks))), path.name
+        assert max(len(block.payload) for block in blocks) < 20_000, path.name
+
+
+def test_tables_and_text_and_saved_folders_give_their_rows(tmp_path):
+    flat = [{"prompt": f'say "{k}",\nplease', "completion": str(k)} for k in range(50)]
+    for name, delimiter in (("rows.csv", ","), ("rows.tsv", "\t")):
+        with open(tmp_path / name, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(flat[0]), delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(flat)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+        assert values_of(tmp_path / name) == values_of(tmp_path / f"{name}.gz") == flat
+    (tmp_path / "rows.txt").write_bytes(b"one\r\n\n  two \n\xef\xbb\xbfthree")
+    assert values_of(tmp_path / "rows.txt") == [{"text": "one"}, {"text": "  two "}, {"text": "\ufeffthree"}]
+    DatasetDict({"train": Dataset.from_list(flat)}).save_to_disk(tmp_path / "saved")
+    assert values_of(tmp_path / "saved/train/data-00000-of-00001.arrow") == flat
+
+
+def test_real_data_is_the_same_in_every_format(tmp_path, public_data):
+    for name in ("alpaca_en_demo.json", "glaive_toolcall_en_demo.json"):
+        rows = json.loads((public_data / name).read_bytes())
+        assert values_of(public_data / name) == rows
+        # A table has one set of columns: a key that a row lacks comes back as null.
+        keys = {key: None for row in rows for key in row}
+        full = [keys | row for row in rows]
+        for path in write_all(tmp_path / name, full):
+            assert values_of(path) == full, path.name
+        Dataset.from_list(full).save_to_disk(tmp_path / name / "saved", num_shards=2)
+        saved = [tmp_path / name / f"saved/data-0000{k}-of-00002.arrow" for k in range(2)]
+        assert [value for path in saved for value in values_of(path)] == full
+    with open(tmp_path / "alpaca.csv", "w", newline="") as file:
+        alpaca = json.loads((public_data / "alpaca_en_demo.json").read_bytes())
+        writer = csv.DictWriter(file, list(alpaca[0]))
+        writer.writeheader()
+        writer.writerows(alpaca)
+    assert values_of(tmp_path / "alpaca.csv") == alpaca
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 499, 500, 501])
+@pytest.mark.parametrize("block_bytes", [300, 1 << 20])
+def test_max_rows_takes_the_first_rows_of_every_format(tmp_path, rows, block_bytes):
+    for path in write_all(tmp_path, RECORDS):
+        assert values_of(path, rows, block_bytes) == RECORDS[:rows], path.name
+
+
+def test_a_bad_row_counts_as_a_row(tmp_path):
+    """Or a limit would read on, past rows that were never used, to make up for it."""
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n3\n4,5\n6,7\n")
+    assert [row.line for row in rows_of(tmp_path / "rows.csv", max_rows=3)] == [2, 3, 4]
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n\n{\n{"a": 2}\n')
+    assert [row.line for row in rows_of(tmp_path / "rows.jsonl", max_rows=2)] == [1, 3]
+
+
+def test_limits_count_over_files_and_sources_and_open_none_beyond(tmp_path):
+    paths = [write_rows(tmp_path / f"{k}.jsonl", [{"k": k}, {"k": k}, {"k": k}]) for k in range(4)]
+    lock = lock_of(source(paths[0], paths[1], rows=4), source(paths[2]), source(paths[3]))
+    paths[3].unlink()
+    blocks = blocks_of(lock, max_rows=6)
+    assert [row.value["k"] for block in blocks for row in decode(block) if row.value] == [0, 0, 0, 1, 2, 2]
+    assert [(block.number, block.source, block.file) for block in blocks] == [(0, 0, 0), (1, 0, 1), (2, 1, 2)]
+    assert file_names(lock)[1:] == [str(path) for path in paths[1:]]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz", "rows.parquet", "file.arrow"])
+@pytest.mark.parametrize("max_rows", [None, 1])
+def test_a_file_that_changed_since_it_was_pinned_is_refused(tmp_path, name, max_rows):
+    """Even where only its first rows are read, and only its end changed."""
+    path = next(path for path in write_all(tmp_path, RECORDS) if path.name == name)
+    lock = lock_of(source(path))
+    path.write_bytes(path.read_bytes() + b" \n")
+    with pytest.raises(UserError, match=f"{name}: changed since it was pinned; run `dvc repro` again$"):
+        blocks_of(lock, max_rows)
+    path.unlink()
+    with pytest.raises(UserError, match=f"{name}: cannot be read any more"):
+        blocks_of(lock, max_rows)
+
+
+def test_a_reader_that_stops_early_ends_without_a_word(tmp_path):
+    """Whoever meets a fault of its own must not have it hidden by one about the rest of the file."""
+    path = write_rows(tmp_path / "rows.jsonl", RECORDS)
+    lock = lock_of(source(path))
+    path.write_bytes(path.read_bytes() + b"\n")
+    blocks = read_blocks(lock, max_rows=None, progress=lambda _: None, block_bytes=1000)
+    assert next(blocks).number == 0
+    blocks.close()  # type: ignore[attr-defined]
+    assert next(blocks, None) is None
+
+
+def test_a_file_pinned_by_gits_blob_id_is_checked_too(tmp_path):
+    """The hub names small files so."""
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "hello"}])
+    blob_id = run_bounded(["git", "hash-object", path], check=True).stdout.strip()
+    lock = lock_of(source(path))
+    del lock["sources"][0]["files"][0]["sha256"]
+    lock["sources"][0]["files"][0]["blob_id"] = blob_id
+    assert len(blocks_of(lock)) == 1
+    write_rows(path, [{"text": "jello"}])
+    with pytest.raises(UserError, match="changed since it was pinned"):
+        blocks_of(lock)
+
+
+def test_progress_adds_up_to_the_bytes_on_disk(tmp_path):
+    paths = write_all(tmp_path, RECORDS)
+    read: list[int] = []
+    list(read_blocks(lock_of(*map(source, paths)), max_rows=None, progress=read.append))
+    assert sum(read) == sum(path.stat().st_size for path in paths)
+
+
+def test_a_source_that_cannot_be_read_any_more_is_told_by_its_name(tmp_path):
+    """Told by whoever writes the tokens, it would read as a full disk. A process's own memory begins unreadable."""
+    memory = Path("/proc/self/mem")
+    if not memory.exists():
+        pytest.skip("this system shows no process's memory as a file")
+    (tmp_path / "rows.jsonl").symlink_to(memory)
+    file = {"path": "rows.jsonl", "bytes": 1, "sha256": "0" * 64}
+    given = {"source": str(tmp_path / "rows.jsonl"), "kind": "file", "revision": None, "rows": None, "files": [file]}
+    with pytest.raises(UserError, match="rows.jsonl: cannot be read \\(Input/output error\\)"):
+        blocks_of(lock_of(given))
+
+
+def test_a_lock_of_an_older_version_is_told():
+    with pytest.raises(UserError, match="^locks/data.json: was written by another version of pin_data"):
+        blocks_of({"source": "rows.jsonl", "files": []})
+
+
+def test_a_long_row_is_read_past_in_every_row_format(tmp_path, monkeypatch):
+    from lean_finetune.data.read import lines, values
+
+    for module in (lines, values):
+        monkeypatch.setattr(module, "MAX_ROW_BYTES", 100)
+    rows = [{"a": "x" * 50}, {"a": "y" * 500}, {"a": "z"}, {"a": "y" * 101}, {"a": "x" * 50}]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "rows.json").write_text("[" + ",\n".join(map(json.dumps, rows)) + "]")
+    for name in ("rows.jsonl", "rows.json"):
+        for block_bytes in (16, 100, 1000):
+            found = rows_of(tmp_path / name, block_bytes=block_bytes)
+            assert [row.value for row in found if row.fault is None][:1] == rows[:1]
+            assert [row.number for row in found] == [0, 1, 2, 3, 4]
+            if block_bytes < 100:
+                assert [row.fault is None for row in found] == [True, False, True, False, True]
+
+
+MEASURE = """
+import sys
+from lean_finetune.core.files import read_json
+from pathlib import Path
+from lean_finetune.data.read.blocks import read_blocks
+for block in read_blocks(read_json(Path(sys.argv[1])), max_rows=None, progress=lambda n: None):
+    pass
+# Not getrusage: its peak is inherited from whoever started the process.
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_input(tmp_path):
+    """Ten times the rows, in one row group and one array, take no more than an allocator's whim."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("this system shows no peak memory of a process")
+    small = [{"text": "some words of text " * 20, "k": k} for k in range(8_000)]
+    peaks: dict[str, list[int]] = {}
+    for times in (1, 10):
+        table = pa.concat_tables([pa.Table.from_pylist(small)] * times)
+        folder = tmp_path / str(times)
+        folder.mkdir()
+        lines = "".join(json.dumps(row) + "\n" for row in small)
+        (folder / "rows.jsonl").write_text(lines * times)
+        (folder / "rows.json").write_text("[" + ",".join([lines.rstrip().replace("\n", ",\n")] * times) + "]")
+        (folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode(), 1) * times)
+        (folder / "rows.csv").write_text("text,k\n" + "some words of text,1\n" * 160_000 * times)
+        pq.write_table(table, folder / "rows.parquet", row_group_size=len(table))
+        for path in sorted(folder.iterdir()):
+            lock = tmp_path / "lock.json"
+            lock.write_text(json.dumps(lock_of(source(path))))
+            command = [sys.executable, "-c", MEASURE, str(lock)]
+            done = run_bounded(command, cwd=ROOT, check=True)
+            peaks.setdefault(path.name, []).append(int(done.stdout) // 1024)
+    assert all(large <= small + 16 for small, large in peaks.values()), peaks
+
+
+def test_a_block_travels_between_processes():
+    """Workers get blocks by pickle; a field that cannot be sent would stop them all."""
+    import pickle
+
+    block = Block(number=1, source=0, file=2, kind="lines", payload=b"{}\n", first_row=0, faults=((3, 4, "why"),))
+    assert pickle.loads(pickle.dumps(block)) == block
+
+
+def test_a_file_with_more_rows_than_the_token_files_can_number_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "MOST_ROWS_OF_A_FILE", 3)
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}] * 4)
+    with pytest.raises(UserError, match="rows.jsonl: must hold no more than 3 rows; cut it into several files"):
+        rows_of(path, block_bytes=1)
+    assert len(rows_of(path, max_rows=3, block_bytes=1)) == 3

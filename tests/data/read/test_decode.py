@@ -1,0 +1,114 @@
+"""Decoding: what the fast parser gives is what the exact one gives, whatever the row holds."""
+
+import json
+import sys
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lean_finetune.data.read.block import Block
+from lean_finetune.data.read.decode import decode
+from lean_finetune.data.read.stretch import to_payload
+from tests.processes import run_bounded
+
+TEXT = st.text(st.sampled_from('a":, \t\\{}[]é\ud83d0123456789'), max_size=30)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**25), 10**25) | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=10,
+)
+
+
+def lines(*rows: bytes) -> Block:
+    return Block(number=0, source=0, file=0, kind="lines", payload=b"\n".join(rows) + b"\n", first_row=7)
+
+
+@given(row=st.dictionaries(TEXT, JSON), ascii_only=st.booleans(), separators=st.sampled_from([None, (" ,", "\t: ")]))
+@settings(max_examples=300, deadline=None)
+def test_a_row_is_what_the_standard_library_reads(row, ascii_only, separators):
+    """Integers past 64 bits, NaN, lone surrogates and odd white space are where the fast parser differs."""
+    text = json.dumps(row, ensure_ascii=ascii_only, separators=separators)
+    content = text.encode("utf-8", "replace")
+    [found] = decode(lines(content))
+    assert found.fault is None
+    assert repr(found.value) == repr(json.loads(content))
+
+
+PAIRS = st.lists(st.tuples(st.sampled_from(["a", "b", 'c":', "d: "]), st.integers(0, 9)), min_size=1, max_size=4)
+
+
+@given(pairs=PAIRS, inner=PAIRS, space=st.sampled_from(["", " ", "\t"]))
+@settings(max_examples=300, deadline=None)
+def test_a_key_that_comes_twice_is_always_found(pairs, inner, space):
+    """Whichever value were kept, the other would be lost in silence."""
+
+    def write(pairs, more=""):
+        written = [f"{json.dumps(key)}{space}:{value}" for key, value in pairs]
+        return "{" + ",".join([*written, *([more] if more else [])]) + "}"
+
+    row = write(pairs, f'"z":[{write(inner)}]')
+    [found] = decode(lines(row.encode()))
+    is_double = any(len(dict(some)) < len(some) for some in (pairs, inner))
+    assert (found.fault is not None and "comes twice in one object" in found.fault) == is_double
+
+
+def test_lines_are_numbered_with_the_empty_ones_between_them():
+    found = [(row.number, row.line, row.value) for row in decode(lines(b'{"a": 1}', b"", b" \r", b'{"a": 2}\r'))]
+    assert found == [(7, 8, {"a": 1}), (10, 11, {"a": 2})]
+
+
+def test_faults_stand_between_the_rows_in_order():
+    block = Block(
+        number=0,
+        source=0,
+        file=0,
+        kind="values",
+        payload=b'{"a":1}{"a":2}',
+        first_row=3,
+        ends=(7, 14),
+        lines=(10, 30),
+        faults=((4, 20, "one"), (6, 40, "two")),
+    )
+    assert [(row.number, row.line, row.fault) for row in decode(block)] == [
+        (3, 10, None),
+        (4, 20, "one"),
+        (5, 30, None),
+        (6, 40, "two"),
+    ]
+
+
+@pytest.mark.parametrize("digits", ["18446744073709551616", "-9223372036854775809", "123456789012345678901234567890"])
+def test_large_integers_are_not_rounded(digits):
+    [row] = decode(lines(b'{"a": ' + digits.encode() + b"}"))
+    assert row.value == {"a": int(digits)}
+
+
+DOUBLED = pa.StructArray.from_arrays([pa.array([1, 2]), pa.array([1, 2])], names=["a", "a"])
+UNREADABLE = {
+    "a time beyond the years": (pa.array([0, 2**62]).cast(pa.timestamp("us")), [None, "out of range"]),
+    "a day beyond the years": (pa.array([0, 2**30], pa.int32()).cast(pa.date32()), [None, "days=1073741824"]),
+    "an unknown time zone": (pa.array([None, 1]).cast(pa.timestamp("us", "Mars/Base")), [None, "("]),
+    "a name twice in a struct": (DOUBLED, ["duplicate field names", "duplicate field names"]),
+}
+
+
+@pytest.mark.parametrize("column, faults", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_value_that_arrow_cannot_give_is_the_fault_of_its_row(column, faults):
+    batch = pa.record_batch({"text": pa.array(["one", "two"]), "when": column})
+    block = Block(number=0, source=0, file=0, kind="arrow", payload=to_payload(batch), first_row=5)
+    for place, (row, expected) in enumerate(zip(decode(block), faults, strict=True)):
+        assert row.line == 6 + place
+        if expected is None:
+            assert row.fault is None and row.value is not None and row.value["text"] == "one"
+        else:
+            assert row.value is None and row.fault is not None
+            assert row.fault.startswith("'when' holds what is no value") and expected in row.fault
+
+
+def test_nothing_heavy_is_imported(repo_root):
+    """Each worker would pay for it, in seconds and in memory."""
+    code = "import sys, lean_finetune.data.read.decode; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    done = run_bounded([sys.executable, "-c", code], cwd=repo_root, check=True)
+    assert not {"torch", "transformers", "datasets", "huggingface_hub", "pydantic", "pandas"} & set(done.stdout.split())

@@ -1,0 +1,96 @@
+"""data.max_length: what is kept of a long row, and what is counted as lost."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lean_finetune.data.encode.cut import CutRows, cut_rows
+from lean_finetune.data.encode.encoded import EncodedRows, from_units
+
+
+def rows_of(*rows: list[tuple[int, bool]]) -> EncodedRows:
+    """Rows of units (tokens, trained); ids count up over all rows."""
+    units = [unit for row in rows for unit in row]
+    lengths = np.array([length for length, _ in units], np.int64)
+    trained = np.array([is_trained for _, is_trained in units], bool)
+    counts = np.array([len(row) for row in rows], np.int64)
+    return from_units(np.arange(lengths.sum(), dtype=np.int32), lengths, trained, counts, [])
+
+
+def listed(cut: CutRows) -> list[tuple[int, int, int, list[list[int]]]]:
+    """(row, start, length, spans) of each piece."""
+    return [
+        (int(row), int(start), int(length), cut.spans[cut.span_pieces == number].tolist())
+        for number, (row, start, length) in enumerate(zip(cut.rows, cut.starts, cut.lengths, strict=True))
+    ]
+
+
+LONG = [(6, False), (3, True), (5, False), (4, True), (2, False)]
+SHORT = [(2, False), (3, True), (4, False)]
+LATE = [(12, False), (2, True)]
+EXPECTED = {
+    "truncate": ([(0, 0, 9, [[6, 9]]), (1, 20, 5, [[2, 5]])], [0, 2], [], [], [2]),
+    "drop": ([(1, 20, 5, [[2, 5]])], [], [0, 2], [], []),
+    "split": (
+        [(0, 0, 9, [[6, 9]]), (0, 10, 8, [[4, 8]]), (1, 20, 5, [[2, 5]]), (2, 39, 4, [[2, 4]])],
+        [],
+        [],
+        [0, 2],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("over_length", EXPECTED)
+def test_long_rows_are_cut_dropped_or_split_and_every_row_ends_with_a_trained_token(over_length):
+    cut = cut_rows(rows_of(LONG, SHORT, LATE), 10, over_length)
+    pieces, truncated, dropped, split, no_answer = EXPECTED[over_length]
+    assert listed(cut) == pieces
+    found = [list(rows) for rows in (cut.truncated, cut.dropped_long, cut.split, cut.no_answer)]
+    assert found == [truncated, dropped, split, no_answer]
+
+
+def test_a_row_is_long_only_by_what_is_trained_and_before_it():
+    cut = cut_rows(rows_of([(5, False), (5, True), (100, False)]), 10, "drop")
+    assert listed(cut) == [(0, 0, 10, [[5, 10]])] and not len(cut.dropped_long)
+
+
+def test_a_first_token_alone_is_not_supervised():
+    """Nothing stands before it to predict it from."""
+    for over_length in ("truncate", "drop", "split"):
+        cut = cut_rows(rows_of([(1, True)], [(2, True)]), 10, over_length)
+        assert listed(cut) == [(1, 1, 2, [[0, 2]])]
+        assert (cut.supervised.tolist(), cut.no_answer.tolist()) == ([1], [0])
+
+
+UNITS = st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=6)
+
+
+@given(rows=st.lists(UNITS, max_size=5), max_length=st.integers(2, 9), over_length=st.sampled_from(sorted(EXPECTED)))
+@settings(max_examples=400, deadline=None)
+def test_pieces_are_those_of_a_plain_loop(rows, max_length, over_length):
+    encoded = rows_of(*rows)
+    expected, lost = [], []
+    start = 0
+    for number, row in enumerate(rows):
+        mask = np.array([is_trained for length, is_trained in row for _ in range(length)], bool)
+        end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
+        size = end if end <= max_length else max_length
+        stops = range(0, end, max_length) if over_length == "split" else [0] * (end > 0)
+        pieces = []
+        if over_length != "drop" or end <= max_length:
+            for first in stops:
+                piece = mask[first : min(first + (size if over_length != "split" else max_length), end)]
+                if piece[1:].any():
+                    pieces.append((number, start + first, int(np.flatnonzero(piece)[-1]) + 1, int(piece[1:].sum())))
+            if not pieces:
+                lost.append(number)
+        expected += pieces
+        start += len(mask)
+    cut = cut_rows(encoded, max_length, over_length)
+    found = list(zip(*(part.tolist() for part in (cut.rows, cut.starts, cut.lengths, cut.supervised)), strict=True))
+    assert found == expected
+    assert cut.no_answer.tolist() == lost
+    wanted = cut.rows % 2 == 0
+    assert listed(cut.of(wanted)) == [piece for piece in listed(cut) if piece[0] % 2 == 0]

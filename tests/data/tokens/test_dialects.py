@@ -1,0 +1,238 @@
+"""Rows as published data sets write them, through the stage: what is trained is what a person reads as the answers.
+
+The expectations are written by hand, from each tool's own documentation of its format; no code of the stage makes them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.pin import main as pin
+from stages.tokenize import main as tokenize
+from tests.data.tokens.common import chat_row, decoder, meta, read_tokens, spans_of
+from tests.workspace import invoke, lay_out, told, write_rows
+
+OUT = Path("data/tokens")
+HUMAN, GPT = {"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}
+USER, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+BAD = {**ANSWER, "content": "bad"}
+PLAIN = [chat_row(f"What is {n}?", f"{n}.") for n in range(40)]
+TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+CALL = '{"name": "add", "arguments": {"a": 1}}'
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A function that tokenizes sources: by name its rows, or its rows and the other keys of its entry."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DVC_STAGE", raising=False)
+
+    def pin_and_tokenize(sources: dict[str, Any], **values):
+        entries = []
+        for name, given in ({"plain": PLAIN} | sources).items():
+            rows, keys = given if isinstance(given, tuple) else (given, {})
+            file = write_rows(Path(f"{name}.jsonl"), rows if isinstance(rows, list) else [rows])
+            entries.append({"source": str(file), **keys})
+        lay_out(
+            tmp_path, data__source=entries, data__heldout_fraction=0.2, run__tokenizer_engine="tokenizers", **values
+        )
+        pinned = [invoke(pin, what) for what in ("data", "model")]
+        return next((one for one in pinned if one.exit_code), None) or invoke(tokenize)
+
+    return pin_and_tokenize
+
+
+def tokenized(decode) -> dict[str, tuple[str, list[str]]]:
+    """By source, of its only row: the whole text, and each trained stretch of it without the tokens that close it."""
+    files = meta(OUT)["files"]
+    rows = [row for side in ("train", "heldout") for row in read_tokens(OUT / side)]
+    return {
+        files[row["source_file"]].removesuffix(".jsonl"): (
+            decode(row["input_ids"]),
+            [decode(row["input_ids"][a:b]).removesuffix("<|im_end|>") for a, b in spans_of(row)],
+        )
+        for row in rows
+    }
+
+
+def chat(*turns: dict[str, Any], **columns: Any) -> dict[str, Any]:
+    return {"messages": list(turns), **columns}
+
+
+# Dialect → its row, its answers, and what else its text says.
+HONOURED: dict[str, tuple[Any, list[str], list[str]]] = {
+    "axolotl-train": (
+        chat({**USER, "train": False}, {**BAD, "train": False}, USER, {**ANSWER, "train": True}),
+        ["A"],
+        ["bad"],
+    ),
+    "axolotl-training": (
+        {"conversations": [HUMAN, {**GPT, "value": "bad", "training": False}, HUMAN, {**GPT, "training": True}]},
+        ["A"],
+        ["bad"],
+    ),
+    "axolotl-no-detail": (chat(USER, {**ANSWER, "train": True, "train_detail": None}), ["A"], []),
+    "swift-loss": (chat(USER, {**BAD, "loss": False}, USER, ANSWER), ["A"], ["bad"]),
+    "mistral-weight": (chat(USER, {**BAD, "weight": 0}, USER, ANSWER), ["A"], ["bad"]),
+    "gemma-model": (chat(USER, {"role": "model", "content": "A"}), ["A"], []),
+    "sharegpt-model": ({"conversations": [HUMAN, {"from": "model", "value": "A"}]}, ["A"], []),
+    "parts-value": (chat({**USER, "content": [{"type": "text", "value": "Part"}]}, ANSWER), ["A"], ["Part"]),
+    "parts-content": (chat({**USER, "content": [{"type": "text", "content": "Part"}]}, ANSWER), ["A"], ["Part"]),
+    "openai-responses": (
+        chat(
+            {**USER, "content": [{"type": "input_text", "text": "Part"}]},
+            {**ANSWER, "content": [{"type": "output_text", "text": "A"}]},
+        ),
+        ["A"],
+        ["Part"],
+    ),
+    "openai-functions": (
+        chat(
+            USER,
+            {**ANSWER, "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+            {"role": "function", "name": "add", "content": "three"},
+            ANSWER,
+            functions=[TOOL],
+            parallel_tool_calls=False,
+        ),
+        [f"<tool_call>{CALL}</tool_call>", "A"],
+        ["Adds.", "three"],
+    ),
+    "alpaca-all": (
+        {"instruction": "Q", "output": "A", "tools": json.dumps([TOOL]), "system": "Sys.", "history": [["q", "a"]]},
+        ["a", "A"],
+        ["Adds.", "Sys."],
+    ),
+    "kto-good": ({"prompt": [USER], "completion": [ANSWER], "label": True}, ["A"], []),
+    "kto-good-tag": ({"conversations": [HUMAN, GPT], "kto_tag": True}, ["A"], []),
+    "no-media": (chat(USER, {**ANSWER, "images": []}, images=[], videos=None, audio=""), ["A"], []),
+    "row-weight": (chat(USER, ANSWER, weight=1.0), ["A"], []),
+    "system-of-lists": ({"prompt": [USER], "completion": [ANSWER], "system": "Sys."}, ["A"], ["Sys."]),
+    "class-label": (chat(USER, ANSWER, label=0), ["A"], []),
+    "chosen-lists": (
+        ({"prompt": [USER], "chosen": [ANSWER], "rejected": [BAD]}, {"columns": {"completion": "chosen"}}),
+        ["A"],
+        [],
+    ),
+    "chosen-whole": (
+        ({"chosen": [USER, ANSWER], "rejected": [USER, BAD]}, {"columns": {"messages": "chosen"}}),
+        ["A"],
+        [],
+    ),
+    "dolly": (
+        (
+            {"instruction": "Q", "context": "Facts.", "response": "A", "category": "open"},
+            {"columns": {"input": "context", "output": "response"}},
+        ),
+        ["A"],
+        ["Facts."],
+    ),
+}
+
+
+def test_each_dialect_is_trained_as_it_means(run, tiny_dir):
+    result = run({name: row for name, (row, _, _) in HONOURED.items()})
+    assert result.exit_code == 0, result.stderr
+    found = tokenized(decoder(tiny_dir))
+    assert {name: found[name][1] for name in HONOURED} == {name: answers for name, (_, answers, _) in HONOURED.items()}
+    assert [
+        (name, part) for name, (_, _, shown) in HONOURED.items() for part in shown if part not in found[name][0]
+    ] == []
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "llava": ({"image": "1.jpg", "conversations": [{**HUMAN, "value": "<image>\nQ"}, GPT]}, "'image' holds"),
+    "images": (chat(USER, ANSWER, images=[{"bytes": "x", "path": None}]), "'images' holds"),
+    "videos": ({"instruction": "Q", "output": "A", "videos": ["a.mp4"]}, "'videos' holds"),
+    "audios": (chat(USER, ANSWER, audios=["a.wav"]), "'audios' holds"),
+    "image-of-text": ({"text": "T", "image": "http://x/1.jpg"}, "'image' holds"),
+    "ollama-images": (chat({**USER, "images": ["aGk="]}, ANSWER), "messages 1: 'images' holds"),
+    "turn-images": ({"conversations": [{**HUMAN, "images": ["1.jpg"]}, GPT]}, "conversations 1: 'images' holds"),
+    "kto-bad": ({"prompt": "Q", "completion": "A", "label": False}, "'label' is false"),
+    "kto-csv": (({"prompt": "Q", "completion": "A", "label": "False"}), "'label' is false"),
+    "kto-tag": ({"instruction": "Q", "output": "A", "kto_tag": False}, "'kto_tag' is false"),
+    "ultrafeedback": (
+        chat(USER, ANSWER, prompt="Q", chosen=[USER, ANSWER], rejected=[USER, BAD]),
+        "data.columns={messages: chosen}",
+    ),
+    "swift-rejected": (chat(USER, ANSWER, rejected_response="bad"), "'rejected_response' makes the row a preference"),
+    "llamafactory-pair": ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "'chosen' makes the row a pref"),
+    "row-weight": (chat(USER, ANSWER, weight=0.5), "'weight' is 0.5"),
+    "sample-weight": (chat(USER, ANSWER, sample_weight=0), "'sample_weight' is 0"),
+    "orca": (chat(USER, ANSWER, system_prompt="S"), "data.columns={system: system_prompt}"),
+    "chatglm": ({"prompt": "Q", "completion": "A", "history": [["q", "a"]]}, "'history' belongs"),
+    "context": ({"instruction": "Q", "output": "A", "context": "Facts."}, "data.columns={input: context}"),
+    "kwargs": (chat(USER, ANSWER, chat_template_kwargs={"enable_thinking": True}), "'chat_template_kwargs'"),
+    "system-of-text": ({"prompt": "Q", "completion": "A", "system": "S"}, "'system' has no place beside"),
+    "tools-of-text": ({"prompt": "Q", "completion": "A", "tools": [TOOL]}, "'tools' has no place beside"),
+    "two-lists-of-tools": (chat(USER, ANSWER, tools=[TOOL], functions=[TOOL]), "'tools' and 'functions'; keep one"),
+    "train-user": (chat({**USER, "train": True}, ANSWER), "messages 1: train must be false in a message of role user"),
+    "train-text": (chat(USER, {**ANSWER, "train": "no"}), "messages 2: train must be false or true"),
+    "train-and-weight": (chat(USER, {**ANSWER, "train": True, "weight": 0}), "messages 2: weight and train differ"),
+    "nothing-trained": (chat(USER, {**ANSWER, "train": False}), "nothing to train on"),
+    "detail": (
+        chat(USER, {**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}),
+        "messages 2: train_detail trains parts of a turn",
+    ),
+    "two-calls": (
+        chat(USER, {**ANSWER, "tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}),
+        "both tool_calls and function_call",
+    ),
+    "part-with-two-texts": (
+        chat({**USER, "content": [{"type": "text", "text": "a", "value": "b"}]}, ANSWER),
+        "not text",
+    ),
+}
+
+
+def test_a_row_that_means_more_than_its_text_is_refused_at_its_line(run):
+    """Trained all the same, each teaches something its owner did not mean."""
+    sources = {name: row for name, (row, _) in REFUSED.items()}
+    assert run(sources, data__on_bad_row="skip").exit_code == 0
+    listed = [json.loads(line) for line in (OUT / "rejects.jsonl").read_text().splitlines()]
+    reasons = {one["file"].removesuffix(".jsonl"): (one["line"], one["reason"]) for one in listed}
+    assert reasons.keys() == REFUSED.keys()
+    assert [(name, reasons[name]) for name, (_, rule) in REFUSED.items() if rule not in reasons[name][1]] == []
+    assert {line for line, _ in reasons.values()} == {1}
+
+
+def test_the_refusal_is_one_line_and_a_named_column_lifts_it(run):
+    rows = [chat(USER, ANSWER), chat(USER, ANSWER, images=["1.jpg"], id=7)]
+    refusal = told(run({"rows": rows}))
+    assert refusal.startswith("rows.jsonl:2: 'images' holds ") and "data.ignore_columns" in refusal
+    result = run({"rows": rows}, data__ignore_columns=["images"])
+    assert result.exit_code == 0 and "note: columns of rows.jsonl that are not read: id\n" in result.stderr
+
+
+def test_other_columns_are_named_once_for_each_source(run):
+    """A user who mistyped a column's name would never learn that it was not read."""
+    scored = [row | {"score": n / 10, "meta": {"id": n}, "empty": None} for n, row in enumerate(PLAIN)]
+    result = run({"scored": scored, "tagged": [row | {"tag": "x"} for row in PLAIN]})
+    notes = [line for line in result.stderr.splitlines() if "that are not read" in line]
+    assert notes == [
+        "note: columns of scored.jsonl that are not read: meta, score",
+        "note: columns of tagged.jsonl that are not read: tag",
+    ]
+
+
+def test_a_preference_pair_of_no_other_shape_says_how_to_train_its_better_answer(run):
+    pair = {"prompt": "Q", "chosen": "A", "rejected": "B"}
+    assert "data.columns={completion: chosen}" in told(run({"pairs": pair}))
+    transcript = {"chosen": "Human: Q\nAssistant: A", "rejected": "Human: Q\nAssistant: B"}
+    assert "data.columns={text: chosen}" in told(run({"pairs": transcript}))
+
+
+@pytest.mark.parametrize(
+    "values, rule",
+    [
+        ({"data__ignore_columns": ["imgaes"]}, "data.ignore_columns: the rows have no column 'imgaes'"),
+        (
+            {"data__ignore_columns": ["text"], "data__columns": {"messages": "text"}},
+            "data.ignore_columns: 'text' is named in data.columns",
+        ),
+    ],
+)
+def test_a_column_that_cannot_be_left_out_is_refused(run, values, rule):
+    assert told(run({}, **values)).startswith(rule)

@@ -1,0 +1,141 @@
+"""The pool: order, bounds, and workers that die or are left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.shards.pool import available_workers, is_safe_to_fork, open_pool
+from tests.conftest import ROOT
+from tests.data.tokens.standin import make_byte_tokenizer, text_blocks, tokenize_bytes
+from tests.processes import killed_after, run_bounded
+
+POOLS = [(1, "processes"), (2, "processes"), (3, "threads")]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("workers, kind", POOLS)
+def test_results_come_in_order_and_equal_those_of_one_worker(workers, kind):
+    expected = [tokenize_bytes(block).train for block in text_blocks(20)]
+    with open_pool(tokenize_bytes, make_byte_tokenizer, workers, kind) as pool:
+        results = list(pool.map(text_blocks(20)))
+    assert [block.number for block, _ in results] == list(range(20))
+    assert all(tokens.train.equals(train) for (_, tokens), train in zip(results, expected, strict=True))
+
+
+def test_few_blocks_are_in_memory_at_a_time():
+    """Else a source larger than memory would be read whole while the workers are busy."""
+    read = []
+
+    def blocks():
+        for block in text_blocks(50):
+            read.append(block.number)
+            yield block
+
+    with open_pool(tokenize_bytes, make_byte_tokenizer, 2, "threads") as pool:
+        for done, _ in enumerate(pool.map(blocks())):
+            assert len(read) <= done + 4
+
+
+@pytest.mark.multiprocess
+def test_a_killed_worker_is_told_in_one_line():
+    """As the system does to the largest process when memory runs out."""
+    blocks = list(text_blocks(6))
+    deadly = type(blocks[0])(number=3, source=0, file=0, kind="text", payload=b"die", first_row=0)
+    with (
+        pytest.raises(UserError, match=r"^run\.data_workers: a worker of tokenize was killed"),
+        open_pool(tokenize_bytes, make_byte_tokenizer, 2, "processes") as pool,
+    ):
+        list(pool.map([*blocks[:3], deadly, *blocks[4:]]))
+
+
+def test_a_process_with_another_thread_is_not_forked():
+    """The child would inherit a lock that nobody opens any more."""
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        assert not is_safe_to_fork()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_fresh_process_with_the_workers_libraries_can_be_forked():
+    """Else each worker would import them anew, and share no memory."""
+    code = (
+        "import stages.tokenize, lean_finetune.data.encode.encode\n"
+        "from lean_finetune.data.shards.pool import is_safe_to_fork\n"
+        "print(is_safe_to_fork())"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
+    told = run_bounded([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    assert told.stdout.strip() == str(sys.platform == "linux")
+
+
+PARENT = """
+import sys
+from lean_finetune.data.shards.pool import open_pool
+from tests.data.tokens.standin import make_byte_tokenizer, text_blocks, tokenize_bytes
+from dataclasses import replace
+if __name__ == "__main__":
+    if sys.argv[1] == "spawn":
+        import threading, time
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    with open_pool(tokenize_bytes, make_byte_tokenizer, 2, "processes") as pool:
+        for block, _ in pool.map(replace(block, payload=b"slow") for block in text_blocks(10_000)):
+            import multiprocessing
+            if block.number == 4:
+                print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes in /proc")
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_no_worker_outlives_its_parent(tmp_path, start, end):
+    """However the parent ends; Ctrl-C goes to the workers, too, and they say nothing of it."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    with (
+        subprocess.Popen(
+            [sys.executable, script, start],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as parent,
+        killed_after(parent),
+    ):
+        assert parent.stdout is not None and parent.stderr is not None
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2 and all(map(is_running, workers))
+        if end == signal.SIGINT:
+            os.killpg(parent.pid, end)
+        else:
+            parent.send_signal(end)
+        deadline = time.monotonic() + 20
+        while any(map(is_running, workers)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(is_running, workers))
+        told = parent.stderr.read()
+        assert told.count("Traceback") == (1 if end == signal.SIGINT else 0), told
+
+
+def test_workers_are_the_cores_this_process_may_use():
+    assert 1 <= available_workers() <= (os.cpu_count() or 1)

@@ -1,0 +1,386 @@
+"""The tokenize stage as a user runs it: its files, its determinism, its refusals, its end by force."""
+
+import hashlib
+import json
+import os
+import resource
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lean_finetune.core.files import read_json
+from stages.pin import main as pin
+from stages.tokenize import main as tokenize
+from tests.data.tokens.common import chat_row, contents, conversation, decoder, meta, read_tokens, spans_of
+from tests.processes import run_bounded
+from tests.workspace import invoke, lay_out, run_module, told, write_rows
+
+OUT, METRICS = Path("data/tokens"), Path("data/tokens/figures.json")
+ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(60)]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A function that pins a source, tokenizes it, and returns the second result (or the first that failed)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DVC_STAGE", raising=False)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+
+    def pin_and_tokenize(source, *arguments, **values):
+        values = {"data__source": str(source), "data__heldout_fraction": 0.2} | values
+        # The proof that another engine is exact takes longer than these tests' rows; test_workers.py runs it.
+        values = {"run__tokenizer_engine": "tokenizers"} | values
+        lay_out(tmp_path, **values)
+        for what in ("data", "model"):
+            pinned = invoke(pin, what)
+            if pinned.exit_code:
+                return pinned
+        return invoke(tokenize, *arguments)
+
+    return pin_and_tokenize
+
+
+def snapshot() -> dict[str, bytes]:
+    return contents(OUT, METRICS)
+
+
+def test_every_row_is_on_one_side_with_its_number_family_and_text(run, tiny_dir):
+    rows = [row | ({"family": "sums"} if n % 2 else {}) for n, row in enumerate(ROWS)]
+    assert run(write_rows(Path("rows.jsonl"), rows)).exit_code == 0
+    train, heldout = read_tokens(OUT / "train"), read_tokens(OUT / "heldout")
+    assert sorted(row["source_row"] for row in train + heldout) == list(range(len(rows)))
+    assert [row["source_row"] for row in train] == sorted(row["source_row"] for row in train)
+    decode = decoder(tiny_dir)
+    for row in train + heldout:
+        source = rows[row["source_row"]]
+        assert row["family"] == source.get("family")
+        [(start, end)] = spans_of(row)
+        assert decode(row["input_ids"][start:end]) == source["messages"][1]["content"] + "<|im_end|>"
+        assert end == len(row["input_ids"])
+    assert 2 <= len(heldout) <= 30
+
+
+def test_index_meta_histogram_and_metrics_say_what_the_rows_hold(run, tiny_dir):
+    assert run(write_rows(Path("rows.jsonl"), ROWS)).exit_code == 0
+    train, heldout = read_tokens(OUT / "train"), read_tokens(OUT / "heldout")
+    lengths = [len(row["input_ids"]) for row in train]
+    supervised = [sum(end - start for start, end in spans_of(row)) for row in train]
+    assert read_tokens(OUT / "train-index.arrow") == [
+        {"length": length, "supervised": trained, "source": 0, "dropped": False}
+        for length, trained in zip(lengths, supervised, strict=True)
+    ]
+    assert len(read_tokens(OUT / "heldout-index.arrow")) == len(heldout)
+    about = meta(OUT)
+    assert (about["train_rows"], about["heldout_rows"]) == (len(train), len(heldout))
+    assert about["longest"] == max(len(row["input_ids"]) for row in train + heldout)
+    [source] = about["sources"]
+    assert (source["format"], source["format_reason"]) == ("messages", "the first row has messages")
+    assert about["files"] == ["rows.jsonl"] and (about["schema"], about["shards"]) == (2, 1)
+    assert (about["chat_template_method"], source["train_tokens"]) == ("marks", sum(lengths))
+    ids = json.loads((tiny_dir / "tokenizer.json").read_text())["added_tokens"]
+    named = {token["content"]: token["id"] for token in ids}
+    assert (about["pad_id"], about["eos_id"]) == (named["<|pad|>"], named["<|im_end|>"])
+    metrics = read_json(METRICS)
+    assert metrics["train_tokens"] == sum(lengths) and metrics["supervised_tokens"] == sum(supervised)
+    assert metrics["supervised_percent"] == pytest.approx(100 * sum(supervised) / sum(lengths), abs=1e-3)
+    assert metrics["mean_length"] == pytest.approx(np.mean(lengths), abs=1e-3)
+    assert (metrics["truncated_rows"], metrics["dropped_rows"]) == (0, 0)
+    histogram = [tuple(map(int, line.split(","))) for line in (OUT / "lengths.csv").read_text().splitlines()[1:]]
+    edges = [edge for edge, _ in histogram]
+    counted = Counter(min(edge for edge in edges if edge >= length) for length in lengths)
+    assert histogram == [(edge, counted[edge]) for edge in edges]
+
+
+def test_two_runs_give_the_same_bytes_also_in_another_process(run):
+    """Threads, dict order or a clock in the output would rerun everything that follows."""
+    source = write_rows(Path("rows.jsonl"), ROWS)
+    run(source)
+    first = snapshot()
+    run(source)
+    assert snapshot() == first
+    process = run_module("stages.tokenize", cwd=Path.cwd(), env={"RAYON_NUM_THREADS": "2", "PYTHONHASHSEED": "7"})
+    assert process.returncode == 0, process.stderr
+    assert snapshot() == first
+
+
+def test_rows_do_not_change_sides_when_others_are_added_or_answers_change(run):
+    source = write_rows(Path("rows.jsonl"), ROWS)
+    run(source)
+    before = {ROWS[row["source_row"]]["messages"][0]["content"] for row in read_tokens(OUT / "heldout")}
+    more = [chat_row(f"New {n}?", "Yes.") for n in range(40)]
+    more += [chat_row(row["messages"][0]["content"], "Something else.") for row in ROWS]
+    run(write_rows(source, more))
+    after = {more[row["source_row"]]["messages"][0]["content"] for row in read_tokens(OUT / "heldout")}
+    assert before < after and after - before <= {row["messages"][0]["content"] for row in more[:40]}
+
+
+def test_long_rows_are_cut_and_rows_without_an_answer_left_are_dropped(run):
+    long_answer = chat_row("Hi", "word " * 100)
+    long_prompt = chat_row("word " * 100, "Yes.")
+    rows = [*ROWS, long_answer, long_prompt]
+    result = run(write_rows(Path("rows.jsonl"), rows), data__max_length=64)
+    assert result.exit_code == 0
+    assert (
+        "note: 2 of 62 rows (3.2 %) were cut at data.max_length=64; raise data.max_length\n"
+        "note: 1 of 62 rows (1.6 %) were dropped because no answer was left within data.max_length=64 (first at "
+        "rows.jsonl:62); raise data.max_length\n"
+    ) in result.stderr
+    kept = {row["source_row"]: row for name in ("train", "heldout") for row in read_tokens(OUT / name)}
+    assert len(kept[60]["input_ids"]) == 64 and spans_of(kept[60])[-1][1] == 64
+    assert 61 not in kept
+    metrics = read_json(METRICS)
+    assert (metrics["truncated_rows"], metrics["dropped_rows"], metrics["longest"]) == (2, 1, 64)
+
+
+@pytest.mark.parametrize("over_length, told_as", [("truncate", "rows"), ("split", "rows and pieces of split rows")])
+def test_duplicates_are_counted_by_what_was_compared(run, over_length, told_as):
+    """A split row's pieces may be dropped one by one, so there may be more of them than rows were read."""
+    rows = [*ROWS, chat_row("Hi", "word " * 400), chat_row("Hi", "word " * 400)]
+    result = run(
+        write_rows(Path("rows.jsonl"), rows),
+        data__max_length=64,
+        data__over_length=over_length,
+        data__drop_duplicates=True,
+    )
+    assert result.exit_code == 0
+    metrics = read_json(METRICS)
+    duplicates, kept = metrics["duplicate_rows"], metrics["train_rows"] + metrics["heldout_rows"]
+    assert (metrics["split_rows"], duplicates > 3) == ((2, True) if over_length == "split" else (0, False))
+    note = f"note: {duplicates} of {duplicates + kept} {told_as} were dropped because their tokens equal"
+    assert note in result.stderr
+
+
+def test_rows_with_an_empty_answer_are_dropped_with_a_note(run):
+    """Trained on, they teach to say nothing. The first row's end of turn is checked on the first row that is kept."""
+    rows = [chat_row("Hi", ""), *ROWS, chat_row("Ho", " \n")]
+    result = run(write_rows(Path("rows.jsonl"), rows))
+    note = "note: 2 of 62 rows (3.2 %) were dropped because an answer in them is empty (first at rows.jsonl:1); fill"
+    assert result.exit_code == 0 and note in result.stderr and "cut at" not in result.stderr
+    kept = [row["source_row"] for name in ("train", "heldout") for row in read_tokens(OUT / name)]
+    assert sorted(kept) == list(range(1, 61))
+    metrics = read_json(METRICS)
+    assert (metrics["truncated_rows"], metrics["dropped_rows"], metrics["empty_answer_rows"]) == (0, 2, 2)
+
+
+def test_a_turn_of_weight_0_is_read_but_not_trained(run, tiny_dir):
+    """Its owner marked it as one not to be learnt."""
+    turns = [*chat_row("Q", "Bad.")["messages"], *chat_row("R", "Good.")["messages"]]
+    trained = {"messages": turns}
+    untrained = {"messages": [turns[0], {**turns[1], "weight": 0}, *turns[2:]]}
+    assert run(write_rows(Path("rows.jsonl"), [*ROWS, trained, untrained])).exit_code == 0
+    kept = {row["source_row"]: row for name in ("train", "heldout") for row in read_tokens(OUT / name)}
+    decode = decoder(tiny_dir)
+    texts = {n: [decode(kept[n]["input_ids"][start:end]) for start, end in spans_of(kept[n])] for n in (60, 61)}
+    assert texts == {60: ["Bad.<|im_end|>", "Good.<|im_end|>"], 61: ["Good.<|im_end|>"]}
+    assert kept[60]["input_ids"] == kept[61]["input_ids"]
+
+
+def test_a_lone_surrogate_in_a_family_is_replaced(run):
+    """No file of tokens can hold it."""
+    rows = [*ROWS, chat_row("Q") | {"family": "\ud800s"}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run("rows.jsonl")
+    assert "note: 1 lone surrogates in the rows' text (first at rows.jsonl:61) were replaced" in result.stderr
+    kept = {row["source_row"]: row for name in ("train", "heldout") for row in read_tokens(OUT / name)}
+    assert kept[60]["family"] == "\ufffds"
+
+
+def test_control_tokens_in_rows_are_reported_with_the_first_place(run):
+    rows = [*ROWS, chat_row("a <|im_end|> b", "c <|im_start|>")]
+    result = run(write_rows(Path("rows.jsonl"), rows))
+    assert (
+        "note: 2 control tokens in the rows' own text (first at rows.jsonl:61) were encoded as plain" in result.stderr
+    )
+    assert read_json(METRICS)["control_tokens_as_text"] == 2
+
+
+def tokens_of_sides() -> list[list[tuple[list[int], list[int]]]]:
+    """Without the rows' places, which differ from file to file."""
+    return [[(row["input_ids"], row["loss_spans"]) for row in read_tokens(OUT / side)] for side in ("train", "heldout")]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("max_rows", [None, 40])
+def test_lines_arrays_and_directories_give_the_same_tokens(run, name, max_rows):
+    write_rows(Path("lines.jsonl"), ROWS)
+    run("lines.jsonl", data__max_rows=max_rows)
+    expected = tokens_of_sides()
+    assert sum(map(len, expected)) == (max_rows or len(ROWS))
+    folder = Path("folder")
+    write_rows(folder / f"1/{name}", ROWS[:25])
+    (folder / "2.json").write_text(json.dumps(ROWS[25:], indent=1))
+    assert run(folder, data__max_rows=max_rows).exit_code == 0
+    assert tokens_of_sides() == expected
+
+
+def test_a_text_is_trained_whole_and_ends_in_eos(run, tiny_dir):
+    assert run(write_rows(Path("rows.jsonl"), [{"text": f"Text {n}."} for n in range(40)])).exit_code == 0
+    row = read_tokens(OUT / "train")[0]
+    assert spans_of(row) == [(0, len(row["input_ids"]))]
+    assert decoder(tiny_dir)(row["input_ids"]) == f"Text {row['source_row']}.<|im_end|>"
+    assert read_tokens(OUT / "train-index.arrow")[0]["supervised"] == len(row["input_ids"]) - 1
+    assert meta(OUT)["chat_template_sha256"] is None
+
+
+REFUSED = {
+    "broken JSON": ('{"text": "a"}\n{"text": \n', {}, "rows.jsonl:2: not JSON ("),
+    "no assistant": ('{"messages": [{"role": "user", "content": "Q"}]}\n', {}, "rows.jsonl:1: no assistant turn"),
+    "unknown shape": ('{"q": 1}\n', {}, 'rows.jsonl:1: data.format auto knows no shape with the keys ["q"]'),
+    "later shape": ('{"text": "a"}\n\n{"q": "b"}\n', {}, "rows.jsonl:3: a row of data.format text needs 'text'"),
+    "named shape": ('{"text": "a"}\n', {"data__format": "alpaca"}, "rows.jsonl:1: a row of data.format alpaca needs"),
+    "unknown format": ('{"text": "a"}\n', {"data__format": "csv"}, "data.format: "),
+    "none to read": ("{]\n\n}\n", {"data__on_bad_row": "skip"}, "rows.jsonl:1: not JSON ("),
+    "no rows": ("\n \n", {}, "data.source: rows.jsonl holds no rows"),
+    "no array rows": ("[]", {}, "data.source: rows.jsonl holds no rows"),
+    "none held out": ('{"text": "a"}\n', {"data__heldout_fraction": 0.01}, "data.heldout_fraction: leaves no row to"),
+    "none trained": ('{"text": "a"}\n', {"data__heldout_fraction": 0.99}, "data.heldout_fraction: leaves no row to"),
+    "all cut off": (
+        json.dumps(chat_row("word " * 99)) + "\n",
+        {"data__max_length": 8},
+        "data.source: none of the 1 rows is usable (1 lost their answer to data.max_length=8); the first, rows.jsonl:1",
+    ),
+    "all empty": (
+        json.dumps(chat_row("Q", "")) + "\n",
+        {},
+        "data.source: none of the 1 rows is usable (1 have an empty answer); the first, rows.jsonl:1: an answer in",
+    ),
+    "all skipped": (
+        '{"q": 1}\n' * 3,
+        {"data__format": "alpaca", "data__on_bad_row": "skip"},
+        "data.source: none of the 3 rows is usable (3 cannot be used); the first, rows.jsonl:1: a row of data.form",
+    ),
+    "deep tools": (
+        json.dumps(chat_row())[:-1] + ', "tools": [' + '{"a":' * 900 + "1" + "}" * 900 + "]}\n",
+        {},
+        "rows.jsonl:1: nested too deep; make the row flatter",
+    ),
+    "template": (
+        json.dumps({"messages": [*chat_row()["messages"], {"role": "system", "content": "late"}]}) + "\n",
+        {},
+        "rows.jsonl:1: the chat template refuses the row (TemplateError: a system message may only come first)",
+    ),
+}
+
+
+@pytest.mark.parametrize("text, values, rule", REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_told_in_one_line_and_leaves_the_last_tokens_whole(run, text, values, rule):
+    good = write_rows(Path("good.jsonl"), ROWS)
+    assert run(good).exit_code == 0
+    before = snapshot()
+    Path("rows.jsonl").write_text(text)
+    assert told(run("rows.jsonl", **values)).startswith(rule)
+    assert snapshot() == before
+    assert [path.name for path in Path("data").iterdir()] == ["tokens"]
+
+
+def test_a_source_edited_between_pinning_and_reading_is_refused(run):
+    """Else the tokens would be of other rows than the lock names."""
+    source = write_rows(Path("rows.jsonl"), ROWS)
+    run(source)
+    before = snapshot()
+    write_rows(source, ROWS[1:])
+    assert told(invoke(tokenize)) == "rows.jsonl: changed since it was pinned; run `dvc repro` again"
+    assert snapshot() == before
+
+
+def test_a_template_that_trains_no_end_of_turn_is_refused(run, tiny_dir, tmp_path):
+    """The tuned model would never stop talking."""
+    import shutil
+
+    own = tmp_path / "own"
+    shutil.copytree(tiny_dir, own)
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    (own / "chat_template.jinja").write_text(template)
+    line = told(run(write_rows(Path("rows.jsonl"), ROWS), model__name="own"))
+    assert line.startswith("model.name: the chat template in own/chat_template.jinja trains no end-of-turn token")
+
+
+def test_a_template_file_is_pinned_with_the_rows(run, tmp_path):
+    """A template that changed after the pin would give tokens that no lock names."""
+    source = write_rows(Path("rows.jsonl"), ROWS)
+    template = Path("mine.jinja")
+    template.write_text("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
+    assert run(source, data__chat_template="mine.jinja").exit_code == 0
+    assert Path("locks/watched-files/template").resolve() == template.resolve()
+    template.write_text("{# other #}" + template.read_text())
+    line = told(invoke(tokenize))
+    assert line == "data.chat_template: mine.jinja changed since it was pinned; run `dvc repro` again"
+    assert "no such file: 'none.jinja'" in told(run(source, data__chat_template="none.jinja"))
+
+
+def test_a_missing_lock_is_told(run, tmp_path):
+    lay_out(tmp_path)
+    assert told(invoke(tokenize)) == "locks/data.json: file is missing; run `dvc repro`"
+
+
+def full_disk() -> None:
+    """Stop this process's files from growing past 20 kB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+def test_a_disk_that_refuses_in_mid_write_leaves_the_last_tokens_whole(run):
+    source = write_rows(Path("rows.jsonl"), ROWS)
+    run(source)
+    before = snapshot()
+    run(write_rows(source, ROWS * 20), "--out", "elsewhere")
+    process = run_module("stages.tokenize", cwd=Path.cwd(), preexec_fn=full_disk)
+    assert process.returncode == 1
+    [line] = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: scratch/tokenize/") and ": cannot be written (" in line
+    assert "Traceback" not in process.stderr and snapshot() == before
+    assert [path.name for path in Path("data").iterdir()] == ["tokens"]
+    assert list(Path("scratch/tokenize").iterdir()) == []
+
+
+def test_a_full_disk_is_told(run, tmp_path):
+    """The real thing, on a file system of 64 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = run_bounded(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk])
+    if mounted.returncode:
+        pytest.skip("this machine lets nobody mount a file system here")
+    try:
+        source = write_rows(Path("rows.jsonl"), ROWS * 20)
+        line = told(run(source, "--out", str(disk / "tokens")))
+        assert line.startswith(f"{disk}/tokens: cannot be written (") and "No space left on device" in line
+        assert list(disk.iterdir()) == []
+    finally:
+        run_bounded(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize(
+    "name, shape, rows", [("alpaca_en_demo.json", "alpaca", 999), ("glaive_toolcall_en_demo.json", "sharegpt", 300)]
+)
+def test_public_data_goes_through_with_every_answer_trained(run, public_data, tiny_dir, name, shape, rows):
+    source = public_data / name
+    uncut = dict.fromkeys(("data__max_length", "bucket__max_tokens", "evaluate__max_tokens"), 16_384)
+    assert run(source, data__heldout_fraction=0.05, **uncut).exit_code == 0
+    metrics = read_json(METRICS)
+    assert metrics["format"] == shape
+    assert metrics["train_rows"] + metrics["heldout_rows"] == rows and metrics["dropped_rows"] == 0
+    values, decode = json.loads(source.read_text()), decoder(tiny_dir)
+    for row in read_tokens(OUT / "heldout"):
+        messages = conversation(values[row["source_row"]], shape).messages
+        turns = [message for message in messages if message["role"] == "assistant"]
+        texts = [decode(row["input_ids"][start:end]) for start, end in spans_of(row)]
+        assert len(texts) == len(turns)
+        for text, turn in zip(texts, turns, strict=True):
+            if "tool_calls" in turn:
+                assert json.loads(text.split("<tool_call>")[1].split("</tool_call>")[0])["name"]
+            else:
+                assert text == turn["content"] + "<|im_end|>"
+
+
+def test_the_sample_lock_names_the_sample(repo_root):
+    """The committed pin must be of the committed file, or the first run of a clone would start with a change."""
+    lock = read_json(repo_root / "locks/data.json")
+    [source] = lock["sources"]
+    content = (repo_root / source["source"]).read_bytes()
+    assert source["files"][0]["sha256"] == hashlib.sha256(content).hexdigest()
+    model = read_json(repo_root / "locks/model.json")
+    for name, digest in {**model["files"], **read_json(repo_root / "locks/tokenizer.json")["files"]}.items():
+        assert hashlib.sha256((repo_root / "lean_finetune/tiny" / name).read_bytes()).hexdigest() == digest, name
+    assert os.readlink(repo_root / "locks/watched-data") == "../data/raw/sample.jsonl"
+    assert os.readlink(repo_root / "locks/watched-model") == "../lean_finetune/tiny"

@@ -1,0 +1,389 @@
+"""Of every family's template just the assistant's text and its end of turn is trained, marked by its authors or not."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.chat import bundled as bundled_templates
+from lean_finetune.data.chat.bundled import read_bundled
+from lean_finetune.data.chat.chat import Template, open_template
+from lean_finetune.data.chat.segments import Segment
+from lean_finetune.data.chat.template import CompiledTemplate
+from lean_finetune.data.format.example import Conversation, RowFault
+from tests.data.tokens.common import DATE, conversation, decoder, encode_one, row_tokenizer
+from tests.data.tokens.families import FAMILIES, open_family, save_tokenizer, template_source
+
+CALL = {"type": "function", "id": "a1B2c3D4e", "function": {"name": "add", "arguments": {"a": 1, "b": "二"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+THOUGHT = "<think>\nHm, two.\n</think>\n\n"
+WITH_TOOLS = ("llama-3.1", "mistral-tools", "qwen2.5", "qwen3")
+
+
+def turn(role: str, content: str, **others: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **others}
+
+
+def chat(*texts: str, system: str | None = None) -> Conversation:
+    """Questions and answers in turn."""
+    messages = [turn("user" if n % 2 == 0 else "assistant", text) for n, text in enumerate(texts)]
+    return Conversation(messages=([turn("system", system)] if system else []) + messages, tools=None)
+
+
+RESULT = turn("tool", "3", tool_call_id="a1B2c3D4e")
+CALLING = Conversation(
+    messages=[
+        turn("user", "Q"),
+        turn("assistant", "", tool_calls=[CALL]),
+        RESULT,
+        turn("assistant", "It is 3."),
+        turn("user", "Thanks"),
+        turn("assistant", "Bye"),
+    ],
+    tools=TOOLS,
+)
+
+
+def trained(segments: list[Segment]) -> list[str]:
+    return [segment.text for segment in segments if segment.trained]
+
+
+def joined(segments: list[Segment]) -> str:
+    return "".join(segment.text for segment in segments)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    base = tmp_path_factory.mktemp("families")
+    return {name: save_tokenizer(base / name, name) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def bundled(directories) -> dict[str, Template]:
+    return {name: open_family(directories[name], name) for name in FAMILIES}
+
+
+def no_twin(*_: Any) -> None:
+    """Stands for a template of a family that we have no marked one for."""
+
+
+@pytest.fixture(scope="module")
+def by_segments(directories) -> dict[str, Template]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lean_finetune.data.chat.chat.find_twin", no_twin)
+        return {name: open_family(directories[name], name) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(directories):
+    return {name: (row_tokenizer(path), decoder(path)) for name, path in directories.items()}
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
+PIECE = st.sampled_from(
+    ["<|im_end|>", "</s>", "[/INST]", "<end_of_turn>", "<|eot_id|>", " ", "\n", "user", "你好", "é"]
+)
+WORDS = st.one_of(TEXT, st.lists(PIECE, min_size=1, max_size=4).map("".join).filter(str.strip))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("method", ["bundled", "segments"])
+@given(texts=st.lists(WORDS, min_size=2, max_size=6), system=st.none() | WORDS)
+@settings(max_examples=25, deadline=None)
+def test_the_trained_tokens_are_the_answers_and_their_ends(
+    name, method, bundled, by_segments, tokenizers, texts, system
+):
+    """Also where the template has no marks, trims, drops the earlier thinking, or texts hold control tokens."""
+    template = (bundled if method == "bundled" else by_segments)[name]
+    assert template.method == method
+    family = FAMILIES[name]
+    tokenizer, decode = tokenizers[name]
+    protect = tokenizer.guard.protect
+    texts = texts[: len(texts) // 2 * 2]
+    conversation = chat(*protect(texts), system=protect(system) if family.takes_system else None)
+    segments = template.render(conversation)
+    answers = texts[1::2]
+    expected = [family.answer(answer, n + 1 == len(answers)) for n, answer in enumerate(protect(answers))]
+    assert trained(segments) == expected
+    own = CompiledTemplate(template.source, family.special_tokens, "own", DATE)
+    assert joined(segments) == own.text(conversation.messages, None)
+    row = encode_one(tokenizer, segments)
+    plain = [family.answer(answer, n + 1 == len(answers)) for n, answer in enumerate(answers)]
+    assert [decode(row.ids[start:end]) for start, end in row.spans.tolist()] == plain
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ids_and_masks_of_the_marked_templates_equal_those_of_transformers(name, directories, bundled, tokenizers):
+    """An independent reading of our marks: whole-text encoding and character offsets; and of the unmarked original."""
+    from transformers import AutoTokenizer
+
+    reference: Any = AutoTokenizer.from_pretrained(directories[name])
+    conversations = [
+        chat("Q", "A"),
+        chat("Q 1", "A 1", "Q 2\n", "Ä 2\n"),
+        chat(" Q", THOUGHT + "A", "R", THOUGHT + "B"),
+    ]
+    conversations += [chat("Q", "A", system="Be brief.")] if FAMILIES[name].takes_system else []
+    conversations += [CALLING] if name in WITH_TOOLS else []
+    date = {"date_string": "26 Jul 2024"}  # transformers would offer today's
+    for each in conversations:
+        row = encode_one(tokenizers[name][0], bundled[name].render(each))
+        marked = reference.apply_chat_template(
+            each.messages,
+            each.tools,
+            chat_template=read_bundled(name),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **date,
+        )
+        assert row.ids.tolist() == marked["input_ids"]
+        mask = [0] * len(row.ids)
+        for start, end in row.spans.tolist():
+            mask[start:end] = [1] * (end - start)
+        assert mask == marked["assistant_masks"]
+        own = reference.apply_chat_template(each.messages, each.tools, return_dict=True, **date)
+        assert own["input_ids"] == marked["input_ids"]
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_calls_are_trained_alike_by_marks_and_by_segments(name, bundled, by_segments):
+    segments = bundled[name].render(CALLING)
+    assert joined(segments).count('"Adds."') == 1, "tools are shown"
+    call, answer, last = trained(segments)
+    assert '"add"' in call and '"二"' in call and "It is 3." in answer and "Bye" in last
+    ends = ("<|im_end|>", "<|eot_id|>", "</s>")
+    assert all(text.endswith(ends) and sum(text.count(end) for end in ends) == 1 for text in (call, answer, last))
+    if name != "mistral-tools":
+        assert by_segments[name].render(CALLING) == segments
+
+
+def test_a_turn_that_cannot_be_told_is_a_fault_and_never_a_mask_of_nothing(by_segments):
+    """Mistral's tools stand before the last question: earlier turns are shown otherwise, and have no header."""
+    with pytest.raises(RowFault, match="shows turn 2 in a way that its tokens cannot be told from the rest; put gen"):
+        by_segments["mistral-tools"].render(CALLING)
+
+
+def test_qwen3_learns_the_last_thoughts_and_sees_no_earlier_ones(by_segments, bundled):
+    messages = chat("Q", THOUGHT + "A", "R", THOUGHT + "B")
+    for template in (by_segments["qwen3"], bundled["qwen3"]):
+        segments = template.render(messages)
+        assert trained(segments) == ["A<|im_end|>", THOUGHT + "B<|im_end|>"]
+    reasoned = Conversation(messages=[turn("user", "Q"), turn("assistant", "A", reasoning_content="Hm.")], tools=None)
+    assert trained(bundled["qwen3"].render(reasoned)) == ["<think>\nHm.\n</think>\n\nA<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_train_on_all_trains_every_token_and_last_assistant_the_last_answer(name, directories):
+    conversation = chat("Q", "A", "R", "B")
+    everything = open_family(directories[name], name, "all")
+    assert everything.method == "all" and "data.train_on is all" in everything.reason
+    (whole,) = everything.render(conversation)
+    assert whole.trained
+    last = open_family(directories[name], name, "last_assistant").render(conversation)
+    assert joined(last) == whole.text
+    assert trained(last) == [FAMILIES[name].answer("B", True)]
+
+
+@pytest.mark.parametrize("method", ["bundled", "segments"])
+def test_weight_0_is_followed_by_every_method(method, bundled, by_segments):
+    template = (bundled if method == "bundled" else by_segments)["qwen2.5"]
+    conversation = Conversation(messages=chat("Q", "A", "R", "B").messages, tools=None, context=frozenset({1}))
+    assert trained(template.render(conversation)) == ["B<|im_end|>"]
+
+
+def test_the_last_answer_is_the_last_of_weight_1(directories):
+    template = open_family(directories["chatml"], "chatml", "last_assistant")
+    conversation = Conversation(messages=chat("Q", "A", "R", "B").messages, tools=None, context=frozenset({3}))
+    assert trained(template.render(conversation)) == ["A<|im_end|>"]
+
+
+def test_the_choice_is_told_with_its_reason(directories, bundled, by_segments):
+    assert (
+        "no generation marks, but renders test conversations as the bundled gemma template" in bundled["gemma"].reason
+    )
+    assert "no generation marks, so each answer is what its turn adds" in by_segments["gemma"].reason
+    marked = open_family(directories["gemma"], "gemma", template=read_bundled("gemma"))
+    assert (marked.method, marked.reason) == ("marks", "the template of data.chat_template has generation marks")
+    chatml = open_family(directories["chatml"], "chatml", template="chatml")
+    assert (chatml.method, chatml.reason) == ("marks", "the built-in ChatML template has generation marks")
+
+
+def test_a_row_that_the_twin_renders_otherwise_is_told_by_its_turns(directories):
+    """The twin is compared row by row: its marks are never put on another text."""
+    source = template_source("chatml").replace("message['content']", "message['content'].replace('color', 'colour')")
+    template = open_family(directories["chatml"], "chatml", template=source)
+    assert template.method == "bundled"
+    assert trained(template.render(chat("Q", "A"))) == ["A<|im_end|>"]
+    segments = template.render(chat("Which color?", "The color.", "R", "B"))
+    assert trained(segments) == ["The colour.<|im_end|>", "B<|im_end|>"] and "Which colour?" in joined(segments)
+
+
+def test_chatml_shows_tools_and_calls_and_needs_its_tokens(directories):
+    template = open_family(directories["chatml"], "chatml", template="chatml")
+    segments = template.render(CALLING)
+    assert trained(segments)[0] == '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "二"}}</tool_call><|im_end|>'
+    assert '"Adds."' in segments[0].text
+    with pytest.raises(UserError, match="^data.chat_template: chatml needs the control token <|im_start|>, which the"):
+        open_family(directories["zephyr"], "zephyr", template="chatml")
+
+
+def test_an_end_of_turn_token_counts_though_it_is_not_called_special(directories, tmp_path):
+    """Some tokenizers add <|im_end|> as an ordinary token and name it as their EOS."""
+    saved = json.loads((directories["chatml"] / "tokenizer.json").read_text(encoding="utf-8"))
+    for token in saved["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
+    for source in ("chatml", template_source("chatml")):
+        template = open_template(source, tmp_path, {"eos_token": "<|im_end|>"}, "assistant", DATE)
+        assert trained(template.render(chat("Q", "A"))) == ["A<|im_end|>"]
+
+
+HIDDEN = {
+    "tools": Conversation(messages=chat("Q", "A").messages, tools=TOOLS),
+    "tool_calls": Conversation(messages=CALLING.messages[:2], tools=None),
+    "tool": Conversation(messages=[turn("user", "Q"), turn("tool", "3"), turn("assistant", "A")], tools=None),
+    "developer": Conversation(messages=[turn("developer", "D"), *chat("Q", "A").messages], tools=None),
+}
+
+
+@pytest.mark.parametrize("part", HIDDEN)
+def test_a_part_that_the_template_leaves_out_is_a_fault(part, bundled):
+    """Calls would be learnt as empty answers, and questions about results that nobody has shown."""
+    with pytest.raises(RowFault, match=f"the chat template does not show '{part}', which the row has; set data.chat_t"):
+        bundled["zephyr"].render(HIDDEN[part])
+
+
+def custom(directories, source: str, name: str = "chatml", train_on: str = "assistant") -> Template:
+    return open_family(directories[name], name, train_on, source)
+
+
+LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def test_a_greeting_before_any_question_is_found(directories, monkeypatch):
+    """Templates that look at the first message cannot render what is before it."""
+    monkeypatch.setattr("lean_finetune.data.chat.chat.find_twin", no_twin)
+    template = custom(directories, "{{ '' if messages[0].role.strip() else '' }}" + LOOP + ASK)
+    greeting = Conversation(messages=[turn("assistant", "Welcome!"), *chat("Q", "A").messages], tools=None)
+    assert trained(template.render(greeting)) == ["Welcome!<|im_end|>", "A<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOP + "{% if not add_generation_prompt %}<pad>{% endif %}" + ASK,
+        LOOP + ASK.replace("assistant\n", "assistant\n<think>\n"),
+        "{{ messages | length }}" + LOOP + ASK,
+        LOOP.replace("m.content", "(m.content if loop.last else m.content | upper | lower)") + ASK,
+    ],
+    ids=["text behind the last turn", "a header that history has not", "a count in front", "a filter on earlier turns"],
+)
+def test_turns_are_found_where_a_prefix_is_rendered_otherwise(source, directories, monkeypatch):
+    monkeypatch.setattr("lean_finetune.data.chat.chat.find_twin", no_twin)
+    template = custom(directories, source)
+    found = trained(template.render(chat("q1", "<b>a1", "q2", "a2", "q3", "a3")))
+    assert [text.removesuffix("\n<pad>") for text in found] == ["<b>a1<|im_end|>", "a2<|im_end|>", "a3<|im_end|>"]
+
+
+def test_a_template_with_a_bos_for_every_question_is_told_by_its_turns(directories):
+    """Llama 2's: no header in front of an answer, and BOS again at each question, which is no doubled BOS."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+    )
+    template = custom(directories, source, "mistral")
+    assert template.method == "segments"
+    assert trained(template.render(chat("Q", "A", "R", "B"))) == [" A </s>", " B </s>"]
+
+
+@pytest.mark.parametrize("name", [*WITH_TOOLS, "chatml"])
+def test_public_tool_calls_are_told_in_every_template_that_shows_them(name, public_data, directories):
+    """Every row is either trained on all its assistant's turns, or refused in one line."""
+    rows = json.loads((public_data / "glaive_toolcall_en_demo.json").read_text(encoding="utf-8"))[:100]
+    template = open_family(directories[name], name, template="chatml" if name == "chatml" else "tokenizer")
+    refused = 0
+    for row in rows:
+        example = conversation(row, "sharegpt")
+        try:
+            segments = template.render(example)
+        except RowFault as fault:
+            assert "refuses the row" in str(fault), "nothing is hidden and every turn is found"
+            refused += 1
+            continue
+        assert len(trained(segments)) == len(example.turns())
+    # Mistral's template wants ids of calls, which these rows have not.
+    assert refused == 0 or name == "mistral-tools"
+
+
+def test_every_bundled_template_is_of_a_known_family():
+    """One that is not listed would never be used; one that is listed and missing would end runs."""
+    assert {path.stem for path in bundled_templates.DIRECTORY.glob("*.jinja")} == set(bundled_templates.FAMILIES)
+
+
+def test_a_turn_ends_at_its_own_token_where_calls_end_otherwise(directories, monkeypatch):
+    """Llama's call of a built-in tool ends with <|eom_id|>: what follows is not the assistant's."""
+    source = (
+        "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
+        "{% if m.tool_calls %}<|python_tag|>{{ m.tool_calls[0].function.name }}<|eom_id|>{% else %}<|eot_id|>"
+        "{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    )
+    monkeypatch.setattr("lean_finetune.data.chat.chat.find_twin", no_twin)
+    segments = custom(directories, source, "llama-3").render(Conversation(messages=CALLING.messages, tools=None))
+    assert trained(segments) == ["<|python_tag|>add<|eom_id|>", "It is 3.<|eot_id|>", "Bye<|eot_id|>"]
+
+
+def test_a_marked_template_whose_marks_are_not_one_a_turn_follows_weights_by_the_turns(directories):
+    """A mark then does not say which turn it is, and the wrong one could be trained."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %} {% generation %}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}" + ASK
+    )
+    conversation = Conversation(messages=chat("Q", "A", "R", "B").messages, tools=None, context=frozenset({1}))
+    template = custom(directories, source)
+    assert trained(template.render(chat("Q", "A"))) == ["A", "<|im_end|>"]
+    assert trained(template.render(conversation)) == ["B <|im_end|>"]
+
+
+def test_a_template_that_trains_no_end_of_turn_is_refused(directories):
+    """The model would never stop."""
+    unclosed = LOOP.replace("<|im_end|>", "")
+    for source in (unclosed, unclosed + ASK, MARKED.replace("<|im_end|>", "")):
+        with pytest.raises(UserError, match="^data.chat_template: the template trains no end-of-turn token after"):
+            custom(directories, source)
+
+
+def test_a_doubled_bos_is_refused(directories):
+    with pytest.raises(UserError, match="writes the BOS token <s> twice; remove one"):
+        custom(directories, "{{ bos_token }}" + template_source("llama-3"), "llama-3")
+
+
+def test_a_refusal_of_the_template_is_the_rows_fault(bundled):
+    with pytest.raises(RowFault, match="refuses the row .*TemplateError: Roles must alternate"):
+        bundled["gemma"].render(Conversation(messages=chat("Q", "A").messages[1:], tools=None))
+
+
+def test_the_marked_template_of_each_family_shows_what_the_unmarked_one_shows():
+    """Row by row it is compared; but where they differ the slower way is taken."""
+    for name, family in FAMILIES.items():
+        own = CompiledTemplate(template_source(name), family.special_tokens, "own", DATE)
+        twin = CompiledTemplate(read_bundled(name), family.special_tokens, "twin", DATE)
+        assert twin.has_marks and not own.has_marks
+        for ask in (False, True):
+            messages = chat("Q", "A", "R").messages
+            expected = own.text(messages, None, ask=ask)
+            assert twin.text(messages, None, ask=ask) == expected, name
+
+
+def test_a_directory_without_a_tokenizer_is_told(tmp_path):
+    with pytest.raises(UserError, match="^model.name: .*tokenizer.json cannot be read"):
+        open_template("tokenizer", tmp_path, {}, "assistant", DATE)

@@ -1,0 +1,253 @@
+"""Templates from elsewhere: the date they write, what they may take, and what they leave out, told in one line."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.files import read_json
+from lean_finetune.data.chat.bundled import read_bundled
+from lean_finetune.data.chat.chat import Template, open_template
+from lean_finetune.data.format.example import Conversation, RowFault
+from stages.pin import main as pin
+from stages.tokenize import main as tokenize
+from tests.data.tokens.common import DATE, chat_row, decoder, read_tokens
+from tests.workspace import invoke, lay_out, told, write_rows
+
+LOOP = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ROWS = [chat_row(f"Say {n}", f"Well, {n}") for n in range(40)]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A function that pins and tokenizes rows with a template of the user's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DVC_STAGE", raising=False)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+
+    def pin_and_tokenize(source, rows=ROWS, **values):
+        (tmp_path / "mine.jinja").write_text(source, encoding="utf-8")
+        write_rows(tmp_path / "rows.jsonl", rows)
+        values = {"data__source": "rows.jsonl", "data__heldout_fraction": 0.2, "run__data_workers": 1} | values
+        values = {"data__chat_template": "mine.jinja", "run__tokenizer_engine": "tokenizers"} | values
+        lay_out(tmp_path, **values)
+        for what in ("data", "model"):
+            pinned = invoke(pin, what)
+            assert pinned.exit_code == 0, pinned.output
+        return invoke(tokenize)
+
+    return pin_and_tokenize
+
+
+def first_text(directory: Path) -> str:
+    return decoder(directory)(read_tokens(Path("data/tokens/train"))[0]["input_ids"])
+
+
+def test_a_template_that_writes_todays_date_writes_that_of_data_template_date(run, tiny_dir):
+    """As gpt-oss' and Mistral's do, which no other date can be given; tomorrow the tokens are the same."""
+    dated = "{{ 'Current date: ' + strftime_now('%Y-%m-%d') + '\n' }}" + LOOP
+    assert run(dated).exit_code == 0
+    assert first_text(tiny_dir).startswith(f"Current date: {DATE}\n<|im_start|>user")
+    assert run(dated, data__template_date="2031-01-02").exit_code == 0
+    assert first_text(tiny_dir).startswith("Current date: 2031-01-02\n")
+
+
+TOO_LARGE = {
+    "a product": "{{ 'a' * 30000000000 }}" + LOOP,
+    "a list": "{{ ([1] * 9000000000) | length }}" + LOOP,
+    "a power": "{{ 10 ** (10 ** 10) }}" + LOOP,
+    "a filter": "{{ 'a' | center(30000000000) }}" + LOOP,
+    "doubling": "{% set s = namespace(x='a') %}{% for _ in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}" + LOOP,
+}
+
+
+@pytest.mark.parametrize("source", TOO_LARGE.values(), ids=TOO_LARGE)
+def test_a_template_that_fills_the_memory_is_refused_before_it_does(tiny_dir, source):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match="^data.chat_template: the template needs too much memory for a conversation"):
+        open_template(source, tiny_dir, {}, "assistant", DATE)
+    grown_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert grown_bytes < 1 << 30
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY or grown_bytes == 0
+
+
+ENDLESS = "{% macro f(x) %}{{ f(x) }}{% endmacro %}"
+
+
+def test_a_template_that_never_ends_is_refused_in_one_line(run):
+    message = told(run(ENDLESS + "{{ f(1) }}" + LOOP))
+    assert message.startswith("data.chat_template: the template calls itself without end on a conversation of two me")
+    message = told(run("{% if messages %}" * 200 + LOOP + "{% endif %}" * 200))
+    assert message.startswith("data.chat_template: the template is broken (")
+
+
+def test_a_template_that_is_too_large_for_one_row_names_that_row(run):
+    odd = "{% if 'odd' in messages[0].content %}%s{% endif %}" + LOOP
+    rows = [*ROWS, chat_row("An odd one", "Yes")]
+    for fault, said in (
+        ("{{ 'a' * 30000000000 }}", "the chat template needs too much memory for it; mend the template, or remove"),
+        (ENDLESS + "{{ f(1) }}", "nested too deep; make the row flatter (or the chat template calls itself"),
+    ):
+        assert told(run(odd.replace("%s", fault), rows)).startswith(f"rows.jsonl:41: {said}")
+
+
+MARKED = LOOP.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+ASSISTANT_MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and CONDITION %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}"
+)
+SYSTEM_MARKED = LOOP.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}",
+)
+WRONG = {
+    "marks around every role": (
+        MARKED,
+        "has generation marks around the text of user messages, which would be trained",
+    ),
+    "marks around the system": (SYSTEM_MARKED, "has generation marks around the text of system messages, which would"),
+    "no prompts": (
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
+        "does not show the text of user messages, so it would be lost; let it show each message, or name another",
+    ),
+    "the last question alone": (
+        LOOP.replace("in messages", "in messages[-2:]"),
+        "does not show the text of user messages, so it would be lost",
+    ),
+    "no answers": (
+        LOOP.replace("in messages", "in messages if m.role != 'assistant'"),
+        "does not show the text of assistant messages, so it would be lost",
+    ),
+    "marks around the last answer": (
+        ASSISTANT_MARKED.replace("CONDITION", "loop.last"),
+        "has generation marks, but not around the text of each assistant message; mend them, or set data.train_on to",
+    ),
+    "marks around nothing": (
+        ASSISTANT_MARKED.replace("CONDITION", "false"),
+        "has generation marks, but not around the text of the last assistant message; mend them",
+    ),
+    "marks inside marks": (
+        MARKED.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"),
+        "cannot be used: the chat template puts a generation block inside another",
+    ),
+}
+
+
+@pytest.mark.parametrize("source, fault", WRONG.values(), ids=WRONG)
+def test_a_template_that_loses_or_trains_the_wrong_text_is_refused(run, source, fault):
+    """Its rows would teach the model the users' part, or answers to questions that nobody has shown."""
+    assert told(run(source)).startswith(f"data.chat_template: the template {fault}")
+
+
+def test_marks_that_leave_out_a_turn_of_one_row_are_that_rows_fault(tiny_dir):
+    source = ASSISTANT_MARKED.replace("CONDITION", "(loop.last or messages[0].content != 'Q')")
+    template = open_template(source, tiny_dir, {}, "assistant", DATE)
+    assert trained(template, chat("P", "A", "R", "B")) == ["A<|im_end|>", "B<|im_end|>"]
+    with pytest.raises(RowFault, match="marks 1 of the row's 2 assistant turns"):
+        template.render(chat("Q", "A", "R", "B"))
+
+
+def test_marks_around_the_last_answer_serve_where_that_alone_is_trained(tiny_dir):
+    source = ASSISTANT_MARKED.replace("CONDITION", "loop.last") + LOOP[LOOP.index("{% if add") :]
+    template = open_template(source, tiny_dir, {}, "last_assistant", DATE)
+    assert trained(template, chat("Q", "A", "R", "B")) == ["B<|im_end|>"]
+    assert open_template(MARKED, tiny_dir, {}, "all", DATE).method == "all"
+
+
+# As Qwen3's and gpt-oss' do: reasoning is shown of the last message alone.
+REASONING = LOOP.replace(
+    "{{ m.content }}", "{% if m.FIELD and loop.last %}<think>{{ m.FIELD | trim }}</think>{% endif %}{{ m.content }}"
+)
+
+
+def chat(*texts: str, **fields: str) -> Conversation:
+    """Questions and answers in turn; every answer has the fields."""
+    turns = [{"role": "user", "content": q} for q in texts[::2]]
+    answers = [{"role": "assistant", "content": a, **fields} for a in texts[1::2]]
+    return Conversation(messages=[m for pair in zip(turns, answers, strict=True) for m in pair], tools=None)
+
+
+def trained(template: Template, conversation: Conversation) -> list[str]:
+    return [segment.text for segment in template.render(conversation) if segment.trained]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_trained_where_the_template_shows_it(tiny_dir, field):
+    template = open_template(REASONING.replace("FIELD", field), tiny_dir, {}, "assistant", DATE)
+    assert trained(template, chat("Q", "A", **{field: " Hm.\n"})) == ["<think>Hm.</think>A<|im_end|>"]
+    assert trained(template, chat("Q", "", **{field: "Hm."})) == ["<think>Hm.</think><|im_end|>"]
+    assert trained(template, chat("Q", "A", **{field: ""})) == ["A<|im_end|>"]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking", "channel", "refusal"])
+def test_what_the_template_does_not_show_is_a_fault_of_the_row(tiny_dir, field):
+    template = open_template(LOOP, tiny_dir, {}, "assistant", DATE)
+    for answer in ("A", ""):
+        with pytest.raises(
+            RowFault, match=f"does not show '{field}', which the row has; .*, write it into 'content', or"
+        ):
+            template.render(chat("Q", answer, **{field: "analysis"}))
+    assert trained(template, chat("Q", "A", **{field: " "})) == ["A<|im_end|>"]
+
+
+def test_a_row_with_reasoning_alone_ends_the_run_or_is_listed(run):
+    """It would teach the model to say nothing."""
+    rows = [*ROWS, {"messages": chat("Q", "", reasoning_content="Hm.").messages}]
+    assert told(run(LOOP, rows)).startswith("rows.jsonl:41: the chat template does not show 'reasoning_content'")
+    assert run(LOOP, rows, data__on_bad_row="skip").exit_code == 0
+    assert read_json(Path("data/tokens/figures.json"))["bad_rows"] == 1
+
+
+def test_reasoning_under_another_name_than_the_templates_is_told_its_name(tiny_dir):
+    template = open_template(REASONING.replace("FIELD", "thinking"), tiny_dir, {}, "assistant", DATE)
+    with pytest.raises(
+        RowFault, match="does not show 'reasoning_content', .* rename it 'thinking', which it shows, or"
+    ):
+        template.render(chat("Q", "A", reasoning_content="Hm."))
+
+
+def test_reasoning_of_earlier_answers_is_counted_and_of_the_last_refused(run):
+    """Qwen3's way: the earlier answers are trained as they stand in the prompt, and the user is told."""
+    reasoning = REASONING.replace("FIELD", "thinking")
+    rows = [*ROWS, {"messages": chat("Q", "A", "R", "B", thinking="Hm.").messages}]
+    result = run(reasoning, rows)
+    assert (
+        "note: 1 of 41 rows (2.4 %) have earlier answers whose reasoning the chat template leaves out" in result.stderr
+    )
+    assert "(first at rows.jsonl:41), so those are trained without it; data.train_on=last_assistant" in result.stderr
+    assert "reasoning" not in run(reasoning, rows, data__train_on="last_assistant").stderr
+    # DeepSeek R1's distilled models' way.
+    drops = LOOP.replace("m.content", "m.content.split('</think>')[-1]")
+    rows = [*ROWS, chat_row("Q", "<think>Hm.</think>A")]
+    assert told(run(drops, rows)).startswith("rows.jsonl:41: the chat template does not show the reasoning of the last")
+
+
+def test_an_answer_of_which_nothing_is_shown_counts_as_empty(run):
+    """What is trained decides, not which keys the row has."""
+    silent = [
+        {"messages": chat("Q", "", "R", "B", thinking="Hm.").messages},  # reasoning alone, and not in the last answer
+        {"messages": chat("Q", " ", id="a1").messages},
+    ]
+    assert run(REASONING.replace("FIELD", "thinking"), [*ROWS, *silent]).exit_code == 0
+    metrics = read_json(Path("data/tokens/figures.json"))
+    assert (metrics["empty_answer_rows"], metrics["bad_rows"], metrics["train_rows"] + metrics["heldout_rows"]) == (
+        2,
+        0,
+        40,
+    )
+    listed = [json.loads(line) for line in Path("data/tokens/rejects.jsonl").read_text().splitlines()]
+    assert [one["reason"] for one in listed] == ["turn 2 is empty: the chat template shows nothing of it"] * 2
+
+
+def test_the_template_that_was_trained_with_is_there_for_the_tuned_model(run):
+    """The tokenizer's own comes with the tokenizer."""
+    published = Path("data/tokens/chat_template.jinja")
+    assert run(LOOP).exit_code == 0 and published.read_text() == LOOP
+    assert run(LOOP, data__chat_template="chatml").exit_code == 0 and published.read_text() == read_bundled("chatml")
+    assert run(LOOP, data__chat_template="tokenizer").exit_code == 0 and not published.exists()

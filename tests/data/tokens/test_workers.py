@@ -1,0 +1,190 @@
+"""The same bytes from any number and kind of workers, either engine, several machines, and after any interruption."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lean_finetune.core.files import read_json
+from stages.pin import main as pin
+from tests.conftest import ROOT
+from tests.data.tokens.common import chat_row, contents, read_tokens
+from tests.data.tokens.small_blocks import BLOCK_BYTES, BLOCKS_PER_SHARD
+from tests.processes import run_bounded
+from tests.workspace import invoke, lay_out, run_module, told, write_rows
+
+SMALL = "tests.data.tokens.small_blocks"
+OUT, METRICS = Path("data/tokens"), Path("data/tokens/figures.json")
+ROWS = [
+    chat_row(f"What is {n} and 你好 {n * n}? " + "Say more. " * (n % 9), f"It is {n}. " + "Well, " * (n % 17))
+    for n in range(2500)
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, request):
+    """A directory with pinned rows of several shards, and what one plain run makes of them."""
+    directory = tmp_path_factory.mktemp("workers")
+    patch = pytest.MonkeyPatch()
+    request.addfinalizer(patch.undo)
+    patch.chdir(directory)
+    for name in ("DVC_STAGE", "DVC_ROOT"):
+        patch.delenv(name, raising=False)
+    rows = [*ROWS, {"messages": "bad"}, *ROWS[:300]]
+    lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
+    write_rows(directory / "rows.jsonl", rows)
+    for what in ("data", "model"):
+        assert invoke(pin, what).exit_code == 0
+    tokenize(directory)
+    return directory, contents(OUT, METRICS)
+
+
+def lay_out_here(directory: Path, **run: object) -> None:
+    values = {f"run__{key}": value for key, value in run.items()}
+    values |= {"data__source": "rows.jsonl", "data__on_bad_row": "skip", "data__drop_duplicates": True}
+    lay_out(directory, **values)
+
+
+def tokenize(directory: Path, *arguments: str, **environment: str) -> str:
+    """Run the stage; what it told the user."""
+    process = run_module(SMALL, *arguments, cwd=directory, env=environment)
+    assert process.returncode == 0, process.stderr
+    return process.stderr
+
+
+def test_there_are_several_shards(prepared):
+    """Else the tests below would test nothing."""
+    directory, made = prepared
+    size = (directory / "rows.jsonl").stat().st_size
+    shards = -(-size // (BLOCK_BYTES * BLOCKS_PER_SHARD))
+    assert shards >= 4 and sum(name.startswith("data/tokens/train/") for name in made) in (shards, shards + 1)
+    metrics = read_json(METRICS)
+    assert (metrics["bad_rows"], metrics["duplicate_rows"]) == (1, 300)
+    assert read_json(OUT / "meta.json")["train_rows"] == metrics["train_rows"]
+    index = read_tokens(OUT / "train-index.arrow") + read_tokens(OUT / "heldout-index.arrow")
+    assert sum(row["dropped"] for row in index) == 300
+
+
+CASES = {
+    "2 processes": {"data_workers": 2, "tokenizer_engine": "tokenizers"},
+    "4 processes": {"data_workers": 4, "tokenizer_engine": "tiktoken"},
+    "3 threads": {"data_workers": 3, "data_pool": "threads", "tokenizer_engine": "auto"},
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("run", CASES.values(), ids=CASES)
+def test_workers_and_engine_change_no_byte(prepared, run):
+    directory, expected = prepared
+    lay_out_here(directory, **run)
+    tokenize(directory)
+    assert contents(OUT, METRICS) == expected
+    assert list(Path("scratch/tokenize").iterdir()) == []
+
+
+def finished() -> list[Path]:
+    return sorted(Path("scratch/tokenize").glob("*/done/*.json"))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("shards, workers", [(0, 1), (3, 2)])
+def test_a_killed_run_is_continued_where_it_was(prepared, shards, workers):
+    """SIGKILL leaves no half shard; finished ones are taken over as they are."""
+    directory, expected = prepared
+    lay_out_here(directory, data_workers=workers, tokenizer_engine="tokenizers")
+    shutil.rmtree(OUT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-m", SMALL], env=environment, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if len(finished()) >= shards and any(Path("scratch/tokenize").glob("*/train/*.arrow")):
+                break
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    assert not OUT.exists()
+    done = {path.stem: path.parents[1] / "train" / f"{path.stem}.arrow" for path in finished()}
+    inodes = {name: path.stat().st_ino for name, path in done.items()}
+    assert len(inodes) >= shards
+    tokenize(directory)
+    assert contents(OUT, METRICS) == expected
+    assert {name: (OUT / "train" / f"{name}.arrow").stat().st_ino for name in inodes} == inodes
+    assert list(Path("scratch/tokenize").iterdir()) == []
+
+
+def test_parts_merge_to_the_bytes_of_one_run(prepared):
+    directory, expected = prepared
+    lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
+    for part in range(3):
+        said = tokenize(directory, "--part", f"{part}/3", "--out", f"parts/machine{part % 2}")
+        assert f"shards are in parts/machine{part % 2}/part-{part}-of-3" in said
+    shutil.rmtree(OUT)
+    tokenize(directory, "--merge", "parts/machine1", "parts/machine0")
+    assert contents(OUT, METRICS) == expected
+    process = run_module(SMALL, "--merge", "parts/machine1", cwd=directory)
+    assert process.returncode == 1 and process.stderr.startswith("error: --merge: ")
+    assert contents(OUT, METRICS) == expected
+    lay_out(directory, data__source="rows.jsonl", data__max_length=100)
+    process = run_module(SMALL, "--merge", "parts/machine1", "parts/machine0", cwd=directory)
+    assert "made with other parameters than here" in process.stderr and process.returncode == 1
+
+
+def test_a_source_edited_in_mid_run_leaves_nothing_to_be_taken_for_finished(prepared):
+    """Its shards carry the pinned hash in their key, but not the pinned bytes."""
+    directory, expected = prepared
+    lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
+    source = directory / "rows.jsonl"
+    pinned = source.read_text()
+    source.write_text(pinned.replace("Say more.", "Say less."))
+    process = run_module(SMALL, cwd=directory)
+    assert process.returncode == 1 and "changed since it was pinned" in process.stderr
+    source.write_text(pinned)
+    process = run_module(SMALL, cwd=directory)
+    assert process.returncode == 1 and "was made from other bytes than the source holds now" in process.stderr
+    tokenize(directory)
+    assert contents(OUT, METRICS) == expected
+
+
+def test_the_documented_slurm_job_makes_its_part(prepared):
+    """As SLURM starts task 1 of 3, but for the shared directory and the size of the blocks."""
+    directory, _ = prepared
+    lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
+    [command] = [line for line in (ROOT / "docs/DATA.md").read_text().splitlines() if "$SLURM_ARRAY_TASK_ID" in line]
+    command = command.replace("python -m stages.tokenize", f"{sys.executable} -m {SMALL}")
+    command = command.replace("/shared/parts", "slurm")
+    environment = {
+        **os.environ,
+        **{"PYTHONPATH": str(ROOT), "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "3"},
+    }
+    run_bounded(["sh", "-c", command], check=True, env=environment)
+    manifest = read_json(directory / "slurm/part-1-of-3/manifest.json")
+    assert manifest["shards"] == list(range(1, manifest["all_shards"], 3)) != []
+
+
+def test_the_tokens_open_with_datasets(prepared):
+    """In the line that the documentation gives."""
+    from datasets import load_dataset
+
+    directory, _ = prepared
+    rows = load_dataset(
+        "arrow", data_files="data/tokens/train/*.arrow", split="train", cache_dir=str(directory / "cache")
+    )
+    expected = read_tokens(OUT / "train")
+    assert len(rows) == len(expected)
+    assert [rows[place] for place in (0, 700, -1)] == [expected[place] for place in (0, 700, -1)]
+
+
+USAGE = [("--part", "1"), ("--part", "2/2"), ("--merge",), ("somewhere",), ("--merge", "--part", "0/2", "somewhere")]
+
+
+@pytest.mark.parametrize("arguments", USAGE, ids=" ".join)
+def test_options_that_do_not_fit_are_told(prepared, arguments):
+    from stages.tokenize import main
+
+    assert told(invoke(main, *arguments)).startswith(("--part: must be", "--merge: takes the directories"))

@@ -1,0 +1,123 @@
+"""What a group of processes, or one, is asked to train: the same rows, cut and dealt as a case says."""
+
+import contextlib
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lean_finetune.distributed.shard import ShardSpec, make_team
+from lean_finetune.distributed.world import World
+from lean_finetune.model.config import read_config
+from lean_finetune.model.load import hollow_model, load_model
+from lean_finetune.step.batches import Batch, collate, idle_batch
+from lean_finetune.step.offload import DiskStore, Offload
+from lean_finetune.step.optim import OptimSpec, build_optimizer
+from lean_finetune.step.scale import LossScaler
+from lean_finetune.step.step import StepSpec, training_step
+from lean_finetune.step.team import Team
+from tests.small_model import CPU, spec_of
+from tests.step.common import rows
+
+PLAIN = {"name": "adamw", "lr": 2e-3, "weight_decay": 0.01, "schedule": "constant", "warmup_fraction": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A short run. All fields are plain values: a case travels as JSON."""
+
+    directory: str
+    """Of the model."""
+    mode: str = "ddp"
+    group_gpus: int | None = None
+    sizes: tuple[int, ...] = (8,)
+    """Rows of each micro-batch of a step, eight together."""
+    flat: bool = False
+    chunk: int | None = None
+    steps: int = 20
+    offload: bool = False
+    """Keep activations in a file between forward and backward."""
+    model: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run left."""
+
+    losses: list[float]
+    norms: list[float]
+    team: Team
+    optimizer: torch.optim.Optimizer
+    skipped: int | None
+    sent_bytes: int
+    """Of activations, to the file."""
+
+
+class CountingStore(DiskStore):
+    """Adds up what is sent."""
+
+    sent_bytes = 0
+
+    def put(self, values: torch.Tensor) -> Any:
+        """See Store."""
+        self.sent_bytes += values.nbytes
+        return super().put(values)
+
+
+def dealt(case: Case, world: World) -> tuple[list[Batch], int]:
+    """The micro-batches of one process, each turn one, and the trained tokens of them all."""
+    batches, start = [], 0
+    for size in case.sizes:
+        group = rows()[start : start + size]
+        lengths = [len(ids) for ids, _ in group]
+        batches.append(collate(group, sum(lengths) + 3 if case.flat else max(lengths), 0, flat=case.flat))
+        start += size
+    supervised = sum(len(batch.supervised_index_N) for batch in batches)
+    batches += [idle_batch(0)] * (-len(batches) % world.size)
+    return batches[world.rank :: world.size], supervised
+
+
+def learn(case: Case, world: World) -> Outcome:
+    """Train as the case says."""
+    model_spec = spec_of(**case.model)
+    away = case.optim.get("offload") == "parameters"
+    sharing = ShardSpec(mode=case.mode, group_gpus=case.group_gpus, offload_weights=away)  # type: ignore[arg-type]
+    directory = Path(case.directory)
+    if sharing.reads_weights(world, model_spec.method):
+        model = load_model(directory, model_spec, CPU)
+    else:
+        model = hollow_model(read_config(directory), model_spec, CPU)
+    team = make_team(model, world, sharing, CPU)
+    optimizer = build_optimizer(team.mine, OptimSpec(**{**PLAIN, **case.optim}))
+    torch.manual_seed(0)
+    scaler = LossScaler() if model_spec.scales_loss else None
+    store = CountingStore(CPU, Path(tempfile.gettempdir()))
+    batches, supervised = dealt(case, world)
+    results = [
+        training_step(
+            team.mine,
+            optimizer,
+            iter(batches),
+            supervised_tokens=supervised,
+            model_spec=model_spec,
+            spec=StepSpec(loss_chunk=case.chunk, max_grad_norm=1.0, foreach=False),
+            phase=lambda name: contextlib.nullcontext(),
+            guard=lambda losses, norm: None,
+            scaler=scaler,
+            offload=Offload(store) if case.offload else None,
+            team=team,
+            turns=len(batches),
+        )
+        for _ in range(case.steps)
+    ]
+    return Outcome(
+        losses=[result.loss.item() for result in results],
+        norms=[result.grad_norm.item() for result in results],
+        team=team,
+        optimizer=optimizer,
+        skipped=None if scaler is None else scaler.skipped_steps,
+        sent_bytes=store.sent_bytes,
+    )

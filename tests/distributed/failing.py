@@ -1,0 +1,73 @@
+"""Entry of one process of a run in which something goes wrong: stages.train with a fault that the environment names.
+
+`LEAN_FINETUNE_FAULT` is `KIND RANK STEP`. The process of that rank meets it when it begins that optimizer step, in the
+first run alone: a file beside the checkpoints says that it has.
+"""
+
+import os
+import resource
+import runpy
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lean_finetune.train.oom.recover import Ending
+from lean_finetune.train.process import nccl
+
+VARIABLE = "LEAN_FINETUNE_FAULT"
+MET = Path("fault-was-met")
+FILE_BYTES = 1024
+"""Less than any output or part of a checkpoint."""
+
+
+def _meet(kind: str) -> None:
+    """The fault."""
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "memory":
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+    if kind == "disk":  # As under a quota: from here on its files cannot grow.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
+    if kind in ("hangs", "nccl"):
+        time.sleep(1e6)
+
+
+def _with_fault(step: Any) -> Any:
+    kind, rank, at = os.environ[VARIABLE].split()
+
+    def faulty(self: Ending, number: int, feed: Any, model: Any, attempt: Any) -> Any:
+        def failing(micro_batches: Any, batches: Any) -> Any:
+            if number == int(at) and os.environ["RANK"] == rank and not MET.exists():
+                MET.touch()
+                _meet(kind)
+            return attempt(micro_batches, batches)
+
+        return step(self, number, feed, model, failing)
+
+    return faulty
+
+
+def _nccl_finds_out(device: torch.device) -> Any:
+    """In place of NCCL's watchdog: who waits for the one that hangs is told so of the group, which waits on."""
+    kind, rank, _ = os.environ[VARIABLE].split()
+    waits = kind == "nccl" and os.environ["RANK"] != rank
+    return (lambda: ["SUCCESS", "TIMEOUT" if waits and MET.exists() else "SUCCESS"]) if kind == "nccl" else None
+
+
+def _come_late() -> None:
+    """The fault `absent`: the process does not join the others."""
+    kind, rank, _ = os.environ[VARIABLE].split()
+    if kind == "absent" and os.environ["RANK"] == rank and not MET.exists():
+        MET.touch()
+        _meet("hangs")
+
+
+if __name__ == "__main__":
+    _come_late()
+    Ending.step = _with_fault(Ending.step)  # type: ignore[method-assign]
+    if not MET.exists():
+        nccl.link_errors = _nccl_finds_out
+    runpy.run_module("stages.train", run_name="__main__", alter_sys=True)

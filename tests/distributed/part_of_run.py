@@ -1,0 +1,139 @@
+"""A short run that is stopped after a step, or goes on from where it was stopped, on as many processes as there are."""
+
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from safetensors.torch import save_file
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.agree import Voices
+from lean_finetune.distributed.shard import ShardSpec
+from lean_finetune.distributed.world import World
+from lean_finetune.model.tensor_files import write_held
+from lean_finetune.plan.plan import Plan
+from lean_finetune.train.checkpoint.checkpoint import CheckpointStore
+from lean_finetune.train.checkpoint.resume import Checkpoints
+from lean_finetune.train.checkpoint.snapshot import Running, cut_of
+from lean_finetune.train.checkpoint.together import SharedCheckpoints
+from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.monitor.measure import make_meter
+from lean_finetune.train.process.signals import Stop, Stopped
+from tests.small_model import CPU
+from tests.train.interrupted import small_job
+
+FILE_BYTES = 1024
+"""Less than a part of any checkpoint here."""
+SLOW_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOfRun:
+    """What is run, as plain values: it travels as JSON."""
+
+    model: str
+    directory: str
+    """Of checkpoints, tokens and results."""
+    mode: str
+    method: str = "full"
+    optimizer: str = "adamw"
+    dropout: float = 0.0
+    stop_after: int | None = None
+    """A step after which the last process alone is asked to stop."""
+    full_disk_rank: int | None = None
+    """A process whose files may not grow, as under a quota: it cannot write its part of any checkpoint."""
+    every_step: bool = False
+    """Make a checkpoint after each step."""
+
+
+def job_of(part: PartOfRun, world: World) -> TrainJob:
+    """The run, its micro-batches dealt in turns, of which the last may be without rows."""
+    tokens = Path(part.directory) / f"tokens-{world.size}-{world.rank}"
+    options: dict[str, Any] = {"method": part.method, "optim": {"name": part.optimizer}}
+    job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
+    dealt = []
+    for step in job.plan.steps:
+        idle = replace(step[0], rows=np.empty(0, np.int32), supervised=0)
+        full = [*step, *[idle] * (-len(step) % world.size)]
+        dealt += [replace(one, rank=number % world.size) for number, one in enumerate(full)]
+    return replace(job, plan=Plan.of(dealt, ranks=world.size), world=world, sharing=sharing_of(part.mode))
+
+
+def sharing_of(mode: str) -> ShardSpec:
+    """The mode; `hsdp` in groups of two."""
+    return ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None)  # type: ignore[arg-type]
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process may have more than a few bytes inside."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+@contextmanager
+def slow_disk() -> Iterator[None]:
+    """A part of a checkpoint is still written when a process that cannot write has long given up."""
+
+    def file_by_file(path: Path, tensors: Any) -> None:
+        end = time.monotonic() + SLOW_SECONDS
+        for number in takewhile(lambda _: time.monotonic() < end, count()):
+            path.with_name(str(number)).touch()
+        write_held(path, tensors)
+
+    with patch("lean_finetune.train.checkpoint.checkpoint.write_held", file_by_file):
+        yield
+
+
+def disk_of(part: PartOfRun, rank: int) -> AbstractContextManager[None]:
+    """As the case has it for this process: a full one, that of another process's fellow, or a good one."""
+    if part.full_disk_rank is None:
+        return nullcontext()
+    return full_disk() if part.full_disk_rank == rank else slow_disk()
+
+
+def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
+    """Run it; what the process said, and what came of it where it came to its end."""
+    directory, said, stop = Path(part.directory), list[str](), Stop()
+    kind = Checkpoints if world.size == 1 else SharedCheckpoints
+
+    class Asked(kind):  # type: ignore[valid-type, misc]
+        def step_done(self, run: Running) -> None:
+            if run.step == part.stop_after and world.rank == world.size - 1:
+                stop.ask(signal.SIGTERM)
+            super().step_done(run)
+
+        def is_due(self) -> bool:
+            return part.every_step
+
+    store = CheckpointStore(directory / "kept", 2, said.append, Voices(world, CPU))
+    keeper = Asked(store, seconds=None, stop=stop, told=said.append, cut=cut_of(world.size, sharing_of(part.mode).cut))
+    first_step = keeper.first_step
+    job = job_of(part, world)
+    try:
+        with disk_of(part, world.rank):
+            result = train(job, make_meter(CPU), keeper)
+            keeper.wait()
+    except Stopped:
+        keeper.wait()
+        return {"first_step": first_step, "said": said, "stopped_at": store.last_step()}
+    except UserError as error:
+        return {"first_step": first_step, "said": said, "error": str(error)}
+    weights = {name: tensor.clone() for name, tensor in result.team.whole()}
+    path = directory / f"weights-{part.stop_after}-{world.size}.safetensors"
+    if world.leads:
+        save_file(weights, path)
+    losses = [row["loss"] for row in result.curves]
+    return {"first_step": first_step, "said": said, "losses": losses, "weights": str(path), "kept": store.last_step()}

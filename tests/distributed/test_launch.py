@@ -1,0 +1,70 @@
+"""What one launch's processes leave is told of that launch alone, and blames those that did not come."""
+
+from pathlib import Path
+
+import pytest
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.launch import (
+    DIRECTORY,
+    LOST,
+    LostOthers,
+    WaitedInVain,
+    _first_fault,
+    _own,
+    as_one_of_many,
+)
+from lean_finetune.distributed.world import World
+from lean_finetune.train.process.ranks import told_of_waiting
+
+GLOO_CLOSED = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5123"
+GLOO_LATE = "[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete"
+STORE_LATE = "wait timeout after 12000ms, keys: /default_pg/0//cpu//0/1"
+
+
+def world(rank: int) -> World:
+    return World(rank=rank, size=4, local_rank=rank, local_size=4)
+
+
+def test_another_launch_leaves_what_this_one_says_alone(tmp_path: Path):
+    """It may be refused while this one goes on: its fault is not this one's."""
+    with _own(tmp_path / "ranks") as first:
+        (first / "1.log").write_text("a traceback")
+        with _own(tmp_path / "ranks") as second:
+            (second / "0.fault").write_text("one process at a time may train the same run")
+            assert _first_fault(first, 2) is None and (first / "1.log").exists()
+    assert (first / "1.log").exists(), "it is read after the end"
+    with _own(tmp_path / "ranks") as third:
+        assert list((tmp_path / "ranks").iterdir()) == [third]
+
+
+@pytest.mark.parametrize("said", [GLOO_LATE, STORE_LATE])
+def test_who_waited_too_long_is_told_where(said: str):
+    with pytest.raises(WaitedInVain, match="process 2 of 4 waited 12 s in phase backward; "):
+        with told_of_waiting(world(2), 12.0, lambda: "in phase backward"):
+            raise RuntimeError(said)
+
+
+def test_a_broken_link_is_no_fault_of_the_one_that_waited():
+    with pytest.raises(LostOthers), told_of_waiting(world(1), 12.0):
+        raise RuntimeError(GLOO_CLOSED)
+
+
+def test_other_faults_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), told_of_waiting(world(1), 12.0):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_only_those_that_did_not_come_are_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of four, the last hangs. One loses its patience, which breaks the link of the others, who waited too."""
+    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    for rank, said in ((2, GLOO_LATE), (1, GLOO_CLOSED)):
+        # Only the first process's streams stay as they are: what this test needs.
+        monkeypatch.setattr("os.dup2", lambda *_: None)
+        with pytest.raises(SystemExit), as_one_of_many(world(rank), tmp_path), told_of_waiting(world(rank), 12.0):
+            raise RuntimeError(said)
+    (tmp_path / f"0{LOST}").touch()
+    fault = _first_fault(tmp_path, 4)
+    assert isinstance(fault, UserError) and str(fault).endswith("; the one that did not come: process 3")
+    assert "process 2 of 4 waited 12 s before or after its steps" in str(fault)
+    assert GLOO_CLOSED in (tmp_path / "1.log").read_text()

@@ -1,0 +1,34 @@
+"""What a process holds of its host's memory while weights are handed out, held to what `estimate` says."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lean_finetune.memory.predict.process import on_host
+from lean_finetune.model.config import read_config
+from tests.distributed.group import group_of
+from tests.model.large import large_llama, write_checkpoint
+from tests.small_model import spec_of
+
+MIB = 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-water mark is Linux's")
+@pytest.mark.parametrize(("method", "precision"), [("full", "bf16"), ("lora", "fp32")])
+def test_the_first_process_holds_all_weights_until_they_are_handed_out(tmp_path: Path, method: str, precision: str):
+    """A host said to need 32 GiB for a model whose 131 GiB one process reads before any GPU has them."""
+    files = write_checkpoint(large_llama(4, vocabulary=8000), tmp_path, 4)
+    with group_of(2) as group:
+        case = {"directory": str(tmp_path), "mode": "zero3", "method": method, "precision": precision}
+        found = group.ask("load_peaks", case)
+    spec = spec_of(method=method, precision=precision)
+    host = on_host(read_config(tmp_path), spec, torch.bfloat16, batch_tokens=0, sharding="zero3")
+    whole, moving = host["model"].bytes, host["loading"].bytes
+    assert whole > 350 * MIB and found["first"] == pytest.approx(whole, abs=moving + 32 * MIB)
+    assert found["other"] < 0.75 * whole  # Its half, and the largest part before it is cut.
+    for path in files:
+        path.unlink()

@@ -1,0 +1,277 @@
+"""A run shared by several processes learns what one process learns."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lean_finetune.distributed.world import ALONE
+from lean_finetune.step.optimizers import OPTIMIZERS
+from tests.distributed.cases import Case, learn
+from tests.distributed.group import Group, group_of
+
+pytestmark = pytest.mark.multiprocess
+
+LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4
+"""Largest differences after 20 steps in fp32, that of the weights as a share of what was learnt."""
+
+MODES = ("ddp", "zero1", "zero2", "zero3")
+METHODS = ("full", "lora", "qlora")
+IDLE = (2, 1, 2, 2, 1)
+"""Five micro-batches: of two processes one has nothing to do in the last turn, of four three have."""
+
+Single = Callable[[Case], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Group]:
+    """Two processes."""
+    with group_of(2) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Group]:
+    """Four processes."""
+    with group_of(4) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def single() -> Single:
+    """Runs a case in this process; equal cases once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def of(case: Case) -> dict[str, Any]:
+        key = repr(case)
+        if key not in known:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            outcome = learn(case, ALONE)
+            torch.set_num_threads(threads)
+            weights = {name: tensor.clone() for name, tensor in outcome.team.whole()}
+            known[key] = {"losses": outcome.losses, "norms": outcome.norms, "weights": weights}
+        return known[key]
+
+    return of
+
+
+def plain_of(case: Case) -> Case:
+    """The same learning in one process, without what saves memory."""
+    model = {key: value for key, value in case.model.items() if "ckpt" not in key}
+    return replace(case, mode="none", sizes=(8,), flat=False, chunk=None, model=model, group_gpus=None)
+
+
+def assert_alike(found: dict[str, Any], plain: dict[str, Any], start: dict[str, torch.Tensor]) -> None:
+    """Losses, norms and weights agree; and something was learnt."""
+    assert plain["losses"][-1] < plain["losses"][0] - 0.1
+    assert found["losses"] == pytest.approx(plain["losses"], abs=LOSS, rel=0)
+    assert found["norms"] == pytest.approx(plain["norms"], abs=NORM, rel=0)
+    assert found["weights"].keys() == plain["weights"].keys() == start.keys()
+    apart = torch.stack([(found["weights"][name] - plain["weights"][name]).norm() for name in start]).norm()
+    learnt = torch.stack([(plain["weights"][name] - start[name]).norm() for name in start]).norm()
+    assert apart <= WEIGHTS * learnt
+
+
+def check(group: Group, single: Single, case: Case) -> None:
+    plain = plain_of(case)
+    start = single(replace(plain, steps=0))["weights"]
+    assert_alike(group.learn(case), single(plain), start)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "accumulation": {"sizes": IDLE},
+    "chunk": {"sizes": (4, 4), "chunk": 16},
+    "ckpt": {"sizes": (3, 5), "model": {"grad_ckpt": True}},
+    "packed": {"sizes": IDLE, "flat": True},
+    "all": {"sizes": IDLE, "flat": True, "chunk": 16, "model": {"grad_ckpt": True}},
+}
+
+
+def case_of(directory: Path, mode: str, method: str, option: str) -> Case:
+    given = dict(OPTIONS[option])
+    model = {"method": method, **given.pop("model", {})}
+    return Case(directory=str(directory), mode=mode, model=model, **given)
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "option"),
+    [
+        ("ddp", "qlora", "accumulation"),
+        ("zero1", "lora", "chunk"),
+        ("zero2", "full", "chunk"),
+        ("zero3", "full", "accumulation"),
+        ("zero3", "qlora", "all"),
+    ],
+)
+def test_two_processes_learn_what_one_learns(small_llama: Path, pair: Group, single: Single, mode, method, option):
+    check(pair, single, case_of(small_llama, mode, method, option))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "method", "option"), list(product(MODES, METHODS, OPTIONS)))
+def test_every_mode_method_and_switch(small_llama: Path, pair: Group, single: Single, mode, method, option):
+    check(pair, single, case_of(small_llama, mode, method, option))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "group_gpus", "method", "option"),
+    [
+        *(("hsdp", 2, method, option) for method in METHODS for option in ("accumulation", "all")),
+        *((mode, None, method, "accumulation") for mode in MODES for method in METHODS),
+    ],
+)
+def test_four_processes_learn_what_one_learns(
+    small_llama: Path, four: Group, single: Single, mode, group_gpus, method, option
+):
+    """Of four, three have nothing to do in the last turn; with rank 4, each holds a row of an adapter's A."""
+    check(four, single, replace(case_of(small_llama, mode, method, option), group_gpus=group_gpus))
+
+
+def test_a_process_that_makes_progress_is_waited_for(small_llama: Path, pair: Group):
+    """Packing 70B weights on one CPU takes longer than any wait for a process that hangs should."""
+    case = asdict(Case(directory=str(small_llama), mode="zero3", steps=1, model={"method": "qlora"}))
+    arguments = {"case": case, "timeout_seconds": 3, "seconds_a_tensor": 0.25}
+    found = pair.ask("slow_first_process", arguments)
+    assert found["load_seconds"] > 4 and found["told"] == 1
+
+
+def test_groups_wait_no_longer_than_asked(small_llama: Path):
+    """A stopped process of one group: the others hung for PyTorch's 30 minutes."""
+    with group_of(4) as broken:
+        waited = broken.ask("wait_in_vain", {"model": str(small_llama), "timeout_seconds": 2})
+    assert 1 < waited < 5
+
+
+def distance(group: Group, single: Single, case: Case, plain: Case | None = None) -> tuple[float, float]:
+    """Largest difference of a loss; norm of the difference of what was learnt by its norm."""
+    plain = plain or plain_of(case)
+    start, alone, found = single(replace(plain, steps=0))["weights"], single(plain), group.learn(case)
+    losses = max(abs(a - b) for a, b in zip(alone["losses"], found["losses"], strict=True))
+    apart = torch.stack([(found["weights"][name] - alone["weights"][name]).float().norm() for name in start]).norm()
+    learnt = torch.stack([(alone["weights"][name] - start[name]).float().norm() for name in start]).norm()
+    assert learnt > 0
+    return losses, (apart / learnt).item()
+
+
+def same_cut(case: Case) -> Case:
+    """One process, the same micro-batches: in few bits another cut rounds otherwise."""
+    return replace(plain_of(case), sizes=case.sizes, chunk=case.chunk)
+
+
+RATES = {"sgd": 0.05, "lion": 5e-4, "lion_8bit": 5e-4}
+EXACT = (LOSS, WEIGHTS)
+OF_PARTS = {str(name): (0.005, 0.1) for name in OPTIMIZERS if "8bit" in name} | {"adafactor": (0.03, 0.3)}
+"""Bounds where the state of a part is not a part of the state: blocks of 8 bits, sums of rows and columns."""
+
+
+def optimizer_case(directory: Path, mode: str, name: str) -> Case:
+    optim = {"name": name, "lr": RATES.get(name, 2e-3)}
+    return Case(directory=str(directory), mode=mode, sizes=(4, 4), chunk=16, model={"method": "full"}, optim=optim)
+
+
+def test_8_bit_state_of_parts(small_llama: Path, pair: Group, single: Single):
+    """The library of bitsandbytes knows no DTensor: it sees plain parts."""
+    case = optimizer_case(small_llama, "zero3", "adamw_8bit")
+    found = distance(pair, single, case, same_cut(case))
+    assert all(a <= b for a, b in zip(found, OF_PARTS["adamw_8bit"], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_under_zero3(small_llama: Path, pair: Group, single: Single, name: str):
+    case = optimizer_case(small_llama, "zero3", name)
+    found = distance(pair, single, case, same_cut(case))
+    assert all(a <= b for a, b in zip(found, OF_PARTS.get(name, EXACT), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_is_exact_under_zero1(small_llama: Path, pair: Group, single: Single, name: str):
+    """Whole tensors have one owner each, also those scaled by blocks, rows or columns; none holds all state."""
+    case = optimizer_case(small_llama, "zero1", name)
+    assert distance(pair, single, case, same_cut(case)) == (0.0, 0.0)
+    everything = pair.learn(replace(case, mode="ddp"))["state_bytes"]
+    # Owners share values, and small tensors keep wider ones.
+    assert pair.learn(case)["state_bytes"] <= 0.75 * everything
+
+
+BF16, FP16 = (0.005, 0.05), (0.001, 0.01)
+"""What the order of sums changes in 16 bits, where gradients of processes are added instead of micro-batches'."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "model", "optim", "bounds"),
+    [
+        ("zero3", {"method": "full", "precision": "bf16"}, {"master_weights": True}, BF16),
+        ("zero1", {"method": "full", "precision": "bf16"}, {"master_weights": True}, BF16),
+        ("zero3", {"method": "full", "precision": "bf16"}, {}, BF16),
+        ("zero3", {"method": "full", "precision": "fp16"}, {}, FP16),
+        ("zero3", {"method": "lora", "precision": "bf16"}, {}, EXACT),
+        ("zero3", {"method": "qlora", "precision": "bf16"}, {}, EXACT),
+        ("zero3", {"method": "lora", "precision": "pure_bf16"}, {}, BF16),
+        ("ddp", {"method": "int8_lora"}, {}, EXACT),
+        ("zero1", {"method": "int8_lora", "grad_ckpt": True}, {}, EXACT),
+        ("zero3", {"method": "lora", "lora_dora": True}, {}, EXACT),
+        ("zero3", {"method": "lora", "lora_init": "pissa"}, {}, EXACT),
+        ("zero3", {"method": "qlora", "lora_init": "loftq"}, {}, EXACT),
+        ("zero3", {"method": "full", "grad_ckpt": True, "grad_ckpt_policy": "selective"}, {}, EXACT),
+        ("zero2", {"method": "qlora", "grad_ckpt": True, "grad_ckpt_policy": "every_n"}, {}, EXACT),
+    ],
+)
+def test_precisions_and_adapters(small_llama: Path, pair: Group, single: Single, mode, model, optim, bounds):
+    case = Case(directory=str(small_llama), mode=mode, sizes=IDLE, chunk=16, steps=12, model=model, optim=optim)
+    found = distance(pair, single, case, same_cut(case))
+    assert all(a <= b for a, b in zip(found, bounds, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "ckpt"),
+    [
+        ("zero3", "full", False),
+        *(
+            pytest.param(mode, method, ckpt, marks=pytest.mark.slow)
+            for mode, method, ckpt in product(("ddp", "zero2", "zero3"), ("full", "qlora"), (False, True))
+            if (mode, method, ckpt) != ("zero3", "full", False)
+        ),
+    ],
+)
+def test_activations_in_a_file_change_no_bit(small_llama: Path, pair: Group, mode, method, ckpt):
+    """Weights that are whole only while a layer computes must not be sent away with its activations."""
+    model = {"method": method, "grad_ckpt": ckpt}
+    case = Case(directory=str(small_llama), mode=mode, sizes=(4, 4), chunk=16, steps=5, model=model)
+    kept, sent = pair.learn(case), pair.learn(replace(case, offload=True))
+    assert sent["losses"] == kept["losses"] and sent["norms"] == kept["norms"]
+    assert all(torch.equal(sent["weights"][name], weight) for name, weight in kept["weights"].items())
+    alone = learn(replace(case, mode="none", sizes=(4, 4), offload=True), ALONE).sent_bytes
+    other = pair.ask("sent_by_all", {**asdict(replace(case, offload=True))})
+    assert other == alone > 0
+
+
+HOST_CASES = [
+    *product(("ddp", "zero1", "zero2", "zero3"), ("full", "lora"), ("optimizer",)),
+    *product(("zero3",), METHODS, ("parameters",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "place"),
+    [
+        case
+        if case in (("zero1", "full", "optimizer"), ("zero3", "full", "parameters"))
+        else pytest.param(*case, marks=pytest.mark.slow)
+        for case in HOST_CASES
+    ],
+)
+def test_the_host_changes_no_bit(small_llama: Path, pair: Group, mode, method, place):
+    """Updates of parts, or parts and their gradients, that lose something on the way to the host."""
+    case = Case(directory=str(small_llama), mode=mode, sizes=IDLE, steps=5, model={"method": method, "grad_ckpt": True})
+    here, there = pair.learn(case), pair.learn(replace(case, optim={"offload": place}))
+    assert there["losses"] == here["losses"] and there["norms"] == here["norms"]
+    assert all(torch.equal(there["weights"][name], weight) for name, weight in here["weights"].items())

@@ -1,0 +1,64 @@
+"""Who a process is, who updates a tensor, and what is refused before anything is trained."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.launch import _first_fault
+from lean_finetune.distributed.replicas import assign_owners
+from lean_finetune.distributed.world import ALONE, World, check_size
+from lean_finetune.step.team import Alone, losses_of_all
+
+
+def test_processes_that_do_not_match_the_plan_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Torchrun started by hand with another number: some rows would never be trained."""
+    assert World.here() == ALONE
+    for name, value in {"RANK": 1, "WORLD_SIZE": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "by hand")
+    world = World.here()
+    assert world == World(rank=1, size=3, local_rank=1, local_size=3) and not world.leads
+    check_size(world, 3)
+    with pytest.raises(UserError, match=r"num_gpus: .* got 2 where torchrun started 3; set hardware\.num_gpus=3"):
+        check_size(world, 2)
+
+
+def test_owners_share_the_state_evenly():
+    """One owner of most tensors would hold the state that zero1 is to divide."""
+    sizes = [50, 7, 7, 30, 20, 1, 1]
+    owners = assign_owners(sizes, 2)
+    load = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in (0, 1)]
+    assert sorted(load) == [58, 58]
+    with pytest.raises(UserError, match=r"zero1 gives each GPU whole tensors .* got 7 trained tensors for 8 GPUs; use"):
+        assign_owners(sizes, 8)
+
+
+def test_the_first_fault_is_told(tmp_path: Path):
+    """The others fail because the first one left: their words would hide the cause."""
+    assert _first_fault(tmp_path, 2) is None
+    for name, text, seconds in (("0", "later", 2), ("1", "the cause", 1)):
+        (tmp_path / f"{name}.fault").write_text(f"{text}\nmore of it")
+        os.utime(tmp_path / f"{name}.fault", (seconds, seconds))
+    fault = _first_fault(tmp_path, 2)
+    assert fault is not None and str(fault) == "the cause" and fault.details == ("more of it",)
+
+
+class Pair(Alone):
+    """The second of two whose other member has a loss of 5 in each turn."""
+
+    rank, size = 1, 2
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """With those of the other."""
+        values[:, 0] = 5.0
+        return values
+
+
+def test_losses_stand_in_the_order_of_the_plan():
+    """A loss that is no number is told with the rows of its micro-batch."""
+    own = [torch.tensor(1.0), torch.tensor(2.0)]
+    assert [loss.item() for loss in losses_of_all(Pair(torch.nn.Linear(1, 1)), own)] == [5.0, 1.0, 5.0, 2.0]
+    assert losses_of_all(Alone(torch.nn.Linear(1, 1)), own) is own

@@ -1,0 +1,161 @@
+"""One process of a group: reads tasks, a JSON line each, and answers each with a line."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from lean_finetune.distributed.meeting import Late, meeting, wait_for_all
+from lean_finetune.distributed.shard import ShardSpec, make_team
+from lean_finetune.distributed.world import World
+from lean_finetune.model.config import read_config
+from lean_finetune.model.load import hollow_model, load_model
+from lean_finetune.model.tensor_files import StoredTensor
+from lean_finetune.train.monitor.host_peak import host_peak
+from lean_finetune.train.process.voice import never_refused
+from tests.distributed.cases import Case, learn
+from tests.distributed.part_of_run import PartOfRun, run_part
+from tests.memory.ranks import do_peaks
+from tests.small_model import CPU, spec_of
+
+TIMEOUT_SECONDS = 60
+"""Of a process that waits for the others: one of them failed."""
+
+
+def do_learn(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train a case; losses, norms, bytes of optimizer state, and a file of the weights."""
+    outcome = learn(Case(**arguments), world)
+    weights = {name: tensor.clone() for name, tensor in outcome.team.whole()}
+    path = directory / "weights.safetensors"
+    if world.leads:
+        save_file(weights, path)
+    state = [value for state in outcome.optimizer.state.values() for value in state.values()]
+    return {
+        "losses": outcome.losses,
+        "norms": outcome.norms,
+        "skipped": outcome.skipped,
+        "sent_bytes": outcome.sent_bytes,
+        "state_bytes": sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
+        "weights": str(path),
+    }
+
+
+def do_sent_by_all(world: World, directory: Path, arguments: dict[str, Any]) -> int:
+    """Train a case; bytes of activations that all processes sent away."""
+    outcome = learn(Case(**arguments), world)
+    return int(outcome.team.total(torch.tensor(outcome.sent_bytes)).item())
+
+
+def do_run_part(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run a part of a run."""
+    return run_part(PartOfRun(**arguments), world)
+
+
+def do_wait_in_vain(world: World, directory: Path, arguments: dict[str, Any]) -> float:
+    """Share a model by hsdp; the first process then waits for the second: after how many seconds it gave up."""
+    seconds = arguments["timeout_seconds"]
+    model = load_model(Path(arguments["model"]), spec_of(method="full"), CPU)
+    team = make_team(model, world, ShardSpec(mode="hsdp", group_gpus=2, timeout_seconds=seconds), CPU)
+    start = time.monotonic()
+    if world.leads:
+        with suppress(RuntimeError):
+            team.norm([torch.ones(1)], foreach=False)
+    elif world.rank == 1:
+        time.sleep(3 * seconds)
+    return time.monotonic() - start
+
+
+def do_slow_first_process(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Share a model whose loading takes the first process longer than the others may wait, then have it hang.
+
+    How long loading took, and how many processes told that the first one did not come once it hung.
+    """
+    seconds, start = arguments["timeout_seconds"], time.monotonic()
+    read = StoredTensor.read
+
+    def slow(tensor: StoredTensor) -> torch.Tensor:
+        time.sleep(arguments["seconds_a_tensor"])
+        return read(tensor)
+
+    told = torch.zeros(1)
+    _set_pg_timeout(timedelta(seconds=seconds))
+    try:
+        with meeting(world.rank, world.size, seconds):
+            with patch.object(StoredTensor, "read", slow):
+                learn(Case(**arguments["case"]), world)
+            took = time.monotonic() - start
+            if world.leads:
+                time.sleep(2 * seconds)
+            try:
+                wait_for_all()
+            except Late as late:
+                told += late.ranks == [0]
+    finally:
+        _set_pg_timeout(timedelta(seconds=TIMEOUT_SECONDS))
+    dist.all_reduce(told)
+    return {"load_seconds": took, "told": told.item()}
+
+
+def do_load_peaks(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, int]:
+    """Load a model as training does; the most of the host's memory that the first process and another one took."""
+    spec = spec_of(method=arguments["method"], precision=arguments["precision"])
+    sharing, source = ShardSpec(mode=arguments["mode"]), Path(arguments["directory"])
+    with host_peak() as host:
+        if sharing.reads_weights(world, spec.method):
+            model = load_model(source, spec, sharing.load_device(CPU))
+        else:
+            model = hollow_model(read_config(source), spec, sharing.load_device(CPU))
+        make_team(model, world, sharing, CPU)
+    assert host.added_bytes is not None
+    peaks = torch.zeros(world.size, dtype=torch.int64)
+    peaks[world.rank] = host.added_bytes
+    dist.all_reduce(peaks)
+    return {"first": int(peaks[0]), "other": int(peaks[1])}
+
+
+TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {
+    "learn": do_learn,
+    "sent_by_all": do_sent_by_all,
+    "peaks": do_peaks,
+    "load_peaks": do_load_peaks,
+    "run_part": do_run_part,
+    "slow_first_process": do_slow_first_process,
+    "wait_in_vain": do_wait_in_vain,
+}
+
+
+def main() -> None:
+    """Join the group and work until standard input ends."""
+    never_refused()  # As the entry of train; in some cases no file of this process can grow, its log included.
+    directory = Path(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Whatever prints must not be taken for an answer.
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+    )
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(TASKS[asked["task"]](world, directory, asked["arguments"])), file=answers, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

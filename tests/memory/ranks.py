@@ -1,0 +1,131 @@
+"""One process of several that count what their allocator does while they share a run for real."""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.estimate_cpu import make_code_books, real_batch
+from lean_finetune.distributed.shard import ShardSpec, make_team
+from lean_finetune.distributed.world import World
+from lean_finetune.memory.predict.predict import Setting, optim_of
+from lean_finetune.memory.predict.shapes import TracedSteps
+from lean_finetune.memory.trace.fake_team import Sharing
+from lean_finetune.model.load import load_model
+from lean_finetune.step.batches import idle_batch
+from lean_finetune.step.optim import build_optimizer
+from lean_finetune.step.step import StepSpec, training_step
+from lean_finetune.train.monitor.measure import make_meter
+from tests.memory.common import setting_of, shape
+from tests.small_model import CPU, VOCABULARY
+
+STEPS: dict[str, TracedSteps] = {
+    "one turn": ((shape(4, 96, 200),), (shape(6, 64, 300),)),
+    "two turns": ((shape(4, 96, 200), shape(2, 128, 100)), (shape(6, 64, 300),)),
+}
+
+
+SETTLED_SECONDS = 0.002
+
+
+@contextmanager
+def as_nccl() -> Iterator[None]:
+    """Gather and cut in place, as NCCL does.
+
+    gloo makes copies that it gives back in threads of its own, where the profiler does not see it: what it counts would
+    grow with every layer. Sums and broadcasts are in place; those threads get the time to let go of what was sent.
+    """
+    add, send = dist.all_reduce, dist.broadcast
+
+    def settled(work: Any) -> Any:
+        work.wait()
+        time.sleep(SETTLED_SECONDS)
+        return work
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        work = settled(add(tensor, op=op, group=group, async_op=True))
+        return work if async_op else None
+
+    def broadcast(tensor: torch.Tensor, src: int, async_op: bool = False) -> Any:
+        work = settled(send(tensor, src=src, async_op=True))
+        return work if async_op else None
+
+    def gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> None:
+        for rank, part in enumerate(output_tensor.chunk(group.size())):
+            if rank == group.rank() and part.data_ptr() != input_tensor.data_ptr():
+                part.copy_(input_tensor)
+            settled(send(part, group=group, group_src=rank, async_op=True))
+
+    def cut(output: torch.Tensor, input: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        settled(add(input, op=op, group=group, async_op=True))
+        output.copy_(input.chunk(group.size())[group.rank()])
+
+    replaced = {
+        "all_reduce": all_reduce,
+        "broadcast": broadcast,
+        "all_gather_single": gather,
+        "reduce_scatter_single": cut,
+    }
+    with ExitStack() as stack:
+        for name, collective in replaced.items():
+            stack.enter_context(patch.object(dist, name, collective))
+        yield
+
+
+def shared_setting(mode: str, gpus: int, steps: str, **changes: Any) -> Setting:
+    """A setting shared by some processes; `hsdp` in groups of two."""
+    spec = ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None)  # type: ignore[arg-type]
+    return replace(setting_of(**changes), sharing=Sharing(spec=spec, gpus=gpus, several_turns=len(STEPS[steps][0]) > 1))
+
+
+def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -> dict[str, int]:
+    """Load and train under the CPU's meter, as train does; peaks by phase."""
+    sharing = setting.sharing
+    assert sharing is not None
+    make_code_books()
+    gc.collect()
+    meter = make_meter(CPU)
+    with as_nccl(), meter.window("run"):
+        with meter.phase("load"):
+            team = make_team(load_model(directory, setting.model, CPU), world, sharing.spec, CPU)
+            optimizer = build_optimizer(team.mine, replace(optim_of(setting), lr=1e-3, weight_decay=0.01))
+        for shapes in steps:
+            idle = sharing.several_turns and len(shapes) == 1
+
+            def batches(shapes: Any = shapes, idle: bool = idle) -> Any:
+                for wanted in shapes:
+                    yield real_batch(wanted, VOCABULARY)
+                if idle:
+                    yield idle_batch(0)
+
+            training_step(
+                team.model,
+                optimizer,
+                batches(),
+                supervised_tokens=300,
+                model_spec=setting.model,
+                spec=StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=False),
+                phase=meter.phase,
+                guard=lambda losses, norm: None,
+                team=team,
+                turns=len(shapes) + idle,
+            )
+    return dict(meter.result().peak_bytes_by_phase)
+
+
+def do_peaks(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, int]:
+    """Peaks by phase, of each the largest of all processes."""
+    steps = STEPS[arguments["steps"]]
+    setting = shared_setting(arguments["mode"], world.size, arguments["steps"], **arguments["setting"])
+    found = count(world, Path(arguments["model"]), setting, steps)
+    names = sorted(found)
+    peaks = torch.tensor([found[name] for name in names])
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    return dict(zip(names, peaks.tolist(), strict=True))

@@ -1,0 +1,193 @@
+"""The cases this project started from, each with its figure: what users of other tools ran into on one GPU."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.units import GIB
+from lean_finetune.distributed.shard import ShardSpec
+from lean_finetune.memory.advice.neighbours import parts_away
+from lean_finetune.memory.allocator.replay import Replay, replay
+from lean_finetune.memory.allocator.step_units import StepKind, step_units
+from lean_finetune.memory.allocator.templates import RunModel
+from lean_finetune.memory.allocator.traced_runs import fit_run
+from lean_finetune.memory.devices import precision_on, resolve_gpu
+from lean_finetune.memory.predict.explain import host_state_bytes
+from lean_finetune.memory.predict.predict import Setting, predict
+from lean_finetune.memory.trace.fake_team import Sharing
+from tests.memory.common import gpu_target, setting_of, shape
+from tests.memory.test_states import LLAMA_3_1_8B
+
+LLAMA_2_7B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    vocab_size=32000,
+)
+LLAMA_3_1_70B = LlamaConfig(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+QLORA: dict[str, Any] = {
+    "method": "qlora",
+    "grad_ckpt": True,
+    "optimizer": "adamw_8bit",
+    "lora_rank": 16,
+    "loss_chunk": 512,
+}
+
+
+def peak_gib(config: LlamaConfig, setting: Setting, gpu: str, length: int) -> float:
+    """Of tensors, for one row of this length, half of it trained."""
+    return predict(config, setting, ((shape(1, length, length // 2),),), gpu_target(gpu)).peak.bytes / GIB
+
+
+def memory_gib(gpu: str) -> float:
+    return resolve_gpu(gpu)[0].memory_bytes / GIB
+
+
+# Memory climbs in steps until it ends.
+
+LENGTHS = tuple(range(192, 1537, 96))
+"""Padded lengths of 15 batches of two rows."""
+TOKEN_BUDGET = 3072
+
+
+@pytest.fixture(scope="module")
+def wide() -> RunModel:
+    """The events of two layers of an 8B with all logits at once: LoRA in bf16, no checkpointing."""
+    config = LlamaConfig(**{**LLAMA_3_1_8B.to_dict(), "num_hidden_layers": 2})
+    setting = setting_of(method="lora", precision="bf16", lora_rank=16, loss_chunk=None)
+    return fit_run(config, setting, gpu_target("A100-80GB"), (), [shape(2, 700, 700)])
+
+
+def played(model: RunModel, batches: Sequence[tuple[int, int]], *, expandable: bool = False) -> Replay:
+    """One batch of (rows, length) in each step."""
+    kind = StepKind(loss_chunk=None, embedding_trained=False)
+    steps = [step_units([shape(rows, length, rows * length // 2)], kind) for rows, length in batches]
+    return replay(model, steps, expandable=expandable, capacity_bytes=None)
+
+
+def reserved_gib(model: RunModel, batches: Sequence[tuple[int, int]], *, expandable: bool = False) -> list[float]:
+    return [step.reserved_bytes / GIB for step in played(model, batches, expandable=expandable).steps]
+
+
+def orders() -> dict[str, list[tuple[int, int]]]:
+    """The same batches in three orders."""
+    rising = [(2, length) for length in LENGTHS]
+    return {"rising": rising, "random": random.Random(0).sample(rising, len(rising)), "falling": rising[::-1]}
+
+
+def test_reserved_memory_climbs_in_steps_and_its_order_decides_how_high(wide):
+    """The staircase unexplained: every longer batch finds no block that is large enough, and takes new segments."""
+    reserved = {name: reserved_gib(wide, batches) for name, batches in orders().items()}
+    assert reserved["rising"] == sorted(set(reserved["rising"])), "it climbs with every batch"
+    assert {name: round(steps[-1]) for name, steps in reserved.items()} == {"rising": 40, "random": 14, "falling": 10}
+    assert max(reserved["falling"]) - reserved["falling"][0] < 0.05, "the longest first: flat from the first step"
+    longest = max(step.allocated_peak_bytes for step in played(wide, orders()["rising"]).steps) / GIB
+    assert longest < 9, "its tensors alone fit easily: the rest is what is reserved and not used"
+
+
+def test_expandable_segments_flatten_the_staircase(wide):
+    """A remedy that does nothing: whatever the order, no more is reserved than the largest batch takes."""
+    last = [reserved_gib(wide, batches, expandable=True)[-1] for batches in orders().values()]
+    assert max(last) - min(last) < 0.1 and max(last) < 10
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_plan_by_tokens_with_the_largest_first_is_flat(wide, expandable):
+    """This project's own plan growing after its first step."""
+    rest = [(TOKEN_BUDGET // length, length) for length in LENGTHS[:-1]]
+    plan = [(TOKEN_BUDGET // LENGTHS[-1], LENGTHS[-1]), *random.Random(1).sample(rest, len(rest))]
+    reserved = reserved_gib(wide, plan, expandable=expandable)
+    assert max(reserved) == reserved[0] < 10
+
+
+# Settings that do not fit, and those that do.
+
+
+def test_llama_8b_full_fits_80_gb_in_bf16_alone_and_not_with_fp32_copies():
+    """OpenRLHF's run out of memory at 128 tokens: 16 bytes a parameter, 119.7 GiB, however short the rows."""
+    fp32, bf16 = (
+        peak_gib(LLAMA_3_1_8B, setting_of(method="full", precision=p, grad_ckpt=True), "A100-80GB", 128)
+        for p in ("fp32", "bf16")
+    )
+    assert round(fp32, 1) == 119.7 and fp32 > memory_gib("A100-80GB")
+    assert round(bf16, 1) == 59.9 and bf16 < memory_gib("A100-80GB")
+
+
+def test_llama_8b_full_with_fp32_copies_fits_80_gb_with_its_optimizer_on_the_host():
+    """OpenRLHF's run, 16 bytes a parameter: 4 stay on the GPU and 12 go to the host, gradients as large as weights."""
+    setting = setting_of(method="full", precision="bf16", grad_ckpt=True, master_weights=True)
+    without, on_host = (
+        peak_gib(LLAMA_3_1_8B, replace(setting, offload=place), "A100-80GB", 128) for place in ("none", "optimizer")
+    )
+    assert round(without, 1) == 121.6 and without > memory_gib("A100-80GB")
+    assert round(on_host, 1) == 29.9 and on_host < memory_gib("A100-80GB")
+    host_gib = host_state_bytes(LLAMA_3_1_8B, replace(setting, offload="optimizer")) / GIB
+    assert round(host_gib, 1) == 91.8 and round(host_gib - 12 * 8_030_261_248 / GIB, 1) == 2.0
+
+
+def test_llama_8b_full_fits_24_gb_with_updates_in_backward_on_the_host():
+    """Neither gradients nor state on the GPU: what remains is the weights, and the largest gradient on its way."""
+    setting = setting_of(
+        method="full",
+        precision="bf16",
+        grad_ckpt=True,
+        master_weights=True,
+        max_grad_norm=None,
+        optimizer_in_backward=True,
+        offload="optimizer",
+    )
+    assert 17.9 < peak_gib(LLAMA_3_1_8B, setting, "RTX-4090", 128) < 18.0 < memory_gib("RTX-4090")
+
+
+def test_llama_8b_full_takes_6_gib_of_each_gpu_with_its_parts_on_the_host():
+    """FSDP2 with CPU offload: nothing that stays is on a GPU, only layers that compute, activations and the ends."""
+    alone = setting_of(method="full", precision="bf16", grad_ckpt=True)
+    spec = ShardSpec(mode="zero3")
+    shared = replace(alone, sharing=Sharing(spec=spec, gpus=8, several_turns=False))
+    assert round(peak_gib(LLAMA_3_1_8B, parts_away(shared), "A100-80GB", 2048), 1) == 5.9
+
+
+def test_the_basic_three_save_more_than_half():
+    """bf16, checkpointing and an 8-bit optimizer recommended for a saving they do not have."""
+    start = setting_of(method="full", precision="fp32", loss_chunk=None)
+    basic = setting_of(method="full", precision="bf16", grad_ckpt=True, optimizer="adamw_8bit", loss_chunk=None)
+    before, after = (peak_gib(LLAMA_3_1_8B, setting, "A100-80GB", 2048) for setting in (start, basic))
+    assert round(before, 1) == 119.7 and round(after, 1) == 45.1
+    assert after < 0.5 * before
+
+
+@pytest.mark.slow
+def test_qlora_70b_fits_one_48_gb_card_up_to_a_length():
+    """A 70B promised to a card that it leaves in the middle of a run."""
+    setting = setting_of(precision="bf16", **QLORA)
+    lengths = (2048, 5376, 5632)
+    peaks = [peak_gib(LLAMA_3_1_70B, setting, "A6000", length) for length in lengths]
+    assert round(peaks[0], 1) == 41.8
+    assert peaks[1] < memory_gib("A6000") < peaks[2]
+
+
+def test_bf16_on_a_p4_is_refused():
+    """7B in 4 bits on 8 GB cards with bf16 set: a card that only imitates bf16, found out hours later."""
+    with pytest.raises(UserError, match="got bf16 for P4; set train.precision to fp16"):
+        precision_on(resolve_gpu("P4")[0], "bf16")
+
+
+@pytest.mark.slow
+def test_qlora_7b_fits_a_p4_in_fp32():
+    """A refusal without a way out: in fp32, with the weights in 4 bits, the card is large enough."""
+    peak = peak_gib(LLAMA_2_7B, setting_of(precision="fp32", **QLORA), "P4", 512)
+    assert round(peak, 1) == 4.9 and peak < memory_gib("P4")

@@ -1,0 +1,123 @@
+"""Deep models from shallow ones: equal to a trace of all layers, and never used where layers are not alike."""
+
+from typing import Any
+
+import pytest
+from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from lean_finetune.memory.predict import predict as module
+from lean_finetune.memory.predict.layers import Repetition, find_repetition, with_layers
+from lean_finetune.memory.predict.predict import Prediction, Setting, predict
+from lean_finetune.memory.predict.shapes import TracedSteps
+from lean_finetune.memory.trace.kernels import Target
+from tests.memory.common import CPU_TARGET, gpu_target, joined, setting_of, shape
+from tests.small_model import spec_of
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+}
+PADDED: TracedSteps = ((shape(2, 128, 100), shape(4, 64, 200)),)
+JOINED: TracedSteps = ((joined((100, 60, 40), 150), joined((128, 72), 190)),)
+WINDOWED: TracedSteps = ((shape(2, 128, 100),),)
+H100 = gpu_target("H100")
+
+
+def llama(layers: int = 14, **changes: Any) -> PretrainedConfig:
+    return LlamaConfig(num_hidden_layers=layers, **{**SMALL, **changes})
+
+
+def gemma(layers: int = 20) -> PretrainedConfig:
+    """Every other layer has a window, shorter than a row."""
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    return Gemma3TextConfig(num_hidden_layers=layers, layer_types=kinds, sliding_window=64, head_dim=16, **SMALL)
+
+
+def of_all_layers(
+    config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> Prediction:
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "find_repetition", lambda *given: (None, "all of them"))
+        return predict(config, setting, steps, target)
+
+
+CASES: dict[str, Any] = {
+    "qlora, recomputed, padded": (llama, PADDED, H100, {"method": "qlora", "precision": "bf16", "grad_ckpt": True}),
+    "lora, every other layer recomputed": (
+        lambda: llama(20),
+        PADDED,
+        H100,
+        {"method": "lora", "grad_ckpt": True, "grad_ckpt_policy": "every_n"},
+    ),
+    "qlora, products kept": (
+        llama,
+        PADDED,
+        H100,
+        {"precision": "bf16", "method": "qlora", "grad_ckpt": True, "grad_ckpt_policy": "selective"},
+    ),
+    "lora, joined rows": (llama, JOINED, H100, {"method": "lora", "precision": "bf16"}),
+    "full, 8-bit, all logits": (llama, PADDED, H100, {"method": "full", "optimizer": "adamw_8bit", "loss_chunk": None}),
+    "full, CPU": (llama, WINDOWED, CPU_TARGET, {"method": "full", "grad_ckpt": True}),
+    "two kinds of layers": (gemma, WINDOWED, H100, {"method": "lora", "precision": "bf16"}),
+}
+
+
+SLOW = ("qlora, products kept", "lora, joined rows", "full, 8-bit, all logits")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
+def test_peaks_from_shallow_models_equal_those_of_all_layers_to_the_byte(case, monkeypatch):
+    """A peak that moves to another instant with depth, or a list over all layers whose size is rounded."""
+    make, steps, target, changes = CASES[case]
+    config, setting = make(), setting_of(**changes)
+    found = predict(config, setting, steps, target)
+    whole = of_all_layers(config, setting, steps, target, monkeypatch)
+    assert found.layers_traced.startswith("models of ") and whole.layers_traced == "all of them"
+    assert found.by_phase == whole.by_phase
+    assert found.steps_of_peak == whole.steps_of_peak
+
+
+def test_layers_that_differ_are_all_traced():
+    """One layer with a window of its own taken for the others."""
+    mixed = Qwen2Config(num_hidden_layers=14, use_sliding_window=True, sliding_window=64, max_window_layers=7, **SMALL)
+    repetition, reason = find_repetition(mixed, spec_of())
+    assert repetition is None and reason == "all 14 layers: they are not alike, or repeat too seldom"
+
+
+def test_adapters_named_by_path_and_shallow_models_are_traced_whole():
+    """Adapters on some layers spread over all of them."""
+    some = find_repetition(llama(), spec_of(method="lora", lora_targets=("layers.3.self_attn.q_proj",)))
+    assert some == (None, "all 14 layers: train.lora.targets names layers by path")
+    assert find_repetition(llama(12), spec_of()) == (None, "all 12 layers: they are few")
+    assert find_repetition(llama(13), spec_of())[0] == Repetition(layers=13, period=1)
+
+
+def test_depths_end_as_the_model_does():
+    """A model whose last layer is of another kind than the one that stands for it."""
+    assert find_repetition(gemma(20), spec_of())[0] == Repetition(layers=20, period=2)
+    assert Repetition(layers=20, period=2).depths == (4, 6, 8)
+    assert Repetition(layers=21, period=2).depths == (5, 7, 9)
+    kinds = gemma(20).layer_types
+    assert with_layers(gemma(20), 6).layer_types == kinds[:6]
+    assert len(gemma(20).layer_types) == 20
+
+
+def test_traces_that_contradict_each_other_are_given_up_and_it_is_said(monkeypatch):
+    """A line drawn through peaks that do not lie on one."""
+    real = with_layers
+
+    def other(config: PretrainedConfig, count: int) -> PretrainedConfig:
+        shallow = real(config, count)
+        if count == 4:
+            shallow.intermediate_size += 32
+        return shallow
+
+    monkeypatch.setattr(module, "with_layers", other)
+    found = predict(llama(13), setting_of(), WINDOWED, CPU_TARGET)
+    assert found.layers_traced.startswith("all 13 layers: tensors of ")
+    monkeypatch.undo()
+    assert found.by_phase == predict(llama(13), setting_of(), WINDOWED, CPU_TARGET).by_phase

@@ -1,0 +1,90 @@
+"""The peak taken apart: what is held, what made it, and the closed form beside it."""
+
+import copy
+
+from transformers import LlamaConfig
+
+from lean_finetune.core.units import GIB
+from lean_finetune.memory.predict.explain import TIMELINE_COLUMNS, closed_form, explain, trace_origins
+from lean_finetune.memory.predict.predict import predict
+from lean_finetune.memory.trace.origins import HELD
+from lean_finetune.memory.trace.trace import CATEGORIES
+from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
+
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=8192,
+    tie_word_embeddings=False,
+)
+STEPS = ((shape(2, 96, 100), shape(3, 80, 90)),)
+
+
+def explained(setting, target):
+    return explain(trace_origins(CONFIG, setting, STEPS, target))
+
+
+def test_the_peak_is_the_predicted_one_and_its_largest_parts_are_told():
+    """An explanation of another instant, or parts that hold more than their category."""
+    for setting, target in (
+        (setting_of(method="full", loss_chunk=None), CPU_TARGET),
+        (setting_of(method="qlora", precision="bf16", grad_ckpt=True), gpu_target("H100")),
+    ):
+        prediction = predict(CONFIG, setting, STEPS, target)
+        found = explained(setting, target)
+        assert (found.peak_bytes, found.phase) == (prediction.peak.bytes, prediction.worst_phase)
+        by_category: dict[str, int] = {}
+        for holding in found.top:
+            by_category[holding.category] = by_category.get(holding.category, 0) + holding.bytes
+        assert by_category
+        assert all(size <= prediction.peak.by_category[category] for category, size in by_category.items())
+        sizes = [holding.bytes for holding in found.top]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_logits_are_named_with_their_shape_and_the_head():
+    """A table of bytes whose makers nobody can find in the model."""
+    top = explained(setting_of(method="full", loss_chunk=None), CPU_TARGET).top
+    logits = next(holding for holding in top if holding.category == "logits")
+    assert logits.shape in {(2, 96, 8192), (192, 8192), (3, 80, 8192), (240, 8192)} and logits.dtype == "float32"
+    weights = {holding.module: holding for holding in top if holding.category == "weights"}
+    assert weights["lm_head"].operation == HELD and weights["lm_head"].bytes == 64 * 8192 * 4
+    assert weights["model.embed_tokens"].count == 1
+
+
+def test_layers_that_are_alike_are_one_line():
+    """Ten lines for ten layers, so that everything else is left out."""
+    config = copy.deepcopy(CONFIG)
+    config.vocab_size = 96
+    top = explain(trace_origins(config, setting_of(method="full"), STEPS, CPU_TARGET)).top
+    products = next(holding for holding in top if holding.module == "model.layers.*.mlp.gate_proj")
+    assert (products.category, products.operation, products.phase) == ("activations", "mm", "forward")
+    assert products.shape == (240, 128) and products.count == 3 and products.bytes == 3 * 240 * 128 * 4
+
+
+def test_the_timeline_reaches_the_peak_and_sums_to_it():
+    """A picture that misses the one instant it is drawn for."""
+    found = explained(setting_of(method="lora", grad_ckpt=True), CPU_TARGET)
+    assert all(tuple(row) == TIMELINE_COLUMNS for row in found.timeline)
+    highest = max(found.timeline, key=lambda row: sum(row[category] for category in CATEGORIES))
+    assert abs(sum(highest[category] for category in CATEGORIES) * GIB - found.peak_bytes) < 16 * 1024
+    assert highest["phase"] == found.phase
+    assert found.timeline[-1]["weights"] == found.timeline[0]["weights"] > 0  # Ends before all is thrown away.
+    order = [row["phase"] for row in found.timeline if row["phase"] != "between"]
+    assert list(dict.fromkeys(order)) == ["forward", "backward", "clip", "optimizer"]
+
+
+def test_the_closed_form_beside_the_trace_is_the_trace():
+    """A reason for bytes that are not there."""
+    setting = setting_of(method="qlora", precision="bf16", optimizer="adamw_8bit")
+    target = gpu_target("H100")
+    held = predict(CONFIG, setting, STEPS, target).by_phase["clip"].by_category
+    said: dict[str, int] = {}
+    for line in closed_form(CONFIG, setting, target):
+        assert line["why"] and line["tensors"] > 0
+        said[line["category"]] = said.get(line["category"], 0) + line["bytes"]
+    assert said == {category: held[category] for category in said}
+    assert set(said) == {"weights", "quantisation_state", "adapters", "gradients", "optimizer"}

@@ -1,0 +1,145 @@
+"""Changed runs are held against the device by the verdict's own rule, over the plan that the change leads to."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ruamel.yaml import YAML
+from transformers import LlamaConfig
+
+from lean_finetune.core.files import sha256_file
+from lean_finetune.memory.advice.workload import Workload
+from lean_finetune.memory.estimate.planned import Confirmation, PlannedRun
+from lean_finetune.memory.gpus import Device
+from lean_finetune.plan.cut import Cutting
+from lean_finetune.plan.index import read_index
+from lean_finetune.plan.plan import read_plan
+from lean_finetune.plan.run_cut import RunCut
+from stages.bucket import main as cut
+from stages.estimate import main as estimate
+from tests.memory.common import card_for, setting_of
+from tests.token_files import write_index
+from tests.workspace import invoke, lay_out
+
+LENGTHS = (250, 241, 190, 188, 170, 163, 140, 101, 99, 73, 64, 40)
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    vocab_size=256,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    write_index(tmp_path / "index.arrow", [([3] * length, [1, length], None) for length in LENGTHS])
+    return tmp_path / "index.arrow"
+
+
+def confirmation(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setting: Any) -> Confirmation:
+    """Of a run on a card of a size, with its plan cut as the stage cuts it."""
+    cutting = Cutting(mode=mode, max_tokens=1024, pad_multiple=8, constant_shape=False, fixed_rows=4, ranks=1)
+    run_cut = RunCut(cutting=cutting, seed=1, epochs=2, tokens_per_step=1200, weights=(1.0,))
+    plan = run_cut.plan(read_index(index, (1.0,)))
+    planned = PlannedRun(
+        plan=plan,
+        lengths=np.array(LENGTHS, np.int32),
+        config=CONFIG,
+        setting=setting_of(**setting),
+        device=Device(name="card", kind="cuda", memory_bytes=memory_bytes, compute_capability=(9, 0)),
+        windowed=False,
+        expandable=False,
+    )
+    run = Workload(
+        config=CONFIG,
+        setting=planned.setting,
+        steps=(),
+        mode=mode,
+        max_tokens=1024,
+        fixed_rows=4,
+        longest=256,
+        tokens_per_step=1200.0,
+        micro_batches_per_step=2.0,
+        unpadded_tokens_per_step=1200,
+    )
+    return Confirmation(planned=planned, run=run, cut=run_cut, index=index, headroom_percent=0.0)
+
+
+@pytest.mark.parametrize(("mode", "changes"), [("bucketed", {"max_tokens": 512}), ("fixed", {"fixed_rows": 2})])
+def test_a_smaller_budget_is_judged_by_the_plan_that_it_leads_to(index, tmp_path, monkeypatch, mode, changes):
+    """Half of the worst micro-batch taken for the worst of the plan that stage bucket makes."""
+    asked = confirmation(index, memory_bytes=1, mode=mode)
+    found = asked.trial(replace(asked.run, steps=((),), **changes)).plan
+    monkeypatch.chdir(tmp_path)
+    values = {
+        f"bucket__{key}": value for key, value in {"mode": mode, "max_tokens": 1024, "fixed_rows": 4, **changes}.items()
+    }
+    lay_out(tmp_path, train__tokens_per_step=1200, train__epochs=2, **values)
+    parameters = (tmp_path / "params.yaml").read_text().replace("\nseed: 17", "\nseed: 1")
+    (tmp_path / "params.yaml").write_text(parameters)
+    assert invoke(cut, "--index", str(index), "--out", "batches").exit_code == 0
+    made = read_plan(Path("batches/plan.arrow"))
+    for column in ("step", "rows", "bounds", "length", "supervised"):
+        assert np.array_equal(getattr(found, column), getattr(made, column)), column
+    assert len(made) > len(asked.planned.plan)
+
+
+def test_a_row_that_no_micro_batch_holds_is_no_way_to_fit(index):
+    """A line that stage bucket refuses."""
+    asked = confirmation(index, memory_bytes=2**30)
+    assert asked(replace(asked.run, steps=((),), max_tokens=128)) is None
+
+
+def test_blocks_that_do_not_fit_are_no_way_to_fit(index):
+    """A line offered for its tensors, refused for what lies between them when it is run."""
+    setting = {"method": "lora", "loss_chunk": None}
+    roomy = confirmation(index, memory_bytes=2**30, **setting)
+    peak_bytes = roomy(roomy.run)
+    assert peak_bytes is not None
+    tight = confirmation(index, memory_bytes=peak_bytes + roomy.planned.device.context.most_bytes, **setting)
+    assert tight(tight.run) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spare", [0.99, 0.8, 0.6])
+def test_the_stage_lets_through_what_it_advised(index, tmp_path, small_llama, monkeypatch, spare):
+    """A line that fits in the search and not in the stage."""
+    monkeypatch.chdir(tmp_path)
+    lock: dict[str, Any] = {"kind": "directory", "name": str(small_llama), "revision": None, "tokenizer_files": []}
+    lock["files"] = {"config.json": sha256_file(small_llama / "config.json")}
+    (tmp_path / "model.json").write_text(json.dumps(lock))
+    write_index(index, [([3] * length, [1, length], None) for length in LENGTHS * 20])
+    limits = {"bucket__max_tokens": 32768, "train__tokens_per_step": 40000}  # Much beside a context on the card.
+    values = {"train__method": "full", "train__loss_chunk": None, "train__expandable_segments": False, **limits}
+    free, _ = estimated(tmp_path, gpu="24GiB", **values)
+    gpu = card_for(spare * free["peak_bytes_predicted"])
+    metrics, commands = estimated(tmp_path, gpu=gpu, **values)
+    assert metrics["verdict"] != "fits" and commands
+    for command in commands:
+        again, _ = estimated(tmp_path, gpu=gpu, **{**values, **changes_of(command)})
+        assert again["verdict"] == "fits", command
+
+
+def estimated(directory: Path, *, gpu: str, **values: Any) -> tuple[dict[str, Any], list[str]]:
+    """The metrics and the advised lines of a run that is cut and estimated anew."""
+    common = {"bucket__max_tokens": 1024, "data__max_length": 256, "train__tokens_per_step": 1200, "train__epochs": 2}
+    lay_out(directory, hardware__gpu=gpu, estimate__headroom_percent=0.0, **{**common, **values})
+    assert invoke(cut, "--index", "index.arrow", "--out", "batches").exit_code == 0
+    paths = {"plan": "batches/plan.arrow", "index": "index.arrow", "model-lock": "model.json", "out": "estimate"}
+    flags = [part for key, value in {**paths, "metrics": "estimate.json"}.items() for part in (f"--{key}", value)]
+    assert invoke(estimate, *flags).exit_code == 0
+    remedies = json.loads((directory / "estimate" / "advice.json").read_text())["remedies"]
+    return json.loads((directory / "estimate/figures.json").read_text()), [remedy["command"] for remedy in remedies]
+
+
+def changes_of(command: str) -> dict[str, Any]:
+    """What a line sets, as `lay_out` takes it."""
+    pairs = [flag.strip().split("=") for flag in command.split("-S ")[1:]]
+    return {key.replace(".", "__"): YAML(typ="safe").load(value) for key, value in pairs}

@@ -1,0 +1,53 @@
+"""Remembered answers are PyTorch's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from lean_finetune.memory.trace.quick_fake import QuickFakeMode
+
+
+def results(mode):
+    """The form of what a few operations make, each done twice, and which of it lies in an argument's memory."""
+    found: list[tuple[Any, ...]] = []
+    with mode:
+        for _ in range(2):
+            x, weight = torch.empty(3, 4, 5), torch.empty(7, 5, dtype=torch.bfloat16, requires_grad=True)
+            view, half = x.transpose(0, 1)[1:], x.to(torch.bfloat16)
+            parts, added = x.split(2, dim=-1), x.add_(1)
+            stacked = torch._foreach_add([x, view.contiguous()], 1.0)
+            loss = torch.nn.functional.cross_entropy((half @ weight.T).float().flatten(0, 1), torch.empty(12).long())
+            loss.backward()
+            moved = torch.empty(2, 3).t_()
+            for out in (view, half, *parts, added, *stacked, loss, weight.grad, moved, x.new_empty(0), x[..., None]):
+                inside = out.untyped_storage()._cdata == x.untyped_storage()._cdata
+                found.append((type(out), out.dtype, out.shape, out.stride(), out.storage_offset(), out.device, inside))
+                found.append((out.untyped_storage().nbytes(), out.requires_grad))
+            assert added is x
+    return found
+
+
+def test_answers_are_those_of_pytorch():
+    """A trace counts storages by what these answers say: one wrong size or alias is a wrong prediction."""
+    expected = results(FakeTensorMode(allow_non_fake_inputs=True))
+    assert results(QuickFakeMode()) == expected
+    assert results(QuickFakeMode()) == expected  # Another mode, from what the first one left.
+
+
+def test_a_tensor_that_changes_its_memory_is_followed():
+    """set_ leaves the form of its argument as it was, and is not its result alone."""
+    with QuickFakeMode():
+        for _ in range(2):
+            one, other = torch.empty(4), torch.empty(4)
+            one.set_(other)  # type: ignore[call-overload]
+            assert one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def test_values_are_not_remembered():
+    """A scalar that PyTorch knows the value of is asked for each time."""
+    with QuickFakeMode():
+        assert [torch.tensor(value).item() for value in (2, 3, 3)] == [2, 3, 3]
+        with pytest.raises(DataDependentOutputException):
+            torch.empty(1).item()

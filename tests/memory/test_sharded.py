@@ -1,0 +1,179 @@
+"""Runs that several GPUs share: predicted per GPU beside what real processes count, and what sharing saves."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from lean_finetune.memory.advice.neighbours import parts_away
+from lean_finetune.memory.predict import predict as traced
+from lean_finetune.memory.predict.explain import closed_form
+from lean_finetune.memory.predict.predict import predict
+from lean_finetune.memory.predict.states import model_shapes
+from lean_finetune.model.config import read_config
+from tests.distributed.group import Group, group_of
+from tests.memory.common import CPU_TARGET, gpu_target
+from tests.memory.ranks import STEPS, shared_setting
+from tests.memory.test_trace import WIDE
+
+TOLERATED_SHARE, TOLERATED_BYTES = 1e-3, 1536
+MODES = ("ddp", "zero1", "zero2", "zero3")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Group]:
+    """Two processes."""
+    with group_of(2) as group:
+        yield group
+
+
+def check(group: Group, size: int, directory: Path, mode: str, steps: str, **changes: Any) -> None:
+    """Every phase of the step, within the bound of one process."""
+    setting = shared_setting(mode, size, steps, **changes)
+    predicted = predict(read_config(directory), setting, STEPS[steps], CPU_TARGET)
+    counted = group.ask("peaks", {"model": str(directory), "mode": mode, "steps": steps, "setting": changes})
+    for phase, peak in predicted.by_phase.items():
+        allowed = max(TOLERATED_SHARE * counted[phase], TOLERATED_BYTES)
+        assert abs(peak.bytes - counted[phase]) <= allowed, (phase, peak.bytes - counted[phase], peak)
+
+
+FAST = [("ddp", "full"), ("zero1", "lora"), ("zero2", "full"), ("zero3", "full"), ("zero3", "qlora")]
+ALL = list(product(MODES, ("full", "lora", "qlora"), STEPS))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mode", "method", "steps"),
+    [
+        case if case[:2] in FAST and case[2] == "two turns" else pytest.param(*case, marks=pytest.mark.slow)
+        for case in ALL
+    ],
+)
+def test_prediction_equals_what_processes_count(small_llama: Path, pair: Group, mode, method, steps):
+    """A buffer of DDP or FSDP2 that is traced unlike it is made, or a part that is counted whole."""
+    check(pair, 2, small_llama, mode, steps, method=method)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_prediction_holds_for_groups_that_hold_the_same(small_llama: Path, method):
+    """Sums between groups kept in buffers that are not traced."""
+    with group_of(4) as four:
+        for steps in STEPS:
+            check(four, 4, small_llama, "hsdp", steps, method=method)
+
+
+DEEP = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=14,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=256,
+    tie_word_embeddings=False,
+)
+"""Deep enough that a few layers are traced for all."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "method"),
+    [
+        ("zero3", "full"),
+        ("zero1", "full"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product((*MODES, "hsdp"), ("full", "lora", "qlora"))
+            if case not in (("zero3", "full"), ("zero1", "full"))
+        ),
+    ],
+)
+def test_a_few_layers_tell_of_all(monkeypatch: pytest.MonkeyPatch, mode, method):
+    """Gathers that a layer's window does not see, or differ with depth; owners by the few layers alone."""
+    setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
+    found = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET)
+    assert found.layers_traced.startswith("models of 3, 4, 5 layers")
+    monkeypatch.setattr(traced, "find_repetition", lambda *args: (None, "all"))
+    whole = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET)
+    assert found.by_phase == whole.by_phase
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3"])
+def test_what_stays_is_told_of_one_gpu(mode):
+    """States of the whole model beside the peak of a GPU that holds a part of them."""
+    setting = shared_setting(mode, 4, "one turn", method="full", grad_ckpt=True)
+    held = predict(DEEP, setting, STEPS["one turn"], CPU_TARGET).by_phase["clip"].by_category
+    said: dict[str, int] = {}
+    for line in closed_form(DEEP, setting, CPU_TARGET):
+        said[line["category"]] = said.get(line["category"], 0) + line["bytes"]
+        divided = line["category"] == "optimizer" or (mode != "zero1" and line["why"] != "buffers")
+        assert ("divided among 4 GPUs" in line["why"]) == divided
+    whole_tensors = mode == "zero1"  # A GPU's tensors are more or less than an equal part.
+    assert said["optimizer"] == pytest.approx(held["optimizer"], rel=0.05 if whole_tensors else 1e-9)
+    assert said["weights"] == held["weights"]
+    assert whole_tensors or said["gradients"] == held["gradients"]
+
+
+@pytest.mark.parametrize(("mode", "method"), [("zero3", "full"), pytest.param("hsdp", "qlora", marks=pytest.mark.slow)])
+def test_parts_on_the_host_take_nothing_of_the_device(mode, method):
+    """Parts, gradients or state counted where they are not; or a part's copy on its way counted nowhere."""
+    setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
+    here = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET).by_phase
+    there = predict(DEEP, parts_away(setting), STEPS["two turns"], CPU_TARGET).by_phase
+    stay = ("activations", "inputs", "logits", "quantisation_state", "sharding")
+    for phase in ("forward", "clip", "optimizer"):
+        held, left = here[phase].by_category, there[phase].by_category
+        assert [held.get(name, 0) for name in stay] == pytest.approx([left.get(name, 0) for name in stay], abs=64)
+        assert left.get("weights", 0) <= 0.001 * held["weights"] and not {"adapters", "optimizer"} & left.keys()
+    # Of gradients, those on their way.
+    assert there["backward"].by_category["gradients"] <= here["backward"].by_category["gradients"]
+
+
+def states(mode: str, gpus: int, steps: str = "one turn") -> dict[str, int]:
+    """What the update holds, by category."""
+    setting = shared_setting(mode, gpus, steps, method="full", grad_ckpt=True)
+    return dict(predict(DEEP, setting, STEPS[steps], CPU_TARGET).by_phase["clip"].by_category)
+
+
+def test_states_of_a_gpu_fall_as_published():
+    """Rajbhandari et al. 2020, arXiv 1910.02054: stage 1 divides optimizer state, stage 2 gradients, 3 weights too."""
+    W, N = model_shapes(DEEP).values * 4, 8
+    whole = states("ddp", N)
+    assert whole["weights"] == pytest.approx(W, rel=1e-3) and whole["optimizer"] == pytest.approx(2 * W, rel=1e-3)
+    for held in (whole, states("ddp", N, "two turns")):  # Once, however many micro-batches add to them.
+        assert held["gradients"] == pytest.approx(W, rel=1e-3) and not held.get("sharding")
+    assert states("zero1", N)["optimizer"] == pytest.approx(2 * W / N, rel=0.05)
+    for gpus in (N, 32):
+        parts = states("zero3", gpus)
+        states_of_part = sum(parts[category] for category in ("weights", "gradients", "optimizer"))
+        assert states_of_part == pytest.approx(4 * W / gpus, rel=0.05)
+
+
+def test_the_model_is_never_whole_on_a_gpu_under_zero3():
+    """ZeRO-3 holds 1/n, a layer or two that are whole, and embedding and head."""
+    setting = shared_setting("zero3", 64, "one turn", method="full", grad_ckpt=True)
+    peak = predict(DEEP, setting, STEPS["one turn"], CPU_TARGET).by_phase["forward"].by_category
+    shapes = model_shapes(DEEP).parameters
+    ends = sum(p.values for p in shapes if ".layers." not in p.name) * 4
+    layer = sum(p.values for p in shapes if ".layers.0." in p.name) * 4
+    assert ends + layer <= peak["sharding"] <= 1.02 * (ends + 3 * layer)
+
+
+def test_eight_small_cards_hold_no_more_under_ddp_but_do_under_zero3():
+    """The case of a 7B model in 4 bits on 8 × P4: DDP does not lower what a card holds."""
+    card = gpu_target("P4")
+    steps = STEPS["two turns"]
+
+    def held(mode: str, gpus: int) -> tuple[int, int]:
+        setting = shared_setting(mode, gpus, "two turns", method="qlora", precision="fp16", grad_ckpt=True)
+        found = predict(WIDE, replace(setting, sharing=None) if mode == "none" else setting, steps, card)
+        # Libraries' own workspaces are as large on any number of cards.
+        return found.peak.bytes - card.constant_bytes, found.by_phase["clip"].bytes - card.constant_bytes
+
+    one, ddp, zero3 = held("none", 1), held("ddp", 8), held("zero3", 8)
+    assert ddp[0] >= one[0] and ddp[1] >= one[1]
+    assert zero3[1] < 0.6 * one[1]

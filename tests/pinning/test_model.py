@@ -1,0 +1,184 @@
+"""pin model: only whole, safe models pass, each fault in one line before anything is loaded."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.files import read_json
+from lean_finetune.pinning.locate import model_directory, tokenizer_directory, verify_files
+from stages.pin import main
+from tests.workspace import invoke, lay_out, told
+
+LINK = Path("locks/watched-model")
+
+
+@pytest.fixture
+def pin(tmp_path, monkeypatch):
+    """A function that sets model values and pins, in a fresh working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DVC_STAGE", raising=False)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+
+    def run(name, revision=None):
+        lay_out(tmp_path, model__name=str(name), model__revision=revision)
+        return invoke(main, "model")
+
+    return run
+
+
+@pytest.fixture
+def own(tmp_path, tiny_dir) -> Path:
+    """A copy of the shipped model, to be spoilt."""
+    shutil.copytree(tiny_dir, tmp_path / "own")
+    return tmp_path / "own"
+
+
+def test_tiny_is_pinned_by_content_and_found_beside_the_code(pin, tiny_dir):
+    assert pin("tiny").exit_code == 0
+    lock = read_json(Path("locks/model.json"))
+    assert (lock["kind"], lock["name"], lock["revision"]) == ("tiny", "tiny", None)
+    assert set(lock["files"]) == {"config.json", "generation_config.json", "model.safetensors"}
+    assert model_directory(lock) == tokenizer_directory(lock) == tiny_dir
+    verify_files(tiny_dir, lock["files"])
+    verify_files(tiny_dir, read_json(Path("locks/tokenizer.json"))["files"])
+    assert os.readlink(LINK) == "../lean_finetune/tiny"
+
+
+def test_a_model_with_the_same_tokenizer_has_the_same_tokenizer_lock(pin, own):
+    """Else another size of the same family would tokenize everything again."""
+    pin("tiny")
+    before = Path("locks/tokenizer.json").read_bytes()
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
+    assert pin("own").exit_code == 0
+    assert Path("locks/tokenizer.json").read_bytes() == before
+    lock = read_json(Path("locks/model.json"))
+    assert (lock["kind"], model_directory(lock)) == ("directory", Path("own"))
+
+
+def test_a_changed_file_is_noticed_before_it_is_used(pin, own):
+    pin("own")
+    (own / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match="tokenizer_config.json changed since it was pinned; run `dvc repro` again"):
+        verify_files(own, read_json(Path("locks/tokenizer.json"))["files"])
+    (own / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="tokenizer.json cannot be read"):
+        verify_files(own, read_json(Path("locks/tokenizer.json"))["files"])
+
+
+def test_a_sharded_model_is_pinned_with_its_index_and_shards_alone(pin, own):
+    (own / "model.safetensors").rename(own / "model-00001-of-00002.safetensors")
+    save_file({"extra": np.zeros(4, np.float32)}, own / "model-00002-of-00002.safetensors")
+    save_file({"unused": np.zeros(4, np.float32)}, own / "other.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "extra": "model-00002-of-00002.safetensors"}
+    index = own / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    assert pin("own").exit_code == 0
+    named = {*shards.values(), index.name}
+    assert {name for name in read_json(Path("locks/model.json"))["files"] if "safetensors" in name} == named
+    (own / shards["extra"]).unlink()
+    assert "model-00002-of-00002.safetensors, which model.safetensors.index.json names, is missing" in told(pin("own"))
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    assert "shards must be .safetensors files beside it" in told(pin("own"))
+    index.write_text("{}")
+    assert "has no weight_map" in told(pin("own"))
+
+
+def remove(name):
+    return lambda own: (own / name).unlink()
+
+
+def pickle_only(own):
+    (own / "model.safetensors").rename(own / "pytorch_model.bin")
+
+
+def cut_short(own):
+    weights = own / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def grown(own):
+    with open(own / "model.safetensors", "ab") as file:
+        file.write(b"\0")
+
+
+def pointer(own):
+    (own / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+
+
+def emptied(own):
+    save_file({}, own / "model.safetensors")
+
+
+def edit(name, **values):
+    def change(own):
+        path = own / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def overwrite(name, text):
+    return lambda own: (own / name).write_text(text)
+
+
+SPOILT = {
+    "no config": (remove("config.json"), "has no config.json"),
+    "no tokenizer": (remove("tokenizer.json"), "has no tokenizer.json"),
+    "no weights": (remove("model.safetensors"), "has no model.safetensors or model.safetensors.index.json;"),
+    "pickle": (pickle_only, "(only pytorch_model.bin, a pickle, which can run code)"),
+    "cut weights": (cut_short, "own/model.safetensors is damaged"),
+    "grown weights": (grown, "own/model.safetensors is damaged"),
+    "pointer file": (pointer, "own/model.safetensors is damaged"),
+    "no tensors": (emptied, "own/model.safetensors holds no tensors"),
+    "custom model code": (edit("config.json", auto_map={"AutoModel": "x.Y"}), "config.json asks for code of its own"),
+    "custom tokenizer code": (
+        edit("tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]}),
+        "tokenizer_config.json asks for code of its own",
+    ),
+    "no model type": (edit("config.json", model_type=None), "config.json names no model_type"),
+    "vocabulary": (edit("config.json", vocab_size=100), "but config.json has vocab_size 100"),
+    "broken config": (overwrite("config.json", "{"), "config.json is not JSON"),
+    "config list": (overwrite("config.json", "[]"), "config.json must hold a JSON object, got list"),
+    "broken special tokens": (overwrite("special_tokens_map.json", "{"), "special_tokens_map.json is not JSON"),
+    "special token list": (overwrite("special_tokens_map.json", "[]"), "special_tokens_map.json must hold a JSON ob"),
+    "template in Latin-1": (
+        lambda own: (own / "chat_template.jinja").write_bytes(b"{# \xe4 #}"),
+        "own/chat_template.jinja is not UTF-8 text",
+    ),
+    "broken tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer"),
+}
+
+
+@pytest.mark.parametrize("spoil, rule", SPOILT.values(), ids=SPOILT)
+def test_a_spoilt_model_is_refused_and_leaves_the_last_pin_whole(pin, own, spoil, rule):
+    pin("tiny")
+    before = {path.name: path.read_bytes() for path in Path("locks").glob("*.json")}
+    spoil(own)
+    line = told(pin("own"))
+    assert line.startswith("model.name: ") and rule in line
+    assert {path.name: path.read_bytes() for path in Path("locks").iterdir() if not path.is_symlink()} == before
+    assert os.readlink(LINK) == "../lean_finetune/tiny"
+
+
+def test_a_revision_of_a_local_model_is_refused(pin, own):
+    """It would be ignored in silence."""
+    assert told(pin("tiny", revision="main")).startswith("model.revision: only a hub model has revisions")
+    assert told(pin("own", revision="v1")).startswith("model.revision: only a hub model has revisions")
+
+
+def test_a_name_that_is_nothing_is_refused_without_asking_the_network(pin):
+    assert told(pin("./no/such/model")).startswith("model.name: must be tiny, an existing directory, or a hub id")
+
+
+def test_a_pinned_directory_that_is_gone_is_told(pin, own):
+    pin("own")
+    shutil.rmtree(own)
+    with pytest.raises(UserError, match="the pinned directory 'own' is gone"):
+        model_directory(read_json(Path("locks/model.json")))

@@ -1,0 +1,94 @@
+"""Paths that cannot be read, or not be written down: told in one line, and no row is lost in silence."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from lean_finetune.core.files import read_json
+from lean_finetune.pinning.locate import data_files
+from stages.pin import main
+from tests.pinning.test_data import ROWS, pinned
+from tests.processes import run_bounded
+from tests.workspace import invoke, lay_out, told, write_rows
+
+
+def without_rights_of_root() -> list[str]:
+    """What makes a process of root's obey permissions."""
+    if os.geteuid() != 0:
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("root may read everything here: setpriv, which takes that right away, is not installed")
+    return ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--inh-caps", "-all"]
+
+
+@pytest.mark.parametrize("given", ["rows", "rows/**/*.jsonl", "rows/*/*.jsonl", "rows/deep/a.jsonl"])
+def test_rows_that_may_not_be_listed_are_not_lost_in_silence(pin, repo_root, given):
+    write_rows(Path("rows/b.jsonl"), ROWS)
+    write_rows(Path("rows/deep/a.jsonl"), ROWS)
+    assert pin(given).exit_code == 0
+    Path("rows/deep").chmod(0)
+    try:
+        command = [*without_rights_of_root(), sys.executable, "-m", "stages.pin", "data"]
+        environment = {**os.environ, "PYTHONPATH": str(repo_root)}
+        done = run_bounded(command, env=environment)
+    finally:
+        Path("rows/deep").chmod(0o755)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: data.source: ") and "rows/deep" in line and "(Permission denied)" in line
+
+
+def test_a_pattern_for_one_directory_asks_for_that_one_alone(pin, monkeypatch):
+    """Others beside its files, such as lost+found, are none of its business."""
+    write_rows(Path("rows/b.jsonl"), ROWS)
+    write_rows(Path("rows/deep/a.jsonl"), ROWS)
+    listed: list[str] = []
+    scandir = os.scandir
+
+    def list_and_note(path):
+        listed.append(str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", list_and_note)
+    assert pin("rows/*.jsonl").exit_code == 0
+    assert pinned("files") == [["b.jsonl"]]
+    assert "rows" in listed and "rows/deep" not in listed
+
+
+def test_odd_names_and_files_are_told(pin, tmp_path):
+    folder = tmp_path / "odd"
+    write_rows(folder / "a.jsonl", ROWS)
+    odd = folder / os.fsdecode(b"\xff.jsonl")
+    odd.write_bytes((folder / "a.jsonl").read_bytes())
+    for given in (folder, f"{folder}/*"):
+        assert "a name that is not UTF-8; rename it" in told(pin(given))
+    odd.unlink()
+    os.mkfifo(folder / "b.jsonl")
+    assert told(pin(folder)).endswith("b.jsonl is neither a file nor a directory; move it away")
+    assert "is neither a file nor a directory" in told(pin(folder / "b.jsonl"))
+    (tmp_path / "loop").symlink_to("loop")
+    assert "no such file or directory" in told(pin(tmp_path / "loop"))
+
+
+@pytest.mark.parametrize("given", ["rows", "rows/**/*.jsonl"])
+def test_a_temporary_run_reads_a_directory_whole_of_which_git_tracks_a_part(pin, monkeypatch, given):
+    """Its copy of the checkout has the tracked files alone; the others would be lost in silence."""
+    checkout = Path.cwd()
+    for name in ("rows/tracked.jsonl", "rows/deep/mine.jsonl"):
+        write_rows(Path(name), ROWS)
+    copy = checkout.parent / "copy"
+    copy.mkdir()
+    monkeypatch.chdir(copy)
+    monkeypatch.setenv("DVC_ROOT", str(checkout))
+    write_rows(Path("rows/tracked.jsonl"), ROWS)
+    lay_out(copy, data__source=given)
+    assert invoke(main, "data").exit_code == 0
+    assert pinned("files") == [["deep/mine.jsonl", "tracked.jsonl"]]
+    lock = read_json(Path("locks/data.json"))
+    assert [file.path for file in data_files(lock)] == [checkout / "rows" / name for name in pinned("files")[0]]
+    (checkout / "rows/deep/mine.jsonl").unlink()  # then the copy is as whole as the checkout, and as it was queued
+    assert invoke(main, "data").exit_code == 0
+    assert [file.path for file in data_files(read_json(Path("locks/data.json")))] == [Path("rows/tracked.jsonl")]

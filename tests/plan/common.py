@@ -1,0 +1,109 @@
+"""What the tests of the bucket room share."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import strategies as st
+
+from lean_finetune.plan.cut import Cutting, cut_steps
+from lean_finetune.plan.index import COLUMNS, Index
+from lean_finetune.plan.plan import MicroBatch, Plan
+from lean_finetune.plan.steps import run_steps
+
+
+def index_of(lengths, supervised=None, *, sources=None, dropped=None, weights=(1.0,)) -> Index:
+    lengths = np.asarray(lengths, np.int32)
+    return Index(
+        lengths=lengths,
+        supervised=lengths // 2 if supervised is None else np.asarray(supervised, np.int32),
+        sources=np.zeros(len(lengths), np.uint16) if sources is None else np.asarray(sources, np.uint16),
+        dropped=np.zeros(len(lengths), bool) if dropped is None else np.asarray(dropped, bool),
+        weights=weights,
+    )
+
+
+def cutting_of(**changes) -> Cutting:
+    given: dict[str, Any] = {
+        "mode": "bucketed",
+        "max_tokens": 1024,
+        "pad_multiple": 8,
+        "constant_shape": False,
+        "fixed_rows": 4,
+        "ranks": 1,
+    }
+    return Cutting(**(given | changes))
+
+
+def joined(parts: list[Plan]) -> Plan:
+    """One plan of consecutive parts."""
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("epoch", "step", "rank", "rows", "length", "supervised")
+    }
+    bounds = np.cumsum([0, *np.concatenate([part.sizes for part in parts])])
+    return Plan(**columns, bounds=bounds, ranks=parts[0].ranks, flat=parts[0].flat)
+
+
+def plan_of(index: Index, cutting: Cutting, *, seed: int = 1, epochs: int = 1, tokens_per_step: int) -> Plan:
+    steps = run_steps(index, seed=seed, epochs=epochs, tokens_per_step=tokens_per_step)
+    return joined(list(cut_steps(steps, index, cutting)))
+
+
+def steps_of(index: Index, *, seed: int, epochs: int, tokens_per_step: int) -> list[tuple[int, np.ndarray]]:
+    """Epoch and rows of every step."""
+    parts = run_steps(index, seed=seed, epochs=epochs, tokens_per_step=tokens_per_step)
+    return [(part.epoch, part.rows[start:end]) for part in parts for start, end in pairwise(part.bounds)]
+
+
+ONE_RANK = st.just(1)
+
+
+@st.composite
+def runs(draw, ranks=ONE_RANK):
+    """An index, and the parameters of a run over it."""
+    number = draw(ranks)
+    lengths = draw(st.lists(st.integers(2, 90), min_size=1, max_size=60))
+    supervised = [draw(st.integers(1, length - 1)) for length in lengths]
+    pad_multiple = draw(st.integers(1, 16))
+    longest = -(-max(lengths) // pad_multiple) * pad_multiple
+    mode = draw(st.sampled_from(["bucketed", "packed", "fixed"]))
+    return {
+        "index": index_of(lengths, supervised),
+        "cutting": cutting_of(
+            mode=mode,
+            max_tokens=longest + draw(st.integers(0, 400)),
+            pad_multiple=pad_multiple,
+            constant_shape=mode == "packed" and draw(st.booleans()),
+            fixed_rows=draw(st.integers(1, 9)),
+            ranks=number,
+        ),
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "epochs": draw(st.integers(1, 3)),
+        "tokens_per_step": draw(st.integers(1, 600)),
+    }
+
+
+def all_batches(plan: Plan) -> list[MicroBatch]:
+    return [batch for step in plan.steps for batch in step]
+
+
+def rows_by_step(plan: Plan) -> list[list[int]]:
+    return [sorted(np.concatenate([batch.rows for batch in step]).tolist()) for step in plan.steps]
+
+
+def log_normal_lengths(rows: int) -> np.ndarray:
+    drawn = np.exp(np.random.default_rng(5).normal(4.5, 0.8, rows)).astype(np.int32)
+    return np.clip(drawn, 4, 1024)
+
+
+def write_index(path: Path, lengths, supervised, *, sources=None, dropped=None, names=tuple(COLUMNS)) -> None:
+    """An index file as tokenize writes it, in one record batch."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = [lengths, supervised, sources or [0] * len(lengths), dropped or [False] * len(lengths)]
+    arrays = [pa.array(value, types[0]) for value, types in zip(values, COLUMNS.values(), strict=True)]
+    batch = pa.record_batch(arrays, names=list(names))
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)

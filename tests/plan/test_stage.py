@@ -1,0 +1,172 @@
+"""The bucket stage as a user runs it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from click.testing import CliRunner
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.index import COLUMNS, read_index
+from lean_finetune.plan.plan import read_plan
+from stages.bucket import main
+from tests.conftest import ROOT
+from tests.plan.common import all_batches, log_normal_lengths, rows_by_step, write_index
+
+INDEX = Path("data/tokens/train-index.arrow")
+NAMES = tuple(COLUMNS)
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch) -> Path:
+    """A directory with params.yaml and an index of 300 rows, as `tokenize` leaves it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DVC_STAGE", raising=False)
+    text = (ROOT / "params.yaml").read_text().replace("progress: true", "progress: false")
+    (tmp_path / "params.yaml").write_text(text)
+    lengths = np.minimum(log_normal_lengths(300), 512)
+    write_index(tmp_path / INDEX, lengths, lengths // 2)
+    return tmp_path
+
+
+def run_stage(*arguments: str):
+    return CliRunner().invoke(main, list(arguments), catch_exceptions=False)
+
+
+def change(before: str, after: str) -> None:
+    """Edit params.yaml."""
+    text = Path("params.yaml").read_text()
+    assert before in text
+    Path("params.yaml").write_text(text.replace(before, after))
+
+
+def test_the_stage_writes_the_same_bytes_twice_and_other_rows_for_another_seed(workspace):
+    assert run_stage().exit_code == 0
+    plan, metrics = Path("data/batches/plan.arrow"), Path("data/batches/figures.json")
+    first = plan.read_bytes(), metrics.read_bytes()
+    assert run_stage().exit_code == 0
+    assert (plan.read_bytes(), metrics.read_bytes()) == first
+    before = rows_by_step(read_plan(plan))
+    change("seed: 17", "seed: 18")
+    assert run_stage().exit_code == 0
+    assert rows_by_step(read_plan(plan)) != before
+
+
+@pytest.mark.parametrize("mode", ["bucketed", "packed", "fixed"])
+def test_the_stage_reports_what_its_plan_holds(workspace, mode):
+    change("mode: bucketed", f"mode: {mode}")
+    change("num_gpus: 1", "num_gpus: 2")
+    change("sharding: none", "sharding: ddp")
+    change("tokens_per_step: 2048", "tokens_per_step: 8192")
+    assert run_stage().exit_code == 0
+    metrics, plan = (
+        json.loads(Path("data/batches/figures.json").read_text()),
+        read_plan(Path("data/batches/plan.arrow")),
+    )
+    batches = all_batches(plan)
+    assert (metrics["mode"], plan.flat, plan.ranks) == (mode, mode == "packed", 2)
+    assert metrics["optimizer_steps"] == len(plan.steps)
+    assert metrics["micro_batches"] == len(batches)
+    assert metrics["max_batch_tokens"] == max(batch.padded_tokens for batch in batches)
+    assert metrics["max_batch_rows"] == max(len(batch.rows) for batch in batches)
+    assert metrics["max_batch_length"] == max(batch.length for batch in batches)
+    pairs = [(one.padded_tokens, other.padded_tokens) for one, other in zip(batches[::2], batches[1::2], strict=True)]
+    waiting = 1 - sum(map(sum, pairs)) / (2 * sum(map(max, pairs)))
+    assert metrics["straggler_percent"] == pytest.approx(100 * waiting, abs=1e-3)
+    assert 0.5 < metrics["randomness"] < 1.5
+
+
+def test_rows_of_steps_do_not_depend_on_how_they_are_cut_or_shared(workspace):
+    assert run_stage().exit_code == 0
+    before = rows_by_step(read_plan(Path("data/batches/plan.arrow")))
+    change("mode: bucketed", "mode: packed")
+    change("max_tokens: 1024", "max_tokens: 3000")
+    assert run_stage().exit_code == 0
+    assert rows_by_step(read_plan(Path("data/batches/plan.arrow"))) == before
+
+
+def test_duplicates_and_weights_reach_the_plan(workspace):
+    write_index(INDEX, [20] * 60, [5] * 60, sources=[0, 1] * 30, dropped=[True] + [False] * 59)
+    listed = "source:\n  - source: a.jsonl\n  - source: b.jsonl\n    weight: 2"
+    change("source: data/raw/sample.jsonl", listed)
+    change("epochs: 2", "epochs: 1")
+    assert run_stage().exit_code == 0
+    counts = np.bincount(read_plan(Path("data/batches/plan.arrow")).rows, minlength=60)
+    assert counts.tolist() == [0, 2] + [1, 2] * 29
+
+
+def test_a_row_of_a_source_that_params_do_not_name_is_told(workspace):
+    write_index(INDEX, [20] * 3, [5] * 3, sources=[0, 0, 1])
+    assert_refused("row 2: its source is number 1 but data.source has 1; run `dvc repro`")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "supervised", "names", "told"),
+    [
+        ([], [], NAMES, "holds no training row"),
+        ([40, 2000], [3, 3], NAMES, "bucket.max_tokens: the longest row (train row 1: 2000 tokens, padded 2000)"),
+        ([40, 50], [3, 0], NAMES, "row 1: needs 1 or more supervised tokens"),
+        ([40, 50], [3, 50], NAMES, "fewer than its tokens, got 50 of 50"),
+        ([40, 50], [3, None], NAMES, "column supervised must not hold nulls"),
+        ([40, 50], [3, 3], ("tokens", *NAMES[1:]), "column length must be int32, got None"),
+    ],
+)
+def test_a_wrong_index_ends_in_one_line_and_writes_nothing(workspace, lengths, supervised, names, told):
+    write_index(INDEX, lengths, supervised, names=names)
+    assert_refused(told)
+
+
+def test_an_index_of_duplicates_alone_holds_no_training_row(workspace):
+    write_index(INDEX, [40], [3], dropped=[True])
+    assert_refused("holds no training row")
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 5, 100, -1])
+def test_an_index_cut_short_ends_in_one_line_and_writes_nothing(workspace, keep_bytes):
+    INDEX.write_bytes(INDEX.read_bytes()[:keep_bytes])
+    assert_refused(f"{INDEX}: not a whole Arrow file")
+
+
+def test_a_missing_index_ends_in_one_line_and_keeps_the_last_plan(workspace):
+    run_stage()
+    before = Path("data/batches/plan.arrow").read_bytes()
+    INDEX.unlink()
+    result = run_stage()
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert f"{INDEX}: file is missing" in result.stderr
+    assert Path("data/batches/plan.arrow").read_bytes() == before
+
+
+@pytest.mark.parametrize("mode", ["bucketed", "packed", "fixed"])
+def test_more_gpus_than_a_step_has_rows_change_no_step(workspace, mode):
+    assert run_stage().exit_code == 0
+    before = rows_by_step(read_plan(Path("data/batches/plan.arrow")))
+    change("mode: bucketed", f"mode: {mode}")
+    change("num_gpus: 1", "num_gpus: 64")
+    change("sharding: none", "sharding: ddp")
+    assert run_stage().exit_code == 0
+    plan = read_plan(Path("data/batches/plan.arrow"))
+    assert rows_by_step(plan) == before
+    assert {len(step) for step in plan.steps} == {64}
+
+
+def assert_refused(told: str) -> None:
+    result = run_stage()
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert told in result.stderr
+    assert not list(Path("data").glob("*batches*")) and not Path("metrics").exists()
+
+
+def test_an_index_in_several_blocks_is_read_whole(tmp_path):
+    schema = pa.schema([(name, types[0]) for name, types in COLUMNS.items()])
+    with pa.OSFile(str(tmp_path / "index.arrow"), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        for block in ([5, 6], [7]):
+            values = [block, [1] * len(block), [0] * len(block), [False] * len(block)]
+            arrays = [pa.array(value, field.type) for value, field in zip(values, schema, strict=True)]
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
+    index = read_index(tmp_path / "index.arrow", (1.0,))
+    assert index.lengths.tolist() == [5, 6, 7]
+    with pytest.raises(UserError, match="file is missing"):
+        read_index(tmp_path / "other.arrow", (1.0,))
