@@ -45,7 +45,7 @@ COMPARE_METRICS := $(COMPARE_METRICS)|tuned_loss|tuned_exact_match_percent
 COMPARE_PARAMS := seed$$|(model|data|bucket|hardware|estimate|train|evaluate)\.
 compare: $(VENV)/.installed
 	@$(WITH_VENV) dvc exp show --hide-failed --only-changed --csv \
-		--drop '^(?!Experiment$$|$(COMPARE_PARAMS))' --keep '^($(COMPARE_METRICS))$$' | $(WITH_VENV) python -m lean_finetune.report.compare
+		--drop '^(?!Experiment$$|$(COMPARE_PARAMS))' --keep '^($(COMPARE_METRICS))$$' | $(WITH_VENV) python -m lean_finetune.report.compare_experiments
 
 plots: $(VENV)/.installed
 	$(WITH_VENV) dvc plots show

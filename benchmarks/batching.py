@@ -21,7 +21,7 @@ from benchmarks.batching_cases import CAPACITY, RANKS, Batches
 from benchmarks.chat_file import SCRATCH, lengths
 from benchmarks.data import RIVALS
 from benchmarks.form import Bar, Measured, Row, benchmark
-from lean_finetune.core.files import atomic_path
+from lean_finetune.core.atomic_files import atomic_path
 
 PLOT = Path("docs/images/batching.png")
 ROWS, QUICK_ROWS = 100_000, 5_000

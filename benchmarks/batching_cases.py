@@ -17,10 +17,10 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 from benchmarks.data_cases import ROOT, Rival
 from benchmarks.watch import WHOLE, Usage, watch
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.cut import Cutting, cut_steps
-from lean_finetune.plan.index import COLUMNS, Index
-from lean_finetune.plan.steps import run_steps
-from lean_finetune.plan.summary import randomness, straggler_percent
+from lean_finetune.plan.micro_batches import Cutting, cut_steps
+from lean_finetune.plan.optimizer_steps import run_steps
+from lean_finetune.plan.plan_summary import randomness, straggler_percent
+from lean_finetune.plan.row_index import COLUMNS, Index
 
 RANKS = 8
 CAPACITY = 16_384

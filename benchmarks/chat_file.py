@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.chat_text import Language, chinese, code, english
-from lean_finetune.core.files import atomic_directory, atomic_path, sha256_json
+from lean_finetune.core.atomic_files import atomic_directory, atomic_path, sha256_json
 
 SCRATCH = Path("scratch/bench")
 SEED = 11

@@ -19,7 +19,7 @@ import click
 from benchmarks.chat_file import chat_file
 from benchmarks.data_cases import Rival, Run, Stage, start_of_stage, without_start
 from benchmarks.form import Bar, Measured, Row, benchmark, interleaved, median_ratio
-from lean_finetune.core.files import sha256_file
+from lean_finetune.core.atomic_files import sha256_file
 
 ROWS, QUICK_ROWS = 100_000, 1_000
 QUICK_TRAINING_ROWS = 500

@@ -16,8 +16,8 @@ from ruamel.yaml import YAML
 import lean_finetune
 from benchmarks.chat_file import SCRATCH, ChatFile
 from benchmarks.watch import WHOLE, watch
+from lean_finetune.core.atomic_files import sha256_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import sha256_json
 
 ROOT = Path(lean_finetune.__file__).parents[1]
 RIVALS = Path(__file__).parent / "rivals"

@@ -33,20 +33,20 @@ from transformers import (
 
 from benchmarks.form import Row
 from lean_finetune.memory.gpus import Device
-from lean_finetune.memory.predict.predict import Setting, optim_of, predict
-from lean_finetune.memory.predict.shapes import TracedSteps
-from lean_finetune.memory.trace.kernels import target_of
+from lean_finetune.memory.predict.peak import Setting, optim_of, predict
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.attention import JoinedRows
-from lean_finetune.model.config import read_config
-from lean_finetune.model.load import load_model
+from lean_finetune.model.load_model import load_model
+from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import BLOCK_WEIGHTS
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, join_rows
-from lean_finetune.step.offload import make_offload
-from lean_finetune.step.optim import build_optimizer
-from lean_finetune.step.scale import LossScaler
-from lean_finetune.step.step import StepSpec, training_step
-from lean_finetune.train.monitor.measure import Measured, make_meter
+from lean_finetune.step.loss_scaling import LossScaler
+from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.training_step import StepSpec, training_step
+from lean_finetune.train.monitor.measured_peak import Measured, make_meter
 
 CPU = torch.device("cpu")
 CPU_TARGET = target_of(Device(name="cpu", kind="cpu", memory_bytes=2**34, compute_capability=(0, 0)))

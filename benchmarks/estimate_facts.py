@@ -11,9 +11,9 @@ from transformers import LlamaConfig, PretrainedConfig
 from benchmarks.variants import Traced, Variant, reserved_bytes, trace_variant
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.states import BF16_WITH_FP32_MASTER, model_shapes
-from lean_finetune.memory.trace.kernels import target_of
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.memory.predict.state_formulas import BF16_WITH_FP32_MASTER, model_shapes
+from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.model.model_spec import ModelSpec
 
 FACTS = Path(__file__).parent / "facts"
 GB = 10**9

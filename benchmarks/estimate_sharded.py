@@ -13,14 +13,14 @@ import torch
 
 from benchmarks.form import Bar, Measured, Row, benchmark
 from benchmarks.gpu.cases import MODELS
-from lean_finetune.config.param_types import Method, OffloadState, Precision, Sharding
-from lean_finetune.distributed.shard import ShardSpec
-from lean_finetune.memory.advice.neighbours import parts_away
+from lean_finetune.config.field_types import Method, OffloadState, Precision, Sharding
+from lean_finetune.distributed.sharding_modes import ShardSpec
+from lean_finetune.memory.advice.config_variants import parts_away
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.predict import Setting, predict
-from lean_finetune.memory.trace.fake_team import Sharing
-from lean_finetune.memory.trace.kernels import target_of
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.memory.predict.peak import Setting, predict
+from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape
 
 MODEL = MODELS["Llama-3.1-8B"]

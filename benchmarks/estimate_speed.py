@@ -17,16 +17,16 @@ import torch
 torch.set_num_threads(1)
 from transformers import LlamaConfig
 import numpy as np
-from lean_finetune.plan.plan import MicroBatch, Plan
-from lean_finetune.memory.advice.advice import advise
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.memory.advice.search import advise
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.trace.kernels import target_of
+from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.allocator.plan_memory import replay_plan
-from lean_finetune.memory.predict.predict import Setting, predict
-from lean_finetune.memory.predict.unrolled import predict_explained
+from lean_finetune.memory.predict.peak import Setting, predict
+from lean_finetune.memory.predict.peak_breakdown import predict_explained
 from lean_finetune.memory.advice.verdict import usable_bytes
 from lean_finetune.memory.advice.workload import Costs, Workload, full_batch, largest_steps
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.model.model_spec import ModelSpec
 
 STEPS, MICRO_BATCHES = 10000, 8
 case = json.loads(sys.argv[1])

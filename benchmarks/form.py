@@ -22,8 +22,8 @@ from typing import Any, Literal
 import click
 import psutil
 
+from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import StageCommand, UserError
-from lean_finetune.core.files import write_json
 
 RESULTS = Path("benchmarks/results")
 LIBRARIES = ("bitsandbytes", "datasets", "dvc", "numpy", "peft", "pyarrow", "tokenizers", "torch", "transformers")

@@ -22,14 +22,14 @@ import pyarrow as pa
 import torch
 
 from benchmarks.form import Bar, Measured, Row, benchmark, interleaved_seconds, median_ratio
-from lean_finetune.data.shards.merge import INDEX_OPTIONS
-from lean_finetune.plan.cut import Cutting, cut_steps
-from lean_finetune.plan.index import read_index
-from lean_finetune.plan.plan import MicroBatch, Plan, read_plan, write_plan
-from lean_finetune.plan.steps import run_steps
+from lean_finetune.data.shards.merge_shards import INDEX_OPTIONS
+from lean_finetune.plan.batch_plan import MicroBatch, Plan, read_plan, write_plan
+from lean_finetune.plan.micro_batches import Cutting, cut_steps
+from lean_finetune.plan.optimizer_steps import run_steps
+from lean_finetune.plan.row_index import read_index
+from lean_finetune.step.batch_loader import load
 from lean_finetune.step.batches import Batch, collate
-from lean_finetune.step.loader import load
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.step.token_rows import TokenRows
 
 ROWS, QUICK_ROWS = 300_000, 3_000
 BATCHES, QUICK_BATCHES = 200, 5

@@ -23,14 +23,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.form import Bar, Measured, Row, benchmark, interleaved_seconds, median_ratio
 from benchmarks.specs import FP32_LORA
-from lean_finetune.model.load import load_model
+from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import Batch, collate
-from lean_finetune.step.optim import OptimSpec, build_optimizer
-from lean_finetune.step.step import Phase, StepSpec, training_step
+from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.training_step import Phase, StepSpec, training_step
 from lean_finetune.train.monitor.growth_advice import FIRST_LOOK_STEPS, NEXT_LOOK, GrowthWatch
-from lean_finetune.train.monitor.measure import Meter, make_meter
-from lean_finetune.train.monitor.monitor import Monitor
-from lean_finetune.train.process.device import training_device
+from lean_finetune.train.monitor.measured_peak import Meter, make_meter
+from lean_finetune.train.monitor.memory_monitor import Monitor
+from lean_finetune.train.process.training_device import training_device
 
 SEED = 11
 ROUNDS, QUICK_ROUNDS = 31, 2

@@ -16,8 +16,8 @@ from ruamel.yaml import YAML
 
 from benchmarks.form import Bar, Measured, Row, benchmark
 from benchmarks.watch import WHOLE, watch
+from lean_finetune.core.atomic_files import repo_root
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import repo_root
 
 REPRO = [sys.executable, "-m", "dvc", "repro"]
 NO_OP_ROUNDS = 7

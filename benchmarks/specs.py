@@ -1,6 +1,6 @@
 """How models are trained where a benchmark is about something else."""
 
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.model.model_spec import ModelSpec
 
 FP32_LORA = ModelSpec(
     method="lora",

@@ -18,9 +18,9 @@ from lean_finetune.memory.allocator.step_units import step_units
 from lean_finetune.memory.allocator.templates import RunModel
 from lean_finetune.memory.allocator.traced_runs import fit_run, kind_of
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.predict import Setting
-from lean_finetune.memory.trace.kernels import target_of
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape
 
 GPU = "A100-80GB"

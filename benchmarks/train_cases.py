@@ -20,9 +20,9 @@ from benchmarks.chat_file import SCRATCH, SEED
 from benchmarks.chat_text import english
 from benchmarks.data import RIVALS
 from benchmarks.data_cases import ROOT, Rival
+from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import read_json
-from lean_finetune.step.tokens import TokenRows, read_lengths
+from lean_finetune.step.token_rows import TokenRows, read_lengths
 
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 TOKENIZER = ROOT / "lean_finetune/tiny"

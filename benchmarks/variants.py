@@ -1,9 +1,9 @@
 """The training step as other projects write it, traced: for back-tests against figures that they measured.
 
-What is trained here is `lean_finetune.step`; nothing of this file is. Published figures come from other steps: a forward pass
-through the whole model with logits of every position, padding masks, a key/value cache that nobody reads, outputs kept
-until the next step, multi-tensor updates. Each of these is an option with a name, off unless a source is known to
-have it.
+What is trained here is `lean_finetune.step`; nothing of this file is. Published figures come from other steps: a
+forward pass through the whole model with logits of every position, padding masks, a key/value cache that nobody reads,
+outputs kept until the next step, multi-tensor updates. Each of these is an option with a name, off unless a source is
+known to have it.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import eager_mask
 
-from lean_finetune.memory.allocator.allocator import CachingAllocator
-from lean_finetune.memory.trace.kernels import Target
-from lean_finetune.memory.trace.trace import INPUTS, WEIGHTS, WORKSPACE, MemoryTrace
-from lean_finetune.model.load import fake_model
+from lean_finetune.memory.allocator.caching_allocator import CachingAllocator
+from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.trace.memory_trace import INPUTS, WEIGHTS, WORKSPACE, MemoryTrace
+from lean_finetune.model.load_model import fake_model
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import quantisation_tensors
-from lean_finetune.model.spec import ModelSpec
-from lean_finetune.step.optim import trained_parameters
+from lean_finetune.step.run_optimizer import trained_parameters
 
 CPU = torch.device("cpu")
 EAGER = "back_test_eager"

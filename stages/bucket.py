@@ -1,6 +1,6 @@
 """Stage bucket: cut the training rows into optimizer steps and micro-batches."""
 
-import lean_finetune.core.endings  # noqa: F401 - first: signals are its own from here on
+import lean_finetune.core.signals  # noqa: F401 - first: signals are its own from here on
 
 # isort: split
 from collections.abc import Iterable, Iterator
@@ -9,13 +9,13 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from lean_finetune.config.declared import read_params
+from lean_finetune.config.declared_params import read_params
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_json, write_json
 from lean_finetune.core.errors import StageCommand
-from lean_finetune.core.files import FIGURES, atomic_directory, sha256_json, write_json
-from lean_finetune.plan.index import read_index
-from lean_finetune.plan.plan import Plan, read_plan, write_plan
-from lean_finetune.plan.run_cut import RunCut
-from lean_finetune.plan.summary import summarise
+from lean_finetune.plan.batch_plan import Plan, read_plan, write_plan
+from lean_finetune.plan.plan_summary import summarise
+from lean_finetune.plan.planner import RunCut
+from lean_finetune.plan.row_index import read_index
 
 
 @click.command(cls=StageCommand)

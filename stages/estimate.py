@@ -1,13 +1,13 @@
 """Predict the peak memory of training before training: `python -m stages.estimate`."""
 
-import lean_finetune.core.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+import lean_finetune.core.signals  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
 
 # isort: split
 from pathlib import Path
 
 import click
 
-from lean_finetune.config.declared import read_params
+from lean_finetune.config.declared_params import read_params
 from lean_finetune.core.errors import StageCommand, UserError
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.gpus import GPUS
@@ -48,12 +48,12 @@ def main(
     p = read_params()
     # The modules below import torch, which takes seconds: --help and --list-gpus do without.
     if what_fits:
-        from lean_finetune.memory.advice.standalone import tell_what_fits
+        from lean_finetune.memory.advice.fit_command import tell_what_fits
 
         for line in tell_what_fits(p, gpu, model):
             click.echo(line)
         return
-    from lean_finetune.memory.estimate.run import run_stage
+    from lean_finetune.memory.estimate.estimate_run import run_stage
 
     run_stage(p, plan_path, index, model_lock, out, metrics)
 

@@ -1,6 +1,6 @@
 """Compare the base and the tuned model on held-out rows: `python -m stages.evaluate`."""
 
-import lean_finetune.core.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+import lean_finetune.core.signals  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
 
 # isort: split
 from pathlib import Path
@@ -26,7 +26,7 @@ def main(**paths: Path) -> None:
     Loss and perplexity of the trained tokens, overall and by row length, and exact match of greedy answers by task
     family. The base is loaded as it was trained on (4-bit for qlora), so that the difference is the training's.
     """
-    from lean_finetune.evaluate.run import run_stage  # Here: it imports torch, and --help does without.
+    from lean_finetune.evaluate.evaluate_run import run_stage  # Here: it imports torch, and --help does without.
 
     run_stage(**paths)
 

@@ -1,16 +1,16 @@
 """Entry of the stages pin_data and pin_model."""
 
-import lean_finetune.core.endings  # noqa: F401 - first: signals are its own from here on
+import lean_finetune.core.signals  # noqa: F401 - first: signals are its own from here on
 
 # isort: split
 from pathlib import Path
 
 import click
 
-from lean_finetune.config.declared import read_params
+from lean_finetune.config.declared_params import read_params
 from lean_finetune.core.errors import StageCommand
-from lean_finetune.pinning.data import pin_data
-from lean_finetune.pinning.model import pin_model
+from lean_finetune.pinning.data_source import pin_data
+from lean_finetune.pinning.model_source import pin_model
 
 
 @click.command(cls=StageCommand)

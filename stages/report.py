@@ -1,18 +1,18 @@
 """One page for a person: `python -m stages.report`."""
 
-import lean_finetune.core.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+import lean_finetune.core.signals  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
 
 # isort: split
 from pathlib import Path
 
 import click
 
-from lean_finetune.config.declared import read_params
+from lean_finetune.config.declared_params import read_params
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json, write_text
 from lean_finetune.core.errors import StageCommand
-from lean_finetune.core.files import FIGURES, atomic_directory, write_csv, write_json, write_text
-from lean_finetune.report.figures import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics
-from lean_finetune.report.inputs import read_inputs
 from lean_finetune.report.page import page
+from lean_finetune.report.report_figures import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics
+from lean_finetune.report.report_inputs import read_inputs
 
 PATH = click.Path(path_type=Path)
 

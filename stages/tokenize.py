@@ -1,6 +1,6 @@
 """Entry of the stage tokenize."""
 
-import lean_finetune.core.endings  # noqa: F401 - first: signals are its own from here on
+import lean_finetune.core.signals  # noqa: F401 - first: signals are its own from here on
 
 # isort: split
 import os
@@ -15,12 +15,12 @@ from pathlib import Path  # noqa: E402
 
 import click  # noqa: E402
 
-from lean_finetune.config.declared import read_params  # noqa: E402
+from lean_finetune.config.declared_params import read_params  # noqa: E402
+from lean_finetune.core.atomic_files import read_json  # noqa: E402
 from lean_finetune.core.errors import StageCommand, UserError  # noqa: E402
-from lean_finetune.core.files import read_json  # noqa: E402
 from lean_finetune.data.shards.parts import parse_part  # noqa: E402
 from lean_finetune.data.shards.prepare import plan_job  # noqa: E402
-from lean_finetune.data.shards.run import Work, make_all, make_part, merge_parts  # noqa: E402
+from lean_finetune.data.shards.tokenize_run import Work, make_all, make_part, merge_parts  # noqa: E402
 from lean_finetune.pinning.locate import tokenizer_directory, verify_files  # noqa: E402
 
 PATH = click.Path(path_type=Path)

@@ -1,6 +1,6 @@
 """Fine-tune as planned: `python -m stages.train`."""
 
-import lean_finetune.core.endings  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+import lean_finetune.core.signals  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
 import lean_finetune.core.torchrun_threads  # noqa: F401 - before torch, which reads the number of threads once
 
 # isort: split
@@ -34,11 +34,11 @@ def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
     """
     # The modules below import torch, which takes seconds: --help and --explain do without.
     if explain is not None:
-        from lean_finetune.train.monitor.recorded import explained
+        from lean_finetune.train.monitor.recorded_curves import explained
 
         click.echo("\n".join(explained(explain, left_gib)))
         return
-    from lean_finetune.train.run import run_stage
+    from lean_finetune.train.train_run import run_stage
 
     run_stage(**paths)
 

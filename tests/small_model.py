@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lean_finetune.model.spec import ModelSpec
-from lean_finetune.train.save import Base
+from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.train.save_model import Base
 
 CPU = torch.device("cpu")
 VOCABULARY = 256

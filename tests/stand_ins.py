@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lean_finetune.core.files import FIGURES, write_json
+from lean_finetune.core.atomic_files import FIGURES, write_json
 
 ESTIMATED = {
     "gpu": "cpu",

@@ -6,46 +6,46 @@ from pathlib import Path
 
 import pytest
 
-import lean_finetune.core.endings
+import lean_finetune.core.signals
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
 BEGINNING = """
 import os, signal, time
-from lean_finetune.core import endings
+from lean_finetune.core import signals
 
 def send(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
 
 """
 CASES = {
-    "raised": ("with endings.raised():\n    send()", 1, "Interrupted: SIGTERM"),
-    "raised for Ctrl-C": ("with endings.raised():\n    send(signal.SIGINT)", 1, "Interrupted: SIGINT"),
+    "raised": ("with signals.raised():\n    send()", 1, "Interrupted: SIGTERM"),
+    "raised for Ctrl-C": ("with signals.raised():\n    send(signal.SIGINT)", 1, "Interrupted: SIGINT"),
     "the second is final": (
-        "with endings.raised():\n    try:\n        send()\n    finally:\n        send(signal.SIGINT)",
+        "with signals.raised():\n    try:\n        send()\n    finally:\n        send(signal.SIGINT)",
         -signal.SIGINT,
         "",
     ),
     "kept to itself by a library": (
-        "endings.GRACE_SECONDS = 1\nwith endings.raised():\n    try:\n        send()\n    except BaseException:\n"
+        "endings.GRACE_SECONDS = 1\nwith signals.raised():\n    try:\n        send()\n    except BaseException:\n"
         "        time.sleep(30)",
         -signal.SIGALRM,
         "",
     ),
-    "as before, afterwards": ("with endings.raised():\n    pass\nsend()", -signal.SIGTERM, ""),
+    "as before, afterwards": ("with signals.raised():\n    pass\nsend()", -signal.SIGTERM, ""),
     "held back": (
-        "with endings.raised():\n    with endings.held_back(), endings.held_back():\n        send()",
+        "with signals.raised():\n    with signals.held_back(), signals.held_back():\n        send()",
         1,
         "Interrupted: SIGTERM",
     ),
     "held back, yet final the second time": (
-        "with endings.raised(), endings.held_back():\n    send()\n    send()",
+        "with signals.raised(), signals.held_back():\n    send()\n    send()",
         -signal.SIGTERM,
         "",
     ),
-    "at once": ("with endings.raised():\n    with endings.at_once():\n        send()", -signal.SIGTERM, ""),
+    "at once": ("with signals.raised():\n    with signals.at_once():\n        send()", -signal.SIGTERM, ""),
     "told to ignore": (
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\nwith endings.raised():\n    send(signal.SIGINT)",
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\nwith signals.raised():\n    send(signal.SIGINT)",
         0,
         "",
     ),
@@ -56,12 +56,12 @@ CASES = {
 def test_a_process_ends_as_it_should(code, status, said):
     done = run_bounded([sys.executable, "-c", BEGINNING + code], cwd=ROOT, timeout_seconds=20)
     assert done.returncode == status, done.stderr
-    assert done.stderr.strip().splitlines()[-1:] == ([f"lean_finetune.core.endings.{said}"] if said else [])
+    assert done.stderr.strip().splitlines()[-1:] == ([f"lean_finetune.core.signals.{said}"] if said else [])
 
 
 WRITE = """
 from pathlib import Path
-from lean_finetune.core import files
+from lean_finetune.core import atomic_files
 
 def at(number, call):
     def called(*args, **options):
@@ -75,8 +75,8 @@ def at(number, call):
 for name in ("mkdir", "open", "unlink", "rmdir", "close"):
     setattr(os, name, at(int(sys.argv[2]), getattr(os, name)))
 calls = 0
-with endings.raised():
-    files.write_text(Path(sys.argv[1]), "new")
+with signals.raised():
+    atomic_files.write_text(Path(sys.argv[1]), "new")
 """
 
 
@@ -132,11 +132,12 @@ def test_whoever_imports_it_keeps_his_own_signals(tmp_path):
     """Only `python -m stages.…` hands Ctrl-C to the system; a notebook or a test that imports a stage does not."""
     script = Path(tmp_path / "script.py")
     script.write_text(
-        "import signal, lean_finetune.core.endings\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+        "import signal, lean_finetune.core.signals\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
     )
     run_bounded([sys.executable, script], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True)
 
 
 def test_the_codes_are_those_of_the_shell():
-    assert lean_finetune.core.endings.Interrupted(signal.SIGTERM).exit_code == 143
-    assert lean_finetune.core.endings.Interrupted(signal.SIGINT).exit_code == 130
+    assert lean_finetune.core.signals.Interrupted(signal.SIGTERM).exit_code == 143
+    assert lean_finetune.core.signals.Interrupted(signal.SIGINT).exit_code == 130

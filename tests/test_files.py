@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lean_finetune.core.atomic_files import atomic_directory, atomic_path, told_in_one_line, write_text
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import atomic_directory, atomic_path, told_in_one_line, write_text
 
 ASIDE = ".out.partial"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lean_finetune.core.memory_group import MemoryLimit, free_host_bytes, memory_limits, oom_kills
+from lean_finetune.core.memory_limits import MemoryLimit, free_host_bytes, memory_limits, oom_kills
 
 GROUP_V2 = "0::/job/step\n"
 GROUP_V1 = "9:name=systemd:/\n5:cpu,memory:/job/step\n1:cpuset:/\n0::/\n"

@@ -11,8 +11,8 @@ import pytest
 from dvc.utils.hydra import apply_overrides
 from ruamel.yaml import YAML
 
-from lean_finetune.config.params import round_up
-from lean_finetune.config.params_file import load_params, parse_params
+from lean_finetune.config.load import load_params, parse_params
+from lean_finetune.config.schema import round_up
 from lean_finetune.core.errors import UserError
 from tests.conftest import ROOT
 
@@ -262,7 +262,7 @@ def test_a_missing_file_is_told(tmp_path: Path):
 
 def test_under_dvc_only_declared_keys_can_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """An undeclared read would leave a stale cache, in silence."""
-    from lean_finetune.config.declared import Declared
+    from lean_finetune.config.declared_params import Declared
 
     params = load_params(ROOT / "params.yaml")
     reads: set[str] = set()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.config.params_file import parse_params
+from lean_finetune.config.load import parse_params
 from lean_finetune.core.errors import UserError
 from tests.test_params import put, values  # noqa: F401 (a fixture)
 

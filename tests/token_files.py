@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.step.tokens import Split, TokenRows
+from lean_finetune.step.token_rows import Split, TokenRows
 
 Row = tuple[list[int], list[int], str | None]
 """Token ids, flat spans, family."""

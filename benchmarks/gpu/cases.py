@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from lean_finetune.config.param_types import Method, OptimizerName, Precision
-from lean_finetune.memory.predict.predict import Setting
-from lean_finetune.memory.predict.shapes import TracedSteps
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.config.field_types import Method, OptimizerName, Precision
+from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape
 
 

@@ -19,13 +19,13 @@ import torch
 from benchmarks.form import RESULTS, Row, commit, format_table, machine, versions
 from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase, cases, small_cases
 from benchmarks.gpu.run import Run, measure_case
-from lean_finetune.core.files import read_json, write_json
-from lean_finetune.memory.allocator.tiers import reserve
+from lean_finetune.core.atomic_files import read_json, write_json
+from lean_finetune.memory.allocator.reserved_memory import reserve
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.gpus import Device
-from lean_finetune.memory.predict.explain import trace_origins
-from lean_finetune.memory.predict.predict import Prediction, predict
-from lean_finetune.memory.trace.kernels import target_of
+from lean_finetune.memory.predict.peak import Prediction, predict
+from lean_finetune.memory.predict.peak_explanation import trace_origins
+from lean_finetune.memory.trace.cuda_kernels import target_of
 
 OUT = RESULTS / "gpu_memory.json"
 SPARE_SHARE = 0.04

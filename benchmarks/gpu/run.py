@@ -15,17 +15,17 @@ from transformers.integrations import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase
-from lean_finetune.memory.predict.predict import Setting, optim_of
+from lean_finetune.memory.predict.peak import Setting, optim_of
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention import JoinedRows, training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.step.activation_offload import Offload, make_offload
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, join_rows
-from lean_finetune.step.offload import Offload, make_offload
-from lean_finetune.step.optim import build_optimizer
-from lean_finetune.step.step import Phase, StepResult, StepSpec, training_step
-from lean_finetune.train.monitor.measure import Measured, make_meter
+from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.training_step import Phase, StepResult, StepSpec, training_step
+from lean_finetune.train.monitor.measured_peak import Measured, make_meter
 
 LEARNING_RATE = 1e-5
 SCRATCH = Path("scratch")
@@ -104,7 +104,7 @@ def measure_case(case: GpuCase, device: torch.device) -> Run:
 
 
 def random_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
-    """What `lean_finetune.model.load.load_model` makes, from a configuration alone and with random weights."""
+    """What `lean_finetune.model.load_model.load_model` makes, from a configuration alone and with random weights."""
     model = base_model(config, spec, device)
     adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
     enable_checkpointing(model, spec)

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from benchmarks.gpu.cases import MODELS, small_llama
-from lean_finetune.config.param_types import Method, OptimizerName
-from lean_finetune.memory.predict.predict import Setting
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.config.field_types import Method, OptimizerName
+from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape
 
 PEAK_FLOPS = 989e12

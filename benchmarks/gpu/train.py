@@ -31,8 +31,8 @@ from benchmarks.gpu.speed_cases import (
     matmul_flops,
     seconds_of,
 )
-from lean_finetune.core.files import read_json, write_json
-from lean_finetune.model.segments import use_segments
+from lean_finetune.core.atomic_files import read_json, write_json
+from lean_finetune.model.allocator_settings import use_segments
 
 OUT = RESULTS / "gpu_train.json"
 WARM_UP_STEPS, TIMED_STEPS = 3, 7

@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.gpu.run import base_model
 from benchmarks.gpu.speed_cases import CASES, LORA_RANK, SMALL_CASES, SpeedCase
-from lean_finetune.config.param_types import OptimizerName
+from lean_finetune.config.field_types import OptimizerName
 
 OPTIMIZERS: dict[OptimizerName, str] = {
     "adamw": "adamw_torch_fused",

@@ -18,18 +18,18 @@ from pathlib import Path
 
 import torch
 
-from lean_finetune.config.declared import read_params
-from lean_finetune.distributed.world import ALONE
+from lean_finetune.config.declared_params import read_params
+from lean_finetune.distributed.processes import ALONE
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.precision import precision_of
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.step.batch_loader import load
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.loader import load
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.train.checkpoint.resume import Keeper
-from lean_finetune.train.checkpoint.snapshot import Running
+from lean_finetune.train.checkpoint.training_state import Running
 from lean_finetune.train.job import Paths, make_job
 from lean_finetune.train.loop import TrainJob, train
-from lean_finetune.train.monitor.measure import make_meter
+from lean_finetune.train.monitor.measured_peak import make_meter
 
 CPU = torch.device("cpu")
 

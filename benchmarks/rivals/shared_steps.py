@@ -22,13 +22,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.specs import FP32_LORA
-from lean_finetune.distributed.shard import ShardSpec, make_team
-from lean_finetune.distributed.world import World
-from lean_finetune.model.config import read_config
-from lean_finetune.model.load import hollow_model, load_model
+from lean_finetune.distributed.processes import World
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
+from lean_finetune.model.load_model import hollow_model, load_model
+from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, collate
-from lean_finetune.step.optim import OptimSpec, build_optimizer
-from lean_finetune.step.step import StepSpec, training_step
+from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.training_step import StepSpec, training_step
 
 CPU = torch.device("cpu")
 ROWS, LENGTH = 4, 128

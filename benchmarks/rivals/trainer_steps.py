@@ -28,7 +28,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from lean_finetune.train.monitor.measure import CpuMeter
+from lean_finetune.train.monitor.measured_peak import CpuMeter
 
 LIBRARIES = ("trl", "transformers", "torch", "accelerate")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from lean_finetune.core import endings
-from lean_finetune.core.left_behind import override_remedy, restore_metrics
+from lean_finetune.core import signals
+from lean_finetune.core.dvc_leftovers import override_remedy, restore_metrics
 
 # While it is imported, bitsandbytes tells of an optional inference kernel that no stage uses. Every entry imports this
 # module before any that brings bitsandbytes, so it is silenced in time.
@@ -41,8 +41,8 @@ class StageCommand(click.Command):
             code = ending.code if isinstance(ending, SystemExit) else 1
             if code:
                 restore_metrics()
-            if isinstance(code, int) and code > endings.FIRST_OF_SIGNALS:
-                endings.end_soon(code)
+            if isinstance(code, int) and code > signals.FIRST_OF_SIGNALS:
+                signals.end_soon(code)
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -52,9 +52,9 @@ class StageCommand(click.Command):
             SystemExit: with code 1 after a `UserError` was printed, with 128 + its number after a signal was.
         """
         try:
-            with endings.raised():
+            with signals.raised():
                 return super().invoke(ctx)
-        except endings.Interrupted as ending:
+        except signals.Interrupted as ending:
             click.echo(f"stopped by {ending.name}: no output is half-written; the same command starts again", err=True)
             sys.exit(ending.exit_code)
         except UserError as error:

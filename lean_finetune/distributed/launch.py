@@ -18,12 +18,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lean_finetune.core.endings import FIRST_OF_SIGNALS, Interrupted
+from lean_finetune.core.atomic_files import sha256_json, told_in_one_line
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import sha256_json, told_in_one_line
-from lean_finetune.core.locks import clear, hold, leave
+from lean_finetune.core.file_locks import clear, hold, leave
 from lean_finetune.core.parent_death import LAUNCHER
-from lean_finetune.distributed.world import World
+from lean_finetune.core.signals import FIRST_OF_SIGNALS, Interrupted
+from lean_finetune.distributed.processes import World
 
 DIRECTORY = "LEAN_FINETUNE_RANKS"
 """Variable of the environment that names the processes' directory; absent where the user started torchrun."""

@@ -15,10 +15,10 @@ from torch import nn
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from lean_finetune.model.spec import WeightsSpec
-from lean_finetune.step.limits import Limits
+from lean_finetune.model.model_spec import WeightsSpec
+from lean_finetune.step.evaluation_limits import Limits
 from lean_finetune.step.loss import causal_lm
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.step.token_rows import TokenRows
 
 NO_FAMILY = "all"
 """Family of the rows that name none."""

@@ -7,14 +7,14 @@ import psutil
 import torch
 from transformers import PretrainedConfig
 
-from lean_finetune.config.param_types import AnyPrecision, Precision
+from lean_finetune.config.field_types import AnyPrecision, Precision
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.memory_group import memory_limits
+from lean_finetune.core.memory_limits import memory_limits
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.memory.gpus import ALIASES, BF16_CAPABILITY, GPUS, Device, context_of
 from lean_finetune.model.attention_choice import choose_attention
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.precision import choose_precision
-from lean_finetune.model.spec import ModelSpec
 
 SIZE_UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB}
 MOST_GIB = 100_000

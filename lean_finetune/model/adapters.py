@@ -13,12 +13,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lean_finetune.config.params import ALL_LINEAR
+from lean_finetune.config.schema import ALL_LINEAR
+from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import read_json, write_json
+from lean_finetune.model.adapter_init import ADAPTER, adapted_layers, changed_start, on_original_weights
+from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu
-from lean_finetune.model.spec import ModelSpec, WeightsSpec
-from lean_finetune.model.start import ADAPTER, adapted_layers, changed_start, on_original_weights
 
 ADAPTER_PARTS = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
 """What names of adapter parameters hold."""

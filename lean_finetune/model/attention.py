@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lean_finetune.config.param_types import AttentionName
+from lean_finetune.config.field_types import AttentionName
 
 ATTENTION = "lean_sdpa"
 CAPPED_ATTENTION = "lean_capped"

@@ -7,8 +7,8 @@ from transformers import PretrainedConfig
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import FLASH_CAPABILITY, FLASH_MAX_HEAD_SIZE, caps_scores
-from lean_finetune.model.config import largest_head_size
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.model.model_config import largest_head_size
+from lean_finetune.model.model_spec import ModelSpec
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.model.model_spec import ModelSpec
 
 aten = torch.ops.aten
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Literal
 
-from lean_finetune.config.param_types import AnyPrecision, Precision
-from lean_finetune.config.params import Params
+from lean_finetune.config.field_types import AnyPrecision, Precision
+from lean_finetune.config.schema import Params
+from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import read_json
 
 
 def choose_precision(

@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from lean_finetune.model.spec import WeightsSpec
+from lean_finetune.model.model_spec import WeightsSpec
 
 # It tells of every type but fp16 that 8-bit products are made of fp16 inputs: so does docs/switches.md.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.config.data_params import HUB_PREFIX
+from lean_finetune.config.data_schema import HUB_PREFIX
 from lean_finetune.core import progress
+from lean_finetune.core.atomic_files import find_source, repo_root
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import find_source, repo_root
+from lean_finetune.pinning.file_formats import FileKind, file_kind, glob_base
 from lean_finetune.pinning.hub import cached_file, download
-from lean_finetune.pinning.kinds import FileKind, file_kind, glob_base
 
 TINY = "tiny"
 TINY_DIRECTORY = Path(__file__).parents[1] / "tiny"

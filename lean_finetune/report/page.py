@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from textwrap import indent
 from typing import Any
 
-from lean_finetune.pinning.shown import shown_data, shown_model
-from lean_finetune.report.inputs import Inputs
+from lean_finetune.pinning.descriptions import shown_data, shown_model
 from lean_finetune.report.markdown import NONE, cell, size, table
-from lean_finetune.report.memory import memory_section
+from lean_finetune.report.memory_section import memory_section
+from lean_finetune.report.report_inputs import Inputs
 
 NOT_EVALUATED = "not evaluated: no rows are held out (data.heldout_fraction is 0)."
 SAMPLES = 6

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lean_finetune.core.units import GIB, reading_unit
-from lean_finetune.report.inputs import Inputs, in_order
+from lean_finetune.report.report_inputs import Inputs, in_order
 
 DOTS_PER_INCH = 120
 WIDTH_INCHES = 8.0

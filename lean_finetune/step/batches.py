@@ -12,8 +12,8 @@ import torch
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import JoinedRows
-from lean_finetune.plan.plan import PADDING_ROW_TOKENS, MicroBatch, Plan, sums_between
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch, Plan, sums_between
+from lean_finetune.step.token_rows import TokenRows
 
 IGNORED = -100
 """Target of a position that is not predicted; the value torch's cross-entropy skips."""

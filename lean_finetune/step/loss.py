@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import JoinedRows, joined_forward
+from lean_finetune.step.activation_offload import Offload, layers_saved
 from lean_finetune.step.batches import Batch, join_rows
-from lean_finetune.step.offload import Offload, layers_saved
 
 PROBE_TOKENS = 8
 OTHER_ORDER = 0.02

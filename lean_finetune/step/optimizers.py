@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor
 
-from lean_finetune.config.param_types import OptimizerName
-from lean_finetune.step.master import MasterWeights
+from lean_finetune.config.field_types import OptimizerName
+from lean_finetune.step.master_weights import MasterWeights
 
 # Each optimizer's published constants.
 ADAM: Mapping[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}

@@ -8,24 +8,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from lean_finetune.config.params import Params
-from lean_finetune.core.files import read_json
-from lean_finetune.distributed.shard import ShardSpec
-from lean_finetune.distributed.world import World
-from lean_finetune.model.config import read_config
-from lean_finetune.model.segments import use_segments
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.config.schema import Params
+from lean_finetune.core.atomic_files import read_json
+from lean_finetune.distributed.processes import World
+from lean_finetune.distributed.sharding_modes import ShardSpec
+from lean_finetune.model.allocator_settings import use_segments
+from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.pinning.locate import model_directory, verify_files
-from lean_finetune.plan.plan import Plan, read_plan
+from lean_finetune.plan.batch_plan import Plan, read_plan
+from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import refuse_other_ranks, refuse_other_tokens
-from lean_finetune.step.in_backward import refuse_in_backward
-from lean_finetune.step.offload import make_offload
-from lean_finetune.step.optim import OptimSpec
+from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.optimizers import paging_note
-from lean_finetune.step.step import StepSpec
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.step.run_optimizer import OptimSpec
+from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.loop import TrainJob, measured_steps
-from lean_finetune.train.process.device import check_attention, check_device, check_host, check_offload
+from lean_finetune.train.process.training_device import check_attention, check_device, check_host, check_offload
 
 SCRATCH = Path("scratch")
 

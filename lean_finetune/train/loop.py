@@ -15,33 +15,38 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from lean_finetune.distributed.shard import ShardSpec, make_team
-from lean_finetune.distributed.world import ALONE, World
-from lean_finetune.model.config import read_config
-from lean_finetune.model.load import hollow_model, load_model
-from lean_finetune.model.spec import ModelSpec
-from lean_finetune.plan.plan import MicroBatch, Plan
-from lean_finetune.plan.worst import worst_steps
+from lean_finetune.distributed.processes import ALONE, World
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
+from lean_finetune.model.load_model import hollow_model, load_model
+from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.plan.worst_micro_batches import worst_steps
+from lean_finetune.step.activation_offload import Offload
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import check_head, check_joined_rows
-from lean_finetune.step.offload import Offload
-from lean_finetune.step.optim import OptimSpec, build_optimizer, learning_rate
-from lean_finetune.step.scale import LossScaler
-from lean_finetune.step.step import StepResult, StepSpec, training_step
-from lean_finetune.step.team import Team
-from lean_finetune.step.tokens import TokenRows
-from lean_finetune.train.checkpoint.keeper import NOTHING_KEPT, Keeper
-from lean_finetune.train.checkpoint.rng import redrawn_after_fault
-from lean_finetune.train.checkpoint.snapshot import Running
-from lean_finetune.train.heldout import heldout_batches, heldout_loss
+from lean_finetune.step.loss_scaling import LossScaler
+from lean_finetune.step.process_group import Team
+from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer, learning_rate
+from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.training_step import StepResult, StepSpec, training_step
+from lean_finetune.train.checkpoint.loop_hooks import NOTHING_KEPT, Keeper
+from lean_finetune.train.checkpoint.rng_state import redrawn_after_fault
+from lean_finetune.train.checkpoint.training_state import Running
+from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
+from lean_finetune.train.monitor.finite_checks import (
+    Diverged,
+    refuse_broken_weights,
+    refuse_dead_adapters,
+    refuse_non_finite,
+)
 from lean_finetune.train.monitor.growth_advice import Settings
-from lean_finetune.train.monitor.guards import Diverged, refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from lean_finetune.train.monitor.host_peak import HostPeak, host_peak
-from lean_finetune.train.monitor.measure import LOAD, Meter
-from lean_finetune.train.monitor.monitor import MEMORY_COLUMNS, Monitor, memory_text
-from lean_finetune.train.oom.feed import Feed
-from lean_finetune.train.oom.oom import CHECKPOINT, HELDOUT
-from lean_finetune.train.oom.recover import Ending, plain_ending, splits
+from lean_finetune.train.monitor.measured_peak import LOAD, Meter
+from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, Monitor, memory_text
+from lean_finetune.train.oom.batch_stream import Feed
+from lean_finetune.train.oom.oom_handler import Ending, plain_ending, splits
+from lean_finetune.train.oom.oom_state import CHECKPOINT, HELDOUT
 
 CONTROL_STEPS = 4
 """Steps measured besides those that can be the worst."""

@@ -19,8 +19,8 @@ from benchmarks.gpu.speed_cases import (
     flops_per_token,
 )
 from lean_finetune.core.units import GIB
-from lean_finetune.memory.predict.predict import predict
-from lean_finetune.memory.predict.states import model_shapes
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.state_formulas import model_shapes
 from tests.memory.common import gpu_target
 from tests.small_model import CPU
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import loader
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.step.token_rows import TokenRows
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks import monitor
 from benchmarks.monitor import KEPT_LIMIT_BYTES, kept_bytes
-from lean_finetune.train.monitor.measure import make_meter
-from lean_finetune.train.monitor.monitor import Monitor
+from lean_finetune.train.monitor.measured_peak import make_meter
+from lean_finetune.train.monitor.memory_monitor import Monitor
 from tests.small_model import CPU
 
 

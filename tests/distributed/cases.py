@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from lean_finetune.distributed.shard import ShardSpec, make_team
-from lean_finetune.distributed.world import World
-from lean_finetune.model.config import read_config
-from lean_finetune.model.load import hollow_model, load_model
+from lean_finetune.distributed.processes import World
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
+from lean_finetune.model.load_model import hollow_model, load_model
+from lean_finetune.model.model_config import read_config
+from lean_finetune.step.activation_offload import DiskStore, Offload
 from lean_finetune.step.batches import Batch, collate, idle_batch
-from lean_finetune.step.offload import DiskStore, Offload
-from lean_finetune.step.optim import OptimSpec, build_optimizer
-from lean_finetune.step.scale import LossScaler
-from lean_finetune.step.step import StepSpec, training_step
-from lean_finetune.step.team import Team
+from lean_finetune.step.loss_scaling import LossScaler
+from lean_finetune.step.process_group import Team
+from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.training_step import StepSpec, training_step
 from tests.small_model import CPU, spec_of
 from tests.step.common import rows
 

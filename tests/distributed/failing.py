@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from lean_finetune.train.oom.recover import Ending
-from lean_finetune.train.process import nccl
+from lean_finetune.train.oom.oom_handler import Ending
+from lean_finetune.train.process import nccl_watchdog
 
 VARIABLE = "LEAN_FINETUNE_FAULT"
 MET = Path("fault-was-met")
@@ -69,5 +69,5 @@ if __name__ == "__main__":
     _come_late()
     Ending.step = _with_fault(Ending.step)  # type: ignore[method-assign]
     if not MET.exists():
-        nccl.link_errors = _nccl_finds_out
+        nccl_watchdog.link_errors = _nccl_finds_out
     runpy.run_module("stages.train", run_name="__main__", alter_sys=True)

@@ -15,18 +15,18 @@ import numpy as np
 from safetensors.torch import save_file
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.agree import Voices
-from lean_finetune.distributed.shard import ShardSpec
-from lean_finetune.distributed.world import World
-from lean_finetune.model.tensor_files import write_held
-from lean_finetune.plan.plan import Plan
-from lean_finetune.train.checkpoint.checkpoint import CheckpointStore
+from lean_finetune.distributed.control_messages import Voices
+from lean_finetune.distributed.processes import World
+from lean_finetune.distributed.sharding_modes import ShardSpec
+from lean_finetune.model.safetensors_files import write_held
+from lean_finetune.plan.batch_plan import Plan
+from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
+from lean_finetune.train.checkpoint.distributed_checkpoint import SharedCheckpoints
 from lean_finetune.train.checkpoint.resume import Checkpoints
-from lean_finetune.train.checkpoint.snapshot import Running, cut_of
-from lean_finetune.train.checkpoint.together import SharedCheckpoints
+from lean_finetune.train.checkpoint.training_state import Running, cut_of
 from lean_finetune.train.loop import TrainJob, train
-from lean_finetune.train.monitor.measure import make_meter
-from lean_finetune.train.process.signals import Stop, Stopped
+from lean_finetune.train.monitor.measured_peak import make_meter
+from lean_finetune.train.process.stop_signals import Stop, Stopped
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
 
@@ -93,7 +93,7 @@ def slow_disk() -> Iterator[None]:
             path.with_name(str(number)).touch()
         write_held(path, tensors)
 
-    with patch("lean_finetune.train.checkpoint.checkpoint.write_held", file_by_file):
+    with patch("lean_finetune.train.checkpoint.checkpoint_files.write_held", file_by_file):
         yield
 
 

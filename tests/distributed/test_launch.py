@@ -14,7 +14,7 @@ from lean_finetune.distributed.launch import (
     _own,
     as_one_of_many,
 )
-from lean_finetune.distributed.world import World
+from lean_finetune.distributed.processes import World
 from lean_finetune.train.process.ranks import told_of_waiting
 
 GLOO_CLOSED = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5123"

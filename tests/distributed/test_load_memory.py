@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lean_finetune.memory.predict.process import on_host
-from lean_finetune.model.config import read_config
+from lean_finetune.memory.predict.process_memory import on_host
+from lean_finetune.model.model_config import read_config
 from tests.distributed.group import group_of
 from tests.model.large import large_llama, write_checkpoint
 from tests.small_model import spec_of

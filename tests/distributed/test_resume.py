@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lean_finetune.distributed.world import ALONE
+from lean_finetune.distributed.processes import ALONE
 from tests.distributed.group import Group, group_of
 from tests.distributed.part_of_run import PartOfRun, run_part
 from tests.train.interrupted import STEPS

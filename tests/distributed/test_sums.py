@@ -9,8 +9,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.sums import PACKED_BYTES, GradientSums, messages
-from lean_finetune.step.team import named_trained
+from lean_finetune.distributed.gradient_reduction import PACKED_BYTES, GradientSums, messages
+from lean_finetune.step.process_group import named_trained
 
 LARGE = PACKED_BYTES // 4 + 1
 """Values in fp32."""

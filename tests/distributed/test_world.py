@@ -8,9 +8,9 @@ import torch
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.launch import _first_fault
-from lean_finetune.distributed.replicas import assign_owners
-from lean_finetune.distributed.world import ALONE, World, check_size
-from lean_finetune.step.team import Alone, losses_of_all
+from lean_finetune.distributed.processes import ALONE, World, check_size
+from lean_finetune.distributed.replicated import assign_owners
+from lean_finetune.step.process_group import Alone, losses_of_all
 
 
 def test_processes_that_do_not_match_the_plan_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from lean_finetune.distributed.meeting import Late, meeting, wait_for_all
-from lean_finetune.distributed.shard import ShardSpec, make_team
-from lean_finetune.distributed.world import World
-from lean_finetune.model.config import read_config
-from lean_finetune.model.load import hollow_model, load_model
-from lean_finetune.model.tensor_files import StoredTensor
+from lean_finetune.distributed.processes import World
+from lean_finetune.distributed.progress_barrier import Late, meeting, wait_for_all
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
+from lean_finetune.model.load_model import hollow_model, load_model
+from lean_finetune.model.model_config import read_config
+from lean_finetune.model.safetensors_files import StoredTensor
 from lean_finetune.train.monitor.host_peak import host_peak
-from lean_finetune.train.process.voice import never_refused
+from lean_finetune.train.process.best_effort_output import never_refused
 from tests.distributed.cases import Case, learn
 from tests.distributed.part_of_run import PartOfRun, run_part
 from tests.memory.ranks import do_peaks

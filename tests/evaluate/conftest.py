@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lean_finetune.core.files import sha256_file, write_json
-from lean_finetune.evaluate.compare import Questions
+from lean_finetune.core.atomic_files import sha256_file, write_json
+from lean_finetune.evaluate.base_and_tuned import Questions
 from lean_finetune.evaluate.generate import choose_prompts
 from lean_finetune.model.adapters import add_adapters, save_adapter
-from lean_finetune.model.load import load_base
-from lean_finetune.model.spec import ModelSpec, WeightsSpec
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.model.load_model import load_base
+from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
+from lean_finetune.step.token_rows import TokenRows
 from tests.token_files import Row, write_tokens
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from lean_finetune.evaluate.generate import Prompt, choose_prompts, greedy_answers, special_ids, stop_ids
-from lean_finetune.model.load import load_base
-from lean_finetune.step.limits import Limits
+from lean_finetune.model.load_model import load_base
+from lean_finetune.step.evaluation_limits import Limits
 from tests.evaluate.conftest import CPU, EOS, PAD, heldout_rows, spec_of
 from tests.token_files import Row, heldout
 

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from tqdm import tqdm
 
-from lean_finetune.evaluate.heldout import batch_rows, row_losses, spread_rows
-from lean_finetune.model.load import load_base
+from lean_finetune.evaluate.row_losses import batch_rows, row_losses, spread_rows
+from lean_finetune.model.load_model import load_base
 from tests.evaluate.conftest import CPU, PAD, spec_of
 from tests.token_files import heldout
 

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from lean_finetune.evaluate.compare import evaluate_models
-from lean_finetune.model.load import load_base, load_model
-from lean_finetune.model.merge import MERGED, write_merged
-from lean_finetune.model.spec import ModelSpec
-from lean_finetune.model.tensor_files import stored_tensors
+from lean_finetune.evaluate.base_and_tuned import evaluate_models
+from lean_finetune.model.load_model import load_base, load_model
+from lean_finetune.model.merge_adapters import MERGED, write_merged
+from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.model.safetensors_files import stored_tensors
 from lean_finetune.step.batches import collate
-from lean_finetune.step.limits import Limits
-from lean_finetune.step.optim import OptimSpec, build_optimizer
-from lean_finetune.step.step import StepSpec, training_step
-from lean_finetune.step.team import Alone
-from lean_finetune.step.tokens import TokenRows
-from lean_finetune.train.heldout import heldout_batches, heldout_loss
-from lean_finetune.train.monitor.measure import make_meter
-from lean_finetune.train.save import Merge, save_full, save_tuned
+from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.process_group import Alone
+from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.training_step import StepSpec, training_step
+from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
+from lean_finetune.train.monitor.measured_peak import make_meter
+from lean_finetune.train.save_model import Merge, save_full, save_tuned
 from tests.evaluate.conftest import CPU, PAD, TOKENIZER_FILES, questions_of, save_random_adapter, spec_of
 from tests.small_model import base_of
 from tests.small_model import spec_of as model_spec_of

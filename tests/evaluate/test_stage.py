@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lean_finetune.core.files import write_json
-from lean_finetune.evaluate.compare import Answers, Questions, evaluate_models
-from lean_finetune.evaluate.metrics import evaluate_metrics
-from lean_finetune.model.load import load_base
-from lean_finetune.model.merge import MERGED, write_merged
-from lean_finetune.step.limits import Limits
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.core.atomic_files import write_json
+from lean_finetune.evaluate.base_and_tuned import Answers, Questions, evaluate_models
+from lean_finetune.evaluate.evaluation_metrics import evaluate_metrics
+from lean_finetune.model.load_model import load_base
+from lean_finetune.model.merge_adapters import MERGED, write_merged
+from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.token_rows import TokenRows
 from stages.evaluate import main
 from tests.evaluate.conftest import CPU, EOS, questions_of, save_random_adapter, spec_of
 from tests.evaluate.test_heldout import losses_of
@@ -171,7 +171,7 @@ def test_out_of_memory_names_the_parameters_that_help(
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr(f"lean_finetune.evaluate.compare.{place_of_it}", refuse)
+    monkeypatch.setattr(f"lean_finetune.evaluate.base_and_tuned.{place_of_it}", refuse)
     line = told(evaluate(tokens_dir, locks_dir, adapter))
     assert line.startswith("evaluate.max_tokens: the base model ran out of memory") and "generate_batch_rows=32" in line
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_finetune.evaluate.tasks import final_answer, is_exact_match
+from lean_finetune.evaluate.exact_match import final_answer, is_exact_match
 
 
 @pytest.mark.parametrize(

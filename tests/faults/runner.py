@@ -124,7 +124,7 @@ def become(request: dict[str, Any], output: int) -> None:
     os.chdir(request["cwd"])
     signal.signal(
         signal.SIGINT, signal.SIG_DFL
-    )  # As `lean_finetune.core.endings` has it, imported by `python -m stages.…`.
+    )  # As `lean_finetune.core.signals` has it, imported by `python -m stages.…`.
     if request["file_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], request["file_bytes"]))
     if request["unprivileged"]:

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.estimate_cpu import make_code_books, real_batch
-from lean_finetune.distributed.shard import ShardSpec, make_team
-from lean_finetune.distributed.world import World
-from lean_finetune.memory.predict.predict import Setting, optim_of
-from lean_finetune.memory.predict.shapes import TracedSteps
-from lean_finetune.memory.trace.fake_team import Sharing
-from lean_finetune.model.load import load_model
+from lean_finetune.distributed.processes import World
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
+from lean_finetune.memory.predict.peak import Setting, optim_of
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import idle_batch
-from lean_finetune.step.optim import build_optimizer
-from lean_finetune.step.step import StepSpec, training_step
-from lean_finetune.train.monitor.measure import make_meter
+from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.training_step import StepSpec, training_step
+from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import setting_of, shape
 from tests.small_model import CPU, VOCABULARY
 

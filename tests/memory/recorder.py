@@ -7,9 +7,9 @@ from transformers import PretrainedConfig
 from lean_finetune.memory.allocator.cut import Timeline
 from lean_finetune.memory.allocator.runs import timeline_of
 from lean_finetune.memory.allocator.traced_runs import kind_of
-from lean_finetune.memory.predict.explain import trace_origins
-from lean_finetune.memory.predict.predict import Setting
-from lean_finetune.memory.trace.kernels import Target
+from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.predict.peak_explanation import trace_origins
+from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.step.batches import BatchShape
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_finetune.memory.predict.predict import Prediction, predict
+from lean_finetune.memory.predict.peak import Prediction, predict
 from tests.memory.common import gpu_target, setting_of, shape
 from tests.memory.test_states import LLAMA_3_1_8B
 

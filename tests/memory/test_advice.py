@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from lean_finetune.config.params_file import load_params
-from lean_finetune.config.params_flags import with_flags
+from lean_finetune.config.load import load_params
+from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.units import MIB
-from lean_finetune.memory.advice import advice, options, switches, what_fits
-from lean_finetune.memory.advice.advice import Confirm, Remedy, advise
-from lean_finetune.memory.advice.neighbours import lighter_activations, lighter_state
-from lean_finetune.memory.advice.options import Candidate, Space
-from lean_finetune.memory.advice.standalone import workload_of
-from lean_finetune.memory.advice.what_fits import Largest, largest_fitting, longest_row, smallest_gpu
+from lean_finetune.memory.advice import largest_that_fits, one_change_sweep, search, search_space
+from lean_finetune.memory.advice.config_variants import lighter_activations, lighter_state
+from lean_finetune.memory.advice.fit_command import workload_of
+from lean_finetune.memory.advice.largest_that_fits import Largest, largest_fitting, longest_row, smallest_gpu
+from lean_finetune.memory.advice.search import Confirm, Remedy, advise
+from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.workload import Costs, Workload, full_batch, largest_steps
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.predict import predict
-from lean_finetune.memory.trace.kernels import target_of
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.trace.cuda_kernels import target_of
 from tests.conftest import ROOT
 from tests.memory.common import joined, setting_of, shape
 
@@ -107,7 +107,7 @@ def test_single_changes_of_a_recomputing_run_can_be_given_as_they_stand():
     """A policy left behind by grad_ckpt=false, which params.yaml refuses."""
 
     def flags(**setting: Any) -> list[str]:
-        return [flag for flag, _ in switches._single_changes(setting_of(**setting), True, cuda=True)]
+        return [flag for flag, _ in one_change_sweep._single_changes(setting_of(**setting), True, cuda=True)]
 
     assert flags()[0] == "grad_ckpt=true"
     assert flags(grad_ckpt=True)[:2] == ["grad_ckpt=false", "offload_activations=cpu"]
@@ -125,12 +125,12 @@ def test_what_is_advised_fits_and_the_least_harmful_comes_first():
     found = ask(run, usable)
     assert found and all(remedy.peak_bytes <= usable for remedy in found)
     assert found[0].effect == "changes nothing that is learnt"
-    effects = [options.EFFECTS.index(remedy.effect) for remedy in found]
+    effects = [search_space.EFFECTS.index(remedy.effect) for remedy in found]
     assert effects == sorted(effects)
     for one in found:
         assert not any(changes(other) < changes(one) for other in found)
-    same = [remedy.slowdown for remedy in found if remedy.effect == options.EFFECTS[0]]
-    assert same == pytest.approx(sorted(same), abs=2 * options.SAME_SPEED)
+    same = [remedy.slowdown for remedy in found if remedy.effect == search_space.EFFECTS[0]]
+    assert same == pytest.approx(sorted(same), abs=2 * search_space.SAME_SPEED)
 
 
 @pytest.mark.parametrize("share", [0.15, pytest.param(0.5, marks=pytest.mark.slow)])
@@ -138,7 +138,7 @@ def test_no_switch_of_the_first_line_can_be_left_out(share):
     """Everything turned on, four times as slow, where two switches would do."""
     run = workload(method="full", loss_chunk=None, precision="bf16")
     space = Space(run, Costs(run, H100, TARGET), native_bf16=True)
-    candidates = space.of_effect(options.SAME)
+    candidates = space.of_effect(search_space.SAME)
     least = peak(max(candidates, key=lambda c: sum(option.strength for option in c.options)).run)
     usable = int(least + share * (peak(run) - least))
     best = ask(run, usable)[0]
@@ -155,11 +155,11 @@ def test_a_line_with_little_room_has_a_roomier_one_beside_it():
     first = ask(run, int(peak(run) * 0.9))[0]
     tight = ask(run, first.peak_bytes * 100 // 99)
     assert tight[0].flags == first.flags
-    assert any(one.peak_bytes <= advice.ROOMY * first.peak_bytes / 0.99 for one in tight[1:])
+    assert any(one.peak_bytes <= search.ROOMY * first.peak_bytes / 0.99 for one in tight[1:])
 
 
 @pytest.mark.parametrize(
-    ("norm", "effect"), [pytest.param(None, options.SAME, marks=pytest.mark.slow), (1.0, options.UNCLIPPED)]
+    ("norm", "effect"), [pytest.param(None, search_space.SAME, marks=pytest.mark.slow), (1.0, search_space.UNCLIPPED)]
 )
 def test_updates_in_backward_are_offered_where_nothing_else_trains_all_weights(norm, effect):
     """Other weights trained for want of the switch that frees each gradient at once."""
@@ -167,10 +167,10 @@ def test_updates_in_backward_are_offered_where_nothing_else_trains_all_weights(n
     run = workload(method="full", precision="bf16", max_tokens=64, longest=64, tokens_per_step=128, max_grad_norm=norm)
     costs = Costs(run, H100, TARGET)
     space = Space(run, costs, native_bf16=True)
-    without = [c for c in space.of_effect(options.SAME) if not c.strength("in_backward")]
+    without = [c for c in space.of_effect(search_space.SAME) if not c.strength("in_backward")]
     usable = min(costs.least_bytes(c.run.setting) for c in without) - 1
     found = ask(run, usable)
-    assert found[0].effect == options.EFFECTS[effect]
+    assert found[0].effect == search_space.EFFECTS[effect]
     assert {"train.optimizer_in_backward=true", "bucket.mode=packed", "bucket.max_tokens=191"} <= {*found[0].flags}
     assert ("train.max_grad_norm=null" in found[0].flags) is (norm is not None)
 
@@ -198,7 +198,7 @@ def test_every_line_that_can_be_offered_passes_the_rules_of_params(given, shardi
     p = with_flags(PARAMS, [*flags, f"train.sharding={sharding}", f"hardware.num_gpus={gpus}"])
     run = workload_of(p, CONFIG, given.get("precision", "fp32"))
     space = Space(run, Costs(run, H100, TARGET), native_bf16=True)
-    lines = {candidate.flags for effect in range(len(options.EFFECTS)) for candidate in space.of_effect(effect)}
+    lines = {candidate.flags for effect in range(len(search_space.EFFECTS)) for candidate in space.of_effect(effect)}
     assert lines
     for line in sorted(lines)[:: 1 + len(lines) // 50]:
         assert with_flags(p, line) != p
@@ -215,7 +215,7 @@ def test_the_optimizer_on_the_host_is_offered_where_its_state_is_large():
     costs = Costs(run, H100, TARGET)
     assert costs.slowdown(replace(run, setting=changed)) > 1.5
     remedy = next(one for one in ask(run, peak(replace(run, setting=changed))) if flags[0] in one.flags)
-    assert remedy.effect == options.EFFECTS[0] and remedy.slowdown > 1.5
+    assert remedy.effect == search_space.EFFECTS[0] and remedy.slowdown > 1.5
 
 
 def test_a_remedy_is_the_prediction_of_the_run_it_names():
@@ -241,10 +241,10 @@ def test_what_is_not_confirmed_is_not_offered():
 
     def refuse_all_but_the_last(changed: Candidate, peak_bytes: int) -> int | None:
         asked.append(changed.run)
-        return 1 if len(asked) == advice.MOST_CONFIRMED else None
+        return 1 if len(asked) == search.MOST_CONFIRMED else None
 
     found = ask(run, peak(run), refuse_all_but_the_last)
-    assert len(asked) == advice.MOST_CONFIRMED
+    assert len(asked) == search.MOST_CONFIRMED
     assert [remedy.peak_bytes for remedy in found] == [1], "the peak that was confirmed is told"
 
 
@@ -258,13 +258,13 @@ def test_states_alone_rule_out_and_shorter_rows_are_the_last_resort(monkeypatch)
         traced.append(setting.model.method)
         return real(config, setting, steps, target)
 
-    monkeypatch.setattr(advice, "predict", counting)
+    monkeypatch.setattr(search, "predict", counting)
     run = workload(method="full", loss_chunk=None, precision="bf16", longest=64)
     costs = Costs(run, H100, TARGET)
     usable = costs.least_bytes(replace(run.setting, offload="optimizer")) - MIB // 8
     found = ask(run, usable)
-    assert "full" not in traced and len(traced) <= advice.MOST_TRACES
-    assert found and all(remedy.effect == options.EFFECTS[options.OTHER_WEIGHTS] for remedy in found)
+    assert "full" not in traced and len(traced) <= search.MOST_TRACES
+    assert found and all(remedy.effect == search_space.EFFECTS[search_space.OTHER_WEIGHTS] for remedy in found)
 
 
 def test_nothing_is_advised_where_nothing_fits():
@@ -276,7 +276,7 @@ def test_the_budgets_flag_is_the_one_that_the_mode_heeds():
     """bucket.max_tokens lowered where fixed_rows decide."""
 
     def flags(**changes: Any) -> list[str]:
-        return [flag for option in options.budgets_of(workload(**changes)) for flag in option.flags]
+        return [flag for option in search_space.budgets_of(workload(**changes)) for flag in option.flags]
 
     assert flags()[:2] == ["bucket.max_tokens=512", "bucket.max_tokens=256"]
     assert flags()[2:4] == ["data.max_length=128", "bucket.max_tokens=128"]
@@ -302,8 +302,8 @@ def test_the_largest_that_fits_is_found_in_few_traces(usable, hints):
 
     found = largest_fitting(peak_of, usable, 5000, hints)
     true = max((count for count in range(1, 5001) if peak_of(count) <= usable), default=0)
-    assert true * (1 - 1 / what_fits.PRECISION) - 1 <= found <= true
-    assert len(asked) - 5000 <= what_fits.MOST_TRACES + 1
+    assert true * (1 - 1 / largest_that_fits.PRECISION) - 1 <= found <= true
+    assert len(asked) - 5000 <= largest_that_fits.MOST_TRACES + 1
 
 
 def test_the_smallest_gpu_and_the_longest_row_hold_by_prediction():

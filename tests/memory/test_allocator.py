@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lean_finetune.core.units import GIB, MIB
-from lean_finetune.memory.allocator.allocator import CachingAllocator, OutOfMemory
+from lean_finetune.memory.allocator.caching_allocator import CachingAllocator, OutOfMemory
 
 KIB = 1024
 

@@ -10,16 +10,16 @@ from transformers import LlamaConfig
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB
-from lean_finetune.distributed.shard import ShardSpec
-from lean_finetune.memory.advice.neighbours import parts_away
+from lean_finetune.distributed.sharding_modes import ShardSpec
+from lean_finetune.memory.advice.config_variants import parts_away
 from lean_finetune.memory.allocator.replay import Replay, replay
 from lean_finetune.memory.allocator.step_units import StepKind, step_units
 from lean_finetune.memory.allocator.templates import RunModel
 from lean_finetune.memory.allocator.traced_runs import fit_run
 from lean_finetune.memory.devices import precision_on, resolve_gpu
-from lean_finetune.memory.predict.explain import host_state_bytes
-from lean_finetune.memory.predict.predict import Setting, predict
-from lean_finetune.memory.trace.fake_team import Sharing
+from lean_finetune.memory.predict.peak import Setting, predict
+from lean_finetune.memory.predict.peak_explanation import host_state_bytes
+from lean_finetune.memory.trace.fake_distributed import Sharing
 from tests.memory.common import gpu_target, setting_of, shape
 from tests.memory.test_states import LLAMA_3_1_8B
 

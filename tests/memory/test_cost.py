@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lean_finetune.memory.advice.cost import ARITHMETIC_SHARE, StepWork, relative_slowdown, step_seconds
+from lean_finetune.memory.advice.step_cost import ARITHMETIC_SHARE, StepWork, relative_slowdown, step_seconds
 from lean_finetune.memory.advice.workload import RANKED_AS, ranking_speed
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.gpus import GPUS, Speed

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from lean_finetune.memory.predict import predict as module
-from lean_finetune.memory.predict.layers import Repetition, find_repetition, with_layers
-from lean_finetune.memory.predict.predict import Prediction, Setting, predict
-from lean_finetune.memory.predict.shapes import TracedSteps
-from lean_finetune.memory.trace.kernels import Target
+from lean_finetune.memory.predict import peak as module
+from lean_finetune.memory.predict.layer_structure import Repetition, find_repetition, with_layers
+from lean_finetune.memory.predict.peak import Prediction, Setting, predict
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.trace.cuda_kernels import Target
 from tests.memory.common import CPU_TARGET, gpu_target, joined, setting_of, shape
 from tests.small_model import spec_of
 

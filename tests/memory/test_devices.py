@@ -4,7 +4,7 @@ import psutil
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.memory_group import MemoryLimit
+from lean_finetune.core.memory_limits import MemoryLimit
 from lean_finetune.core.units import GIB
 from lean_finetune.memory import devices
 from lean_finetune.memory.devices import precision_on, resolve_gpu

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from lean_finetune.memory.predict.layers import with_layers
+from lean_finetune.memory.predict.layer_structure import with_layers
 from stages.estimate import main
 from tests.workspace import lay_out
 

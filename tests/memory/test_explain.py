@@ -5,10 +5,10 @@ import copy
 from transformers import LlamaConfig
 
 from lean_finetune.core.units import GIB
-from lean_finetune.memory.predict.explain import TIMELINE_COLUMNS, closed_form, explain, trace_origins
-from lean_finetune.memory.predict.predict import predict
-from lean_finetune.memory.trace.origins import HELD
-from lean_finetune.memory.trace.trace import CATEGORIES
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, closed_form, explain, trace_origins
+from lean_finetune.memory.trace.allocation_origins import HELD
+from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
 
 CONFIG = LlamaConfig(

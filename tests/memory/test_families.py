@@ -22,13 +22,13 @@ from transformers import (
 )
 
 from benchmarks.estimate_cpu import FAMILIES, SMALL, Case, cases, compare, save_small, worst_share
+from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import write_json
 from lean_finetune.memory.predict.experts import refuse_experts
-from lean_finetune.memory.predict.predict import predict
-from lean_finetune.memory.predict.states import model_shapes, state_bytes, state_lines
-from lean_finetune.memory.trace.trace import ADAPTERS
-from lean_finetune.model.config import largest_head_size, read_config
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.state_formulas import model_shapes, state_bytes, state_lines
+from lean_finetune.memory.trace.memory_trace import ADAPTERS
+from lean_finetune.model.model_config import largest_head_size, read_config
 from tests.memory.common import CPU_TARGET, setting_of, shape
 
 TOLERATED_SHARE = 1e-3

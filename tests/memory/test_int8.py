@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_finetune.memory.predict.predict import predict
+from lean_finetune.memory.predict.peak import predict
 from tests.memory.common import gpu_target, setting_of, shape
 from tests.memory.test_states import llama
 

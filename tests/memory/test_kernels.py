@@ -6,8 +6,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
-from lean_finetune.memory.trace import kernels
-from lean_finetune.memory.trace.kernels import CUBLAS_WORKSPACE_BYTES, CUBLAS_WORKSPACE_BYTES_HOPPER, cuda_attention
+from lean_finetune.memory.trace import cuda_kernels
+from lean_finetune.memory.trace.cuda_kernels import (
+    CUBLAS_WORKSPACE_BYTES,
+    CUBLAS_WORKSPACE_BYTES_HOPPER,
+    cuda_attention,
+)
 from lean_finetune.model.attention import ATTENTION, JoinedRows, takes_flash
 from tests.memory.common import CPU_TARGET, gpu_target
 
@@ -20,8 +24,8 @@ def test_flash_backward_rounds_to_tiles_and_spreads_grouped_heads():
     """Accumulators of short rows underestimated; dK and dV of grouped heads forgotten."""
     query, key = meta(3, 8, 100, 64), meta(3, 2, 100, 64)
     accumulators = 3 * 8 * 128 * (64 + 1) * 4
-    assert kernels.flash_backward_bytes(query, query, query, query) == accumulators
-    assert kernels.flash_backward_bytes(query, query, key, key) == accumulators + 2 * 3 * 8 * 100 * 64 * 2
+    assert cuda_kernels.flash_backward_bytes(query, query, query, query) == accumulators
+    assert cuda_kernels.flash_backward_bytes(query, query, key, key) == accumulators + 2 * 3 * 8 * 100 * 64 * 2
 
 
 def test_flash_backward_of_joined_rows_spares_a_tile_for_each():
@@ -29,37 +33,37 @@ def test_flash_backward_of_joined_rows_spares_a_tile_for_each():
     query, key, offsets = meta(500, 8, 64), meta(500, 2, 64), meta(11, dtype=torch.int32)
     accumulators = 8 * (500 + 10 * 128) * (64 + 1) * 4
     sums = meta(8, 500, dtype=torch.float32)
-    assert kernels.varlen_backward_bytes(query, query, query, query, query, sums, offsets) == accumulators
-    grouped = kernels.varlen_backward_bytes(query, query, key, key, query, sums, offsets)
+    assert cuda_kernels.varlen_backward_bytes(query, query, query, query, query, sums, offsets) == accumulators
+    grouped = cuda_kernels.varlen_backward_bytes(query, query, key, key, query, sums, offsets)
     assert grouped == accumulators + 2 * 500 * 8 * 64 * 2
 
 
 def test_efficient_backward_accumulates_apart_only_below_fp32():
     """fp32 training charged for copies it does not make."""
     whole, half = meta(1, 4, 32, 16, dtype=torch.float32), meta(1, 4, 32, 16)
-    assert kernels.efficient_backward_bytes(whole, whole, whole) == 4 * 32 * 4
-    assert kernels.efficient_backward_bytes(half, half, half) == 4 * 32 * 4 + 3 * 4 * 32 * 16 * 4
+    assert cuda_kernels.efficient_backward_bytes(whole, whole, whole) == 4 * 32 * 4
+    assert cuda_kernels.efficient_backward_bytes(half, half, half) == 4 * 32 * 4 + 3 * 4 * 32 * 16 * 4
 
 
 def test_a_packed_weight_is_unpacked_for_many_tokens_only():
     """QLoRA's largest transient left out."""
     weight, scales = meta(512 * 256 // 2, 1, dtype=torch.uint8), meta(512 * 256 // 64, dtype=torch.uint8)
-    many = kernels.gemm_4bit_bytes(meta(2, 64, 256), weight, (512, 256), absmax_8bit=scales)
+    many = cuda_kernels.gemm_4bit_bytes(meta(2, 64, 256), weight, (512, 256), absmax_8bit=scales)
     assert many == 512 * 256 * 2 + 2 * (512 * 256 // 64) * 4
-    assert kernels.gemm_4bit_bytes(meta(1, 4, 256), weight, (512, 256), absmax_8bit=scales) == 0
+    assert cuda_kernels.gemm_4bit_bytes(meta(1, 4, 256), weight, (512, 256), absmax_8bit=scales) == 0
 
 
 def test_the_embeddings_backward_sorts_many_tokens():
     """Full fine-tuning with long micro-batches underestimated."""
     few, many = meta(3072, dtype=torch.int64), meta(3073, dtype=torch.int64)
-    assert kernels.embedding_backward_bytes(meta(3072, 64), few, 100, -1, False) == 0
-    assert kernels.embedding_backward_bytes(meta(3073, 64), many, 100, -1, False) == 3073 * (32 + 64 * 4)
+    assert cuda_kernels.embedding_backward_bytes(meta(3072, 64), few, 100, -1, False) == 0
+    assert cuda_kernels.embedding_backward_bytes(meta(3073, 64), many, 100, -1, False) == 3073 * (32 + 64 * 4)
 
 
 def test_the_norm_of_many_tensors_keeps_one_partial_sum_per_block():
     """Clipping on a GPU counted as free."""
     tensors = [meta(65536 * 3 + 1), meta(10)]
-    assert kernels.foreach_norm_bytes(tensors, 2) == 2 * 4 * 4
+    assert cuda_kernels.foreach_norm_bytes(tensors, 2) == 2 * 4 * 4
 
 
 @pytest.mark.parametrize(

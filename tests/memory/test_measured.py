@@ -11,15 +11,15 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from benchmarks.estimate_cpu import LAYOUTS, count, without_onednn
-from lean_finetune.memory.predict.predict import Setting, predict
-from lean_finetune.memory.predict.shapes import TracedSteps
-from lean_finetune.memory.predict.states import host_lines, model_shapes
-from lean_finetune.memory.trace import held
-from lean_finetune.memory.trace.trace import MemoryTrace
-from lean_finetune.model.config import read_config
-from lean_finetune.step.master import MasterWeights
+from lean_finetune.memory.predict.peak import Setting, predict
+from lean_finetune.memory.predict.state_formulas import host_lines, model_shapes
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.trace import static_state
+from lean_finetune.memory.trace.memory_trace import MemoryTrace
+from lean_finetune.model.model_config import read_config
+from lean_finetune.step.master_weights import MasterWeights
 from lean_finetune.step.optimizers import OPTIMIZERS, device_state
-from lean_finetune.train.monitor.measure import make_meter
+from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.small_model import CPU, VOCABULARY
 
@@ -165,7 +165,7 @@ def test_prediction_holds_for_device_and_host_together(small_llama, changes, mon
         yield from device_state(optimizer.inner, name, cuda=False)  # type: ignore[arg-type]
 
     monkeypatch.setattr(MemoryTrace, "elsewhere", lambda trace: nullcontext())
-    monkeypatch.setattr(held, "device_state", all_state)
+    monkeypatch.setattr(static_state, "device_state", all_state)
     together = predict(config, setting, STEPS, CPU_TARGET).by_phase["forward"]
     assert together.bytes - apart.bytes == host_bytes
     with without_onednn():

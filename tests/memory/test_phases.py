@@ -10,17 +10,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.estimate_cpu import SMALL, make_code_books, save_small
 from lean_finetune.evaluate.generate import Prompt, greedy_answers
-from lean_finetune.memory.predict.evaluation import GenerationShape, peak_of_answers
-from lean_finetune.memory.predict.phases import Surroundings, generation_shapes, note_of_asking, other_phases
-from lean_finetune.memory.predict.predict import Setting, predict
-from lean_finetune.memory.trace.trace import Peak
-from lean_finetune.model.config import read_config
-from lean_finetune.model.load import load_model
+from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
+from lean_finetune.memory.predict.other_phases import Surroundings, generation_shapes, note_of_asking, other_phases
+from lean_finetune.memory.predict.peak import Setting, predict
+from lean_finetune.memory.trace.memory_trace import Peak
+from lean_finetune.model.load_model import load_model
+from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, BatchShape
-from lean_finetune.step.limits import Limits
+from lean_finetune.step.evaluation_limits import Limits
 from lean_finetune.step.loss import summed_loss, token_losses
-from lean_finetune.step.optim import OptimSpec, build_optimizer
-from lean_finetune.train.monitor.measure import make_meter
+from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
 from tests.small_model import CPU, VOCABULARY
 

@@ -7,13 +7,13 @@ import pytest
 from transformers import LlamaConfig
 
 from lean_finetune.core.units import GIB, MIB
-from lean_finetune.memory.advice.answer import other_segments
 from lean_finetune.memory.advice.verdict import judge
+from lean_finetune.memory.advice.verdict_with_advice import other_segments
 from lean_finetune.memory.allocator import plan_memory as module
 from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan
 from lean_finetune.memory.gpus import Device, context_of
-from lean_finetune.memory.predict.shapes import traced_steps
-from lean_finetune.memory.predict.unrolled import predict_explained
+from lean_finetune.memory.predict.peak_breakdown import predict_explained
+from lean_finetune.memory.predict.traced_shapes import traced_steps
 from tests.memory.common import gpu_target, plan_of, setting_of
 from tests.plan.common import cutting_of, index_of
 from tests.plan.common import plan_of as cut_plan

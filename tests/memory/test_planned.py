@@ -10,14 +10,14 @@ import pytest
 from ruamel.yaml import YAML
 from transformers import LlamaConfig
 
-from lean_finetune.core.files import sha256_file
+from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.memory.advice.workload import Workload
-from lean_finetune.memory.estimate.planned import Confirmation, PlannedRun
+from lean_finetune.memory.estimate.planned_run import Confirmation, PlannedRun
 from lean_finetune.memory.gpus import Device
-from lean_finetune.plan.cut import Cutting
-from lean_finetune.plan.index import read_index
-from lean_finetune.plan.plan import read_plan
-from lean_finetune.plan.run_cut import RunCut
+from lean_finetune.plan.batch_plan import read_plan
+from lean_finetune.plan.micro_batches import Cutting
+from lean_finetune.plan.planner import RunCut
+from lean_finetune.plan.row_index import read_index
 from stages.bucket import main as cut
 from stages.estimate import main as estimate
 from tests.memory.common import card_for, setting_of

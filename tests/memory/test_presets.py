@@ -10,10 +10,10 @@ import torch
 from ruamel.yaml import YAML
 
 from benchmarks.estimate_cpu import count, without_onednn
-from lean_finetune.config.params_file import parse_params
-from lean_finetune.memory.predict.predict import Setting, predict
-from lean_finetune.memory.predict.shapes import TracedSteps
-from lean_finetune.model.config import read_config
+from lean_finetune.config.load import parse_params
+from lean_finetune.memory.predict.peak import Setting, predict
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
 from tests.memory.common import CPU_TARGET, gpu_target, shape
 from tests.memory.test_states import LLAMA_3_1_8B

@@ -10,11 +10,11 @@ from benchmarks.estimate_cpu import SMALL
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.gpus import CONTEXTS, GPUS
-from lean_finetune.memory.predict.process import IMPORTS_BYTES, as_json, needed_bytes, on_device, on_host
+from lean_finetune.memory.predict.process_memory import IMPORTS_BYTES, as_json, needed_bytes, on_device, on_host
 from tests.processes import run_bounded
 from tests.small_model import spec_of
 
-CODE = "import psutil, lean_finetune.train.run; print(psutil.Process().memory_info().rss)"
+CODE = "import psutil, lean_finetune.train.train_run; print(psutil.Process().memory_info().rss)"
 
 
 def test_every_known_gpu_has_a_context_and_only_a_t4s_is_measured():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from lean_finetune.memory.trace.quick_fake import QuickFakeMode
+from lean_finetune.memory.trace.cached_fake_mode import QuickFakeMode
 
 
 def results(mode):

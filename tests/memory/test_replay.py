@@ -9,14 +9,14 @@ import pytest
 from transformers import GemmaConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from lean_finetune.core.units import MIB
-from lean_finetune.memory.allocator.allocator import CachingAllocator, OutOfMemory
+from lean_finetune.memory.allocator.caching_allocator import CachingAllocator, OutOfMemory
 from lean_finetune.memory.allocator.cut import NotAffine, Timeline, Unit
 from lean_finetune.memory.allocator.replay import PlanPlayer, StepMemory, replay, stitched_events
 from lean_finetune.memory.allocator.step_units import StepKind, step_units
 from lean_finetune.memory.allocator.templates import RunModel, fit
 from lean_finetune.memory.allocator.traced_runs import fit_run, kind_of
-from lean_finetune.memory.predict.explain import trace_origins
-from lean_finetune.memory.predict.layers import with_layers
+from lean_finetune.memory.predict.layer_structure import with_layers
+from lean_finetune.memory.predict.peak_explanation import trace_origins
 from tests.memory.common import gpu_target, joined, setting_of, shape
 from tests.memory.recorder import record
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from lean_finetune.memory.advice.neighbours import parts_away
-from lean_finetune.memory.predict import predict as traced
-from lean_finetune.memory.predict.explain import closed_form
-from lean_finetune.memory.predict.predict import predict
-from lean_finetune.memory.predict.states import model_shapes
-from lean_finetune.model.config import read_config
+from lean_finetune.memory.advice.config_variants import parts_away
+from lean_finetune.memory.predict import peak as traced
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.peak_explanation import closed_form
+from lean_finetune.memory.predict.state_formulas import model_shapes
+from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
 from tests.memory.common import CPU_TARGET, gpu_target
 from tests.memory.ranks import STEPS, shared_setting

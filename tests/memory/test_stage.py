@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
-from lean_finetune.config.params import Bucket
-from lean_finetune.core.files import sha256_file
+from lean_finetune.config.schema import Bucket
+from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.core.units import GIB
-from lean_finetune.memory.advice.switches import halving_flag
-from lean_finetune.plan.plan import MicroBatch, Plan, write_plan
+from lean_finetune.memory.advice.one_change_sweep import halving_flag
+from lean_finetune.plan.batch_plan import MicroBatch, Plan, write_plan
 from stages.estimate import main
 from tests.memory.common import card_for, plan_of
 from tests.token_files import write_index

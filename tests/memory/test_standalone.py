@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.config.params import Params
-from lean_finetune.config.params_file import load_params
-from lean_finetune.config.params_flags import with_flags
+from lean_finetune.config.load import load_params
+from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.schema import Params
 from lean_finetune.core.units import GIB
-from lean_finetune.memory.advice import standalone
-from lean_finetune.memory.advice.standalone import tell_what_fits
+from lean_finetune.memory.advice import fit_command
+from lean_finetune.memory.advice.fit_command import tell_what_fits
 from lean_finetune.memory.gpus import BF16_CAPABILITY, context_of
 from stages.estimate import main
 from tests.memory.common import card_for
@@ -122,7 +122,7 @@ def test_the_verdict_is_told_before_anything_is_searched(workspace, monkeypatch)
     def search(*arguments: object, **options: object) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr(standalone, "answer", search)
+    monkeypatch.setattr(fit_command, "answer", search)
     lines = tell_what_fits(load_params(workspace / "params.yaml"), "0.6GiB", Path("model"))
     assert any(line.startswith("verdict    does not fit: ") for line in lines)  # As far as that line and no further.
 

@@ -4,10 +4,10 @@ import pytest
 from transformers import LlamaConfig
 
 from lean_finetune.core.units import GIB
-from lean_finetune.memory.allocator.tiers import reserve, tiers
+from lean_finetune.memory.allocator.reserved_memory import reserve, tiers
 from lean_finetune.memory.gpus import context_of
-from lean_finetune.memory.predict.explain import trace_origins
-from lean_finetune.memory.predict.predict import predict
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.peak_explanation import trace_origins
 from tests.memory.common import gpu_target, setting_of, shape
 
 CONFIG = LlamaConfig(

@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, MixtralConfig
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.predict.predict import Prediction, predict
-from lean_finetune.memory.trace.trace import LOGITS, WORKSPACE, MemoryTrace, OpRules
-from lean_finetune.model.config import read_config
+from lean_finetune.memory.predict.peak import Prediction, predict
+from lean_finetune.memory.trace.memory_trace import LOGITS, WORKSPACE, MemoryTrace, OpRules
+from lean_finetune.model.model_config import read_config
 from lean_finetune.step.loss import summed_loss
 from tests.memory.common import CPU_TARGET, gpu_target, joined, setting_of, shape
 
@@ -181,7 +181,7 @@ def test_a_step_that_reads_values_is_refused_in_one_line(monkeypatch):
     def loss_that_looks(model, batch, chunk, offload):
         return summed_loss(model, batch, chunk, offload) * batch.input_ids_BT.sum().item()
 
-    monkeypatch.setattr("lean_finetune.step.step.summed_loss", loss_that_looks)
+    monkeypatch.setattr("lean_finetune.step.training_step.summed_loss", loss_that_looks)
     with pytest.raises(UserError, match="model.name: the step of llama cannot be traced .DataDependentOutputException"):
         predicted()
 

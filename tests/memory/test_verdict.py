@@ -1,11 +1,11 @@
 """The verdict: when a run fits, and what the one line says when it does not."""
 
 from lean_finetune.core.units import GIB
-from lean_finetune.memory.advice.advice import Remedy
+from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.verdict import judge
 from lean_finetune.memory.gpus import Device
-from lean_finetune.memory.predict.predict import Prediction
-from lean_finetune.memory.trace.trace import Peak
+from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.memory.trace.memory_trace import Peak
 from tests.memory.common import joined, shape
 
 

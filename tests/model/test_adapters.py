@@ -11,15 +11,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.model.adapter_init import adapted_layers
 from lean_finetune.model.adapters import load_adapter, save_adapter
-from lean_finetune.model.load import load_base, load_model
-from lean_finetune.model.merge import MERGED, write_merged
+from lean_finetune.model.load_model import load_base, load_model
+from lean_finetune.model.merge_adapters import MERGED, write_merged
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
-from lean_finetune.model.spec import ModelSpec
-from lean_finetune.model.start import adapted_layers
-from lean_finetune.model.tensor_files import model_tensors
-from lean_finetune.step.team import Alone
-from lean_finetune.train.save import Merge, save_tuned
+from lean_finetune.model.safetensors_files import model_tensors
+from lean_finetune.step.process_group import Alone
+from lean_finetune.train.save_model import Merge, save_tuned
 from tests.small_model import CPU, VOCABULARY, base_of, spec_of
 
 IDS = torch.arange(3, 99)[None].remainder(VOCABULARY)

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import load_adapter, save_adapter
-from lean_finetune.model.config import read_config, refuse_long_rows
-from lean_finetune.model.load import fake_model, hollow_model, load_base, load_model
+from lean_finetune.model.load_model import fake_model, hollow_model, load_base, load_model
+from lean_finetune.model.model_config import read_config, refuse_long_rows
 from lean_finetune.model.quantize import quantisation_tensors
 from tests.small_model import CPU, spec_of
 

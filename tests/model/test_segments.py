@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from lean_finetune.model.segments import asked_segments, notes_on_environment, use_segments
+from lean_finetune.model.allocator_settings import asked_segments, notes_on_environment, use_segments
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -54,7 +54,7 @@ def test_a_cpu_is_left_alone(settings):
 def test_what_the_environment_says_is_kept_and_told(variable: str, asked: str, expandable: bool, told: str | None):
     """A user's own setting overruled, or followed in silence: the prediction is then for other segments."""
     code = (
-        "import torch; from lean_finetune.model.segments import use_segments\n"
+        "import torch; from lean_finetune.model.allocator_settings import use_segments\n"
         "settings = vars(torch._C).get('_accelerator_getAllocatorSettings', str)\n"
         "before = settings()\n"
         f"print(use_segments({expandable}, torch.device('cuda', 0)))\n"
@@ -102,7 +102,7 @@ def test_the_estimate_follows_the_environment_or_says_what_it_does_not_know(sett
 def test_a_gpu_reserves_in_the_segments_asked_for(expandable: bool):
     """A setting that is heard too late: the first segment shows."""
     code = (
-        "import torch; from lean_finetune.model.segments import use_segments\n"
+        "import torch; from lean_finetune.model.allocator_settings import use_segments\n"
         f"use_segments({expandable}, torch.device('cuda', 0))\n"
         "held = torch.empty(1 << 20, device='cuda')\n"
         "print(torch.cuda.memory_snapshot()[0]['is_expandable'])"

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lean_finetune.core.files import read_json
+from lean_finetune.core.atomic_files import read_json
 from tests.conftest import ROOT
 from tests.pinning.hub_server import COMMIT, blob, serve
 from tests.processes import run_bounded
@@ -204,9 +204,9 @@ READ = """
 import sys
 from pathlib import Path
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import read_json
-from lean_finetune.data.read.blocks import read_blocks
-from lean_finetune.data.read.decode import decode
+from lean_finetune.core.atomic_files import read_json
+from lean_finetune.data.read.source_blocks import read_blocks
+from lean_finetune.data.read.decode_rows import decode
 try:
     blocks = read_blocks(read_json(Path("locks/data.json")), max_rows=int(sys.argv[1]), progress=lambda n: None)
     print(*(row.value["messages"][0]["content"] for block in blocks for row in decode(block)), sep="|")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import read_json
 from lean_finetune.pinning.locate import model_directory, tokenizer_directory, verify_files
 from stages.pin import main
 from tests.workspace import invoke, lay_out, told

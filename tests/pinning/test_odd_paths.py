@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_finetune.core.files import read_json
+from lean_finetune.core.atomic_files import read_json
 from lean_finetune.pinning.locate import data_files
 from stages.pin import main
 from tests.pinning.test_data import ROWS, pinned

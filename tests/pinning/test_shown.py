@@ -1,6 +1,6 @@
 """Pins as the report and the model card name them."""
 
-from lean_finetune.pinning.shown import shown_data, shown_model
+from lean_finetune.pinning.descriptions import shown_data, shown_model
 
 
 def source(name: str, revision: str | None = None) -> dict:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_finetune.pinning.watch import DIRECTORY_LINKS, FILE_LINKS, watch_sources
+from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, FILE_LINKS, watch_sources
 from tests.processes import run_bounded
 
 STAGE = """

@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 from hypothesis import strategies as st
 
-from lean_finetune.plan.cut import Cutting, cut_steps
-from lean_finetune.plan.index import COLUMNS, Index
-from lean_finetune.plan.plan import MicroBatch, Plan
-from lean_finetune.plan.steps import run_steps
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.plan.micro_batches import Cutting, cut_steps
+from lean_finetune.plan.optimizer_steps import run_steps
+from lean_finetune.plan.row_index import COLUMNS, Index
 
 
 def index_of(lengths, supervised=None, *, sources=None, dropped=None, weights=(1.0,)) -> Index:

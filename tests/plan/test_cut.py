@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_finetune.plan import cut
+from lean_finetune.plan import micro_batches
+from lean_finetune.plan.batch_plan import read_plan, write_plan
 from lean_finetune.plan.bucketed import OVERHEAD_TOKENS, cheapest_cuts
-from lean_finetune.plan.cut import cut_steps
-from lean_finetune.plan.plan import read_plan, write_plan
-from lean_finetune.plan.steps import run_steps
-from lean_finetune.plan.summary import summarise
+from lean_finetune.plan.micro_batches import cut_steps
+from lean_finetune.plan.optimizer_steps import run_steps
+from lean_finetune.plan.plan_summary import summarise
 from tests.plan.common import (
     all_batches,
     cutting_of,
@@ -112,7 +112,7 @@ def test_blocks_of_any_size_give_the_same_plan(run, rows_per_block):
     """Steps are cut in blocks for speed alone."""
     whole = all_batches(plan_of(**run))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut, "ROWS_PER_BLOCK", rows_per_block)
+        patch.setattr(micro_batches, "ROWS_PER_BLOCK", rows_per_block)
         parts = all_batches(plan_of(**run))
     assert [(one.step, one.length, one.rows.tolist()) for one in whole] == [
         (one.step, one.length, one.rows.tolist()) for one in parts
@@ -121,7 +121,7 @@ def test_blocks_of_any_size_give_the_same_plan(run, rows_per_block):
 
 def test_a_plan_is_made_part_by_part_and_a_prefix_with_the_rest_is_the_whole(monkeypatch):
     """A resumed run reads from a step on: what it reads must be what the first run would have gone on with."""
-    monkeypatch.setattr(cut, "ROWS_PER_BLOCK", 200)
+    monkeypatch.setattr(micro_batches, "ROWS_PER_BLOCK", 200)
     index, cutting = index_of(log_normal_lengths(2000)), cutting_of(max_tokens=2048)
     parts = list(cut_steps(run_steps(index, seed=1, epochs=2, tokens_per_step=5000), index, cutting))
     assert len(parts) > 10

@@ -6,10 +6,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from lean_finetune.core.atomic_files import sha256_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import sha256_json
-from lean_finetune.plan.cut import Cutting
-from lean_finetune.plan.plan import SCHEMA, MicroBatch, Plan, how_cut, read_plan, write_plan
+from lean_finetune.plan.batch_plan import SCHEMA, MicroBatch, Plan, how_cut, read_plan, write_plan
+from lean_finetune.plan.micro_batches import Cutting
 from tests.plan.common import all_batches
 
 

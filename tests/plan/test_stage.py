@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.index import COLUMNS, read_index
-from lean_finetune.plan.plan import read_plan
+from lean_finetune.plan.batch_plan import read_plan
+from lean_finetune.plan.row_index import COLUMNS, read_index
 from stages.bucket import main
 from tests.conftest import ROOT
 from tests.plan.common import all_batches, log_normal_lengths, rows_by_step, write_index

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.core.files import FIGURES, write_csv, write_json, write_text
-from lean_finetune.memory.predict.explain import TIMELINE_COLUMNS
-from lean_finetune.memory.trace.trace import CATEGORIES
+from lean_finetune.core.atomic_files import FIGURES, write_csv, write_json, write_text
+from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS
+from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from lean_finetune.train.loop import CURVE_COLUMNS
 from tests.workspace import lay_out
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from lean_finetune.report.compare import table, with_change
+from lean_finetune.report.compare_experiments import table, with_change
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -32,7 +32,7 @@ def test_a_table_is_aligned():
 
 def test_nothing_to_compare_is_one_line():
     """A traceback where DVC failed and has said why."""
-    command = [sys.executable, "-m", "lean_finetune.report.compare"]
+    command = [sys.executable, "-m", "lean_finetune.report.compare_experiments"]
     done = run_bounded(command, cwd=ROOT)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == "error: dvc exp show: printed no experiments; see what it said above\n"

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 from ruamel.yaml import YAML
 
-from lean_finetune.core.files import write_csv, write_json
-from lean_finetune.memory.predict.explain import TIMELINE_COLUMNS
+from lean_finetune.core.atomic_files import write_csv, write_json
+from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS
 from stages.report import main
 from tests.report.conftest import GENERATION, MIB, TIMELINE, metrics, write_inputs
 from tests.workspace import invoke, run_module, told

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from lean_finetune.model.load import load_model
+from lean_finetune.model.load_model import load_model
+from lean_finetune.step.activation_offload import Offload
 from lean_finetune.step.batches import Batch, collate
-from lean_finetune.step.offload import Offload
-from lean_finetune.step.optim import OptimSpec, build_optimizer
-from lean_finetune.step.scale import LossScaler
-from lean_finetune.step.step import StepResult, StepSpec, training_step
+from lean_finetune.step.loss_scaling import LossScaler
+from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.training_step import StepResult, StepSpec, training_step
 from tests.small_model import CPU, VOCABULARY, spec_of
 
 OPTIM = OptimSpec(name="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_fraction=0.1)

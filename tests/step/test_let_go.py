@@ -11,11 +11,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lean_finetune.model.load import load_model
+from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import causal_lm
-from lean_finetune.step.optim import OptimSpec, build_optimizer
-from lean_finetune.step.step import Phase, StepSpec, training_step
+from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.training_step import Phase, StepSpec, training_step
 from tests.small_model import CPU, VOCABULARY, spec_of
 
 ROWS, LENGTH, MICRO_BATCHES = 4, 40, 2

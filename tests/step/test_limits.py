@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lean_finetune.config.params_file import load_params
-from lean_finetune.step.limits import Limits
+from lean_finetune.config.load import load_params
+from lean_finetune.step.evaluation_limits import Limits
 from tests.workspace import lay_out
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.plan import MicroBatch, Plan
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.step.batch_loader import load
 from lean_finetune.step.batches import IGNORED, Batch, read_batch
-from lean_finetune.step.loader import load
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.step.token_rows import TokenRows
 from tests.token_files import Row, write_tokens
 
 STEPS, RANKS, MICRO_STEPS = 9, 2, 2
@@ -116,7 +116,7 @@ def test_reading_ahead_is_bounded(tokens, monkeypatch):
     def count(*args, **kwargs) -> None:
         made.append(args)
 
-    monkeypatch.setattr("lean_finetune.step.loader.read_batch", count)
+    monkeypatch.setattr("lean_finetune.step.batch_loader.read_batch", count)
     stream = load(tokens, plan_for(tokens, flat=False), pad_id=0, threads=2)
     next(stream)
     stream.close()

@@ -9,12 +9,12 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from lean_finetune.evaluate.heldout import row_losses
-from lean_finetune.model.load import load_model
+from lean_finetune.evaluate.row_losses import row_losses
+from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
-from lean_finetune.step.team import Alone
-from lean_finetune.train.heldout import heldout_batches, heldout_loss
-from lean_finetune.train.monitor.measure import MEMORY_EVENT, memory_profile
+from lean_finetune.step.process_group import Alone
+from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
+from lean_finetune.train.monitor.measured_peak import MEMORY_EVENT, memory_profile
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.step.common import cut
 from tests.token_files import heldout

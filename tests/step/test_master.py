@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load import load_model
-from lean_finetune.step import host
-from lean_finetune.step.host import HostLink, refuse_offloaded_state
-from lean_finetune.step.in_backward import refuse_in_backward
-from lean_finetune.step.optim import OptimSpec, build_optimizer
-from lean_finetune.step.step import StepSpec, training_step
+from lean_finetune.model.load_model import load_model
+from lean_finetune.step import host_transfer
+from lean_finetune.step.host_transfer import HostLink, refuse_offloaded_state
+from lean_finetune.step.optimizer_in_backward import refuse_in_backward
+from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.training_step import StepSpec, training_step
 from tests.small_model import CPU, spec_of
 from tests.step.common import OPTIM, assert_equal, cut, run
 
@@ -53,7 +53,7 @@ def test_the_host_updates_in_every_type(small_llama, form):
 
 def test_tensors_larger_than_the_buffer_travel_in_parts(monkeypatch):
     """The last part of a tensor lost, or the parts in another order."""
-    monkeypatch.setattr(host, "STAGING_BYTES", 64)
+    monkeypatch.setattr(host_transfer, "STAGING_BYTES", 64)
     weight = torch.randn(7, 13)
     link = HostLink([weight], torch.float32)
     assert torch.equal(link.fetch(weight), weight)

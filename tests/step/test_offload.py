@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load import load_model
+from lean_finetune.model.load_model import load_model
+from lean_finetune.step.activation_offload import DiskStore, HostStore, Offload, make_offload
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.offload import DiskStore, HostStore, Offload, make_offload
 from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, cut, run
 

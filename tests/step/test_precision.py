@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load import load_model
+from lean_finetune.model.load_model import load_model
 from lean_finetune.model.precision import choose_precision
-from lean_finetune.step.optim import OptimSpec, build_optimizer
+from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from tests.small_model import CPU, spec_of
 from tests.step.common import cut, run
 

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load import load_model
+from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import check_head, summed_loss
-from lean_finetune.step.optim import OptimSpec, learning_rate
+from lean_finetune.step.run_optimizer import OptimSpec, learning_rate
 from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, cut, rows, run
 

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.step.token_rows import TokenRows
 from tests.token_files import Row, write_index, write_tokens
 
 EOS = 3

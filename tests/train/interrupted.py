@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from lean_finetune.plan.plan import MicroBatch, Plan
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.optim import OptimSpec
-from lean_finetune.step.step import StepSpec
-from lean_finetune.step.tokens import TokenRows
-from lean_finetune.train.checkpoint.checkpoint import CheckpointStore
+from lean_finetune.step.run_optimizer import OptimSpec
+from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.training_step import StepSpec
+from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.resume import Checkpoints
-from lean_finetune.train.checkpoint.snapshot import Running
+from lean_finetune.train.checkpoint.training_state import Running
 from lean_finetune.train.loop import TrainJob, train
-from lean_finetune.train.metrics import train_metrics
-from lean_finetune.train.monitor.measure import make_meter
-from lean_finetune.train.process.signals import Stop, Stopped
+from lean_finetune.train.monitor.measured_peak import make_meter
+from lean_finetune.train.process.stop_signals import Stop, Stopped
+from lean_finetune.train.train_metrics import train_metrics
 from tests.repeatable import repeatable
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lean_finetune.core.units import GIB, MIB
-from lean_finetune.memory.allocator.allocator import CachingAllocator
+from lean_finetune.memory.allocator.caching_allocator import CachingAllocator
 
 STEPS = 365
 LEVEL = 10.0 * GIB

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from lean_finetune.config.params_file import load_params
+from lean_finetune.config.load import load_params
+from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import sha256_file
-from lean_finetune.model.tensor_files import stored_tensors
-from lean_finetune.train.checkpoint.checkpoint import PARTS, SUMS, TENSORS, VALUES, CheckpointStore
-from lean_finetune.train.checkpoint.place import Choice
+from lean_finetune.model.safetensors_files import stored_tensors
+from lean_finetune.train.checkpoint.checkpoint_files import PARTS, SUMS, TENSORS, VALUES, CheckpointStore
 from lean_finetune.train.checkpoint.resume import ALONE_CUT, LARGEST_SHARE, Checkpoints, opened
-from lean_finetune.train.identity import PACKAGE, run_key, run_parts
-from lean_finetune.train.monitor.measure import memory_profile
-from lean_finetune.train.process.signals import Stop
+from lean_finetune.train.checkpoint.scratch_dir import Choice
+from lean_finetune.train.monitor.measured_peak import memory_profile
+from lean_finetune.train.process.stop_signals import Stop
+from lean_finetune.train.run_fingerprint import PACKAGE, run_key, run_parts
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 from tests.small_model import CPU
@@ -286,12 +286,12 @@ def test_other_code_threads_or_libraries_are_another_run(read: Path, monkeypatch
         return "edited" if path == PACKAGE / "step/step.py" else sha256_file(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr("lean_finetune.train.identity.sha256_file", other_hash)
+        patched.setattr("lean_finetune.train.run_fingerprint.sha256_file", other_hash)
         assert key_in(read) != before
     assert PACKAGE / "step/step.py" in hashed
     assert key_in(read, threads=64) != before
     with monkeypatch.context() as patched:
-        patched.setattr("lean_finetune.train.identity.version", lambda name: "99")
+        patched.setattr("lean_finetune.train.run_fingerprint.version", lambda name: "99")
         assert key_in(read) != before
     assert key_in(read) == before
 
@@ -299,12 +299,13 @@ def test_other_code_threads_or_libraries_are_another_run(read: Path, monkeypatch
 def test_the_code_of_a_key_is_the_code_that_dvc_tracks():
     """A file that trains but is in no key: its edit would resume a stale checkpoint."""
     program = (
-        "import json, stages.train, lean_finetune.train.run; from lean_finetune.train.identity import PACKAGE, code_files;"
+        "import json, stages.train, lean_finetune.train.train_run; "
+        "from lean_finetune.train.run_fingerprint import PACKAGE, code_files;"
         "print(json.dumps([str(file.relative_to(PACKAGE.parent)) for file in code_files()]))"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = run_bounded([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True)
     listed = {dep for dep in STAGES["train"]["deps"] if dep.endswith(".py")}
     loaded = {file for file in json.loads(done.stdout) if not file.endswith("__init__.py")}
-    assert listed - loaded == {"lean_finetune/train/monitor/recorded.py"}, "what --explain alone needs"
+    assert listed - loaded == {"lean_finetune/train/monitor/recorded_curves.py"}, "what --explain alone needs"
     assert loaded <= listed

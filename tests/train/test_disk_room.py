@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.train.checkpoint.disk_room import Room
+from lean_finetune.train.checkpoint.disk_space import Room
 from tests.train.interrupted import Breaking, finish, small_job
 
 MIB = 1 << 20

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load import load_model
-from lean_finetune.plan.plan import MicroBatch, Plan
-from lean_finetune.step.team import Alone
-from lean_finetune.train.heldout import heldout_batches
+from lean_finetune.model.load_model import load_model
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.step.process_group import Alone
+from lean_finetune.train.heldout_loss import heldout_batches
 from lean_finetune.train.loop import measured_steps
-from lean_finetune.train.monitor.guards import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
-from lean_finetune.train.process import device
-from lean_finetune.train.process.device import check_device, check_host, check_offload
+from lean_finetune.train.monitor.finite_checks import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
+from lean_finetune.train.process import training_device
+from lean_finetune.train.process.training_device import check_device, check_host, check_offload
 from tests.small_model import CPU, spec_of
 from tests.token_files import heldout
 
@@ -139,11 +139,11 @@ def test_steps_are_measured_that_the_prediction_did_not_choose():
 def test_a_container_that_is_too_small_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch):
     """A process that the kernel kills after an hour, since its container may use less than the machine has."""
     told = "within this container's memory limit of 8 GiB"
-    monkeypatch.setattr(device, "free_host_bytes", lambda: (2**30, told))
+    monkeypatch.setattr(training_device, "free_host_bytes", lambda: (2**30, told))
     with pytest.raises(UserError, match=r"hardware\.gpu: the run needs 2 GiB .* but 1 GiB are free within this contai"):
         check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**31, "gpu": "cpu"})
     check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**29, "gpu": "cpu"})
-    monkeypatch.setattr(device.torch.cuda, "mem_get_info", lambda _: (2**40, 2**40))
+    monkeypatch.setattr(training_device.torch.cuda, "mem_get_info", lambda _: (2**40, 2**40))
     cuda = torch.device("cuda", 0)
     estimate = {"peak_bytes_predicted": 2**39, "gpu": "H100"}
     with pytest.raises(

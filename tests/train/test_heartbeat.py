@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_finetune.train.process.heartbeat import Heartbeat, heartbeat
+from lean_finetune.train.process.crash_marker import Heartbeat, heartbeat
 from tests.conftest import ROOT
 from tests.processes import killed_after
 from tests.test_memory_group import GROUP_V2, member, write
@@ -17,7 +17,7 @@ from tests.test_memory_group import GROUP_V2, member, write
 ENDLESS = """
 import sys, time
 from pathlib import Path
-from lean_finetune.train.process.heartbeat import heartbeat
+from lean_finetune.train.process.crash_marker import heartbeat
 with heartbeat(Path(sys.argv[1]), print, root=Path(sys.argv[2]), clock=iter(range(100)).__next__) as beats:
     beats.begun(41)
     print("running", flush=True)

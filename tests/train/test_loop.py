@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.plan import MicroBatch, Plan
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.step.activation_offload import DiskStore, Offload
 from lean_finetune.step.batches import refuse_other_ranks
-from lean_finetune.step.offload import DiskStore, Offload
-from lean_finetune.step.optim import OptimSpec
-from lean_finetune.step.step import StepSpec
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.step.run_optimizer import OptimSpec
+from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.loop import TrainJob, train
-from lean_finetune.train.monitor.measure import make_meter
+from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens
 

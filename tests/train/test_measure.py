@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from lean_finetune.train.monitor.measure import CpuMeter, CudaMeter, make_meter
+from lean_finetune.train.monitor.measured_peak import CpuMeter, CudaMeter, make_meter
 from tests.small_model import CPU
 
 KIB = 1024

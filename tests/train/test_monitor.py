@@ -13,16 +13,22 @@ import torch
 
 from lean_finetune.core import process_status
 from lean_finetune.core.units import MIB
-from lean_finetune.plan.plan import MicroBatch, Plan
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.train import loop
 from lean_finetune.train.loop import TrainJob, TrainResult, train
-from lean_finetune.train.metrics import train_metrics
-from lean_finetune.train.monitor import counters
-from lean_finetune.train.monitor.counters import CudaCounters, MallocCounters, NoCounters, Resident, make_counters
+from lean_finetune.train.monitor import memory_counters
 from lean_finetune.train.monitor.growth import SURE, classify
 from lean_finetune.train.monitor.growth_advice import FIRST_LOOK_STEPS
-from lean_finetune.train.monitor.measure import CpuMeter, make_meter
-from lean_finetune.train.monitor.monitor import MEMORY_COLUMNS, Monitor, memory_text
+from lean_finetune.train.monitor.measured_peak import CpuMeter, make_meter
+from lean_finetune.train.monitor.memory_counters import (
+    CudaCounters,
+    MallocCounters,
+    NoCounters,
+    Resident,
+    make_counters,
+)
+from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, Monitor, memory_text
+from lean_finetune.train.train_metrics import train_metrics
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
 
@@ -31,7 +37,7 @@ LEAK_BYTES = MIB // 2
 glibc = pytest.mark.skipif(
     not isinstance(make_counters(CPU), MallocCounters), reason="needs a C library with mallinfo2 (glibc 2.33)"
 )
-linux = pytest.mark.skipif(not counters.STATM.exists(), reason="needs Linux's /proc")
+linux = pytest.mark.skipif(not memory_counters.STATM.exists(), reason="needs Linux's /proc")
 
 
 @pytest.fixture
@@ -85,7 +91,7 @@ def test_what_is_reserved_is_never_less_than_what_is_held():
 
 def test_where_nothing_counts_nothing_is_told(monkeypatch):
     """Zeros in the curves of a system without counters, taken for measurements."""
-    monkeypatch.setattr(counters.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(memory_counters.platform, "system", lambda: "Darwin")
     assert isinstance(make_counters(CPU), NoCounters)
     row = Monitor(CPU, make_meter(CPU)).step()
     assert row["held_bytes"] is row["held_reserved_bytes"] is row["alloc_retries"] is None
@@ -119,7 +125,7 @@ def test_where_the_system_does_not_tell_files_apart_nothing_is_said_of_them(monk
 
 
 def test_without_proc_psutil_tells(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(counters, "STATM", tmp_path / "none")
+    monkeypatch.setattr(memory_counters, "STATM", tmp_path / "none")
     rss, own = Resident().read_both()
     assert rss > MIB and own is None
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lean_finetune.core.files import write_json
+from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.units import MIB
 from stages.bucket import main as bucket
 from stages.pin import main as pin
@@ -34,7 +34,7 @@ TRAIN = f"""
 import os, resource, sys
 sys.path.insert(0, {str(ROOT)!r})
 import stages.train as stage
-import psutil, lean_finetune.train.run
+import psutil, lean_finetune.train.train_run
 for case in sys.argv[1:]:
     workspace, budget = case.split("=")
     if not (child := os.fork()):

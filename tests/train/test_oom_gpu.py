@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from lean_finetune.plan.plan import MicroBatch, Plan
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.loop import TrainJob, train
-from lean_finetune.train.monitor.measure import make_meter
-from lean_finetune.train.oom.oom import MOST_BLOCKS, MOST_SEGMENTS, Failure, OutOfMemory
-from lean_finetune.train.oom.recover import Ending
+from lean_finetune.train.monitor.measured_peak import make_meter
+from lean_finetune.train.oom.oom_handler import Ending
+from lean_finetune.train.oom.oom_state import MOST_BLOCKS, MOST_SEGMENTS, Failure, OutOfMemory
 from tests.small_model import VOCABULARY
 from tests.token_files import Row, heldout, write_tokens
 from tests.train.test_recover import job_of, losses

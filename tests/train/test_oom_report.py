@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lean_finetune.core.address_limit import AddressLimit
+from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import StageCommand
-from lean_finetune.core.files import write_json
 from lean_finetune.core.units import GIB, MIB
-from lean_finetune.step.memory_end import is_out_of_memory
-from lean_finetune.train.oom.oom import Failure, asked_bytes
+from lean_finetune.step.oom_errors import is_out_of_memory
 from lean_finetune.train.oom.oom_report import Forecast, Running, out_of_memory, read_forecast, would_fit
+from lean_finetune.train.oom.oom_state import Failure, asked_bytes
 from tests.workspace import invoke
 
 FAILURE = Failure(

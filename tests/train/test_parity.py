@@ -8,7 +8,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from lean_finetune.step.batches import IGNORED
-from lean_finetune.step.optim import OptimSpec
+from lean_finetune.step.run_optimizer import OptimSpec
 from tests.step.common import cut, rows, run
 
 STEPS = 20

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from lean_finetune.core.atomic_files import write_csv
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import write_csv
 from lean_finetune.core.units import GIB
 from lean_finetune.train.loop import CURVE_COLUMNS
-from lean_finetune.train.monitor.recorded import explained, read_recorded
+from lean_finetune.train.monitor.recorded_curves import explained, read_recorded
 from stages.train import main
 
 

@@ -11,18 +11,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.plan import MicroBatch, Plan
-from lean_finetune.step.optim import OptimSpec
-from lean_finetune.step.step import StepSpec
-from lean_finetune.step.tokens import TokenRows
-from lean_finetune.train.checkpoint.checkpoint import CheckpointStore
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.step.run_optimizer import OptimSpec
+from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.training_step import StepSpec
+from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.resume import Checkpoints
-from lean_finetune.train.checkpoint.snapshot import Running
+from lean_finetune.train.checkpoint.training_state import Running
 from lean_finetune.train.loop import TrainJob, TrainResult, train
-from lean_finetune.train.monitor.measure import make_meter
-from lean_finetune.train.oom.oom import Failure, OutOfMemory
-from lean_finetune.train.oom.recover import Ending
-from lean_finetune.train.process.signals import Stop
+from lean_finetune.train.monitor.measured_peak import make_meter
+from lean_finetune.train.oom.oom_handler import Ending
+from lean_finetune.train.oom.oom_state import Failure, OutOfMemory
+from lean_finetune.train.process.stop_signals import Stop
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load import load_model
+from lean_finetune.model.load_model import load_model
 from lean_finetune.step.optimizers import OPTIMIZERS
-from lean_finetune.train.checkpoint.checkpoint import CheckpointStore
+from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.loop import train
-from lean_finetune.train.monitor.measure import make_meter
+from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.small_model import CPU, spec_of
 from tests.train.interrupted import STEPS, Breaking, Outcome, break_off, finish, in_parts, small_job
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load import load_model
+from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES, model_address
-from lean_finetune.step.team import Alone
-from lean_finetune.train.save import Base, Merge, save_tuned
+from lean_finetune.step.process_group import Alone
+from lean_finetune.train.save_model import Base, Merge, save_tuned
 from tests.processes import run_bounded
 from tests.small_model import CPU, base_of, spec_of
 

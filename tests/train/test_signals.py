@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.train.process.signals import AGAIN_SECONDS, Stop, Stopped, stopped_by_signals
+from lean_finetune.train.process.stop_signals import AGAIN_SECONDS, Stop, Stopped, stopped_by_signals
 from tests.conftest import ROOT
 from tests.processes import killed_after
 from tests.train import trainer

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from lean_finetune.config.params import Train
-from lean_finetune.model.load import load_model
+from lean_finetune.config.schema import Train
+from lean_finetune.model.load_model import load_model
+from lean_finetune.step.activation_offload import DiskStore, Offload
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.offload import DiskStore, Offload
-from lean_finetune.step.optim import OptimSpec
+from lean_finetune.step.run_optimizer import OptimSpec
 from tests.conftest import ROOT
 from tests.small_model import CPU, spec_of
 from tests.step.common import cut, join, run

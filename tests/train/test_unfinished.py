@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.config.params import Run
-from lean_finetune.config.params_file import load_params
+from lean_finetune.config.load import load_params
+from lean_finetune.config.schema import Run
 from lean_finetune.core.errors import UserError
-from lean_finetune.train.checkpoint.keeper import NOTHING_KEPT, Keeper
-from lean_finetune.train.checkpoint.place import DVC_LOCK, RECORD, Choice, mark_finished
+from lean_finetune.train.checkpoint.loop_hooks import NOTHING_KEPT, Keeper
 from lean_finetune.train.checkpoint.resume import Checkpoints, opened
-from lean_finetune.train.identity import run_key
+from lean_finetune.train.checkpoint.scratch_dir import DVC_LOCK, RECORD, Choice, mark_finished
 from lean_finetune.train.loop import TrainJob, train
-from lean_finetune.train.monitor.measure import make_meter
-from lean_finetune.train.process.signals import Stop
-from lean_finetune.train.unfinished import choose, told_of_mixture
+from lean_finetune.train.monitor.measured_peak import make_meter
+from lean_finetune.train.process.stop_signals import Stop
+from lean_finetune.train.run_fingerprint import run_key
+from lean_finetune.train.unfinished_runs import choose, told_of_mixture
 from tests.conftest import ROOT
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
@@ -29,7 +29,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "parameters": {"seed": 17, "train.lr": 0.003, "bucket": "0a"},
     "data": {"tokens.train.arrow": "1b"},
     "model": {"model": "2c"},
-    "code": {"lean_finetune/step/step.py": "3d", "lean_finetune/step/loss.py": "4e"},
+    "code": {"lean_finetune/step/training_step.py": "3d", "lean_finetune/step/loss.py": "4e"},
     "device": {"name": "AVX2"},
     "threads": {"run.cpu_threads": 2},
     "versions": {"torch": "2.13.0"},
@@ -57,7 +57,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "parameters": ({"train.lr": 0.001}, "train.lr: 0.001 there, 0.003 here"),
     "data": ({"tokens.train.arrow": "other"}, "tokens.train.arrow"),
     "model": ({"model": "other"}, "model"),
-    "code": ({"lean_finetune/step/step.py": "other"}, "lean_finetune/step/step.py"),
+    "code": ({"lean_finetune/step/training_step.py": "other"}, "lean_finetune/step/training_step.py"),
     "threads": ({"run.cpu_threads": 8}, "run.cpu_threads: 8 there, 2 here"),
     "versions": ({"torch": "2.11.0"}, 'torch: "2.11.0" there, "2.13.0" here'),
 }
@@ -83,9 +83,12 @@ def test_of_several_the_nearest_is_named(tmp_path: Path):
     left(
         tmp_path,
         80,
-        {"code": {"lean_finetune/step/step.py": "a", "lean_finetune/step/loss.py": "b"}, "versions": {"torch": "1"}},
+        {
+            "code": {"lean_finetune/step/training_step.py": "a", "lean_finetune/step/loss.py": "b"},
+            "versions": {"torch": "1"},
+        },
     )
-    nearest, said = left(tmp_path, 3, {"code": {"lean_finetune/step/step.py": "a"}}), list[str]()
+    nearest, said = left(tmp_path, 3, {"code": {"lean_finetune/step/training_step.py": "a"}}), list[str]()
     choose(tmp_path, PARTS, "exact", said.append)
     assert len(said) == 1 and str(nearest) in said[0]
 
@@ -101,7 +104,7 @@ def opened_for(choice: Choice, said: list[str]) -> Any:
 def test_a_compatible_run_goes_on_says_so_and_is_never_taken_for_an_exact_one(small_llama: Path, tmp_path: Path):
     """Metrics of two versions of the code that look like those of one."""
     job, root, said = quick_job(small_llama, tmp_path), tmp_path / "kept", list[str]()
-    old = choose(root, parts_with(code={"lean_finetune/step/step.py": "older"}), "exact", print)
+    old = choose(root, parts_with(code={"lean_finetune/step/training_step.py": "older"}), "exact", print)
     with pytest.raises(ConnectionError), opened_for(old, said) as keeper:
         keeper.step_done = stop_after(keeper, 2)
         weights_of(job, keeper)
@@ -116,7 +119,7 @@ def test_a_compatible_run_goes_on_says_so_and_is_never_taken_for_an_exact_one(sm
     again = choose(root, PARTS, "compatible", said.append)
     assert again == Choice(directory=choice.directory, earlier=None, record=choice.record)
     assert told_of_mixture(again) == {
-        "resumed": "compatible: with other code (lean_finetune/step/step.py) up to step 2"
+        "resumed": "compatible: with other code (lean_finetune/step/training_step.py) up to step 2"
     }
     with opened_for(again, said) as keeper:
         assert keeper.first_step == 4
@@ -149,7 +152,7 @@ def stop_after(keeper: Checkpoints, step: int) -> Any:
 def test_a_checkpoint_that_other_code_cannot_read_is_refused_in_one_line(small_llama: Path, tmp_path: Path):
     """A permission to try ends in no traceback, and what was there stays."""
     root, said = tmp_path / "kept", list[str]()
-    old = choose(root, parts_with(code={"lean_finetune/step/step.py": "older"}), "exact", print)
+    old = choose(root, parts_with(code={"lean_finetune/step/training_step.py": "older"}), "exact", print)
     with pytest.raises(ConnectionError), opened_for(old, said) as keeper:
         keeper.step_done = stop_after(keeper, 2)
         weights_of(quick_job(small_llama, tmp_path, method="lora"), keeper)

@@ -9,7 +9,7 @@ from typing import TextIO
 import pytest
 from tqdm import tqdm
 
-from lean_finetune.train.process.voice import never_refused
+from lean_finetune.train.process.best_effort_output import never_refused
 
 
 def full_disk() -> TextIO:

@@ -9,12 +9,12 @@ from typing import Literal
 
 import torch
 
-from lean_finetune.config.params_file import load_params
+from lean_finetune.config.load import load_params
 from lean_finetune.core.parent_death import end_with_parent
 from lean_finetune.step.batches import Batch
-from lean_finetune.train.checkpoint.place import Choice
 from lean_finetune.train.checkpoint.resume import Checkpoints, opened
-from lean_finetune.train.process.signals import Stop, stopped_by_signals
+from lean_finetune.train.checkpoint.scratch_dir import Choice
+from lean_finetune.train.process.stop_signals import Stop, stopped_by_signals
 from tests.conftest import ROOT
 from tests.train.interrupted import finish, small_job
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.segments import Segment, split_segments
-from lean_finetune.data.chat.template import CompiledTemplate
+from lean_finetune.data.chat.compiled_template import CompiledTemplate
+from lean_finetune.data.chat.trained_segments import Segment, split_segments
 from lean_finetune.data.format.example import Conversation, Message, RowFault
 
 _CALL = {"type": "function", "id": "a1B2c3D4e", "function": {"name": "zqcall", "arguments": {"x": 1, "y": ["é", "2"]}}}

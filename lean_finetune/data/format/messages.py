@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lean_finetune.data.format.example import ROLES, Message, RowFault
-from lean_finetune.data.format.faults import json_of, show, without_nulls
-from lean_finetune.data.format.unread import is_given, refuse_media
+from lean_finetune.data.format.row_values import json_of, show, without_nulls
+from lean_finetune.data.format.unread_columns import is_given, refuse_media
 
 # OpenAI's old name of tool results, and Gemma's of the assistant.
 OTHER_ROLES = {"function": "tool", "model": "assistant"}

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lean_finetune.core.atomic_files import read_json, sha256_file, sha256_json, write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import read_json, sha256_file, sha256_json, write_json
-from lean_finetune.data.shards.merge import Placed
-from lean_finetune.data.shards.shards import Shard, is_whole, marker_name, read_marker
+from lean_finetune.data.shards.merge_shards import Placed
+from lean_finetune.data.shards.shard_files import Shard, is_whole, marker_name, read_marker
 
 MANIFEST_SCHEMA = 1
 MANIFEST = "manifest.json"

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.config.data_params import Data
+from lean_finetune.config.data_schema import Data
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.guard import Guard
-from lean_finetune.data.encode.engine import Opened, choose_engine
-from lean_finetune.data.format.rows import Conversation, RowFault, check_columns, detect_format, parse_row
-from lean_finetune.data.format.settings import Settings, SourceShape
-from lean_finetune.data.format.unread import MEANINGFUL, without
-from lean_finetune.data.read.block import RawRow
-from lean_finetune.data.read.blocks import file_names, read_blocks
-from lean_finetune.data.read.decode import decode
-from lean_finetune.data.shards.identity import key_of, made_of
+from lean_finetune.data.chat.control_tokens import Guard
+from lean_finetune.data.encode.engine_choice import Opened, choose_engine
+from lean_finetune.data.format.row_formats import Conversation, RowFault, check_columns, detect_format, parse_row
+from lean_finetune.data.format.token_settings import Settings, SourceShape
+from lean_finetune.data.format.unread_columns import MEANINGFUL, without
+from lean_finetune.data.read.decode_rows import decode
+from lean_finetune.data.read.row_block import RawRow
+from lean_finetune.data.read.source_blocks import file_names, read_blocks
+from lean_finetune.data.shards.work_key import key_of, made_of
+from lean_finetune.pinning.descriptions import is_heldout_source
 from lean_finetune.pinning.locate import template_file
-from lean_finetune.pinning.shown import is_heldout_source
 
 AUTO = "auto"
 # Of each source, to compare the engines on; their probe corpus holds the hard cases.

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lean_finetune.config.param_types import Precision
+from lean_finetune.config.field_types import Precision
 from lean_finetune.core.units import readable_size
-from lean_finetune.memory.advice.advice import Remedy
+from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.allocator.plan_memory import PlanMemory
 from lean_finetune.memory.gpus import Device
-from lean_finetune.memory.predict.predict import Prediction
+from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.step.batches import BatchShape
 
 LARGEST_CATEGORIES = 3

@@ -6,13 +6,12 @@ from typing import Literal
 
 from transformers import PretrainedConfig
 
-from lean_finetune.config.param_types import Sharding
-from lean_finetune.config.params_sharing import CUTTING
-from lean_finetune.memory.advice.cost import SELECTIVE_SHARE, StepWork, relative_slowdown
+from lean_finetune.config.field_types import Sharding
+from lean_finetune.config.sharding_rules import CUTTING
+from lean_finetune.memory.advice.step_cost import SELECTIVE_SHARE, StepWork, relative_slowdown
 from lean_finetune.memory.gpus import GPUS, Device, Speed
-from lean_finetune.memory.predict.predict import Setting
-from lean_finetune.memory.predict.shapes import TracedSteps
-from lean_finetune.memory.predict.states import (
+from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.predict.state_formulas import (
     Line,
     ModelShapes,
     model_shapes,
@@ -20,10 +19,11 @@ from lean_finetune.memory.predict.states import (
     state_lines,
     trained_values,
 )
-from lean_finetune.memory.trace.kernels import Target
-from lean_finetune.memory.trace.trace import GRADIENTS, WEIGHTS
-from lean_finetune.model.config import largest_head_size, layer_settings
-from lean_finetune.model.spec import ModelSpec
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.trace.memory_trace import GRADIENTS, WEIGHTS
+from lean_finetune.model.model_config import largest_head_size, layer_settings
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape
 
 RANKED_AS = "A100-80GB"

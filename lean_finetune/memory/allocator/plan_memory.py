@@ -15,17 +15,17 @@ from transformers import PretrainedConfig
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.allocator.cut import NotAffine, Unit
 from lean_finetune.memory.allocator.replay import PlanPlayer, Replay
+from lean_finetune.memory.allocator.reserved_memory import ALLOCATORS, segments_of
 from lean_finetune.memory.allocator.step_units import step_units
 from lean_finetune.memory.allocator.templates import RunModel
-from lean_finetune.memory.allocator.tiers import ALLOCATORS, segments_of
 from lean_finetune.memory.allocator.traced_runs import LONGEST_TRACED, fit_run, kind_of
 from lean_finetune.memory.gpus import Device
-from lean_finetune.memory.predict.predict import Prediction, Setting
-from lean_finetune.memory.trace.kernels import EMBEDDING_SORT_TOKENS, Target
+from lean_finetune.memory.predict.peak import Prediction, Setting
+from lean_finetune.memory.trace.cuda_kernels import EMBEDDING_SORT_TOKENS, Target
 from lean_finetune.model.attention import FLASH_CAPABILITY, VARLEN_READY
-from lean_finetune.model.config import attention_window
-from lean_finetune.plan.plan import Plan
-from lean_finetune.plan.worst import worst_steps
+from lean_finetune.model.model_config import attention_window
+from lean_finetune.plan.batch_plan import Plan
+from lean_finetune.plan.worst_micro_batches import worst_steps
 from lean_finetune.step.batches import BatchShape
 
 MOST_EVENTS = 800_000

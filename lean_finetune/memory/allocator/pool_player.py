@@ -14,8 +14,13 @@ from itertools import islice
 
 import numpy as np
 
-from lean_finetune.memory.allocator.allocator import LARGE_SEGMENT_UNITS, UNIT_BYTES, CachingAllocator, OutOfMemory
 from lean_finetune.memory.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, BlockPool
+from lean_finetune.memory.allocator.caching_allocator import (
+    LARGE_SEGMENT_UNITS,
+    UNIT_BYTES,
+    CachingAllocator,
+    OutOfMemory,
+)
 from lean_finetune.memory.allocator.cut import FIRST, LATER, UPDATE
 from lean_finetune.memory.allocator.pool_events import PoolEvents
 from lean_finetune.memory.allocator.templates import BIRTH, Template

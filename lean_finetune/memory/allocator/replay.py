@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lean_finetune.memory.allocator.allocator import UNIT_BYTES, OutOfMemory
+from lean_finetune.memory.allocator.caching_allocator import UNIT_BYTES, OutOfMemory
 from lean_finetune.memory.allocator.cut import FIRST, LATER, UPDATE, Unit
 from lean_finetune.memory.allocator.templates import RunModel
 from lean_finetune.memory.allocator.unit_player import UnitPlayer, play_template

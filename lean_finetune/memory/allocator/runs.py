@@ -6,7 +6,7 @@ from functools import cache
 
 from lean_finetune.memory.allocator.cut import Timeline, Unit
 from lean_finetune.memory.allocator.step_units import StepKind, step_units
-from lean_finetune.memory.trace.origins import Origin, OriginTrace
+from lean_finetune.memory.trace.allocation_origins import Origin, OriginTrace
 
 CLIP = "clip"
 """The phase with which a step's update begins."""

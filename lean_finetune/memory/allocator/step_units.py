@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lean_finetune.memory.allocator.cut import FIRST, LATER, UPDATE, Role, Unit
-from lean_finetune.memory.trace.kernels import EMBEDDING_SORT_TOKENS, FUSED_GEMM_MAX_ROWS
-from lean_finetune.plan.worst import ATTENTION_TILE_TOKENS
+from lean_finetune.memory.trace.cuda_kernels import EMBEDDING_SORT_TOKENS, FUSED_GEMM_MAX_ROWS
+from lean_finetune.plan.worst_micro_batches import ATTENTION_TILE_TOKENS
 from lean_finetune.step.batches import BatchShape
 
 SOFTMAX_TILE_TOKENS = 32

@@ -3,9 +3,9 @@
 The step makes and frees the same tensors in the same order whatever the shapes, and the bytes of each are a constant
 plus whole multiples of a few figures of the shape (its tokens, its supervised tokens, …). A traced run is cut into
 units: what exists before the first step, the first micro-batch of a step, a later one, and the update that ends it.
-More layers, and more chunks of the loss, insert the same blocks once more (`lean_finetune.memory.allocator.program`). Each tensor's
+More layers, and more chunks of the loss, insert the same blocks once more (module `program`). Each tensor's
 bytes are fitted from several traces and must be met by all of them exactly; the units of any sequence of batches can
-then be put one after the other (`lean_finetune.memory.allocator.replay`). Peaks are never extrapolated, only sizes.
+then be put one after the other (module `replay`). Peaks are never extrapolated, only sizes.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -10,12 +10,12 @@ from lean_finetune.memory.allocator.program import FEWEST_CHUNKS, FEWEST_CHUNKS_
 from lean_finetune.memory.allocator.runs import timeline_of
 from lean_finetune.memory.allocator.step_units import StepKind, unit_kind
 from lean_finetune.memory.allocator.templates import RunModel, fit
-from lean_finetune.memory.predict.explain import trace_origins
-from lean_finetune.memory.predict.layers import with_layers
-from lean_finetune.memory.predict.predict import Setting
-from lean_finetune.memory.predict.shapes import TracedSteps
-from lean_finetune.memory.trace.kernels import EMBEDDING_SORT_TOKENS, FUSED_GEMM_MAX_ROWS, Target
-from lean_finetune.memory.trace.origins import OriginTrace
+from lean_finetune.memory.predict.layer_structure import with_layers
+from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.predict.peak_explanation import trace_origins
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.trace.allocation_origins import OriginTrace
+from lean_finetune.memory.trace.cuda_kernels import EMBEDDING_SORT_TOKENS, FUSED_GEMM_MAX_ROWS, Target
 from lean_finetune.step.batches import BatchShape
 
 LENGTHS = (200, 333, 136, 72)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lean_finetune.memory.allocator.allocator import SMALL_UNITS, UNIT_BYTES, CachingAllocator
+from lean_finetune.memory.allocator.caching_allocator import SMALL_UNITS, UNIT_BYTES, CachingAllocator
 from lean_finetune.memory.allocator.cut import FIRST, LATER, UPDATE, Unit
 from lean_finetune.memory.allocator.pool_events import PoolEvents, pool_events
 from lean_finetune.memory.allocator.pool_player import (

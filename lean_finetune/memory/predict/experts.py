@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.build import meta_model
+from lean_finetune.model.empty_model import meta_model
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Under which configurations, and the modules made of them, tell how many there are."""

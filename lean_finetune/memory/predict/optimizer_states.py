@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lean_finetune.config.param_types import OptimizerName
+from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.model.quantize import BYTE_LEVELS
 from lean_finetune.step.optimizers import OPTIMIZERS, OptimizerKind, is_paged
 

@@ -12,17 +12,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.config.params import Run
+from lean_finetune.config.schema import Run
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.batches import Batch
-from lean_finetune.train.checkpoint.checkpoint import CheckpointStore, Unfinished, steps_in
-from lean_finetune.train.checkpoint.disk_room import Room, trained_bytes
-from lean_finetune.train.checkpoint.keeper import Keeper
-from lean_finetune.train.checkpoint.place import Choice, held_alone, held_by_us
-from lean_finetune.train.checkpoint.snapshot import Running, cut_of, held_by, pieces_of, put_back, tensors_of, values_of
-from lean_finetune.train.monitor.guards import Diverged, refuse_broken_weights
-from lean_finetune.train.oom.oom import OutOfMemory
-from lean_finetune.train.process.signals import Stop, Stopped
+from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, Unfinished, steps_in
+from lean_finetune.train.checkpoint.disk_space import Room, trained_bytes
+from lean_finetune.train.checkpoint.loop_hooks import Keeper
+from lean_finetune.train.checkpoint.scratch_dir import Choice, held_alone, held_by_us
+from lean_finetune.train.checkpoint.training_state import (
+    Running,
+    cut_of,
+    held_by,
+    pieces_of,
+    put_back,
+    tensors_of,
+    values_of,
+)
+from lean_finetune.train.monitor.finite_checks import Diverged, refuse_broken_weights
+from lean_finetune.train.oom.oom_state import OutOfMemory
+from lean_finetune.train.process.stop_signals import Stop, Stopped
 
 ALONE_CUT = cut_of(1, "none")
 LARGEST_SHARE = 0.02

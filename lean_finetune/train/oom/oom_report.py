@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.config.param_types import Method, OptimizerName, Precision
+from lean_finetune.config.field_types import Method, OptimizerName, Precision
 from lean_finetune.core.address_limit import AddressLimit
+from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import write_json
 from lean_finetune.core.units import GIB, MIB, readable_size
-from lean_finetune.train.oom.oom import READING, Failure, OutOfMemory
+from lean_finetune.train.oom.oom_state import READING, Failure, OutOfMemory
 
 MOST_CATEGORIES = 4
 MOST_COMMANDS = 3

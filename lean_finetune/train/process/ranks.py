@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from lean_finetune.distributed.launch import LostOthers, WaitedInVain, launch
-from lean_finetune.distributed.meeting import Late
-from lean_finetune.distributed.world import World, check_devices, under_torchrun
-from lean_finetune.step.team import Team
-from lean_finetune.train.monitor.measure import LOAD, Measured
-from lean_finetune.train.oom.oom import Whereabouts
-from lean_finetune.train.process.device import training_device
-from lean_finetune.train.process.nccl import TIMEOUT
+from lean_finetune.distributed.processes import World, check_devices, under_torchrun
+from lean_finetune.distributed.progress_barrier import Late
+from lean_finetune.step.process_group import Team
+from lean_finetune.train.monitor.measured_peak import LOAD, Measured
+from lean_finetune.train.oom.oom_state import Whereabouts
+from lean_finetune.train.process.nccl_watchdog import TIMEOUT
+from lean_finetune.train.process.training_device import training_device
 
 GLOO = ", and too much: what gloo gives back in threads of its own is not seen"
 
@@ -83,7 +83,7 @@ def told_of_waiting(world: World, seconds: float, where: Callable[[], str] = lam
 
 
 def fault_of_link(error: str, world: World, seconds: float, where: Callable[[], str]) -> Exception:
-    """What an error that NCCL named (`lean_finetune.train.process.nccl`) says of the others."""
+    """What an error that NCCL named (`lean_finetune.train.process.nccl_watchdog`) says of the others."""
     try:
         with told_of_waiting(world, seconds, where):
             raise RuntimeError("timed out" if error == TIMEOUT else f"broken pipe: NCCL's {error}")

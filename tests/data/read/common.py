@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.core.files import sha256_file
-from lean_finetune.data.read.block import Block, RawRow
-from lean_finetune.data.read.blocks import BLOCK_BYTES, read_blocks
-from lean_finetune.data.read.decode import decode
+from lean_finetune.core.atomic_files import sha256_file
+from lean_finetune.data.read.decode_rows import decode
+from lean_finetune.data.read.row_block import Block, RawRow
+from lean_finetune.data.read.source_blocks import BLOCK_BYTES, read_blocks
 
 
 def source(*paths: Path, rows: int | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lean_finetune.data.read.arrays import from_numpy, from_texts, to_numpy
+from lean_finetune.data.read.arrow_arrays import from_numpy, from_texts, to_numpy
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -14,11 +14,11 @@ ALL_OF_IT = """
 import sys
 import numpy as np
 import pyarrow as pa
-from lean_finetune.data.read.block import Block
-from lean_finetune.data.read.decode import decode
-from lean_finetune.data.shards.columns import digests, record_batch, token_schema
-from lean_finetune.data.encode.cut import cut_rows
-from lean_finetune.data.encode.encoded import EncodedRows
+from lean_finetune.data.read.row_block import Block
+from lean_finetune.data.read.decode_rows import decode
+from lean_finetune.data.shards.token_columns import digests, record_batch, token_schema
+from lean_finetune.data.encode.max_length import cut_rows
+from lean_finetune.data.encode.encoded_rows import EncodedRows
 row = EncodedRows(ids=np.arange(4, dtype=np.int32), offsets=np.array([0, 4]), span_rows=np.array([0]),
                   spans=np.array([[1, 4]]), failed=frozenset())
 digests(record_batch(token_schema(9, 9, 1), cut_rows(row, 9, "drop"), row.ids, ["a"], 0, np.zeros(1, np.uint32)))

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.read import blocks
-from lean_finetune.data.read.block import Block
-from lean_finetune.data.read.blocks import file_names, read_blocks
-from lean_finetune.data.read.decode import decode
+from lean_finetune.data.read import source_blocks
+from lean_finetune.data.read.decode_rows import decode
+from lean_finetune.data.read.row_block import Block
+from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from tests.conftest import ROOT
 from tests.data.read.common import blocks_of, lock_of, rows_of, source, values_of
 from tests.data.read.malformed import arrow, parquet, zstd
@@ -206,7 +206,7 @@ def test_a_reader_that_stops_early_ends_without_a_word(tmp_path):
     path.write_bytes(path.read_bytes() + b"\n")
     blocks = read_blocks(lock, max_rows=None, progress=lambda _: None, block_bytes=1000)
     assert next(blocks).number == 0
-    blocks.close()  # type: ignore[attr-defined]
+    source_blocks.close()  # type: ignore[attr-defined]
     assert next(blocks, None) is None
 
 
@@ -248,9 +248,9 @@ def test_a_lock_of_an_older_version_is_told():
 
 
 def test_a_long_row_is_read_past_in_every_row_format(tmp_path, monkeypatch):
-    from lean_finetune.data.read import lines, values
+    from lean_finetune.data.read import json_lines, json_values
 
-    for module in (lines, values):
+    for module in (json_lines, json_values):
         monkeypatch.setattr(module, "MAX_ROW_BYTES", 100)
     rows = [{"a": "x" * 50}, {"a": "y" * 500}, {"a": "z"}, {"a": "y" * 101}, {"a": "x" * 50}]
     write_rows(tmp_path / "rows.jsonl", rows)
@@ -266,9 +266,9 @@ def test_a_long_row_is_read_past_in_every_row_format(tmp_path, monkeypatch):
 
 MEASURE = """
 import sys
-from lean_finetune.core.files import read_json
+from lean_finetune.core.atomic_files import read_json
 from pathlib import Path
-from lean_finetune.data.read.blocks import read_blocks
+from lean_finetune.data.read.source_blocks import read_blocks
 for block in read_blocks(read_json(Path(sys.argv[1])), max_rows=None, progress=lambda n: None):
     pass
 # Not getrusage: its peak is inherited from whoever started the process.
@@ -311,7 +311,7 @@ def test_a_block_travels_between_processes():
 
 
 def test_a_file_with_more_rows_than_the_token_files_can_number_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "MOST_ROWS_OF_A_FILE", 3)
+    monkeypatch.setattr(source_blocks, "MOST_ROWS_OF_A_FILE", 3)
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}] * 4)
     with pytest.raises(UserError, match="rows.jsonl: must hold no more than 3 rows; cut it into several files"):
         rows_of(path, block_bytes=1)

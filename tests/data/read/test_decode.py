@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_finetune.data.read.block import Block
-from lean_finetune.data.read.decode import decode
-from lean_finetune.data.read.stretch import to_payload
+from lean_finetune.data.read.decode_rows import decode
+from lean_finetune.data.read.row_block import Block
+from lean_finetune.data.read.row_range import to_payload
 from tests.processes import run_bounded
 
 TEXT = st.text(st.sampled_from('a":, \t\\{}[]é\ud83d0123456789'), max_size=30)
@@ -109,6 +109,8 @@ def test_a_value_that_arrow_cannot_give_is_the_fault_of_its_row(column, faults):
 
 def test_nothing_heavy_is_imported(repo_root):
     """Each worker would pay for it, in seconds and in memory."""
-    code = "import sys, lean_finetune.data.read.decode; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    code = (
+        "import sys, lean_finetune.data.read.decode_rows; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    )
     done = run_bounded([sys.executable, "-c", code], cwd=repo_root, check=True)
     assert not {"torch", "transformers", "datasets", "huggingface_hub", "pydantic", "pandas"} & set(done.stdout.split())

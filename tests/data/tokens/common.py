@@ -6,12 +6,12 @@ from typing import Any
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from lean_finetune.core.files import read_json
-from lean_finetune.data.chat.segments import Segment
-from lean_finetune.data.encode.encode import RowTokenizer
-from lean_finetune.data.encode.engine import open_engine
-from lean_finetune.data.format.rows import Conversation, parse_row
-from lean_finetune.data.format.settings import SourceShape
+from lean_finetune.core.atomic_files import read_json
+from lean_finetune.data.chat.trained_segments import Segment
+from lean_finetune.data.encode.encode_rows import RowTokenizer
+from lean_finetune.data.encode.engine_choice import open_engine
+from lean_finetune.data.format.row_formats import Conversation, parse_row
+from lean_finetune.data.format.token_settings import SourceShape
 
 DATE = "2024-07-26"
 """data.template_date."""

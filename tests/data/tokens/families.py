@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from lean_finetune.data.chat.chat import Template, open_template
+from lean_finetune.data.chat.chat_template import Template, open_template
 from tests.data.tokens.common import DATE
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -5,7 +5,7 @@ So that a small source has several shards; nothing else differs from `python -m 
 
 from functools import partial
 
-from lean_finetune.data.shards import run, shards
+from lean_finetune.data.shards import shard_files, tokenize_run
 from stages import tokenize as entry
 
 BLOCK_BYTES = 1 << 15
@@ -14,9 +14,9 @@ BLOCKS_PER_SHARD = 4
 
 def make_blocks_small() -> None:
     """From now on the stage runs so in this process."""
-    run.BLOCK_BYTES = BLOCK_BYTES
-    run.read_blocks = partial(run.read_blocks, block_bytes=BLOCK_BYTES)
-    shards.BLOCKS_PER_SHARD = BLOCKS_PER_SHARD
+    tokenize_run.BLOCK_BYTES = BLOCK_BYTES
+    tokenize_run.read_blocks = partial(tokenize_run.read_blocks, block_bytes=BLOCK_BYTES)
+    shard_files.BLOCKS_PER_SHARD = BLOCKS_PER_SHARD
 
 
 if __name__ == "__main__":

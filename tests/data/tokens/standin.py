@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.data.format.settings import COUNTS, BlockTokens
-from lean_finetune.data.read.block import Block
+from lean_finetune.data.format.token_settings import COUNTS, BlockTokens
+from lean_finetune.data.read.row_block import Block
 
 SCHEMA = pa.schema(
     [

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_finetune.data.encode.cut import CutRows, cut_rows
-from lean_finetune.data.encode.encoded import EncodedRows, from_units
+from lean_finetune.data.encode.encoded_rows import EncodedRows, from_units
+from lean_finetune.data.encode.max_length import CutRows, cut_rows
 
 
 def rows_of(*rows: list[tuple[int, bool]]) -> EncodedRows:

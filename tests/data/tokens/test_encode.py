@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.segments import Segment
-from lean_finetune.data.encode.encode import RowTokenizer
-from lean_finetune.data.encode.encoded import from_units
-from lean_finetune.data.encode.padding import choose_pad
+from lean_finetune.data.chat.trained_segments import Segment
+from lean_finetune.data.encode.encode_rows import RowTokenizer
+from lean_finetune.data.encode.encoded_rows import from_units
+from lean_finetune.data.encode.padding_token import choose_pad
 from tests.data.tokens.built import byte_level, save, sentencepiece
 from tests.data.tokens.common import row_tokenizer
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.encode import bytepairs
-from lean_finetune.data.encode import engine as engine_module
-from lean_finetune.data.encode.bytepairs import TiktokenEngine
+from lean_finetune.data.encode import engine_choice as engine_module
+from lean_finetune.data.encode import tiktoken_engine
 from lean_finetune.data.encode.encoder import TokenizersEngine
-from lean_finetune.data.encode.engine import choose_engine, open_engine
-from lean_finetune.data.encode.probe import HARD_TEXTS, probe_texts
+from lean_finetune.data.encode.engine_choice import choose_engine, open_engine
+from lean_finetune.data.encode.engine_probes import HARD_TEXTS, probe_texts
+from lean_finetune.data.encode.tiktoken_engine import TiktokenEngine
 from tests.data.tokens.built import LLAMA3_CUT, byte_level, sample_texts, save, sentencepiece
 
 STYLES = ("gpt2", "llama3", "qwen2")
@@ -173,7 +173,7 @@ def test_an_engine_that_differs_on_the_probes_or_on_the_data_alone_is_caught(dir
 
 def test_another_cut_of_words_is_caught_by_the_probes(directories, monkeypatch):
     """Two libraries of regular expressions could read one pattern in two ways."""
-    monkeypatch.setattr(bytepairs, "_pattern", lambda cut: LLAMA3_CUT.replace(r"\p{L}+", r"\p{L}{1,3}"))
+    monkeypatch.setattr(tiktoken_engine, "_pattern", lambda cut: LLAMA3_CUT.replace(r"\p{L}+", r"\p{L}{1,3}"))
     assert choose_engine("auto", directories["llama3"], []).name == "tokenizers"
 
 

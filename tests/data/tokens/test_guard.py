@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_finetune.data.chat.guard import REPLACEMENT, TRAINED_START, Guard, any_of
+from lean_finetune.data.chat.control_tokens import REPLACEMENT, TRAINED_START, Guard, any_of
 
 TOKENS = ("<s>", "</s>", "<|a|>", "<|ab|>", "<|a", "[INST]", '"q\\"', "\n\n#", "é¥", "<")
 PARTS = st.one_of(

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lean_finetune.core.files import read_json
-from lean_finetune.pinning.shown import shown_data
-from lean_finetune.step.tokens import TokenRows
+from lean_finetune.core.atomic_files import read_json
+from lean_finetune.pinning.descriptions import shown_data
+from lean_finetune.step.token_rows import TokenRows
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize
 from tests.data.tokens.common import chat_row, meta

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_finetune.core.files import read_json
+from lean_finetune.core.atomic_files import read_json
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize
 from tests.data.read.malformed import MALFORMED, Malformed

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, processors
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.chat import Template, open_template, read_template
-from lean_finetune.data.chat.guard import REPLACEMENT, TRAINED_END, TRAINED_START, Guard
-from lean_finetune.data.chat.segments import Segment, split_segments
-from lean_finetune.data.encode.encode import RowTokenizer
-from lean_finetune.data.encode.encoded import EncodedRow
-from lean_finetune.data.format.rows import Conversation, Plain, RowFault
+from lean_finetune.data.chat.chat_template import Template, open_template, read_template
+from lean_finetune.data.chat.control_tokens import REPLACEMENT, TRAINED_END, TRAINED_START, Guard
+from lean_finetune.data.chat.trained_segments import Segment, split_segments
+from lean_finetune.data.encode.encode_rows import RowTokenizer
+from lean_finetune.data.encode.encoded_rows import EncodedRow
+from lean_finetune.data.format.row_formats import Conversation, Plain, RowFault
 from tests.data.tokens.common import DATE, MESSAGES, chat_row, decoder, encode_one, row_tokenizer
 
 CONTROL = ("<|pad|>", "<|im_start|>", "<|im_end|>")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.shards.merge import Placed, merge
+from lean_finetune.data.shards.merge_shards import Placed, merge
 from lean_finetune.data.shards.parts import Part, collect, parse_part, write_manifest
-from lean_finetune.data.shards.stats import write_histogram
+from lean_finetune.data.shards.statistics import write_histogram
 from tests.data.tokens import standin
 from tests.data.tokens.standin import read_records, text_blocks
 from tests.data.tokens.test_shards import BLOCKS, files, make

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.shards.pool import available_workers, is_safe_to_fork, open_pool
+from lean_finetune.data.shards.worker_pool import available_workers, is_safe_to_fork, open_pool
 from tests.conftest import ROOT
 from tests.data.tokens.standin import make_byte_tokenizer, text_blocks, tokenize_bytes
 from tests.processes import killed_after, run_bounded
@@ -70,8 +70,8 @@ def test_a_process_with_another_thread_is_not_forked():
 def test_a_fresh_process_with_the_workers_libraries_can_be_forked():
     """Else each worker would import them anew, and share no memory."""
     code = (
-        "import stages.tokenize, lean_finetune.data.encode.encode\n"
-        "from lean_finetune.data.shards.pool import is_safe_to_fork\n"
+        "import stages.tokenize, lean_finetune.data.encode.encode_rows\n"
+        "from lean_finetune.data.shards.worker_pool import is_safe_to_fork\n"
         "print(is_safe_to_fork())"
     )
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
@@ -81,7 +81,7 @@ def test_a_fresh_process_with_the_workers_libraries_can_be_forked():
 
 PARENT = """
 import sys
-from lean_finetune.data.shards.pool import open_pool
+from lean_finetune.data.shards.worker_pool import open_pool
 from tests.data.tokens.standin import make_byte_tokenizer, text_blocks, tokenize_bytes
 from dataclasses import replace
 if __name__ == "__main__":

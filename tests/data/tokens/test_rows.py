@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.rows import (
+from lean_finetune.data.format.row_formats import (
     Conversation,
     Plain,
     RowFault,

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.locks import LOCK_FILE
-from lean_finetune.data.shards.make import Task, make_shards
-from lean_finetune.data.shards.pool import open_pool
-from lean_finetune.data.shards.shards import BLOCKS_PER_SHARD, read_marker
-from lean_finetune.data.shards.workplace import held_alone, workplace
+from lean_finetune.core.file_locks import LOCK_FILE
+from lean_finetune.data.shards.make_shards import Task, make_shards
+from lean_finetune.data.shards.shard_files import BLOCKS_PER_SHARD, read_marker
+from lean_finetune.data.shards.unfinished_work import held_alone, workplace
+from lean_finetune.data.shards.worker_pool import open_pool
 from tests.data.tokens import standin
 from tests.data.tokens.standin import make_byte_tokenizer, text_blocks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lean_finetune.core.files import read_json
+from lean_finetune.core.atomic_files import read_json
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize
 from tests.data.tokens.common import chat_row, contents, conversation, decoder, meta, read_tokens, spans_of

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat import bundled as bundled_templates
-from lean_finetune.data.chat.bundled import read_bundled
-from lean_finetune.data.chat.chat import Template, open_template
-from lean_finetune.data.chat.segments import Segment
-from lean_finetune.data.chat.template import CompiledTemplate
+from lean_finetune.data.chat import bundled_templates
+from lean_finetune.data.chat.bundled_templates import read_bundled
+from lean_finetune.data.chat.chat_template import Template, open_template
+from lean_finetune.data.chat.compiled_template import CompiledTemplate
+from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.format.example import Conversation, RowFault
 from tests.data.tokens.common import DATE, conversation, decoder, encode_one, row_tokenizer
 from tests.data.tokens.families import FAMILIES, open_family, save_tokenizer, template_source
@@ -73,7 +73,7 @@ def no_twin(*_: Any) -> None:
 @pytest.fixture(scope="module")
 def by_segments(directories) -> dict[str, Template]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lean_finetune.data.chat.chat.find_twin", no_twin)
+        patch.setattr("lean_finetune.data.chat.chat_template.find_twin", no_twin)
         return {name: open_family(directories[name], name) for name in FAMILIES}
 
 
@@ -270,7 +270,7 @@ ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 def test_a_greeting_before_any_question_is_found(directories, monkeypatch):
     """Templates that look at the first message cannot render what is before it."""
-    monkeypatch.setattr("lean_finetune.data.chat.chat.find_twin", no_twin)
+    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_twin", no_twin)
     template = custom(directories, "{{ '' if messages[0].role.strip() else '' }}" + LOOP + ASK)
     greeting = Conversation(messages=[turn("assistant", "Welcome!"), *chat("Q", "A").messages], tools=None)
     assert trained(template.render(greeting)) == ["Welcome!<|im_end|>", "A<|im_end|>"]
@@ -287,7 +287,7 @@ def test_a_greeting_before_any_question_is_found(directories, monkeypatch):
     ids=["text behind the last turn", "a header that history has not", "a count in front", "a filter on earlier turns"],
 )
 def test_turns_are_found_where_a_prefix_is_rendered_otherwise(source, directories, monkeypatch):
-    monkeypatch.setattr("lean_finetune.data.chat.chat.find_twin", no_twin)
+    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_twin", no_twin)
     template = custom(directories, source)
     found = trained(template.render(chat("q1", "<b>a1", "q2", "a2", "q3", "a3")))
     assert [text.removesuffix("\n<pad>") for text in found] == ["<b>a1<|im_end|>", "a2<|im_end|>", "a3<|im_end|>"]
@@ -336,7 +336,7 @@ def test_a_turn_ends_at_its_own_token_where_calls_end_otherwise(directories, mon
         "{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     )
-    monkeypatch.setattr("lean_finetune.data.chat.chat.find_twin", no_twin)
+    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_twin", no_twin)
     segments = custom(directories, source, "llama-3").render(Conversation(messages=CALLING.messages, tools=None))
     assert trained(segments) == ["<|python_tag|>add<|eom_id|>", "It is 3.<|eot_id|>", "Bye<|eot_id|>"]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.files import read_json
-from lean_finetune.data.chat.bundled import read_bundled
-from lean_finetune.data.chat.chat import Template, open_template
+from lean_finetune.data.chat.bundled_templates import read_bundled
+from lean_finetune.data.chat.chat_template import Template, open_template
 from lean_finetune.data.format.example import Conversation, RowFault
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize

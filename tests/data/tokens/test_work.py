@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.settings import COUNTS, BlockTokens, Settings, SourceShape
-from lean_finetune.data.read.block import Block
-from lean_finetune.data.shards.columns import token_schema
-from lean_finetune.data.shards.work import ROWS_PER_SAMPLED_ROW, BlockTokenizer
+from lean_finetune.data.format.token_settings import COUNTS, BlockTokens, Settings, SourceShape
+from lean_finetune.data.read.row_block import Block
+from lean_finetune.data.shards.token_columns import token_schema
+from lean_finetune.data.shards.tokenize_block import ROWS_PER_SAMPLED_ROW, BlockTokenizer
 from tests.conftest import ROOT
 from tests.data.tokens.built import byte_level, save, sentencepiece
 from tests.data.tokens.common import DATE, chat_row, decoder, spans_of
@@ -243,7 +243,10 @@ def test_a_row_that_begins_with_two_bos_tokens_is_refused(tmp_path):
 
 def test_a_worker_imports_nothing_heavy():
     """Each worker process pays for what it imports; transformers alone takes seconds and hundreds of MB."""
-    code = "import sys, lean_finetune.data.shards.work; print(*{'torch', 'transformers', 'tiktoken', 'pandas'} & set(sys.modules))"
+    code = (
+        "import sys, lean_finetune.data.shards.tokenize_block\n"
+        "print(*{'torch', 'transformers', 'tiktoken', 'pandas'} & set(sys.modules))"
+    )
     found = run_bounded([sys.executable, "-c", code], cwd=ROOT, check=True)
     assert found.stdout.split() == []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_finetune.core.files import read_json
+from lean_finetune.core.atomic_files import read_json
 from stages.pin import main as pin
 from tests.conftest import ROOT
 from tests.data.tokens.common import chat_row, contents, read_tokens

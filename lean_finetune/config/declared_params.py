@@ -1,0 +1,81 @@
+"""The one reader of parameters: under DVC a stage can read only what dvc.yaml declares for it."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from lean_finetune.config.load import load_params
+from lean_finetune.config.schema import Params
+from lean_finetune.core.errors import UserError
+
+
+class Declared:
+    """A section from which a stage reads only what dvc.yaml declares, so an undeclared read leaves no stale cache."""
+
+    def __init__(self, section: BaseModel, declared: Mapping[str, Any], stage: str, prefix: str, reads: set[str]):
+        """Wrap `section`; `declared` holds the keys allowed below `prefix`; every leaf read is added to `reads`."""
+        self._section, self._declared, self._stage, self._prefix, self._reads = section, declared, stage, prefix, reads
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("__") or key not in type(self._section).model_fields:
+            raise AttributeError(key)
+        dotted = f"{self._prefix}{key}"
+        value = getattr(self._section, key)
+        if dotted == "run":
+            return value
+        if key not in self._declared:
+            raise UserError(
+                f"{dotted}: stage {self._stage} reads it but dvc.yaml does not list it under params; "
+                f"add it to stages.{self._stage}.params"
+            )
+        if isinstance(value, BaseModel):
+            return Declared(value, self._declared[key], self._stage, f"{dotted}.", self._reads)
+        self._reads.add(dotted)
+        return value
+
+
+def tracked_values(params: Params) -> dict[str, Any]:
+    """All values that the stage may read, as plain nested dictionaries; not those of `run`, which none tracks."""
+    return {key: value for key, value in _values(params).items() if key != "run"}
+
+
+def _values(section: Any) -> dict[str, Any]:
+    """All values of a section, or of what a stage may read of it."""
+    if isinstance(section, Declared):
+        return {key: _plain(getattr(section, key)) for key in section._declared}
+    return section.model_dump()
+
+
+def _plain(value: Any) -> Any:
+    """A leaf unchanged, a section as a dictionary."""
+    return _values(value) if isinstance(value, Declared | BaseModel) else value
+
+
+def read_params() -> Params:
+    """The parameters of the running stage.
+
+    Under DVC (`DVC_STAGE` is set) only the keys declared in dvc.yaml can be read; without DVC the schema alone rules.
+    With `LEAN_FINETUNE_PARAM_READS` set to a directory, the keys read are written there as `<stage>.json`, for the
+    contract test.
+
+    Raises:
+        UserError: params.yaml breaks the schema.
+    """
+    params = load_params()
+    # From a subdirectory DVC names the stage by its file too: ../dvc.yaml:train.
+    stage = os.environ.get("DVC_STAGE", "").rpartition(":")[2]
+    if not stage:
+        return params
+    import dvc.api
+
+    reads: set[str] = set()
+    if directory := os.environ.get("LEAN_FINETUNE_PARAM_READS"):
+        import atexit
+
+        record = Path(directory).resolve() / f"{stage}.json"
+        atexit.register(lambda: record.write_text(json.dumps(sorted(reads))))
+    return cast(Params, Declared(params, dvc.api.params_show(stages=stage), stage, "", reads))

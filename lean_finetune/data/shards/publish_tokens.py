@@ -1,0 +1,155 @@
+"""The token directory that later stages read, put together from finished shards in one step."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.config.data_schema import HELDOUT_SOURCE
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_json, write_json, write_text
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.chat.bundled_templates import read_bundled
+from lean_finetune.data.format.token_settings import UNREAD_LISTED
+from lean_finetune.data.shards.merge_shards import Placed, Totals, merge
+from lean_finetune.data.shards.prepare import Job
+from lean_finetune.data.shards.statistics import figures, notes, source_figures, write_histogram, write_rejects
+from lean_finetune.data.shards.tokenize_block import BlockTokenizer
+from lean_finetune.pinning.locate import CHAT_TEMPLATE
+
+SCHEMA = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What meta.json says of the tokenizer and its template."""
+
+    vocab_size: int
+    pad_id: int
+    pad_reason: str
+    eos_id: int | None
+    chat_template_sha256: str | None
+    """None where no source has conversations."""
+    chat_template_method: str | None
+    chat_template_reason: str | None
+
+    @classmethod
+    def of(cls, tokenize: BlockTokenizer, has_conversations: bool) -> "About":
+        """What a worker's tokenizer says of itself.
+
+        Raises:
+            UserError: there are conversations and no chat template for them.
+        """
+        tokenizer, template = tokenize.tokenizer, tokenize.template if has_conversations else None
+        return cls(
+            vocab_size=tokenizer.vocab_size,
+            pad_id=tokenizer.pad_id,
+            pad_reason=tokenizer.pad_reason,
+            eos_id=tokenizer.eos_id,
+            chat_template_sha256=None if template is None else sha256_json(template.source),
+            chat_template_method=None if template is None else template.method,
+            chat_template_reason=None if template is None else template.reason,
+        )
+
+    def notes(self) -> list[str]:
+        """How the trained text is told from the rest."""
+        if self.chat_template_method is None:
+            return []
+        return [f"trained text is found by {self.chat_template_method}: {self.chat_template_reason}"]
+
+
+def publish(job: Job, about: About, placed: Sequence[Placed], out: Path) -> list[str]:
+    """Write the token directory `out` in one step; return notes for the user.
+
+    Raises:
+        UserError: one side of the split is empty, or the disk refused.
+    """
+    settings, sources = job.settings, job.data_lock["sources"]
+    with atomic_directory(out) as aside:
+        totals = merge(placed, aside, len(sources), settings.drop_duplicates)
+        _check_sides(totals, job)
+        train, heldout = totals.side("train"), totals.side("heldout")
+        longest = max(train.longest, heldout.longest)
+        write_histogram(aside / "lengths.csv", train)
+        write_rejects(aside / "rejects.jsonl", totals, job.file_names)
+        if about.chat_template_sha256 is not None and settings.chat_template != "tokenizer":
+            # For the tuned model, which is to be asked with it.
+            text = read_bundled("chatml") if settings.chat_template == "chatml" else settings.chat_template
+            write_text(aside / CHAT_TEMPLATE, text)
+        meta = {
+            "schema": SCHEMA,
+            **asdict(about),
+            "max_length": settings.max_length,
+            "train_rows": train.rows,
+            "heldout_rows": heldout.rows,
+            "longest": longest,
+            "shards": len(placed),
+            "files": list(job.file_names),
+            "sources": [_about_source(job, totals, place) for place in range(len(sources))],
+            "tokenizer_sha256": sha256_json(job.tokenizer_lock["files"]),
+            "data_sha256": sha256_json([source["files"] for source in sources]),
+        }
+        write_json(aside / "meta.json", meta)
+        write_json(aside / FIGURES, figures(totals, [shape.format for shape in settings.sources], longest))
+    return [
+        *job.notes(),
+        *about.notes(),
+        *_unread_notes(job, totals),
+        *notes(totals, settings, job.file_names),
+    ]
+
+
+def _unread_notes(job: Job, totals: Totals) -> list[str]:
+    """By source, the columns of its rows that are not read."""
+    found = []
+    for place, names in sorted(totals.unread.items()):
+        if names:
+            listed = sorted(names)[:UNREAD_LISTED]
+            more = " and more" if len(names) >= UNREAD_LISTED else ""
+            source = job.data_lock["sources"][place]["source"]
+            found.append(f"columns of {source} that are not read: {', '.join(listed)}{more}")
+    return found
+
+
+def _about_source(job: Job, totals: Totals, place: int) -> dict[str, Any]:
+    """A source's entry in meta.json."""
+    shape = job.settings.sources[place]
+    return {
+        "source": job.data_lock["sources"][place]["source"],
+        "format": shape.format,
+        "format_reason": job.format_reasons[place],
+        "columns": dict(shape.columns),
+        "unread_columns": sorted(totals.unread.get(place, ()))[:UNREAD_LISTED],
+        **source_figures(totals, place),
+    }
+
+
+def _check_sides(totals: Totals, job: Job) -> None:
+    """There must be rows to train on, and rows to evaluate on where some were to be held out."""
+    settings = job.settings
+    rows = {"train on": totals.side("train").rows, "evaluate on": totals.side("heldout").rows}
+    has_source = any(shape.is_heldout for shape in settings.sources)
+    lost = {
+        "no_answer_rows": f"lost their answer to data.max_length={job.settings.max_length}",
+        "dropped_long_rows": f"are longer than data.max_length={job.settings.max_length}",
+        "empty_answer_rows": "have an empty answer",
+        "bad_rows": "cannot be used",
+    }
+    why = "".join(f", {totals.count(name)} {text}" for name, text in lost.items() if totals.count(name))
+    if not any(rows.values()):
+        first = totals.rejects[0]
+        raise UserError(
+            f"data.source: none of the {totals.count('rows')} rows is usable ({why.removeprefix(', ')}); the first, "
+            f"{job.file_names[first.file]}:{first.line}: {first.reason}"
+        )
+    for use, number in rows.items():
+        if number:
+            continue
+        if has_source:
+            side = "data.source" if use == "train on" else HELDOUT_SOURCE
+            raise UserError(f"{side}: leaves no row to {use}{why}; add rows, or raise data.max_length")
+        if settings.heldout_fraction:
+            raise UserError(
+                f"data.heldout_fraction: leaves no row to {use} ({sum(rows.values())} usable rows{why}; rows with the "
+                f"same prompt are held out together); got {settings.heldout_fraction}; change it, add rows, name rows "
+                f"to evaluate on in {HELDOUT_SOURCE}, or set it to 0 to train on all rows without evaluation"
+            )

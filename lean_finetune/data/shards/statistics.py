@@ -1,0 +1,121 @@
+"""What tokenize tells about its result: figures, notes for the user, the histogram of lengths, the rejected rows."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lean_finetune.core.atomic_files import write_csv, write_text
+from lean_finetune.data.format.token_settings import Settings
+from lean_finetune.data.shards.merge_shards import SourceTotals, Totals
+
+HISTOGRAM_BINS = 50
+# Rows that no later stage sees, by reason.
+LEFT_OUT = ("bad_rows", "empty_answer_rows", "dropped_long_rows", "no_answer_rows")
+# Independent of the engine, of workers and of the machine.
+REPORTED = (
+    *("rows", "bad_rows", "empty_answer_rows", "truncated_rows", "dropped_long_rows", "split_rows", "no_answer_rows"),
+    *("control_tokens_as_text", "surrogates_replaced", "sampled_rows", "sampled_rows_differing"),
+)
+
+
+def figures(totals: Totals, formats: Sequence[str], longest: int) -> dict[str, Any]:
+    """figures.json: those of the whole, none of them from the machine or `run`."""
+    train, heldout = totals.side("train"), totals.side("heldout")
+    return {
+        "format": ", ".join(dict.fromkeys(formats)),
+        "train_rows": train.rows,
+        "heldout_rows": heldout.rows,
+        "train_tokens": train.tokens,
+        "heldout_tokens": heldout.tokens,
+        "supervised_tokens": train.supervised,
+        "supervised_percent": round(100 * train.supervised / train.tokens, 3),
+        "mean_length": round(train.tokens / train.rows, 3),
+        "longest": longest,
+        "dropped_rows": sum(totals.count(name) for name in LEFT_OUT) + train.duplicates + heldout.duplicates,
+        "duplicate_rows": train.duplicates + heldout.duplicates,
+        **{name: totals.count(name) for name in REPORTED},
+    }
+
+
+def source_figures(totals: Totals, source: int) -> dict[str, Any]:
+    """The figures of one source, for meta.json."""
+    train, heldout = totals.sides["train"][source], totals.sides["heldout"][source]
+    return {
+        "train_rows": train.rows,
+        "heldout_rows": heldout.rows,
+        "train_tokens": train.tokens,
+        "heldout_tokens": heldout.tokens,
+        "supervised_tokens": train.supervised,
+        "supervised_percent": round(100 * train.supervised / train.tokens, 3) if train.tokens else None,
+        "lengths": {name: train.quantile(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
+        "longest": max(train.longest, heldout.longest),
+        "duplicate_rows": train.duplicates + heldout.duplicates,
+        **{name: totals.counts[source][name] for name in REPORTED},
+    }
+
+
+def write_histogram(path: Path, train: SourceTotals) -> None:
+    """Training rows by length in equal bins: `length` is a bin's upper edge in tokens."""
+    width = -(-train.longest // HISTOGRAM_BINS)
+    # Bin k holds lengths in (k * width, (k + 1) * width]; no row has length 0.
+    lengths = np.arange(1, train.longest + 1)
+    rows = np.bincount((lengths - 1) // width, weights=train.rows_by_length[1 : train.longest + 1])
+    write_csv(path, ("length", "rows"), ({"length": (k + 1) * width, "rows": int(n)} for k, n in enumerate(rows)))
+
+
+def write_rejects(path: Path, totals: Totals, file_names: Sequence[str]) -> None:
+    """The first rows that were not used: file, line, row in the file (from 0) and reason, one JSON object a line."""
+    lines = (
+        {"file": file_names[one.file], "line": one.line, "row": one.row, "reason": one.reason} for one in totals.rejects
+    )
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def notes(totals: Totals, settings: Settings, file_names: Sequence[str]) -> list[str]:
+    """What the user should know about rows that were left out or changed."""
+    rows, limit = totals.count("rows"), f"data.max_length={settings.max_length}"
+
+    def share(name: str) -> str:
+        return f"{totals.count(name)} of {rows} rows ({100 * totals.count(name) / rows:.1f} %)"
+
+    def first(name: str) -> str:
+        if name not in totals.first:
+            return ""
+        file, line = totals.first[name]
+        return f" (first at {file_names[file]}:{line})"
+
+    duplicates = totals.side("train").duplicates + totals.side("heldout").duplicates
+    told = {
+        "bad_rows": f"{share('bad_rows')} were left out because they cannot be used{first('bad_rows')}; the first are "
+        "listed in data/tokens/rejects.jsonl",
+        "truncated_rows": f"{share('truncated_rows')} were cut at {limit}; raise data.max_length",
+        "no_answer_rows": f"{share('no_answer_rows')} were dropped because no answer was left within {limit}"
+        f"{first('no_answer_rows')}; raise data.max_length",
+        "dropped_long_rows": f"{share('dropped_long_rows')} were dropped because they are longer than {limit}"
+        f"{first('dropped_long_rows')}; raise it or change data.over_length",
+        "split_rows": f"{share('split_rows')} were split because they are longer than {limit}",
+        "empty_answer_rows": f"{share('empty_answer_rows')} were dropped because an answer in them is empty"
+        f"{first('empty_answer_rows')}; fill or remove them",
+        "reasoning_left_out_rows": f"{share('reasoning_left_out_rows')} have earlier answers whose reasoning "
+        f"the chat template leaves out{first('reasoning_left_out_rows')}, so those are trained without it; "
+        "data.train_on=last_assistant trains each row's last answer alone",
+        "control_tokens_as_text": f"{totals.count('control_tokens_as_text')} control tokens in the rows' own text"
+        f"{first('control_tokens_as_text')} were encoded as plain characters",
+        "surrogates_replaced": f"{totals.count('surrogates_replaced')} lone surrogates in the rows' text"
+        f"{first('surrogates_replaced')} were replaced by U+FFFD",
+        "engine_fallback_rows": f"{totals.count('engine_fallback_rows')} rows were encoded by tokenizers because "
+        "tiktoken cannot",
+        "sampled_rows_differing": f"{totals.count('sampled_rows_differing')} of {totals.count('sampled_rows')} sampled "
+        "rows have other ids when encoded as one text: a token would cross from the prompt into the answer there, "
+        "which never happens at inference",
+    }
+    lines = [line for name, line in told.items() if totals.count(name)]
+    if duplicates:
+        # Pieces of split rows are told apart one by one, so these are not counted by the rows that were read.
+        whole = duplicates + totals.side("train").rows + totals.side("heldout").rows
+        kind = "rows and pieces of split rows" if totals.count("split_rows") else "rows"
+        lines.append(f"{duplicates} of {whole} {kind} were dropped because their tokens equal those of an earlier one")
+    return lines

@@ -1,0 +1,104 @@
+"""The processes of a run: one for each GPU, or one alone."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.signals import at_once
+from lean_finetune.distributed.progress_barrier import meeting
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Which of the run's processes this one is."""
+
+    rank: int
+    """Of all processes, from 0."""
+    size: int
+    """Processes of the run."""
+    local_rank: int
+    """Of the processes on this node, from 0: its GPU."""
+    local_size: int
+    """Processes on this node."""
+
+    @classmethod
+    def here(cls) -> "World":
+        """As torchrun's environment tells it; a process that torchrun did not start is alone."""
+        if not under_torchrun():
+            return ALONE
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process shows progress and writes the outputs."""
+        return self.rank == 0
+
+
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun's agent started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def check_size(world: World, num_gpus: int) -> None:
+    """Hold the number of processes to the one that was planned for.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    if world.size != num_gpus:
+        raise UserError(
+            f"hardware.num_gpus: must be the number of processes; got {num_gpus} where torchrun started {world.size}; "
+            f"set hardware.num_gpus={world.size}, or start as many processes (python -m stages.train does)"
+        )
+
+
+def check_devices(processes: int) -> None:
+    """Refuse more processes on this node than it has GPUs; without any, processes share the CPU.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    if torch.cuda.is_available() and processes > torch.cuda.device_count():
+        raise UserError(
+            f"hardware.num_gpus: must be at most the GPUs here; got {processes} for {torch.cuda.device_count()}; lower "
+            "hardware.num_gpus, or start torchrun on several nodes"
+        )
+
+
+@contextmanager
+def joined(world: World, device: torch.device, timeout_seconds: float) -> Iterator[None]:
+    """Join the other processes for the length of the block; alone there is nothing to join.
+
+    Args:
+        world: which process this is.
+        device: where its tensors are: NCCL links GPUs, gloo CPUs.
+        timeout_seconds: after which one that waits for the others gives up; at a barrier (lean_finetune.distributed.
+            progress_barrier), how long those may be without progress.
+    """
+    if world.size == 1:
+        yield
+        return
+    gpu = device.type == "cuda"
+    if gpu:  # NCCL's watchdog thread then waits so long, at least, from the fault that it found to SIGABRT.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")
+    with at_once():  # One that was asked to end would be waited for in vain, and what waits heeds no signal.
+        dist.init_process_group(
+            "nccl" if gpu else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if gpu else None,
+        )
+    with meeting(world.rank, world.size, timeout_seconds):
+        yield
+    # Not after a fault: taking leave waits for the others, who wait for this one.
+    dist.destroy_process_group()

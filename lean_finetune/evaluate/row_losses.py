@@ -1,0 +1,68 @@
+"""Held-out loss row by row, so that one pass gives the whole and every length bucket.
+
+Shapes: B rows, T padded tokens, N trained tokens of a batch.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from lean_finetune.model.model_spec import WeightsSpec
+from lean_finetune.step.batches import collate
+from lean_finetune.step.loss import token_losses
+from lean_finetune.step.token_rows import TokenRows
+
+
+def spread_rows(rows: np.ndarray, count: int | None) -> list[int]:
+    """`count` of these row numbers, evenly spaced; all of them for None or where there are fewer."""
+    if count is None or count >= len(rows):
+        return rows.tolist()
+    return rows[np.arange(count) * len(rows) // count].tolist()
+
+
+def batch_rows(lengths: np.ndarray, numbers: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Cut rows, longest first (ties by row number), into batches of at most `max_tokens` padded tokens.
+
+    Longest first, so that what does not fit in memory fails at once. A row longer than the budget stands alone.
+    """
+    batch: list[int] = []
+    for row in sorted(numbers, key=lambda row: (-lengths[row], row)):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def row_losses(
+    model: nn.Module,
+    spec: WeightsSpec,
+    rows: TokenRows,
+    numbers: Sequence[int],
+    *,
+    max_tokens: int,
+    logits_chunk: int,
+    pad_id: int,
+    device: torch.device,
+    progress: tqdm,
+) -> np.ndarray:
+    """Summed cross-entropy of each row of `numbers`, in their order, float64.
+
+    At most `logits_chunk` × vocabulary logits exist at a time. `progress` advances by one per row.
+    """
+    lengths = rows.lengths
+    losses: dict[int, float] = {}
+    for batch_numbers in batch_rows(lengths, numbers, max_tokens):
+        length = int(lengths[batch_numbers[0]])
+        batch = collate([(rows.ids(row), rows.spans(row)) for row in batch_numbers], length, pad_id)
+        with spec.autocast(device.type):
+            losses_N = token_losses(model, batch.to(device), logits_chunk).double().cpu()
+        sums_B = torch.zeros(len(batch_numbers), dtype=torch.float64)
+        sums_B.index_add_(0, batch.supervised_index_N // length, losses_N)
+        losses.update(zip(batch_numbers, sums_B.tolist(), strict=True))
+        progress.update(len(batch_numbers))
+    return np.array([losses[row] for row in numbers])

@@ -1,0 +1,123 @@
+"""About how long a step takes on a GPU: arithmetic and bytes against the device's peaks, to rank switches by slow-down.
+
+A step is the sum of its parts, each bound by arithmetic or by bytes. Peaks are those of the vendor's data sheets; the
+shares of them that training reaches are assumptions, stated below. Seconds are therefore rough, but the same shares
+apply to both sides of a comparison: use `relative_slowdown`, and nothing else, to decide.
+"""
+
+from dataclasses import dataclass
+
+from lean_finetune.config.field_types import Method, OptimizerName, Precision
+from lean_finetune.memory.gpus import GIGA, Speed
+from lean_finetune.step.optimizers import OPTIMIZERS
+
+ARITHMETIC_SHARE = 0.5
+"""Assumed share of peak FLOP/s that matrix products of training reach."""
+BANDWIDTH_SHARE = 0.8
+"""Assumed share of peak bandwidth that element-wise kernels reach."""
+LINK_SHARE = 0.8
+"""Assumed share of the link's bandwidth that copies from and to pinned host memory reach."""
+DISK_BYTES_PER_SECOND = 2 * GIGA
+"""Assumed rate at which a solid-state disk takes activations, and gives them back."""
+SELECTIVE_SHARE = 0.1
+"""Assumed share of a forward pass that policy selective runs again: all but products of weights and attention."""
+HOST_BYTES_PER_SECOND = 20 * GIGA
+"""Assumed rate at which a CPU updates weights in host memory."""
+OPTIMIZER_8BIT_PASSES = 2
+"""Assumed cost of an 8-bit update in passes over its bytes: values are looked up in code books, twice."""
+
+FP32_BYTES = 4
+PASSES_FORWARD, PASSES_BACKWARD = 1, 2
+"""Products with each weight: one forward, and in backward one for the inputs and one for the weight: 6 FLOP per
+parameter and token (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
+FLOP_PER_PRODUCT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What a step of one setting computes and moves."""
+
+    parameters: int
+    """Values of the weights that a token is multiplied with: all but the input embedding."""
+    trained_parameters: int
+    layers: int
+    width: int
+    """Query heads × head size."""
+    tokens: int
+    """Of the whole step, padding included."""
+    length: int
+    """Tokens a token may attend to, causally half of them on average."""
+    micro_batches: int
+    method: Method
+    precision: Precision
+    optimizer: OptimizerName
+    grad_ckpt: bool
+    offloaded_optimizer: bool
+    """The update runs on the host: gradients go there and weights come back."""
+    master_weights: bool = False
+    """The update is of fp32 copies."""
+    recomputed_share: float = 1.0
+    """With grad_ckpt, of the forward pass's products and attention."""
+    weights_from_host: float = 0
+    """The share of all weights that a GPU fetches from the host for each pass over a micro-batch."""
+    offload_to_disk: bool = False
+    """Activations go on to a file."""
+    offloaded_activations_bytes: int
+    """Bytes that a step's forward passes send to the host and its backward passes fetch again."""
+
+
+def step_seconds(work: StepWork, speed: Speed) -> dict[str, float]:
+    """Seconds of each part of a step: products, attention, weights (unpacking, reading), update, link, disk."""
+    element_bytes = FP32_BYTES if work.precision == "fp32" else 2
+    flops = (speed.fp32_flops if work.precision == "fp32" else speed.half_flops) * ARITHMETIC_SHARE
+    bandwidth = speed.bytes_per_second * BANDWIDTH_SHARE
+    recomputed = PASSES_FORWARD * work.recomputed_share if work.grad_ckpt else 0
+    # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
+    backward = PASSES_BACKWARD if work.method == "full" else 1
+    passes = PASSES_FORWARD + backward + recomputed
+    products = FLOP_PER_PRODUCT * passes * work.parameters * work.tokens / flops
+    # Scores and their product with the values, of width × length each, over the causal half; twice that in backward.
+    scores = 2 * FLOP_PER_PRODUCT * work.layers * work.width * work.length * work.tokens / 2
+    attention = scores * (PASSES_FORWARD + PASSES_BACKWARD + recomputed) / flops
+    return {
+        "products": products,
+        "attention": attention,
+        "weights": _weight_bytes(work, passes, element_bytes) / bandwidth,
+        "update": _update_seconds(work, element_bytes, bandwidth),
+        "link": _link_bytes(work, element_bytes) / (speed.link_bytes_per_second * LINK_SHARE),
+        "disk": 2 * work.offloaded_activations_bytes / DISK_BYTES_PER_SECOND if work.offload_to_disk else 0.0,
+    }
+
+
+def relative_slowdown(work: StepWork, than: StepWork, speed: Speed) -> float:
+    """How many times longer a step of `work` takes per token than one of `than` on the same GPU; below 1 if faster."""
+    seconds, other = (sum(step_seconds(each, speed).values()) / each.tokens for each in (work, than))
+    return seconds / other
+
+
+def _weight_bytes(work: StepWork, passes: float, element_bytes: int) -> float:
+    """Bytes moved for the weights of all passes; unpacking reads a weight, writes a value, and reads it back."""
+    moved = element_bytes + {"qlora": 0.5 + element_bytes, "int8_lora": 1 + element_bytes}.get(work.method, 0)
+    return moved * work.parameters * passes * work.micro_batches
+
+
+def _update_seconds(work: StepWork, element_bytes: int, bandwidth: float) -> float:
+    """Read gradients; read and write weights and moments."""
+    value_bytes = element_bytes if work.method == "full" else FP32_BYTES
+    kind = OPTIMIZERS[work.optimizer]
+    updated_bytes = FP32_BYTES if work.master_weights else value_bytes
+    moment_bytes = updated_bytes if kind.moment_bits is None else kind.moment_bits / 8
+    passes = OPTIMIZER_8BIT_PASSES if kind.moment_bits == 8 else 1
+    moved = work.trained_parameters * (3 * updated_bytes + 2 * kind.moments * moment_bytes) * passes
+    if work.offloaded_optimizer or work.master_weights:  # Gradients are copied there first, and weights back.
+        moved += 4 * work.trained_parameters * value_bytes
+    return moved / (HOST_BYTES_PER_SECOND if work.offloaded_optimizer else bandwidth)
+
+
+def _link_bytes(work: StepWork, element_bytes: int) -> float:
+    """Gradients out and weights back, activations out and back; weights for forward and again for backward."""
+    value_bytes = element_bytes if work.method == "full" else FP32_BYTES
+    state = 2 * work.trained_parameters * value_bytes if work.offloaded_optimizer else 0
+    weight_bytes = 0.5 if work.method == "qlora" else element_bytes
+    weights = 2 * work.weights_from_host * work.parameters * weight_bytes * work.micro_batches
+    return state + weights + 2 * work.offloaded_activations_bytes

@@ -1,0 +1,139 @@
+"""What stage estimate is asked: the planned run, read from its files and refused where it cannot be."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from lean_finetune.config.field_types import Precision
+from lean_finetune.config.schema import Params
+from lean_finetune.core.atomic_files import read_json
+from lean_finetune.memory.advice.workload import Workload
+from lean_finetune.memory.devices import attention_on, precision_on, resolve_gpu
+from lean_finetune.memory.estimate.planned_run import PlannedRun, several_turns
+from lean_finetune.memory.predict.other_phases import Surroundings, generation_shapes, heldout_shape, stored_dtype
+from lean_finetune.memory.predict.peak import Prediction, Setting
+from lean_finetune.memory.predict.traced_shapes import longest_row
+from lean_finetune.model.allocator_settings import asked_segments
+from lean_finetune.model.attention import keeps_scores
+from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
+from lean_finetune.pinning.locate import config_directory
+from lean_finetune.plan.batch_plan import read_plan
+from lean_finetune.step.activation_offload import refuse_offload
+from lean_finetune.step.batches import refuse_other_tokens
+from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.host_transfer import refuse_offloaded_state
+from lean_finetune.step.optimizer_in_backward import refuse_in_backward
+from lean_finetune.step.token_rows import read_lengths
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Asked:
+    """A run to be predicted, and what was decided on the way to it."""
+
+    planned: PlannedRun
+    device_reason: str
+    """Why it is held against this device."""
+    precision: Precision
+    precision_reason: str
+    stored: torch.dtype
+    """Of the weights in their files."""
+    longest: int
+    """Tokens of the longest row."""
+    attention: str
+    """The kernels, and why."""
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Of the model."""
+        return self.planned.config
+
+    @property
+    def setting(self) -> Setting:
+        """What is trained, and how."""
+        return self.planned.setting
+
+    def workload(self, p: Params, prediction: Prediction) -> Workload:
+        """The run as advice sees it."""
+        plan = self.planned.own_plan
+        steps = len(plan.steps)
+        return Workload(
+            config=self.config,
+            setting=self.setting,
+            steps=prediction.steps_of_peak,
+            mode=p.bucket.mode,
+            max_tokens=p.bucket.max_tokens,
+            fixed_rows=p.bucket.fixed_rows,
+            longest=self.longest,
+            tokens_per_step=float(plan.padded_tokens.sum()) / steps,
+            micro_batches_per_step=len(plan) / steps,
+            unpadded_tokens_per_step=p.train.tokens_per_step,
+        )
+
+    def surroundings(self, p: Params) -> Surroundings:
+        """What runs besides the training step."""
+        plan, limits = self.planned.own_plan, Limits.from_params(p)
+        return Surroundings(
+            stored_dtype=self.stored,
+            in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), self.longest),
+            evaluation=heldout_shape(limits.max_tokens, self.longest),
+            logits_chunk=limits.logits_chunk,
+            generation=generation_shapes(
+                limits,
+                prompts=p.evaluate.generate_rows,
+                longest=self.longest,
+                positions=getattr(self.config.get_text_config(), "max_position_embeddings", None),
+            ),
+            merged=p.evaluate.merged,
+        )
+
+
+def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Asked:
+    """Read a planned run.
+
+    Args:
+        p: the parameters.
+        plan_path: its micro-batches.
+        index: of the training rows.
+        model_lock: the pinned base.
+
+    Raises:
+        UserError: the device is not known, or cannot do what is asked; the files do not belong together.
+    """
+    device, device_reason = resolve_gpu(p.hardware.gpu)
+    precision, precision_reason = precision_on(device, p.train.precision)
+    plan, lengths = read_plan(plan_path), read_lengths(index)
+    refuse_other_tokens(plan, lengths)
+    config = read_config(config_directory(read_json(model_lock)))
+    longest = longest_row(plan, lengths)
+    refuse_long_rows(config, longest)
+    if plan.flat:
+        refuse_joined_rows(config, longest)
+    refuse_offload(p.train.offload_activations, device.kind)
+    refuse_offloaded_state(p.train.offload, device.kind)
+    setting = Setting.from_params(p, precision, several_turns=several_turns(plan))
+    beyond_window = longest >= (attention_window(config) or math.inf)
+    segments = asked_segments()
+    planned = PlannedRun(
+        plan=plan,
+        lengths=lengths,
+        config=config,
+        setting=setting,
+        device=device,
+        windowed=keeps_scores(config, p.train.attention) or beyond_window,
+        expandable=p.train.expandable_segments if segments is None else segments,
+    )
+    if setting.optimizer_in_backward:
+        refuse_in_backward(setting.model, np.diff(planned.own_plan.step_bounds))
+    return Asked(
+        planned=planned,
+        device_reason=device_reason,
+        precision=precision,
+        precision_reason=precision_reason,
+        stored=stored_dtype(config),
+        longest=longest,
+        attention=attention_on(device, config, setting.model, masked=beyond_window and not plan.flat),
+    )

@@ -1,0 +1,116 @@
+"""Whether a model's layers are alike, so that a few of them tell of all: compared by structure, never by name."""
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.model_spec import ModelSpec
+
+Signature = tuple[Any, ...]
+"""All that tells a layer from another: its modules, their parameters' shapes, and their plain settings."""
+
+DEPTHS = 3
+"""Models that are traced: the least that can contradict a straight line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """How a model's layers repeat."""
+
+    layers: int
+    period: int
+    """Layer k is like layer k - period, for every k from period on."""
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depths from which this one follows: the last layers of each are of the same kinds as this model's last ones.
+
+        Each has a layer of every kind between its first and its last one, and the deepest has three.
+        """
+        least = self.period + 2
+        first = least + (self.layers - least) % self.period
+        return tuple(first + self.period * number for number in range(DEPTHS))
+
+    @property
+    def pays(self) -> bool:
+        """Whether fewer layers are traced than the model has."""
+        return sum(self.depths) < self.layers
+
+
+def find_repetition(
+    config: PretrainedConfig, spec: ModelSpec, whole: str | None = None
+) -> tuple[Repetition | None, str]:
+    """How the layers of a model repeat, or None where all of them must be traced; and why.
+
+    `whole` says why they must be whatever they are.
+    """
+    count = config.get_text_config().num_hidden_layers
+    if whole is not None:
+        return None, f"all {count} layers: {whole}"
+    if any("." in target for target in spec.lora_targets) and spec.method != "full":
+        return None, f"all {count} layers: train.lora.targets names layers by path"
+    if not Repetition(layers=count, period=1).pays:
+        return None, f"all {count} layers: they are few"
+    signatures = _signatures(config)
+    if signatures is None or len(signatures) != count:
+        return None, f"all {count} layers: they stand in no list of their own"
+    alike = next((p for p in range(1, count) if signatures[p:] == signatures[:-p]), count)
+    period = math.lcm(alike, spec.recomputed_every if spec.grad_ckpt else 1)
+    repetition = Repetition(layers=count, period=period)
+    if alike == count or not repetition.pays:
+        return None, f"all {count} layers: they are not alike, or repeat too seldom"
+    deepest = repetition.depths[-1]
+    if _signatures(with_layers(config, deepest)) != signatures[:deepest]:
+        return None, f"all {count} layers: those of a model with {deepest} are others"
+    kinds = "all alike" if period == 1 else f"alike in every {period}th"
+    return repetition, f"models of {', '.join(map(str, repetition.depths))} layers: its {count} are {kinds}"
+
+
+def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
+    """The same model with its first `count` layers alone."""
+    shallow = copy.deepcopy(config)
+    text = shallow.get_text_config()
+    layers = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == layers:
+            setattr(text, name, value[:count])
+    text.num_hidden_layers = count
+    return shallow
+
+
+def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList | None:
+    """The list of a model's layers; None where no one list is as long as the model is deep."""
+    count = lm.config.get_text_config().num_hidden_layers
+    lists = [m for m in lm.get_decoder().children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    return lists[0] if len(lists) == 1 else None
+
+
+def _signatures(config: PretrainedConfig) -> list[Signature] | None:
+    """The signature of each layer."""
+    layers = decoder_layers(meta_model(config))
+    if layers is None:
+        return None
+    described = [_describe(layer) for layer in layers]
+    # A setting that is the layer's own number everywhere says where a layer stands, not what it is.
+    numbers = {
+        key for key in described[0] if all(key in values and values[key] == k for k, values in enumerate(described))
+    }
+    return [tuple(sorted((k, repr(v)) for k, v in values.items() if k not in numbers)) for values in described]
+
+
+def _describe(layer: nn.Module) -> dict[str, Any]:
+    """The plain settings, the parameters' shapes and the class of every module of a layer, by path."""
+    found: dict[str, Any] = {}
+    for path, module in layer.named_modules():
+        found[f"{path}:class"] = type(module).__qualname__
+        for name, parameter in module.named_parameters(recurse=False):
+            found[f"{path}:{name}"] = tuple(parameter.shape)
+        for name, value in vars(module).items():
+            if value is None or isinstance(value, bool | int | float | str):
+                found[f"{path}.{name}"] = value
+    return found

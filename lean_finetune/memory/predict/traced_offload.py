@@ -1,0 +1,67 @@
+"""Activations away from the device, counted: the store of a trace (see lean_finetune.step.activation_offload)."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lean_finetune.config.field_types import OffloadActivations
+from lean_finetune.memory.predict.depth_extrapolation import NotRepeated
+from lean_finetune.memory.predict.layer_structure import Repetition
+from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, MemoryTrace
+from lean_finetune.step.activation_offload import Offload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Counted:
+    """What is away."""
+
+    count: int
+    dtype: torch.dtype
+
+
+class CountingStore:
+    """Keeps nothing but the number of bytes that are away, and the most of them so far."""
+
+    def __init__(self, trace: MemoryTrace, *, pinned: bool):
+        """Count for a trace; blocks of pinned memory are powers of two (CUDA's CachingHostAllocator)."""
+        self.device = torch.device("cpu")
+        self.peak_bytes = 0
+        self._bytes, self._trace, self._pinned = 0, trace, pinned
+
+    def put(self, values: torch.Tensor) -> _Counted:
+        """Count them until the handle ends."""
+        size = 1 << (values.nbytes - 1).bit_length() if self._pinned else values.nbytes
+        self._bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        handle = _Counted(count=values.numel(), dtype=values.dtype)
+        weakref.finalize(handle, self._drop, size).atexit = False
+        return handle
+
+    def get(self, handle: _Counted) -> torch.Tensor:
+        """A tensor on the traced device, told as an activation."""
+        values = torch.empty(handle.count, dtype=handle.dtype)
+        self._trace.hold([values], ACTIVATIONS)
+        return values
+
+    def _drop(self, size: int) -> None:
+        self._bytes -= size
+
+
+def counting(trace: MemoryTrace, choice: OffloadActivations) -> tuple[CountingStore, Offload | None]:
+    """The store of a trace, and what sends activations there; None where they stay."""
+    store = CountingStore(trace, pinned=choice == "cpu")
+    return store, None if choice == "none" else Offload(store)
+
+
+def offloaded_bytes(traces: Sequence[MemoryTrace], repetition: Repetition) -> int:
+    """The most that is away at once in a deep model, from traces at `repetition.depths`.
+
+    Raises:
+        NotRepeated: they do not lie on a line.
+    """
+    first, second, third = (trace.offloaded_peak_bytes for trace in traces)
+    if third - second != second - first:
+        raise NotRepeated(f"{first}, {second}, {third} bytes are offloaded")
+    return third + (third - second) * ((repetition.layers - repetition.depths[-1]) // repetition.period)

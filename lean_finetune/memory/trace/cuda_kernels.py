@@ -1,0 +1,271 @@
+"""What the target device does where a trace on fake CPU tensors cannot see it: kernels, workspaces, block sizes.
+
+Shape legend: B rows, H query heads, G key/value heads, T tokens, D head size; a linear weight is N × K.
+Sources: PyTorch's aten/src/ATen/native/transformers/cuda and native/cuda, bitsandbytes' backends/{cpu,cuda}/ops.py.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import bitsandbytes.backends.cpu.ops as bnb_cpu
+import bitsandbytes.backends.default.ops as bnb_default
+import torch
+from torch.nn import functional as F
+from transformers import masking_utils
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.trace.int8_matmul import int8_expansions, int8_training_as_on_cuda
+from lean_finetune.memory.trace.memory_trace import OpRules
+from lean_finetune.model.attention import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
+from lean_finetune.plan.worst_micro_batches import ATTENTION_TILE_TOKENS
+
+aten = torch.ops.aten
+bnb = torch.ops.bitsandbytes
+
+CUDA_BLOCK_BYTES = 512
+"""The caching allocator rounds every request up to a multiple of this (kMinBlockSize)."""
+CUBLAS_HANDLES = 2
+"""One for the thread of forward, one for autograd's thread of backward; each keeps a workspace."""
+CUBLAS_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
+"""cuBLAS workspace below compute capability 9 (PyTorch's default, :4096:2:16:8)."""
+CUBLAS_WORKSPACE_BYTES_HOPPER = 4096 * 8 * 1024
+"""cuBLAS workspace from compute capability 9 on (PyTorch's default, :4096:8)."""
+
+FLASH_ACCUMULATOR_HEAD_MULTIPLE = 32
+CPU_QUERY_TILES = ((768, 256), (192, 64), (0, 32))
+"""(shortest query in tokens, rows of a tile) of the CPU's flash attention."""
+CPU_KEY_TILE = 512
+EFFICIENT_BIAS_MULTIPLE = 16
+EMBEDDING_SORT_TOKENS = 3072
+"""From this many tokens on, the embedding's backward sorts them and sums in partial segments."""
+MULTI_TENSOR_CHUNK = 65536
+"""Elements of one block of the multi-tensor kernels (kChunkSize)."""
+FUSED_GEMM_MAX_ROWS = 4
+"""Up to so many tokens bitsandbytes multiplies by the packed weight; above it may unpack the weight first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """How the traced device differs from the fake CPU tensors that stand for it."""
+
+    granularity_bytes: int
+    """Blocks are rounded up to a multiple of this; 1 on the CPU, whose allocator is counted by bytes asked for."""
+    rules: OpRules
+    constant_bytes: int
+    """Held from the first step to the last, in no tensor: library workspaces."""
+    foreach: bool
+    """PyTorch uses multi-tensor kernels there."""
+    capability: tuple[int, int] | None
+    """Compute capability of a GPU; None = attention as the CPU runs it."""
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Run attention (and 8-bit products) as the device does, with the masks that training has.
+
+        transformers looks for packed sequences in the values of the positions and cannot look at fake ones. Rows of
+        one sequence each have none: it would give models with a sliding window a mask per row instead of one for all.
+        Rows that are joined get no mask whatever it finds.
+        """
+        look = masking_utils.find_packed_sequence_indices
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+        try:
+            with nullcontext() if self.capability is None else _attention_on(self.capability):
+                yield
+        finally:
+            masking_utils.find_packed_sequence_indices = look
+
+
+def target_of(device: Device) -> Target:
+    """The rules of a device."""
+    if device.kind == "cpu":
+        inside: dict[Any, Callable[..., int]] = {
+            aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes,
+            **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), mixed_cpu_bytes),
+        }
+        rules = OpRules(expansions=_cpu_expansions(), workspaces=inside)
+        return Target(granularity_bytes=1, rules=rules, constant_bytes=0, foreach=False, capability=None)
+    hopper = device.compute_capability >= (9, 0)
+    workspace = CUBLAS_WORKSPACE_BYTES_HOPPER if hopper else CUBLAS_WORKSPACE_BYTES
+    return Target(
+        granularity_bytes=CUDA_BLOCK_BYTES,
+        rules=OpRules(expansions=int8_expansions(cuda=True), workspaces=_cuda_workspaces()),
+        constant_bytes=CUBLAS_HANDLES * workspace,
+        foreach=True,
+        capability=device.compute_capability,
+    )
+
+
+@contextmanager
+def _attention_on(capability: tuple[int, int]) -> Iterator[None]:
+    """Attention, and 8-bit products, as CUDA runs them at this compute capability."""
+    with attention_kernel(cuda_attention(capability), capability), int8_training_as_on_cuda():
+        yield
+
+
+def _cpu_expansions() -> dict[Any, Callable[..., Any]]:
+    """Bitsandbytes' CPU kernels that are themselves written in torch operations."""
+    expansions = {
+        "optimizer_update_8bit_blockwise": getattr(bnb_cpu, "_optimizer_update_8bit_blockwise_cpu", None),
+        "optimizer_update_32bit": getattr(bnb_cpu, "_optimizer_update_32bit_cpu", None),
+        "gemm_4bit": getattr(bnb_default, "_gemm_4bit_default_impl", None),
+    }
+    known = {getattr(bnb, name).default: function for name, function in expansions.items() if function is not None}
+    return {**known, **int8_expansions(cuda=False)}
+
+
+def flash_cpu_bytes(query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
+    """One tile of fp32 scores, its row maxima and sums, and its output, per thread (cpu_flash_attention)."""
+    T, D = query.shape[-2:]
+    rows = next(tile for shortest, tile in CPU_QUERY_TILES if T >= shortest)
+    rows, columns = min(rows, T), min(CPU_KEY_TILE, key.shape[-2])
+    half = 0 if query.dtype == torch.float32 else rows * columns * query.element_size()
+    return torch.get_num_threads() * (rows * (columns + 2 + D) * 4 + half)
+
+
+def mixed_cpu_bytes(first: torch.Tensor, second: Any, **kwargs: Any) -> int:
+    """Operands of another type than their common one, converted whole (TensorIterator; CUDA's kernels do so inside)."""
+    common = torch.result_type(first, second)
+    tensors = [each for each in (first, second) if isinstance(each, torch.Tensor) and each.dtype != common]
+    return sum(each.numel() * common.itemsize for each in tensors)
+
+
+def _cuda_workspaces() -> dict[Any, Callable[..., int]]:
+    """Bytes inside CUDA kernels, by operation."""
+    workspaces: dict[Any, Callable[..., int]] = {
+        aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
+        torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward_bytes,
+        aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward_bytes,
+        aten.embedding_dense_backward.default: embedding_backward_bytes,
+        aten._foreach_norm.Scalar: foreach_norm_bytes,
+    }
+    if hasattr(bnb, "gemm_4bit"):
+        workspaces[bnb.gemm_4bit.default] = gemm_4bit_bytes
+    return workspaces
+
+
+def flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
+    """fp32 accumulators of dQ and of the softmax sums, and dK, dV per query head where heads are grouped (mha_bwd)."""
+    B, H, T, D = query.shape
+    tiled_tokens = -(-T // ATTENTION_TILE_TOKENS) * ATTENTION_TILE_TOKENS
+    tiled_head = -(-D // FLASH_ACCUMULATOR_HEAD_MULTIPLE) * FLASH_ACCUMULATOR_HEAD_MULTIPLE
+    accumulators = B * H * tiled_tokens * (tiled_head + 1) * 4
+    grouped = 2 * B * H * key.shape[2] * D * key.element_size() if key.shape[1] != H else 0
+    return accumulators + grouped
+
+
+def varlen_backward_bytes(
+    grad: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_THD: torch.Tensor,
+    value_THD: torch.Tensor,
+    out_THD: torch.Tensor,
+    sums: torch.Tensor,
+    offsets: torch.Tensor,
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
+    """As `flash_backward_bytes`, with one tile of tokens to spare for every row (mha_varlen_bwd)."""
+    T, H, D = query_THD.shape
+    tiled_tokens = T + (offsets.shape[0] - 1) * ATTENTION_TILE_TOKENS
+    tiled_head = -(-D // FLASH_ACCUMULATOR_HEAD_MULTIPLE) * FLASH_ACCUMULATOR_HEAD_MULTIPLE
+    accumulators = H * tiled_tokens * (tiled_head + 1) * 4
+    grouped = 2 * T * H * D * key_THD.element_size() if key_THD.shape[1] != H else 0
+    return accumulators + grouped
+
+
+def efficient_backward_bytes(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any
+) -> int:
+    """fp32 sums of gradient × output, and fp32 accumulators of dQ, dK, dV where those are not fp32 themselves."""
+    B, H, T, D = query.shape
+    sums = B * H * T * 4
+    accumulators = 0 if query.dtype == torch.float32 else (query.numel() + 2 * key.numel()) * 4
+    return sums + accumulators
+
+
+def gemm_4bit_bytes(inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *rest: Any, **kwargs: Any) -> int:
+    """The unpacked weight (N, K) and its fp32 block scales, twice (read, then shifted).
+
+    For a few hundred tokens some GPUs multiply by the packed weight instead; the most it can take is counted.
+    """
+    if inputs.numel() // inputs.shape[-1] <= FUSED_GEMM_MAX_ROWS:
+        return 0
+    scales = kwargs.get("absmax_8bit")
+    return math.prod(shape) * inputs.element_size() + (0 if scales is None else 2 * scales.numel() * 4)
+
+
+def embedding_backward_bytes(grad: torch.Tensor, indices: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
+    """Sorted tokens and fp32 partial sums, at most one per token (embedding_backward_cuda_kernel)."""
+    tokens = indices.numel()
+    if tokens <= EMBEDDING_SORT_TOKENS:
+        return 0
+    return tokens * (4 * 8 + grad.shape[-1] * 4)
+
+
+def foreach_norm_bytes(tensors: Sequence[torch.Tensor], *rest: Any, **kwargs: Any) -> int:
+    """One fp32 partial norm per tensor and block of the largest tensor."""
+    return len(tensors) * max(-(-tensor.numel() // MULTI_TENSOR_CHUNK) for tensor in tensors) * 4
+
+
+def cuda_attention(capability: tuple[int, int]) -> Kernel:
+    """The attention that CUDA runs at this compute capability, on tensors of any device.
+
+    Flash for 16-bit types from 8.0 on; otherwise, or with a mask, the memory-efficient kernel, which also works in
+    fp32. From 9.0 on PyTorch may prefer cuDNN's kernel: it saves the same tensors as flash.
+    """
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        causal = query.shape[2] > 1 and attention_mask is None and getattr(module, "is_causal", True)
+        D = query.shape[-1]
+        if attention_mask is None and takes_flash(query, capability):
+            padding = -D % FLASH_HEAD_SIZE_MULTIPLE
+            if padding:
+                query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
+                scaling = scaling if scaling is not None else D**-0.5
+            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scaling)[0]
+            out = out[..., :D]
+        else:
+            out = _efficient(query, key, value, attention_mask, dropout, scaling, causal)
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+def _efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+) -> torch.Tensor:
+    """Memory-efficient attention: one key/value head per query head, and a mask as an additive bias of whole tiles."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    bias = None
+    if mask is not None:
+        bias = mask
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+        length = bias.shape[-1]
+        if length % EFFICIENT_BIAS_MULTIPLE:
+            bias = F.pad(bias, (0, -length % EFFICIENT_BIAS_MULTIPLE))[..., :length]
+        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, torch.is_grad_enabled(), dropout, causal, scale=scaling
+    )[0]

@@ -1,0 +1,136 @@
+"""What estimate, train and evaluate must build alike: the model, its adapters and its number format."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lean_finetune.config.field_types import AttentionName, GradCkptPolicy, LoraInit, Method, Precision, QuantType
+from lean_finetune.config.schema import ALL_LINEAR, Params
+
+DTYPES = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsSpec:
+    """How the base's weights are held and computed with: all that a saved model's user must know of its training.
+
+    Fields with a value here are the plain form; `from_params` sets every one.
+    """
+
+    method: Method
+    precision: Precision
+    """As resolved for the device: never `auto`."""
+    quant_type: QuantType = "nf4"
+    double_quant: bool = True
+
+    @classmethod
+    def from_params(cls, params: Params, precision: Precision) -> "WeightsSpec":
+        """Read train.method and train.quant, nothing else; `precision` is what train.precision means on the device."""
+        train = params.train
+        return cls(
+            method=train.method,
+            precision=precision,
+            quant_type=train.quant.type,
+            double_quant=train.quant.double,
+        )
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained and the base is frozen."""
+        return self.method != "full"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the frozen weights and of full ones: fp32 where fp16 is trained, whose steps it cannot hold."""
+        return torch.float32 if self.precision == "fp16" and not self.adapted else DTYPES[self.precision]
+
+    @property
+    def adapter_dtype(self) -> torch.dtype:
+        """Type of the adapters."""
+        return torch.bfloat16 if self.precision == "pure_bf16" else torch.float32
+
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        """Type of what is trained."""
+        return self.adapter_dtype if self.adapted else self.dtype
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What products of trained fp32 tensors are computed in; None where all is of one type already."""
+        if self.precision == "fp16" or (self.precision == "bf16" and self.adapted):
+            return DTYPES[self.precision]
+        return None
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients of fp16 products have to be kept from vanishing."""
+        return self.precision == "fp16"
+
+    @property
+    def needs_native_bf16(self) -> bool:
+        """Whether the device must have bf16 arithmetic."""
+        return self.precision in ("bf16", "pure_bf16")
+
+    def autocast(self, device_type: str) -> Any:
+        """Context of the forward pass."""
+        dtype = self.autocast_dtype
+        return torch.autocast(device_type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(WeightsSpec):
+    """Everything that decides which tensors a model has and which of them are trained."""
+
+    grad_ckpt: bool
+    grad_ckpt_policy: GradCkptPolicy = "full"
+    grad_ckpt_every: int = 2
+    """Read with policy every_n."""
+    attention: AttentionName = "auto"
+    """As asked: which kernels run is the device's to say (lean_finetune.model.attention_choice)."""
+    lora_rank: int
+    lora_alpha: int
+    lora_dropout: float
+    lora_targets: tuple[str, ...]
+    lora_rslora: bool = False
+    lora_dora: bool = False
+    lora_init: LoraInit = "default"
+    seed: int
+
+    @classmethod
+    def from_params(cls, params: Params, precision: Precision) -> "ModelSpec":
+        """Read the `train` section and the seed; `precision` is what train.precision means on the device."""
+        train, lora = params.train, params.train.lora
+        return cls(
+            method=train.method,
+            precision=precision,
+            quant_type=train.quant.type,
+            double_quant=train.quant.double,
+            grad_ckpt=train.grad_ckpt,
+            attention=train.attention,
+            grad_ckpt_policy=train.grad_ckpt_policy,
+            grad_ckpt_every=train.grad_ckpt_every,
+            lora_rank=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            lora_targets=tuple(lora.targets),
+            lora_rslora=lora.rslora,
+            lora_dora=lora.dora,
+            lora_init=lora.init,
+            seed=params.seed,
+        )
+
+    @property
+    def recomputed_every(self) -> int:
+        """With `grad_ckpt`, a layer in so many is recomputed, from the first on."""
+        return self.grad_ckpt_every if self.grad_ckpt_policy == "every_n" else 1
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the adapters' start is kept in host memory, to write adapters that fit the weights as they were."""
+        return self.lora_init == "pissa"
+
+    @property
+    def peft_targets(self) -> str | list[str]:
+        """The adapter targets in the form peft takes."""
+        return ALL_LINEAR if self.lora_targets == (ALL_LINEAR,) else list(self.lora_targets)

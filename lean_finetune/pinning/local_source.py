@@ -1,0 +1,254 @@
+"""Local data sources: a file, a glob, a directory, or a folder that `datasets.save_to_disk` wrote."""
+
+import glob
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.config.data_schema import HUB_PREFIX
+from lean_finetune.core.atomic_files import find_source, repo_root, sha256_file
+from lean_finetune.core.errors import UserError
+from lean_finetune.pinning.file_formats import KNOWN_NAMES, file_kind, glob_base, is_hidden, lies_beside
+
+# What the stages write, as dvc.yaml has it.
+OUTPUTS = (
+    *("data/tokens", "data/batches", "data/estimate", "data/train", "data/tuned", "data/evaluate", "data/report"),
+    *("locks", "metrics"),
+)
+DEFAULT_SPLIT = "train"
+SAVED_STATE = "state.json"
+SAVED_SPLITS = "dataset_dict.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSource:
+    """What a path of the user's turned out to be."""
+
+    kind: str
+    """`file`, `glob`, `directory` or `saved`."""
+    root: Path
+    """What has to be watched to notice every change."""
+    files: list[dict[str, Any]]
+    split: str | None
+
+    @property
+    def paths(self) -> list[Path]:
+        """Its files."""
+        return [self.root if self.kind == "file" else self.root / file["path"] for file in self.files]
+
+
+def pin_local(parameter: str, source: str, split: str | None, shared_split: str | None) -> LocalSource:
+    """Pin a path by the content of its files, in order of path.
+
+    `split` is the source's own; `shared_split` is that of the section, taken only where there are splits.
+
+    Raises:
+        UserError: it is missing, empty, of an unknown kind, or written by the pipeline itself.
+    """
+    if "://" in source:
+        raise UserError(f"{parameter}: {_url_remedy(source)}; got {source!r}")
+    try:
+        path = find_source(source)
+        is_saved = (path / SAVED_SPLITS).is_file() or (path / SAVED_STATE).is_file()
+    except OSError as error:
+        raise UserError(
+            f"{parameter}: {error.filename} cannot be reached ({error.strerror}); got {source!r}; change the "
+            "permissions of the directories above it"
+        ) from error
+    if split is not None and not is_saved:
+        refuse_split(_beside(parameter, "split"), split, repr(source))
+    if not path.exists() and glob.has_magic(source):
+        return _pin_glob(parameter, source)
+    _refuse_outputs(parameter, source, path)
+    if path.is_file():
+        if file_kind(path.name) is None:
+            raise UserError(
+                f"{parameter}: a file must be {KNOWN_NAMES}; got {source!r}; convert it to one JSON row a line"
+            )
+        return LocalSource(kind="file", root=path, files=[_pin_file(parameter, path, path.name)], split=None)
+    if not path.exists():
+        if source.startswith("~"):
+            raise UserError(f"{parameter}: ~ is not expanded; got {source!r}; write the whole path")
+        raise UserError(
+            f"{parameter}: no such file or directory; got {source!r}; name a file ({KNOWN_NAMES}), a directory of "
+            f"such files, or a hub data set as {HUB_PREFIX}org/name"
+        )
+    if not path.is_dir():
+        raise UserError(f"{parameter}: is neither a file nor a directory; got {source!r}; copy its rows into a file")
+    if is_saved:
+        return _pin_saved(parameter, source, path, split, shared_split)
+    names = sorted(_names_below(parameter, path, deep=True), key=Path.as_posix)
+    files = _pin_matches(parameter, path, names, "the directory")
+    if not files:
+        raise UserError(f"{parameter}: the directory holds no data file ({KNOWN_NAMES}); got {source!r}")
+    return LocalSource(kind="directory", root=path, files=files, split=None)
+
+
+def _url_remedy(source: str) -> str:
+    """What to name in place of an address, which is never fetched."""
+    hub = source.partition("huggingface.co/datasets/")[2].split("?")[0].split("/")
+    if len(hub) >= 2:
+        return f"name the data set as {HUB_PREFIX}{hub[0]}/{hub[1]}"
+    return (
+        f"addresses are not fetched, but for data sets of the hub ({HUB_PREFIX}org/name); download the file and name it"
+    )
+
+
+def _pin_glob(parameter: str, source: str) -> LocalSource:
+    """The files that a glob matches."""
+    base = glob_base(source)
+    root = find_source(base)
+    if not root.is_dir():
+        raise UserError(f"{parameter}: no such directory {base!r}; got {source!r}; mend the glob")
+    _refuse_outputs(parameter, source, root)
+    pattern = str(Path(source).relative_to(base))
+    # glob passes over directories that it may not list, so all that it may have to list are listed first.
+    _names_below(parameter, root, deep=len(Path(pattern).parts) > 1 or "**" in pattern)
+    names = sorted({Path(name) for name in glob.glob(pattern, root_dir=root, recursive=True)}, key=Path.as_posix)
+    files = _pin_matches(parameter, root, names, f"{source!r}")
+    if not files:
+        raise UserError(f"{parameter}: the glob matches no data file ({KNOWN_NAMES}); got {source!r}; mend it")
+    return LocalSource(kind="glob", root=root, files=files, split=None)
+
+
+def _names_below(parameter: str, root: Path, *, deep: bool) -> list[Path]:
+    """The relative names of all in a directory and, when `deep`, in those below it that are not hidden.
+
+    Raises:
+        UserError: one of the directories cannot be listed: its rows would be lost in silence.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(
+            f"{parameter}: {error.filename} cannot be listed ({error.strerror}); change its permissions, or name the "
+            "files to read by a glob such as data/*.jsonl"
+        ) from error
+
+    found: list[Path] = []
+    for directory, folders, files in os.walk(root, onerror=refuse):
+        found += [(Path(directory) / name).relative_to(root) for name in (*folders, *files)]
+        folders[:] = [name for name in folders if deep and not name.startswith(".")]
+    return found
+
+
+def _pin_matches(parameter: str, root: Path, names: list[Path], holder: str) -> list[dict[str, Any]]:
+    """The data files among relative names; whatever might hold rows that nobody would read is refused."""
+    return [_pin_file(parameter, root / name, name.as_posix()) for name in _data_names(parameter, root, names, holder)]
+
+
+def _data_names(parameter: str, root: Path, names: list[Path], holder: str) -> Iterator[Path]:
+    """The names of data files, in order."""
+    for name in names:
+        if is_hidden(name):
+            continue
+        try:
+            name.as_posix().encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{parameter}: {holder} holds {str(name)!r}, a name that is not UTF-8; rename it") from None
+        _refuse_odd_link(parameter, root, name)
+        if lies_beside(name.name) or (root / name).is_dir():
+            continue
+        if not (root / name).is_file():
+            raise UserError(f"{parameter}: {root / name} is neither a file nor a directory; move it away")
+        if file_kind(name.name) is None:
+            raise UserError(
+                f"{parameter}: {holder} holds {name.as_posix()}, which is not of a known kind ({KNOWN_NAMES}); move it "
+                "away, convert it, or name the files to read by a glob such as data/*.jsonl"
+            )
+        yield name
+
+
+def _pin_saved(parameter: str, source: str, path: Path, own_split: str | None, shared_split: str | None) -> LocalSource:
+    """The Arrow files of a saved Dataset, or of one split of a saved DatasetDict, in the order its state names."""
+    folder, split = Path(), None
+    if (path / SAVED_SPLITS).is_file():
+        splits = _saved_list(parameter, path / SAVED_SPLITS, "splits")
+        split = own_split or shared_split or DEFAULT_SPLIT
+        if split not in splits:
+            raise UserError(
+                f"{_beside(parameter, 'split')}: {source!r} has no split {split!r}; "
+                f"name one of {', '.join(map(str, splits))}"
+            )
+        folder = Path(split)
+    elif own_split is not None:
+        refuse_split(_beside(parameter, "split"), own_split, repr(source))
+    files = []
+    for entry in _saved_list(parameter, path / folder / SAVED_STATE, "_data_files"):
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or Path(name).name != name or file_kind(name) is None:
+            raise UserError(
+                f"{parameter}: {path / folder / SAVED_STATE} names {name!r}, not an .arrow file beside it; save again"
+            )
+        files.append(_pin_file(parameter, path / folder / name, (folder / name).as_posix()))
+    if not files:
+        raise UserError(f"{parameter}: {path / folder / SAVED_STATE} names no data files; save the data set again")
+    return LocalSource(kind="saved", root=path, files=files, split=split)
+
+
+def _saved_list(parameter: str, path: Path, key: str) -> list[Any]:
+    """A list in one of the files that save_to_disk writes."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{parameter}: {path} is not JSON ({error}); save the data set again") from error
+    if not isinstance(value, dict) or not isinstance(value.get(key), list):
+        raise UserError(f"{parameter}: {path} has no list {key!r}; save the data set again with save_to_disk")
+    return value[key]
+
+
+def refuse_split(dotted: str, split: str, shown: str) -> None:
+    """Refuse a split of something that has none: it would be ignored in silence.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(
+        f"{dotted}: only hub data sets and saved DatasetDicts have splits; got {split!r} with {shown}; leave it blank"
+    )
+
+
+def _beside(parameter: str, key: str) -> str:
+    """The dotted name of a key beside `data.source` or beside `data.source.<k>.source`."""
+    return f"{parameter.rpartition('.')[0]}.{key}"
+
+
+def _refuse_outputs(parameter: str, source: str, path: Path) -> None:
+    """Refuse a source that a stage writes into: each run would change what the next one reads."""
+    for root in (Path(), repo_root()):
+        for output in OUTPUTS:
+            written, read = (
+                Path(os.path.realpath(one)) for one in (root / output, path)
+            )  # unlike resolve, takes loops
+            if written == read or written in read.parents or read in written.parents:
+                raise UserError(
+                    f"{parameter}: must not hold, or lie in, {output}, which the pipeline writes; got {source!r}; name "
+                    "another path, or copy the rows there first"
+                )
+
+
+def _refuse_odd_link(parameter: str, root: Path, name: Path) -> None:
+    """Refuse a link that would be skipped in silence, or not be watched: to nothing, or to another directory."""
+    for part in (name, *name.parents[:-1]):
+        path = root / part
+        if not path.is_symlink() or path.is_file():
+            continue
+        if path.exists():
+            found = "a link to a directory, which is not followed; put the directory itself there, or name it"
+        else:
+            found = f"a link to {os.readlink(path)}, which does not exist; mend or remove it"
+        raise UserError(f"{parameter}: {path} is {found}")
+
+
+def _pin_file(parameter: str, path: Path, name: str) -> dict[str, Any]:
+    """One local file's entry in the lock."""
+    try:
+        size_bytes = path.stat().st_size
+        digest = sha256_file(path)
+    except OSError as error:
+        raise UserError(f"{parameter}: {path} cannot be read ({error.strerror}); change its permissions") from error
+    if size_bytes == 0:
+        raise UserError(f"{parameter}: {path} is empty; put rows into it or name another file")
+    return {"path": name, "bytes": size_bytes, "sha256": digest}

@@ -1,0 +1,94 @@
+"""Pin the model: a directory by the content of its files, a hub id by its commit, both checked before anything runs."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from lean_finetune.core.atomic_files import find_source, sha256_file, write_json
+from lean_finetune.core.errors import UserError
+from lean_finetune.pinning.hub import HUB_ID, download, list_files
+from lean_finetune.pinning.locate import TINY, TINY_DIRECTORY, TOKENIZER_FILES
+from lean_finetune.pinning.model_checks import INDEX, WEIGHTS, check_config, check_tokenizer, check_weights, shard_names
+from lean_finetune.pinning.watched_links import NOTHING_LOCAL, watch
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+
+
+def pin_model(name: str, revision: str | None, locks: Path) -> None:
+    """Write `locks/model.json` and `locks/tokenizer.json` for `name` and point `locks/watched-model` at it.
+
+    The tokenizer's lock holds content only, so that a model with the same tokenizer does not tokenize again.
+
+    Raises:
+        UserError: the model is missing, unsafe (pickle, custom code), incomplete, damaged, or cannot be reached.
+    """
+    local = TINY_DIRECTORY if name == TINY else find_source(name)
+    if local.is_dir():
+        if revision is not None:
+            raise UserError(
+                f"model.revision: only a hub model has revisions; got {revision!r} with model.name={name!r}; "
+                "leave model.revision blank"
+            )
+        kind, commit, watched = ("tiny" if name == TINY else "directory"), None, local
+        files, tokenizer = _pin_directory(local)
+        # The working directory's copy is what DVC runs and watches, wherever this package was imported from.
+        watched = Path("lean_finetune/tiny") if name == TINY else local
+    else:
+        kind, watched = "hub", NOTHING_LOCAL
+        commit, files, tokenizer = _pin_hub(name, revision)
+    lock = {"kind": kind, "name": name, "revision": commit, "files": files, "tokenizer_files": sorted(tokenizer)}
+    write_json(locks / "model.json", lock)
+    write_json(locks / "tokenizer.json", {"files": tokenizer})
+    watch(locks / "watched-model", watched)
+
+
+def _pin_directory(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The content hashes of a checked local directory: (model files, tokenizer files)."""
+    names = {path.name for path in directory.iterdir() if path.is_file()}
+    _check_names(names, str(directory))
+    config = check_config(directory)
+    check_tokenizer(directory, config)
+    shards = shard_names(directory)
+    for shard in shards:
+        check_weights(directory / shard)
+
+    def hashes(wanted: Iterable[str]) -> dict[str, str]:
+        return {name: sha256_file(directory / name) for name in wanted if name in names}
+
+    return hashes([*CONFIG_FILES, INDEX, *shards]), hashes(TOKENIZER_FILES)
+
+
+def _pin_hub(name: str, revision: str | None) -> tuple[str, dict[str, str], dict[str, str]]:
+    """A hub model's (commit, model files, tokenizer files); small files are fetched and checked, weights are not."""
+    if not HUB_ID.fullmatch(name):
+        raise UserError(
+            f"model.name: must be {TINY}, an existing directory, or a hub id org/name; got {name!r}; check the path"
+        )
+    commit, everything = list_files("model.name", name, "model", revision)
+    blobs = {file.path: file.blob_id for file in everything}
+    _check_names(set(blobs), f"{name} at {commit[:12]}")
+    small = [file for file in (*CONFIG_FILES, INDEX, *TOKENIZER_FILES) if file in blobs]
+    directory = download("model.name", name, "model", commit, small)
+    check_tokenizer(directory, check_config(directory))
+    wanted = [file for file in (*CONFIG_FILES, INDEX) if file in blobs] + shard_names(directory)
+    if missing := [file for file in wanted if file not in blobs]:
+        raise UserError(f"model.name: {INDEX} of {name} names {missing[0]}, which it lacks; name another revision")
+    tokenizer = {file: blobs[file] for file in TOKENIZER_FILES if file in blobs}
+    return commit, {file: blobs[file] for file in wanted}, tokenizer
+
+
+def _check_names(names: set[str], where: str) -> None:
+    """Refuse a model that lacks a file it needs, or whose weights are pickles."""
+    if "config.json" not in names:
+        raise UserError(f"model.name: {where} has no config.json; name a directory that transformers saved")
+    if "tokenizer.json" not in names:
+        raise UserError(
+            f"model.name: {where} has no tokenizer.json; save its fast tokenizer there with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    if WEIGHTS not in names and INDEX not in names:
+        pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
+        found = f" (only {pickles[0]}, a pickle, which can run code)" if pickles else ""
+        raise UserError(
+            f"model.name: {where} has no {WEIGHTS} or {INDEX}{found}; save the model with "
+            "save_pretrained(...), which writes safetensors"
+        )

@@ -1,0 +1,261 @@
+"""The batch plan: which rows form each micro-batch of each optimizer step, as an Arrow file."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+import pyarrow as pa
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.arrow_files import open_batches
+
+SCHEMA = pa.schema(
+    [
+        ("epoch", pa.int32()),
+        ("step", pa.int32()),
+        ("rank", pa.int32()),
+        ("rows", pa.list_(pa.int32())),
+        ("length", pa.int32()),
+        ("supervised", pa.int32()),
+    ]
+)
+SCALARS = tuple(field.name for field in SCHEMA if field.name != "rows")
+PADDED, FLAT = "padded", "flat"
+PADDING_ROW_TOKENS = 1024
+"""Longest row of padding in a joined sequence: nothing reads it, and attention to it grows with its square."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Rows that pass through the model together."""
+
+    epoch: int
+    """Pass over the training rows, from 0."""
+    step: int
+    """Optimizer step of the whole run, from 0."""
+    rows: np.ndarray
+    """Row numbers of the training shards, int32; bucketed and packed: longest row first.
+
+    None for a GPU that has nothing to do in this turn, as a step has fewer rows than places; then the figures are 0.
+    """
+    length: int
+    """Tokens to which every row is padded; flat: tokens of the one sequence that holds all rows and then padding."""
+    supervised: int
+    """Tokens of these rows that are predicted and count in the loss."""
+    rank: int = 0
+    """Which of the GPUs runs it, from 0."""
+    flat: bool = False
+    """Whether the rows stand one after the other in one sequence, each attending to itself alone."""
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that pass through the model, padding counted: what activations grow with."""
+        return self.length if self.flat else len(self.rows) * self.length
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Micro-batches in execution order, as columns: a run of millions takes arrays, never millions of objects.
+
+    The first `ranks` micro-batches of a step run at the same time, then the next, and so on.
+    """
+
+    epoch: np.ndarray
+    """Pass over the training rows of each micro-batch, int32."""
+    step: np.ndarray
+    """Optimizer step of each micro-batch, int32, ascending."""
+    rank: np.ndarray
+    """GPU of each micro-batch, int32: its place modulo `ranks`."""
+    rows: np.ndarray
+    """Row numbers, int32, one micro-batch after the other."""
+    bounds: np.ndarray
+    """Where each micro-batch begins in `rows`, and where the last one ends, int64."""
+    length: np.ndarray
+    """Padded tokens of each row, or of the whole sequence (flat), int32."""
+    supervised: np.ndarray
+    """Supervised tokens of each micro-batch, int32."""
+    ranks: int
+    """GPUs that share every step."""
+    flat: bool
+    """Whether micro-batches are single sequences of joined rows."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @staticmethod
+    def of(micro_batches: Sequence[MicroBatch], *, ranks: int = 1) -> "Plan":
+        """A plan of micro-batches given one by one, in execution order."""
+        scalars = {name: np.array([getattr(one, name) for one in micro_batches], np.int32) for name in SCALARS}
+        sizes = [len(one.rows) for one in micro_batches]
+        return Plan(
+            **scalars,
+            rows=np.concatenate([np.empty(0, np.int32), *(np.asarray(one.rows, np.int32) for one in micro_batches)]),
+            bounds=np.cumsum([0, *sizes], dtype=np.int64),
+            ranks=ranks,
+            flat=any(one.flat for one in micro_batches),
+        )
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Rows of each micro-batch, int64."""
+        return np.diff(self.bounds)
+
+    @cached_property
+    def padded_tokens(self) -> np.ndarray:
+        """Tokens of each micro-batch, padding counted, int64."""
+        return self.length.astype(np.int64) * (1 if self.flat else self.sizes)
+
+    @cached_property
+    def step_bounds(self) -> np.ndarray:
+        """First micro-batch of each step, and the end of the last one, int64."""
+        return np.searchsorted(self.step, np.arange(self.step[0], self.step[-1] + 2))
+
+    @property
+    def steps(self) -> "StepViews":
+        """The optimizer steps, each a list of micro-batches that is made when it is asked for."""
+        return StepViews(self)
+
+    @property
+    def supervised_per_step(self) -> list[int]:
+        """Supervised tokens of each optimizer step: the divisor of its loss."""
+        return np.add.reduceat(self.supervised, self.step_bounds[:-1], dtype=np.int64).tolist()
+
+    def of_rank(self, rank: int) -> "Plan":
+        """What one GPU computes, as a plan of its own. The first GPU has a row in every step, and the largest."""
+        own = np.flatnonzero((self.rank == rank) & (self.sizes > 0))
+        sizes = self.sizes[own]
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        return Plan(
+            **{name: getattr(self, name)[own] for name in SCALARS if name != "rank"},
+            rank=np.zeros(len(own), np.int32),
+            rows=self.rows[np.repeat(self.bounds[own] - bounds[:-1], sizes) + np.arange(bounds[-1])],
+            bounds=bounds,
+            ranks=1,
+            flat=self.flat,
+        )
+
+    def micro_batch(self, number: int) -> MicroBatch:
+        """Micro-batch `number` of the run; its rows are a view."""
+        return MicroBatch(
+            **{name: int(getattr(self, name)[number]) for name in SCALARS},
+            rows=self.rows[self.bounds[number] : self.bounds[number + 1]],
+            flat=self.flat,
+        )
+
+
+def sums_between(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Sums of `values[bounds[k] : bounds[k + 1]]`, int64; 0 where that is empty, which np.add.reduceat gets wrong."""
+    return np.diff(np.append(0, np.cumsum(values, dtype=np.int64))[bounds])
+
+
+class StepViews(Sequence[list[MicroBatch]]):
+    """The steps of a plan as a sequence: looking at one step costs the same wherever it stands."""
+
+    def __init__(self, plan: Plan):
+        """View `plan`."""
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return len(self._plan.step_bounds) - 1
+
+    @overload
+    def __getitem__(self, number: int) -> list[MicroBatch]: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[list[MicroBatch]]: ...
+    def __getitem__(self, number: int | slice) -> list[MicroBatch] | list[list[MicroBatch]]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        place = range(len(self))[number]
+        start, end = self._plan.step_bounds[place : place + 2].tolist()
+        return [self._plan.micro_batch(one) for one in range(start, end)]
+
+
+def write_plan(path: Path, parts: Iterable[Plan], *, cut: str = "") -> None:
+    """Write consecutive parts of a plan as they come, a record batch each; the caller makes the writing atomic.
+
+    Args:
+        path: the file.
+        parts: in order.
+        cut: a hash of what decided the cuts, the number of GPUs apart; `how_cut` reads it.
+
+    Raises:
+        ValueError: there is no part, or parts differ in layout or ranks.
+    """
+    stream = iter(parts)
+    first = next(stream, None)
+    if first is None:
+        raise ValueError("a plan needs a part")
+    layout = FLAT if first.flat else PADDED
+    schema = SCHEMA.with_metadata({"layout": layout, "ranks": str(first.ranks), "cut": cut})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        part: Plan | None = first
+        while part is not None:
+            if (part.flat, part.ranks) != (first.flat, first.ranks):
+                raise ValueError("parts of a plan must agree in layout and ranks")
+            columns = {name: pa.array(getattr(part, name), pa.int32()) for name in SCALARS}
+            columns["rows"] = pa.ListArray.from_arrays(pa.array(part.bounds, pa.int32()), pa.array(part.rows))
+            writer.write_batch(pa.record_batch([columns[name] for name in schema.names], schema=schema))
+            part = next(stream, None)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan.
+
+    Raises:
+        UserError: the file is missing or damaged, its steps are not 0, 1, 2, …, or a step is not dealt evenly.
+    """
+    batches = open_batches(path, {field.name: (field.type,) for field in SCHEMA})
+    if not sum(batch.num_rows for batch in batches):
+        raise UserError(f"{path}: holds no micro-batch; delete it and run `dvc repro`")
+    metadata = batches[0].schema.metadata or {}
+    layout, ranks = (metadata.get(key, b"").decode(errors="replace") for key in (b"layout", b"ranks"))
+    if layout not in (PADDED, FLAT) or not (ranks.isascii() and ranks.isdigit() and 0 < int(ranks) < 2**31):
+        raise UserError(f"{path}: layout {layout!r} of {ranks!r} ranks is unknown; delete it and run `dvc repro`")
+    lists = [batch.column("rows") for batch in batches]
+    sizes = [np.diff(column.offsets.to_numpy()) for column in lists]
+    plan = Plan(
+        **{name: np.concatenate([batch.column(name).to_numpy() for batch in batches]) for name in SCALARS},
+        rows=np.concatenate([column.flatten().to_numpy() for column in lists]),
+        bounds=np.concatenate([[0], np.cumsum(np.concatenate(sizes), dtype=np.int64)]),
+        ranks=int(ranks),
+        flat=layout == FLAT,
+    )
+    _check(path, plan)
+    return plan
+
+
+def how_cut(path: Path) -> str:
+    """The hash that `write_plan` took: equal for plans of any number of GPUs that were cut by the same parameters.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    metadata = open_batches(path, {})[0].schema.metadata or {}
+    return metadata.get(b"cut", b"").decode()
+
+
+def _check(path: Path, plan: Plan) -> None:
+    """Every record is possible, steps count up, and each rank has its turn."""
+    before = np.concatenate([[-1], plan.step[:-1]])
+    new_step = plan.step != before
+    starts = np.flatnonzero(new_step)
+    place = np.arange(len(plan)) - starts[np.cumsum(new_step) - 1] if len(starts) else np.zeros(len(plan), np.int64)
+    uneven = np.append(new_step[1:], True) & ((place + 1) % plan.ranks != 0)
+    wrong = (plan.step - before > 1) | (plan.step < before) | (plan.rank != place % plan.ranks) | uneven
+    figures = plan.sizes, plan.length, plan.supervised
+    # A rank may have nothing to do in a turn, but then another has.
+    working = plan.padded_tokens > 0
+    turn_works = np.logical_or.reduceat(working, np.arange(0, len(plan), plan.ranks))
+    wrong |= np.where(working, np.minimum.reduce(figures) < 1, np.any(figures, axis=0))
+    wrong |= ~turn_works[np.arange(len(plan)) // plan.ranks]
+    wrong |= sums_between(plan.rows < 0, plan.bounds) > 0
+    if wrong.any():
+        number = int(wrong.argmax())
+        raise UserError(
+            f"{path}: record {number} cannot be right (step {plan.step[number]} after {before[number]}, rank "
+            f"{plan.rank[number]} of {plan.ranks}, {plan.sizes[number]} rows of {plan.length[number]} tokens, "
+            f"{plan.supervised[number]} supervised); delete it and run `dvc repro`"
+        )

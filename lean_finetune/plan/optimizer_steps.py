@@ -1,0 +1,123 @@
+"""Which rows each optimizer step holds: a function of seed, epoch, tokens per step, row lengths and weights alone."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.row_index import Index
+
+WEIGHT_BITS = 32
+"""Binary digits of a weight's fraction; finer ones are lost (one row in four billion)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Steps:
+    """Consecutive optimizer steps of one epoch."""
+
+    epoch: int
+    """Pass over the training rows, from 0."""
+    rows: np.ndarray
+    """Row numbers, int32, shuffled, step after step."""
+    bounds: np.ndarray
+    """Where each step begins in `rows`, and where the last one ends, int64."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def part(self, start: int, end: int) -> "Steps":
+        """Steps `start` to `end` - 1."""
+        bounds = self.bounds[start : end + 1]
+        return Steps(epoch=self.epoch, rows=self.rows[bounds[0] : bounds[-1]], bounds=bounds - bounds[0])
+
+
+def run_steps(index: Index, *, seed: int, epochs: int, tokens_per_step: int) -> Iterator[Steps]:
+    """All steps of the run in order: first one alone, then those of each epoch.
+
+    Each epoch is shuffled and cut on its own, so a step's composition is that of independent draws. Of the steps that
+    hold a row of the greatest length taken, the earliest is moved to the front of the run: memory peaks in the first
+    step whatever bucket.max_tokens is, and a run that does not fit fails there. With weights, that row may be absent
+    from epoch 0; then the step comes from the first epoch that has it.
+
+    Raises:
+        UserError: the weights leave no row in any epoch.
+    """
+    front_epoch = _epoch_of_longest(index, seed, epochs)
+    holding = _cut_epoch(index, seed, front_epoch, tokens_per_step)
+    longest_of_steps = np.maximum.reduceat(index.lengths[holding.rows], holding.bounds[:-1])
+    front = int(longest_of_steps.argmax())
+    yield holding.part(front, front + 1)
+    for epoch in range(epochs):
+        if epoch == front_epoch:
+            parts = [holding.part(0, front), holding.part(front + 1, len(holding))]
+        else:
+            parts = [_cut_epoch(index, seed, epoch, tokens_per_step)]
+        yield from (part for part in parts if len(part))
+
+
+def _epoch_of_longest(index: Index, seed: int, epochs: int) -> int:
+    """The first epoch that takes a row of the greatest length taken at all."""
+    if index.takes_every_row:
+        return 0
+    longest = [int(index.lengths[_entries(index, seed, epoch)].max(initial=0)) for epoch in range(epochs)]
+    if not max(longest):
+        raise UserError(
+            f"data.source: the weights leave no training row in {epochs} epoch{'s' * (epochs > 1)}; raise a weight"
+        )
+    return longest.index(max(longest))
+
+
+def _entries(index: Index, seed: int, epoch: int) -> np.ndarray:
+    """Rows of an epoch in their own order, int32: a row of weight w comes floor(w) times, or once more.
+
+    Whether once more is decided by one draw per (seed, row) that the epochs share: a draw of u adds a copy in the
+    epochs where u + epoch · w passes a whole number. So weight 0.5 takes half of the rows, the other half in the next
+    epoch, and every row comes w · epochs times in all, give or take one. Integers throughout.
+    """
+    # The third number keeps the draws apart from those that shuffle epochs: [seed, epoch].
+    draws = np.random.PCG64([seed, 0, 1]).random_raw(len(index.lengths)) >> np.uint64(64 - WEIGHT_BITS)
+    scaled = np.array([round(weight * 2**WEIGHT_BITS) for weight in index.weights], np.uint64)[index.sources]
+    part = scaled & np.uint64(2**WEIGHT_BITS - 1)
+    before, after = ((draws + part * np.uint64(turn)) >> np.uint64(WEIGHT_BITS) for turn in (epoch, epoch + 1))
+    copies = ((scaled >> np.uint64(WEIGHT_BITS)) + after - before).astype(np.int64)
+    copies[index.dropped] = 0
+    return np.repeat(np.arange(len(copies), dtype=np.int32), copies)
+
+
+def _cut_epoch(index: Index, seed: int, epoch: int, tokens_per_step: int) -> Steps:
+    """Walk an epoch's shuffled rows; a step ends with the row that brings it to `tokens_per_step` unpadded tokens.
+
+    The last step of an epoch holds what is left.
+    """
+    if index.takes_every_row:
+        rows = _permutation(len(index.lengths), seed, epoch)
+    else:
+        entries = _entries(index, seed, epoch)
+        rows = entries[_permutation(len(entries), seed, epoch)]
+    tokens = np.cumsum(index.lengths[rows], dtype=np.int64)
+    # Bisecting a memoryview takes a microsecond per step, a call of numpy several.
+    walked, bounds = tokens.data, [0]
+    while bounds[-1] < len(rows):
+        start = bounds[-1]
+        target = tokens_per_step + (walked[start - 1] if start else 0)
+        bounds.append(min(bisect_left(walked, target, start) + 1, len(rows)))
+    return Steps(epoch=epoch, rows=rows, bounds=np.array(bounds, np.int64))
+
+
+def _permutation(entries: int, seed: int, epoch: int) -> np.ndarray:
+    """Places 0 to entries - 1 in uniformly random order, int32.
+
+    Sorting raw 64-bit draws rather than Generator.permutation: numpy keeps a bit generator's stream the same in every
+    release, a Generator method's it may change (NEP 19), and a numpy upgrade must not reorder the training. Each place
+    stands in the low bits of its draw, so that keys are distinct and plain sorting is enough.
+    """
+    keys = np.random.PCG64([seed, epoch]).random_raw(entries)
+    place_bits = np.uint64(max(entries - 1, 0).bit_length())
+    keys >>= place_bits
+    keys <<= place_bits
+    keys |= np.arange(entries, dtype=np.uint64)
+    keys.sort()
+    keys &= (np.uint64(1) << place_bits) - np.uint64(1)
+    return keys.astype(np.int32)

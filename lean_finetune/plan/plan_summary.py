@@ -1,0 +1,60 @@
+"""What a plan is worth: padding, waiting, evenness and randomness of its steps."""
+
+from typing import Any
+
+import numpy as np
+
+from lean_finetune.plan.batch_plan import Plan, sums_between
+
+
+def summarise(plan: Plan, lengths: np.ndarray, *, mode: str) -> dict[str, Any]:
+    """The figures of a plan; rounded, so that they are the same bytes on any machine."""
+    planned = lengths[plan.rows]
+    tokens_per_step = sums_between(planned, plan.bounds[plan.step_bounds])
+    return {
+        "mode": mode,
+        "optimizer_steps": len(plan.steps),
+        "micro_batches": int((plan.sizes > 0).sum()),
+        "padding_percent": round(100 * (1 - int(tokens_per_step.sum()) / int(plan.padded_tokens.sum())), 3),
+        "straggler_percent": straggler_percent(plan.padded_tokens, plan.ranks),
+        "max_batch_tokens": int(plan.padded_tokens.max()),
+        "max_batch_rows": int(plan.sizes.max()),
+        "max_batch_length": int(plan.length.max()),
+        "tokens_per_step_mean": round(float(tokens_per_step.mean()), 2),
+        "tokens_per_step_cv": round(float(tokens_per_step.std() / tokens_per_step.mean()), 4),
+        "randomness": randomness(planned, plan.bounds[plan.step_bounds]),
+    }
+
+
+def straggler_percent(padded_tokens: np.ndarray, ranks: int) -> float:
+    """Share of the GPUs' time spent waiting for the largest of the micro-batches that run at the same time.
+
+    Args:
+        padded_tokens: of the micro-batches in execution order, `ranks` of them at a time.
+        ranks: GPUs.
+    """
+    turns = padded_tokens.reshape(-1, ranks)
+    return round(100 * (1 - int(turns.sum()) / (ranks * int(turns.max(axis=1).sum()))), 3)
+
+
+def randomness(lengths: np.ndarray, bounds: np.ndarray) -> float | None:
+    """Spread of the steps' mean log-length, relative to that of independent draws: 1 means as random as can be.
+
+    Sorting or packing across steps makes steps of short and steps of long rows, and this figure ten times larger. None
+    where it says nothing: one step, or rows all of one length.
+
+    Args:
+        lengths: tokens of the rows, step after step.
+        bounds: where each step begins, and where the last one ends.
+    """
+    counts = np.bincount(lengths)
+    known = np.flatnonzero(counts)
+    logs = np.zeros(len(counts))
+    logs[known] = np.log(known)
+    mean = float(np.average(logs, weights=counts))
+    spread = float(np.average((logs - mean) ** 2, weights=counts)) ** 0.5
+    if len(bounds) < 3 or len(known) == 1:
+        return None
+    rows = np.diff(bounds)
+    means = np.add.reduceat(logs[lengths], bounds[:-1]) / rows
+    return round(float(((means - mean) / spread * np.sqrt(rows)).std()), 3)

@@ -1,0 +1,87 @@
+"""The index that tokenize writes beside its shards: what planning needs to know of every training row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from lean_finetune.config.data_schema import Source
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.arrow_files import open_batches
+
+COLUMNS = {
+    "length": (pa.int32(),),
+    "supervised": (pa.int32(),),
+    "source": (pa.uint16(),),
+    "dropped": (pa.bool_(),),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Index:
+    """The training rows by row number, and how often those of each source are taken."""
+
+    lengths: np.ndarray
+    """Tokens, int32."""
+    supervised: np.ndarray
+    """Tokens that are predicted and count in the loss, int32."""
+    sources: np.ndarray
+    """Place of the row's source in data.source, uint16."""
+    dropped: np.ndarray
+    """Whether the row is a duplicate that must never be trained, bool."""
+    weights: Sequence[float]
+    """Mean times a row of each source is taken in an epoch."""
+
+    @property
+    def takes_every_row(self) -> bool:
+        """Whether each epoch holds each row exactly once."""
+        return all(weight == 1.0 for weight in self.weights) and not self.dropped.any()
+
+
+def source_weights(source: str | Sequence[Source]) -> tuple[float, ...]:
+    """The weight of each source, from the value of data.source."""
+    return (1.0,) if isinstance(source, str) else tuple(one.weight for one in source)
+
+
+def read_index(path: Path, weights: Sequence[float]) -> Index:
+    """Read train-index.arrow.
+
+    Raises:
+        UserError: the file is missing or damaged, is empty, or holds a row that nothing can be learnt from or whose
+            source has no weight.
+    """
+    batches = open_batches(path, COLUMNS)
+    columns = {
+        name: np.concatenate(
+            [
+                np.empty(0, types[0].to_pandas_dtype()),
+                *(batch.column(name).to_numpy(zero_copy_only=False) for batch in batches),
+            ]
+        )
+        for name, types in COLUMNS.items()
+    }
+    index = Index(
+        lengths=columns["length"],
+        supervised=columns["supervised"],
+        sources=columns["source"],
+        dropped=columns["dropped"],
+        weights=tuple(weights),
+    )
+    if index.dropped.all():
+        raise UserError(f"{path}: holds no training row; delete it, check data.source and run `dvc repro`")
+    wrong = np.flatnonzero((index.supervised < 1) | (index.supervised >= index.lengths))
+    if len(wrong):
+        row = wrong[0]
+        raise UserError(
+            f"{path}: row {row}: needs 1 or more supervised tokens and fewer than its tokens, got "
+            f"{index.supervised[row]} of {index.lengths[row]}; delete it and run `dvc repro`"
+        )
+    if index.sources.max() >= len(index.weights):
+        row = int(index.sources.argmax())
+        raise UserError(
+            f"{path}: row {row}: its source is number {index.sources[row]} but data.source has {len(index.weights)}; "
+            "run `dvc repro`"
+        )
+    return index

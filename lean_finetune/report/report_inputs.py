@@ -1,0 +1,109 @@
+"""What the report reads: the other stages' figures, curves and samples."""
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.core.atomic_files import FIGURES, read_json
+from lean_finetune.core.errors import UserError
+
+PHASES = ("load", "forward", "backward", "clip", "optimizer", "heldout", "save", "evaluate")
+"""Phases in the order in which they run; any other comes after them, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Everything a report is made of; each field is the content of one file."""
+
+    model: Mapping[str, Any]
+    """locks/model.json."""
+    data: Mapping[str, Any]
+    """locks/data.json."""
+    tokenize: Mapping[str, Any]
+    bucket: Mapping[str, Any]
+    estimate: Mapping[str, Any]
+    train: Mapping[str, Any]
+    evaluate: Mapping[str, Any]
+    breakdown: Mapping[str, Mapping[str, int]]
+    """Bytes by category at the peak of each phase and, under `peak`, of the whole run."""
+    explanation: Mapping[str, Any]
+    """The largest tensors at the peak instant, and the closed form of what stays."""
+    timeline: list[dict[str, str]]
+    """Bytes by category over the events of the worst step, in GiB."""
+    reserved: list[dict[str, str]]
+    """Memory by optimizer step in plan order, in GiB; reserved cells are empty where no whole plan was replayed."""
+    verdict: Mapping[str, Any]
+    switches: list[dict[str, str]]
+    """Predicted peak of the run and of its neighbours one switch away."""
+    curves: list[dict[str, str]]
+    """One record per optimizer step; a cell is empty where nothing was measured."""
+    generations: list[dict[str, Any]]
+
+
+def read_inputs(*, locks: Path, tokens: Path, batches: Path, estimate: Path, train: Path, evaluate: Path) -> Inputs:
+    """Read every input from the directories in which the stages leave them.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    return Inputs(
+        model=read_json(locks / "model.json"),
+        data=read_json(locks / "data.json"),
+        tokenize=read_json(tokens / FIGURES),
+        bucket=read_json(batches / FIGURES),
+        estimate=read_json(estimate / FIGURES),
+        train=read_json(train / FIGURES),
+        evaluate=read_json(evaluate / FIGURES),
+        breakdown=read_json(estimate / "breakdown.json"),
+        explanation=read_json(estimate / "explanation.json"),
+        timeline=read_csv(estimate / "timeline.csv"),
+        reserved=read_csv(estimate / "reserved.csv"),
+        verdict=read_json(estimate / "verdict.json"),
+        switches=read_csv(estimate / "switches.csv"),
+        curves=read_csv(train / "curves.csv"),
+        generations=read_lines(evaluate / "generations.jsonl"),
+    )
+
+
+def in_order(phases: Mapping[str, Any]) -> list[str]:
+    """Names of phases, in the order of `PHASES`."""
+    known = {name: place for place, name in enumerate(PHASES)}
+    return sorted(phases, key=lambda name: (known.get(name, len(known)), name))
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Records of a CSV file with a header.
+
+    Raises:
+        UserError: the file is missing or holds no record.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            records = list(csv.DictReader(file))
+    except FileNotFoundError:
+        raise UserError(f"{path}: file is missing; run `dvc repro`") from None
+    if not records:
+        raise UserError(f"{path}: holds no record; delete it and run `dvc repro`")
+    return records
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Records of a JSON-lines file, which may be empty.
+
+    Raises:
+        UserError: the file is missing or a line is not JSON.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: file is missing; run `dvc repro`") from None
+    records = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{number}: not JSON ({error.msg}); delete it and run `dvc repro`") from None
+    return records

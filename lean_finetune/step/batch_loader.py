@@ -1,0 +1,76 @@
+"""The micro-batches of a plan in order, read ahead by threads."""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.plan.split_step import cut_smaller
+from lean_finetune.step.batches import Batch, read_batch
+from lean_finetune.step.token_rows import TokenRows
+
+BATCHES_AHEAD = 2
+"""Batches each thread may be ahead: one that it makes and one that waits. Each costs some 100 bytes a token of RAM."""
+
+
+def load(
+    tokens: TokenRows,
+    plan: Plan,
+    *,
+    start_step: int = 0,
+    rank: int = 0,
+    pad_id: int,
+    pin_memory: bool = False,
+    threads: int = 0,
+    most_tokens: int | None = None,
+) -> Generator[Batch]:
+    """The batches of one rank from a step on, in the plan's order.
+
+    A position in the run is a step's number: nothing before it is read. A micro-batch without rows gives one of
+    padding. Order and bytes do not depend on `threads`; with 0 each batch is made when it is asked for. A batch that
+    cannot be made raises where it would have come. Close the iterator to end its threads early.
+
+    Args:
+        tokens: the training rows.
+        plan: their plan.
+        start_step: the first step wanted.
+        rank: whose micro-batches.
+        pad_id: token in the padding.
+        pin_memory: make batches in page-locked memory.
+        threads: threads that read ahead.
+        most_tokens: where given, micro-batches of more padded tokens are cut smaller than planned.
+
+    Raises:
+        UserError: the plan was made for other tokens, or the tokens are damaged.
+    """
+    planned = _planned(tokens, plan, start_step, rank, most_tokens)
+    if threads:
+        return _read_ahead(tokens, planned, pad_id, pin_memory, threads)
+    return (read_batch(tokens, micro_batch, pad_id, pin_memory=pin_memory) for micro_batch in planned)
+
+
+def _planned(
+    tokens: TokenRows, plan: Plan, start_step: int, rank: int, most_tokens: int | None
+) -> Iterator[MicroBatch]:
+    """The micro-batches of a rank from a step on."""
+    for step in range(start_step, len(plan.steps)):
+        own = [one for one in plan.steps[step] if one.rank == rank]
+        yield from own if most_tokens is None else cut_smaller(own, most_tokens, tokens.lengths, tokens.supervised)
+
+
+def _read_ahead(
+    tokens: TokenRows, planned: Iterator[MicroBatch], pad_id: int, pin_memory: bool, threads: int
+) -> Generator[Batch]:
+    """Batches made by threads, handed out in order."""
+    waiting: deque[Future[Batch]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="loader") as pool:
+        try:
+            for micro_batch in planned:
+                waiting.append(pool.submit(read_batch, tokens, micro_batch, pad_id, pin_memory=pin_memory))
+                if len(waiting) > threads * BATCHES_AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

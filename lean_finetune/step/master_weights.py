@@ -1,0 +1,102 @@
+"""Copies of the weights that take the updates: in fp32, in the host's memory, or both.
+
+fp32 copies of 16-bit weights: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1. Copies and update in the host's
+memory: Ren et al. 2021, arXiv 2101.06840.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from lean_finetune.step.host_transfer import HostLink
+
+Groups = list[dict[str, Any]]
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """An optimizer over copies: each is updated, then rounded to the weight that is trained.
+
+    Tensor by tensor, each gradient given up once its copy is made: a step needs no more than its largest tensor.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        lr: float,
+        build: Callable[[Groups], torch.optim.Optimizer],
+        *,
+        dtype: torch.dtype,
+        link: HostLink | None = None,
+    ):
+        """Copy the weights as they are.
+
+        Args:
+            groups: of the weights that are trained.
+            lr: learning rate.
+            build: makes the optimizer of the copies.
+            dtype: of the copies.
+            link: to the host, where the copies are and the update is made; None = on the device of the weights.
+        """
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self.link = link
+        self._elsewhere = nullcontext if link is None else link.elsewhere
+        self._inner_group: dict[torch.Tensor, int] = {}
+        copies: Groups = []
+        with self._elsewhere():
+            for number, group in enumerate(self.param_groups):
+                masters = [self._copied(parameter, dtype) for parameter in group["params"]]
+                copies.append({"params": masters, "weight_decay": group["weight_decay"]})
+                for parameter, master in zip(group["params"], masters, strict=True):
+                    self.state[parameter] = {"master": master}
+                    self._inner_group[parameter] = number
+            self.inner = build(copies)
+
+    def _copied(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
+        """A weight's copy where it is updated."""
+        place = parameter.device if self.link is None else torch.device("cpu")
+        return torch.nn.Parameter(parameter.detach().to(device=place, dtype=dtype, copy=True))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every weight that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group["lr"])
+
+    def _update(self, parameter: torch.nn.Parameter, lr: float) -> None:
+        """One tensor."""
+        master = self.state[parameter]["master"]
+        whole = self.inner.param_groups
+        with self._elsewhere():
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float() if self.link is None else self.link.fetch(parameter.grad)
+        parameter.grad = None
+        with self._elsewhere():
+            self.inner.param_groups = [{**whole[self._inner_group[parameter]], "lr": lr, "params": [master]}]
+            try:
+                self.inner.step()
+            finally:
+                self.inner.param_groups = whole
+            master.grad = None
+            if self.link is None:
+                parameter.copy_(master)
+            else:
+                self.link.give(master, parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The copies in order, and the state of their optimizer."""
+        return {"masters": [master.detach() for master in self._masters()], "inner": self.inner.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave; PyTorch's own would round the copies to the weights' type."""
+        for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
+            master.copy_(saved)
+        self.inner.load_state_dict(state_dict["inner"])
+
+    def _masters(self) -> Iterable[torch.nn.Parameter]:
+        """The copies in the order of the weights."""
+        return (self.state[parameter]["master"] for group in self.param_groups for parameter in group["params"])

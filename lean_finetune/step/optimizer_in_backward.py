@@ -1,0 +1,72 @@
+"""Updates made in backward (train.optimizer_in_backward): each weight as soon as its gradient is whole.
+
+The gradient is freed at once, so that never all of them exist (Lv et al. 2023, arXiv 2306.09782). No weight that
+backward still needs is updated: autograd would refuse to go on with it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.model_spec import ModelSpec
+
+Norms = dict[torch.Tensor, torch.Tensor]
+"""The norm of the gradient that each parameter had."""
+
+
+@contextmanager
+def updates_in_backward(optimizer: torch.optim.Optimizer, norms: Norms) -> Iterator[None]:
+    """Inside, backward updates each parameter of the optimizer, frees its gradient and leaves the norm in `norms`."""
+    whole = optimizer.param_groups
+
+    def updater(group: dict[str, Any]) -> Callable[[torch.Tensor], None]:
+        def update(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None and parameter not in norms, "one gradient in a step, and a whole one"
+            norms[parameter] = torch.linalg.vector_norm(parameter.grad)
+            optimizer.param_groups = [{**group, "params": [parameter]}]
+            optimizer.step()
+            parameter.grad = None
+
+        return update
+
+    hooks = [p.register_post_accumulate_grad_hook(updater(group)) for group in whole for p in group["params"]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = whole
+        for hook in hooks:
+            hook.remove()
+
+
+def total_norm(parameters: list[nn.Parameter], norms: Norms) -> torch.Tensor:
+    """The norm of all gradients together, from those of each: what torch.nn.utils.get_total_norm computes."""
+    return torch.linalg.vector_norm(torch.stack([norms[parameter] for parameter in parameters if parameter in norms]))
+
+
+def refuse_in_backward(spec: ModelSpec, micro_batches: Sequence[int] | np.ndarray) -> None:
+    """Refuse updates in backward where a step's gradients are not those of one backward pass as it stands.
+
+    Args:
+        spec: of the model, its precision as resolved for the device.
+        micro_batches: of each optimizer step, how many.
+
+    Raises:
+        UserError: a step has several micro-batches, or gradients are scaled.
+    """
+    if spec.scales_loss:
+        raise UserError(
+            f"train.optimizer_in_backward: updates before fp16's overflow is known; got true where train.precision is "
+            f"{spec.precision} on this device; use bf16 or fp32, or set it to false"
+        )
+    step = int(np.argmax(micro_batches))
+    if micro_batches[step] > 1:
+        raise UserError(
+            f"train.optimizer_in_backward: every optimizer step must be one micro-batch; step {step} has "
+            f"{micro_batches[step]}; lower train.tokens_per_step or raise bucket.max_tokens (in mode fixed "
+            "bucket.fixed_rows), or set it to false"
+        )

@@ -1,0 +1,88 @@
+"""The optimizer of a run: parameter groups, state made before the first step, learning-rate schedule."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from lean_finetune.config.field_types import OffloadState, OptimizerName
+from lean_finetune.config.schema import Params
+from lean_finetune.step.host_transfer import Elsewhere, HostLink
+from lean_finetune.step.master_weights import MasterWeights
+from lean_finetune.step.optimizers import OPTIMIZERS, make_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSpec:
+    """What decides the optimizer's state and updates."""
+
+    name: OptimizerName
+    lr: float
+    weight_decay: float
+    schedule: Literal["cosine", "constant"]
+    warmup_fraction: float
+    master_weights: bool = False
+    """Update fp32 copies of 16-bit weights."""
+    offload: OffloadState = "none"
+    """Whether state and update are the host's; with `parameters` the trained parameters are there already."""
+
+    @classmethod
+    def from_params(cls, params: Params) -> "OptimSpec":
+        """Read the `train` section."""
+        train = params.train
+        return cls(
+            name=train.optimizer,
+            lr=float(train.lr),
+            weight_decay=float(train.weight_decay),
+            schedule=train.schedule,
+            warmup_fraction=train.warmup_fraction,
+            master_weights=train.master_weights,
+            offload=train.offload,
+        )
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that receive gradients, each once, in the model's order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def build_optimizer(model: nn.Module, spec: OptimSpec, elsewhere: Elsewhere = nullcontext) -> torch.optim.Optimizer:
+    """The optimizer over the trained parameters; vectors (norms, biases) are not decayed.
+
+    Its state is made here and not in the first step, so that the first step already holds as much as any later one:
+    what does not fit fails at once. `elsewhere` is opened around what the host does with `spec.offload`.
+    """
+    trained = trained_parameters(model)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    kind = OPTIMIZERS[spec.name]
+
+    def build(given: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        with unset_fake_temporarily():  # bitsandbytes reads the values of its code books.
+            optimizer = kind.make(given, lr=spec.lr, **kind.options)
+        make_state(optimizer, kind)
+        return optimizer
+
+    if not spec.master_weights and spec.offload != "optimizer":
+        return build(groups)
+    dtype = torch.float32 if spec.master_weights else trained[0].dtype
+    link = HostLink(trained, dtype, elsewhere) if spec.offload == "optimizer" else None
+    return MasterWeights(groups, spec.lr, build, dtype=dtype, link=link)
+
+
+def learning_rate(step: int, total_steps: int, spec: OptimSpec) -> float:
+    """Learning rate of optimizer step `step` (0-based): linear warm-up, then cosine towards zero, or constant."""
+    warmup_steps = round(spec.warmup_fraction * total_steps)
+    if step < warmup_steps:
+        return spec.lr * (step + 1) / warmup_steps
+    if spec.schedule == "constant":
+        return spec.lr
+    progress = (step - warmup_steps) / (total_steps - warmup_steps)
+    return spec.lr * 0.5 * (1.0 + math.cos(math.pi * progress))

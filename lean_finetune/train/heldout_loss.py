@@ -1,0 +1,53 @@
+"""The held-out loss during training: a fixed set of rows, in batches no larger than training's own."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+
+import torch
+
+from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.step.batches import Batch, collate, idle_batch
+from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.process_group import Team
+from lean_finetune.step.token_rows import TokenRows
+
+
+def heldout_batches(rows: TokenRows, count: int, max_tokens: int, pad_id: int) -> Iterator[Batch]:
+    """The first `count` held-out rows, sorted by length, in batches of at most `max_tokens` padded tokens.
+
+    A single row longer than the budget forms a batch of its own.
+    """
+    numbers = sorted(rows.kept[:count].tolist(), key=lambda row: (rows.lengths[row], row))
+    start = 0
+    for end in range(1, len(numbers) + 1):
+        longest_next = rows.lengths[numbers[min(end, len(numbers) - 1)]]
+        if end == len(numbers) or (end - start + 1) * longest_next > max_tokens:
+            batch = [(rows.ids(row), rows.spans(row)) for row in numbers[start:end]]
+            yield collate(batch, len(batch[-1][0]), pad_id)
+            start = end
+
+
+@torch.no_grad()
+def heldout_loss(
+    team: Team,
+    batches: Iterator[Batch],
+    pad_id: int,
+    model_spec: ModelSpec,
+    chunk: int | None,
+    device: torch.device,
+) -> float:
+    """Mean cross-entropy per trained token over held-out batches, without dropout.
+
+    Members take the batches in turns; each needs `batches` whole, and all call this together.
+    """
+    team.model.eval()
+    summed, tokens = 0.0, 0
+    with model_spec.autocast(device.type):
+        while turn := list(islice(batches, team.size)):
+            batch = turn[team.rank] if team.rank < len(turn) else idle_batch(pad_id)
+            summed += team.run(partial(summed_loss, batch=batch.to(device), chunk=chunk)).item()
+            tokens += len(batch.supervised_index_N)
+    team.model.train()
+    total, count = team.total(torch.tensor([summed, tokens], dtype=torch.float64, device=device)).tolist()
+    return total / count

@@ -1,0 +1,78 @@
+"""What stops a run that would learn nothing: losses, gradients and weights that are not finite, dead adapters."""
+
+import torch
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.batch_plan import MicroBatch
+from lean_finetune.step.process_group import Team
+
+
+class Diverged(UserError):
+    """A loss, gradient or weight is no number any more."""
+
+
+def refuse_non_finite(
+    losses: list[torch.Tensor], grad_norm: torch.Tensor, step: int, micro_batches: list[MicroBatch]
+) -> None:
+    """Stop before the update when a loss or the gradient is not finite.
+
+    Raises:
+        Diverged: naming the step, the micro-batch and its rows.
+    """
+    finite = torch.isfinite(torch.stack([*losses, grad_norm.to(losses[0].dtype)])).tolist()
+    if all(finite):
+        return
+    index = finite.index(False)
+    if index == len(losses):
+        raise Diverged(
+            f"train.lr: gradient must be finite; its norm is {grad_norm.item()} at optimizer step {step} "
+            f"(losses of its {len(losses)} micro-batches are finite); lower train.lr or set train.max_grad_norm"
+        )
+    rows = micro_batches[index].rows.tolist()
+    shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
+    raise Diverged(
+        f"train.lr: loss must be finite; it is {losses[index].item()} at optimizer step {step}, micro-batch {index} "
+        f"(training rows {shown}); lower train.lr, or look at those rows"
+    )
+
+
+def refuse_dead_adapters(team: Team) -> None:
+    """Refuse adapters without a gradient in the first step: they would learn nothing, with a normal-looking loss.
+
+    Raises:
+        UserError: naming the first such layer.
+    """
+    adapters = {name: parameter for name, parameter in team.trained() if "lora_B." in name}
+    alive = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in adapters.values()]
+    for name, is_alive in zip(adapters, _in_any(team, alive), strict=True):
+        if not is_alive:
+            raise UserError(
+                f"train.lora.targets: every adapter must receive a gradient; that of {name} is zero in the first step; "
+                "leave its layer out, or set train.grad_ckpt=false"
+            )
+
+
+def refuse_broken_weights(team: Team, steps: int) -> None:
+    """Refuse to save weights that are not finite: the last update can break them after its loss was checked.
+
+    Raises:
+        Diverged: naming the first such parameter.
+    """
+    # A part of a weight may be empty.
+    trained = {name: p.detach() for name, p in team.trained()}
+    held = {name: weight for name, weight in trained.items() if weight.numel()}
+    # Smallest and largest value, which are NaN where one is: unlike isfinite they need no memory of a weight's size.
+    ends = torch.stack([end.float() for weight in held.values() for end in weight.aminmax()])
+    finite = dict(zip(held, torch.isfinite(ends).view(-1, 2).all(1).tolist(), strict=True))
+    broken = _in_any(team, [not finite.get(name, True) for name in trained])
+    if any(broken):
+        name = list(trained)[broken.index(True)]
+        raise Diverged(f"train.lr: weights must be finite; {name} is not after {steps} steps; lower train.lr")
+
+
+def _in_any(team: Team, flags: list[bool]) -> list[bool]:
+    """For each flag, whether it is set in any process: all then end alike."""
+    if team.size == 1 or not flags:
+        return flags
+    device = next(team.model.parameters()).device
+    return (team.total(torch.tensor(flags, dtype=torch.float32, device=device)) > 0).tolist()

@@ -1,0 +1,139 @@
+"""The device a run really has, checked against the prediction before anything is loaded."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from lean_finetune.config.field_types import OffloadActivations, OffloadState, Sharding
+from lean_finetune.config.sharding_rules import CUTTING
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.memory_limits import free_host_bytes
+from lean_finetune.core.units import readable_size
+from lean_finetune.model.attention_choice import choose_attention
+from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.step.host_transfer import refuse_offloaded_state
+
+
+def training_device() -> torch.device:
+    """The CUDA device here, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_device(
+    device: torch.device,
+    spec: ModelSpec,
+    verdict: Mapping[str, Any],
+    estimate: Mapping[str, Any],
+    processes: int = 1,
+) -> None:
+    """Refuse a run that the device at hand cannot hold or compute.
+
+    Args:
+        device: where training would run.
+        spec: the model's method and precision.
+        verdict: data/estimate/verdict.json; its refusal was decided for `hardware.gpu`.
+        estimate: data/estimate/figures.json; its predicted peaks are compared with the memory free here: of the device,
+            and of its host, where a container's limit counts too.
+        processes: of the run on this machine; without GPUs they share its memory.
+
+    Raises:
+        UserError: with the breakdown, or with the precision that this device lacks.
+    """
+    if verdict["refusal"]:
+        raise UserError(verdict["refusal"])
+    if device.type == "cuda" and spec.needs_native_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"train.precision: {name} has no native bf16; got {spec.precision}; use fp16")
+    if not verdict["enforce"]:
+        return
+    host, where = free_host_bytes()
+    if device.type == "cuda":
+        _check_room(estimate["host_bytes_predicted"], host, f"RAM on the host of {estimate['gpu']}", where)
+        free, where = torch.cuda.mem_get_info(device)[0], f"on {device} here"
+        _check_room(estimate["peak_bytes_predicted"], free, f"tensors on {estimate['gpu']}", where)
+        return
+    of = f"tensors on {estimate['gpu']}" + (f" in {processes} processes" if processes > 1 else "")
+    _check_room(estimate["peak_bytes_predicted"] * processes, host, of, where)
+
+
+def _check_room(needed: int | None, free: int, of: str, where: str) -> None:
+    """Hold what is predicted to be needed (None: it was predicted for a device without a host) against what is free.
+
+    Raises:
+        UserError: naming both.
+    """
+    if needed is not None and needed > free:
+        raise UserError(
+            f"hardware.gpu: the run needs {readable_size(needed)} (predicted, of {of}) but {readable_size(free)} are "
+            f"free {where}; free some, change the run, or set estimate.enforce=false"
+        )
+
+
+def check_attention(device: torch.device, config: PretrainedConfig, spec: ModelSpec) -> None:
+    """Refuse attention that the device at hand cannot run; masks were looked at by stage estimate.
+
+    Raises:
+        UserError: naming what it lacks.
+    """
+    cuda = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
+    choose_attention(config, spec, kind="cuda" if cuda else "cpu", capability=capability, masked=False)
+
+
+def check_host(
+    choice: OffloadState, device: torch.device, predicted: Mapping[str, Any], sharding: Sharding = "none"
+) -> None:
+    """Refuse to keep the optimizer, or weights too, on a host that has no room for it.
+
+    Args:
+        choice: train.offload.
+        device: where training would run.
+        predicted: data/estimate/figures.json.
+        sharding: train.sharding; where it cuts weights, all of them are on the host until they are handed out.
+
+    Raises:
+        UserError: naming what is needed and what is free, or that there is no GPU.
+    """
+    refuse_offloaded_state(choice, device.type)
+    needed, (free, where) = predicted["host_bytes_predicted"], free_host_bytes()
+    if needed is None or needed <= free:
+        return
+    sizes = f"{readable_size(needed)} are predicted and {readable_size(free)} are free {where}"
+    if choice != "none":
+        raise UserError(
+            f"train.offload: {choice} must have room in the host's memory; {sizes}; free some, use "
+            "train.optimizer=adamw_8bit, or none"
+        )
+    if sharding in CUTTING and device.type == "cuda":
+        raise UserError(
+            f"train.sharding: {sharding} must have room in the host's memory for all weights, until they are handed "
+            f"out; {sizes}; free some, use a host with more, or train.method=qlora (a quarter of 16 bits)"
+        )
+
+
+def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) -> None:
+    """Refuse to send activations where there is no room for them.
+
+    Args:
+        choice: train.offload_activations.
+        needed_bytes: the most that is predicted to be away at once, of all processes on this machine.
+        scratch: the directory of files.
+
+    Raises:
+        UserError: naming what is needed and what is free.
+    """
+    if choice == "none":
+        return
+    free, where = free_host_bytes()
+    if choice == "disk":
+        scratch.mkdir(parents=True, exist_ok=True)
+        free, where = shutil.disk_usage(scratch).free, f"below {scratch.resolve()}"
+    if needed_bytes > free:
+        raise UserError(
+            f"train.offload_activations: {choice} must have room for activations; {readable_size(needed_bytes)} are "
+            f"predicted and {readable_size(free)} are free {where}; free some, set train.grad_ckpt=true, or use none"
+        )
