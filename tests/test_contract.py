@@ -1,63 +1,58 @@
-"""dvc.yaml == imports: a stage whose code deps are short of its imports would keep a stale cache after an edit."""
+"""What dvc.yaml declares is what the stages read: otherwise an edit leaves a stale result in the cache."""
 
-import ast
 import shlex
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
+from lean_finetune.pinning.code import code_hashes
+from stages.code import ENTRIES
+
 ROOT = Path(__file__).parents[1]
 STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
+PINNED = [stage for stage in STAGES if stage != "pin_code"]
+MOST_LINES_OF_ENTRY = 100
+UNPINNED = {"lean_finetune/report/compare_experiments.py"}
+"""Modules that no stage runs: `make compare`."""
 
 
-def import_closure(path: Path, seen: set[Path] | None = None) -> set[Path]:
-    """Every file of this project that `path` imports, directly or not, itself included; relative to the root."""
-    seen = set() if seen is None else seen
-    if path in seen:
-        return seen
-    seen.add(path)
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path}: relative import hides its target from this test"
-            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        for module in modules:
-            file = Path(*module.split(".")).with_suffix(".py")
-            if module.startswith(("stages.", "lean_finetune.")) and (ROOT / file).exists():
-                import_closure(file, seen)
-    return seen
-
-
-def entry_file(stage: str) -> Path:
-    """The file that the stage's command runs."""
+def entry_of(stage: str) -> str:
+    """The module that the stage's command runs."""
     argv = shlex.split(STAGES[stage]["cmd"])
     assert argv[:2] == ["python", "-m"], "a script path would import the workspace's code in --temp runs"
-    return Path(*argv[2].split(".")).with_suffix(".py")
+    return argv[2]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_code_deps_equal_the_import_closure(stage):
-    """An unlisted helper leaves a stale cache; a listed file that is not imported reruns stages for nothing."""
-    listed = {Path(dep) for dep in STAGES[stage]["deps"] if dep.endswith(".py")}
-    assert listed == import_closure(entry_file(stage))
+@pytest.mark.parametrize("stage", PINNED)
+def test_a_stage_depends_on_its_pinned_code(stage: str):
+    """A stage without its code among its deps keeps stale results; with files of it, a comment reruns it."""
+    code = [dep for dep in STAGES[stage]["deps"] if dep.endswith(".py") or dep.startswith("locks/code")]
+    assert code == [f"locks/code/{entry_of(stage).removeprefix('stages.')}.json"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_no_entry_imports_another_entry(stage):
+def test_pin_code_depends_on_all_code():
+    assert STAGES["pin_code"]["deps"] == ["lean_finetune", "stages"]
+    assert {entry_of(stage).removeprefix("stages.") for stage in PINNED} == set(ENTRIES)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_is_short_and_imports_no_other(entry: str):
     """A stage that imports another's entry would couple their command lines."""
-    entries = {path for path in import_closure(entry_file(stage)) if path.parent == Path("stages")}
-    assert entries == {entry_file(stage)}
+    assert {path for path in code_hashes(f"stages.{entry}") if path.startswith("stages/")} == {f"stages/{entry}.py"}
+    assert len((ROOT / "stages" / f"{entry}.py").read_text().splitlines()) <= MOST_LINES_OF_ENTRY
+
+
+def test_every_module_and_file_of_the_library_is_pinned_by_a_stage():
+    """A module that no stage imports is dead; a data file in no hash leaves stale results after an edit."""
+    pinned = {path for entry in ENTRIES for path in code_hashes(f"stages.{entry}")}
+    library = [path for path in (ROOT / "lean_finetune").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    names = {path.relative_to(ROOT).as_posix() for path in library if path.name != "__init__.py"}
+    model = {name for name in names if name.startswith("lean_finetune/tiny/")}  # Pinned as a model.
+    assert names - pinned - model == UNPINNED
 
 
 def test_packages_are_empty():
-    """Code in __init__.py would be a dependency that no list names."""
-    assert [
-        str(p)
-        for room in ("lean_finetune", "stages")
-        for p in (ROOT / room).rglob("__init__.py")
-        if p.read_text().strip()
-    ] == []
+    """Code in __init__.py would be in no hash."""
+    packages = [path for room in ("lean_finetune", "stages") for path in (ROOT / room).rglob("__init__.py")]
+    assert [str(path) for path in packages if path.read_text().strip()] == []

@@ -2,7 +2,6 @@
 
 import hashlib
 import platform
-import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from itertools import pairwise
@@ -15,10 +14,12 @@ import torch
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import sha256_file, sha256_json
+from lean_finetune.pinning.code import code_hashes
 from lean_finetune.plan.batch_plan import Plan, how_cut
 from lean_finetune.train.loop import TrainJob
 
-PACKAGE = Path(__file__).parents[1]
+TRAINING = "lean_finetune.train.train_run"
+"""The module whose imports are the code of a run."""
 LIBRARIES = ("bitsandbytes", "numpy", "peft", "safetensors", "torch", "transformers")
 KEY_DIGITS = 32
 SHARING = ("sharding", "shard_group_gpus")
@@ -26,12 +27,6 @@ ROWS = "rows of each step"
 """Name of what the plan says of the data."""
 OF_MODEL = ("model", "tokenizer")
 """Names of the files that are of the model."""
-
-
-def code_files() -> list[Path]:
-    """The files of this package that the process loaded: of a stage's entry, its import closure."""
-    named = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
-    return sorted(file for file in named if file.suffix == ".py" and file.is_relative_to(PACKAGE))
 
 
 Parts = Mapping[str, Mapping[str, Any]]
@@ -54,7 +49,7 @@ def run_parts(values: Mapping[str, Any], files: Mapping[str, Path], device: torc
         "parameters": dict(_leaves(parameters)),
         "data": dict(_leaves({**{name: contents[name] for name in contents if name not in OF_MODEL}, **_rows(values)})),
         "model": dict(_leaves({name: contents[name] for name in contents if name in OF_MODEL})),
-        "code": {file.relative_to(PACKAGE.parent).as_posix(): sha256_file(file) for file in code_files()},
+        "code": code_hashes(TRAINING),
         "device": {"name": torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()},
         "threads": {"run.cpu_threads": threads},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},

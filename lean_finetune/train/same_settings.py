@@ -15,8 +15,9 @@ from lean_finetune.core.atomic_files import read_json, sha256_file, sha256_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.control_messages import Voices
 from lean_finetune.model.precision import precision_of
+from lean_finetune.pinning.code import code_hashes
 from lean_finetune.train.job import Paths
-from lean_finetune.train.run_fingerprint import LIBRARIES, PACKAGE, code_files
+from lean_finetune.train.run_fingerprint import LIBRARIES, TRAINING
 
 DIGITS = 12
 """Of a hash, in what is shown."""
@@ -40,7 +41,7 @@ def parts_of_run(params: Params, paths: Paths) -> dict[str, str]:
         **{(paths.tokens / name).as_posix(): _content(paths.tokens / name) for name in _names(paths.tokens)},
         # By the hashes of its files: where a model lies may differ between machines.
         **{lock.as_posix(): _pinned(lock) for lock in (paths.model_lock, paths.tokenizer_lock)},
-        **{file.relative_to(PACKAGE.parent).as_posix(): _content(file) for file in code_files()},
+        **{path: digest[:DIGITS] for path, digest in code_hashes(TRAINING).items()},
         "Python": platform.python_version(),
         **{name: version(name) for name in LIBRARIES},
     }

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from lean_finetune.config.load import load_params
-from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.safetensors_files import stored_tensors
+from lean_finetune.pinning.code import PACKAGE, code_hashes
+from lean_finetune.train import run_fingerprint
 from lean_finetune.train.checkpoint.checkpoint_files import PARTS, SUMS, TENSORS, VALUES, CheckpointStore
 from lean_finetune.train.checkpoint.resume import ALONE_CUT, LARGEST_SHARE, Checkpoints, opened
 from lean_finetune.train.checkpoint.scratch_dir import Choice
 from lean_finetune.train.monitor.measured_peak import memory_profile
 from lean_finetune.train.process.stop_signals import Stop
-from lean_finetune.train.run_fingerprint import PACKAGE, run_key, run_parts
+from lean_finetune.train.run_fingerprint import run_key, run_parts
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 from tests.small_model import CPU
-from tests.test_contract import STAGES
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 
@@ -276,36 +276,28 @@ def test_other_data_or_another_model_is_another_run(read: Path, name: str):
     assert key_in(read) != before
 
 
-def test_other_code_threads_or_libraries_are_another_run(read: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_other_code_threads_or_libraries_are_another_run(read: Path, monkeypatch: pytest.MonkeyPatch):
     """Code that was edited between two runs trains otherwise from the middle on."""
     before = key_in(read)
-    hashed: list[Path] = []
-
-    def other_hash(path: Path) -> str:
-        hashed.append(path)
-        return "edited" if path == PACKAGE / "step/step.py" else sha256_file(path)
-
     with monkeypatch.context() as patched:
-        patched.setattr("lean_finetune.train.run_fingerprint.sha256_file", other_hash)
+        patched.setattr(run_fingerprint, "code_hashes", lambda module: {**code_hashes(module), "added.py": "0"})
         assert key_in(read) != before
-    assert PACKAGE / "step/step.py" in hashed
     assert key_in(read, threads=64) != before
     with monkeypatch.context() as patched:
-        patched.setattr("lean_finetune.train.run_fingerprint.version", lambda name: "99")
+        patched.setattr(run_fingerprint, "version", lambda name: "99")
         assert key_in(read) != before
     assert key_in(read) == before
 
 
-def test_the_code_of_a_key_is_the_code_that_dvc_tracks():
+def test_the_code_of_a_key_is_all_that_training_loads():
     """A file that trains but is in no key: its edit would resume a stale checkpoint."""
     program = (
-        "import json, stages.train, lean_finetune.train.train_run; "
-        "from lean_finetune.train.run_fingerprint import PACKAGE, code_files;"
-        "print(json.dumps([str(file.relative_to(PACKAGE.parent)) for file in code_files()]))"
+        "import json, sys, stages.train, lean_finetune.train.train_run\n"
+        "print(json.dumps([module.__file__ for module in sys.modules.values() if getattr(module, '__file__', None)]))"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = run_bounded([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True)
-    listed = {dep for dep in STAGES["train"]["deps"] if dep.endswith(".py")}
-    loaded = {file for file in json.loads(done.stdout) if not file.endswith("__init__.py")}
-    assert listed - loaded == {"lean_finetune/train/monitor/recorded_curves.py"}, "what --explain alone needs"
-    assert loaded <= listed
+    ours = [Path(file) for file in json.loads(done.stdout) if Path(file).is_relative_to(PACKAGE)]
+    loaded = {file.relative_to(ROOT).as_posix() for file in ours if file.name != "__init__.py"}
+    assert loaded - set(code_hashes("stages.train")) == set()
+    assert loaded - set(code_hashes(run_fingerprint.TRAINING)) <= {"lean_finetune/core/torchrun_threads.py"}

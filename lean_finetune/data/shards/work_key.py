@@ -1,18 +1,17 @@
 """What decides the bytes of data/tokens, as one key: work done under the same key is the same work."""
 
-import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from lean_finetune.core.atomic_files import sha256_file, sha256_json
+from lean_finetune.core.atomic_files import sha256_json
 from lean_finetune.data.format.token_settings import Settings
+from lean_finetune.pinning.code import code_hashes
 
-# Everything in these rooms has a hand in the tokens, down to how a block is cut.
-ROOMS = (Path(__file__).parents[1],)
+TOKENIZING = "lean_finetune.data.shards.tokenize_run"
+"""The module whose imports are the code that makes tokens."""
 LIBRARIES = ("jinja2", "numpy", "orjson", "pyarrow", "tiktoken", "tokenizers")
 KEY_DIGITS = 32
 
@@ -28,7 +27,7 @@ def made_of(
         "data": sha256_json(data_lock),
         "tokenizer": sha256_json(tokenizer_lock["files"]),
         "parameters": sha256_json({**values, "max_rows": max_rows}),
-        "code": _code(),
+        "code": sha256_json(code_hashes(TOKENIZING)),
         "libraries": ", ".join(
             [f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in LIBRARIES)]
         ),
@@ -38,12 +37,3 @@ def made_of(
 def key_of(parts: Mapping[str, str]) -> str:
     """The key of what the tokens are made of."""
     return sha256_json(dict(parts))[:KEY_DIGITS]
-
-
-def _code() -> str:
-    """One hash over the rooms' files."""
-    digest = hashlib.sha256()
-    for room in ROOMS:
-        for path in sorted(file for file in room.rglob("*") if file.suffix in (".py", ".jinja")):
-            digest.update(f"{room.name}/{path.relative_to(room).as_posix()} {sha256_file(path)}\n".encode())
-    return digest.hexdigest()

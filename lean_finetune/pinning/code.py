@@ -1,0 +1,96 @@
+"""Hashes of the code that a stage runs, equal for edits that change nothing: comments, docstrings, formatting."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.core.atomic_files import sha256_file, sha256_json
+
+PACKAGE = Path(__file__).parents[1]
+ROOT = PACKAGE.parent
+PACKAGES = (PACKAGE.name, "stages")
+
+
+def code_hashes(module: str, root: Path = ROOT) -> dict[str, str]:
+    """Hashes of what running a module depends on in this project, by path below `root`, sorted.
+
+    These are the modules it imports, directly or not, also inside of functions, and their packages' data: files that
+    are not Python, such as chat templates. Packages must have an empty `__init__.py`.
+
+    Args:
+        module: dotted name of the module, itself included.
+        root: directory of the packages.
+    """
+    modules = _import_closure(module, root)
+    packages = {path.parent for path in modules}
+    data = {path for package in packages for path in _package_data(package)}
+    hashes = {path: _syntax_hash(path.read_bytes()) for path in modules} | {path: sha256_file(path) for path in data}
+    return {path.relative_to(root).as_posix(): hashes[path] for path in sorted(hashes)}
+
+
+def _import_closure(module: str, root: Path) -> set[Path]:
+    """Files of a module and of all that it imports of this project."""
+    found: set[Path] = set()
+    pending = [_file_of(module, root)]
+    while pending:
+        path = pending.pop()
+        if path not in found:
+            found.add(path)
+            names = _imported_names(path.read_bytes())
+            pending += [file for name in names if (file := _file_of(name, root)).is_file()]
+    return found
+
+
+def _file_of(module: str, root: Path) -> Path:
+    """The file of a module."""
+    return root.joinpath(*module.split(".")).with_suffix(".py")
+
+
+@cache
+def _imported_names(source: bytes) -> list[str]:
+    """Dotted names that a module imports of this project; of `from a import b` both `a` and `a.b`: one is a file."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        found += [name for name in names if name.partition(".")[0] in PACKAGES]
+    return found
+
+
+def _package_data(package: Path) -> Iterator[Path]:
+    """Files that are not Python in a package, and in its directories that are not packages."""
+    for path in package.iterdir():
+        if path.is_dir() and path.name != "__pycache__" and not (path / "__init__.py").exists():
+            yield from (file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+        elif path.is_file() and path.suffix != ".py":
+            yield path
+
+
+@cache
+def _syntax_hash(source: bytes) -> str:
+    """A hash of a module's syntax tree without docstrings; comments and positions are not in it."""
+    return sha256_json(_plain(ast.parse(source)))
+
+
+def _plain(value: Any) -> Any:
+    """Part of a syntax tree as JSON, equal in all versions of Python.
+
+    Empty fields are left out: later versions have more of them.
+    """
+    if isinstance(value, ast.AST):
+        fields = {name: _plain(field) for name, field in ast.iter_fields(value)}
+        return [type(value).__name__, {name: field for name, field in fields.items() if field not in (None, [])}]
+    if isinstance(value, list):
+        return [_plain(item) for item in value if not _is_docstring(item)]
+    return value if value is None else repr(value)
+
+
+def _is_docstring(node: Any) -> bool:
+    """Whether a statement is a string that nothing uses, as below a function's or a field's name."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -1,0 +1,30 @@
+"""Entry of the stage pin_code."""
+
+import lean_finetune.core.signals  # noqa: F401 - first: signals are its own from here on
+
+# isort: split
+from pathlib import Path
+
+import click
+
+from lean_finetune.core.atomic_files import atomic_directory, write_json
+from lean_finetune.core.errors import StageCommand
+from lean_finetune.pinning.code import code_hashes
+
+ENTRIES = sorted({path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "code"})
+
+
+@click.command(cls=StageCommand)
+@click.option("--out", type=click.Path(path_type=Path), default=Path("locks/code"), show_default=True)
+def main(out: Path) -> None:
+    """Pin the code of every stage: a file a stage, with a hash of each module that it imports.
+
+    Comments, docstrings and formatting are not in the hashes, so that an edit of them reruns no stage.
+    """
+    with atomic_directory(out) as aside:
+        for entry in ENTRIES:
+            write_json(aside / f"{entry}.json", code_hashes(f"stages.{entry}"))
+
+
+if __name__ == "__main__":
+    main()
