@@ -39,7 +39,7 @@ MS_RDONLY, MS_REMOUNT, MS_BIND = 1, 32, 4096
 def main() -> None:
     """Answer requests until standard input ends."""
     make_blocks_small()
-    entries = {room: importlib.import_module(f"stages.{room}.__main__").main for room in ROOMS}
+    entries = {room: importlib.import_module(f"stages.{room}").main for room in ROOMS}
     for module in IMPORTED_LATE:
         importlib.import_module(module)
     say({"ready": os.getpid()})

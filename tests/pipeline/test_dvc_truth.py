@@ -113,6 +113,31 @@ def test_another_gpu_does_not_retrain(clone: Clone):
     assert stages_run(clone.dvc("exp", "run", "-S", "hardware.gpu=24GiB", "train")) == ["estimate"]
 
 
+def test_a_comment_reruns_nothing_and_a_constant_the_stages_that_use_it(clone: Clone):
+    """A comment in a module that all stages import cost a retraining."""
+    errors = clone.root / "lean_finetune/core/errors.py"
+    errors.write_text(errors.read_text().replace("class UserError", "# Of the user's making.\nclass UserError"))
+    assert stages_run(clone.dvc("repro")) == ["pin_code"]
+    markdown = clone.root / "lean_finetune/report/markdown.py"
+    markdown.write_text(markdown.read_text() + "\nADDED = 1\n")
+    assert stages_run(clone.dvc("repro")) == ["pin_code", "report"]
+
+
+@pytest.mark.slow
+def test_temporary_and_queued_runs_use_the_code_of_their_copy(clone: Clone):
+    """Another checkout is what is installed here: an experiment that ran its code would tell of other code."""
+    before = clone.json("metrics/estimate.json")["peak_gib_predicted"]
+    units = clone.root / "lean_finetune/core/units.py"
+    units.write_text(units.read_text().replace("GIB = 2**30", "GIB = 2**29"))
+    clone.dvc("exp", "run", "--temp", "-n", "edited-temp", "estimate")
+    rows = json.loads(clone.dvc("exp", "show", "--json", "--no-pager"))
+    found = [revision for row in rows for shown in row.get("experiments") or [] for revision in shown["revs"]]
+    (edited,) = (revision["data"]["metrics"] for revision in found if revision["data"]["name"] == "edited-temp")
+    assert edited["metrics/estimate.json"]["data"]["peak_gib_predicted"] == pytest.approx(2 * before)
+    queued = queued_metric(clone, {"edited-queue": ["-S", "seed=8"]}, "estimate", "peak_gib_predicted")
+    assert queued["edited-queue"] > 1.5 * before
+
+
 def test_run_section_reruns_nothing(clone: Clone):
     assert stages_run(clone.dvc("exp", "run", "-S", "run.cpu_threads=2")) == []
 
@@ -278,7 +303,7 @@ def test_model_card_names_base_data_and_metrics(finished: tuple[Clone, FirstRun]
 @pytest.mark.parametrize("room", sorted({stage["cmd"].split()[2] for stage in STAGES.values()}))
 def test_stages_explain_themselves(room: str):
     """--help is what a newcomer tries first."""
-    result = CliRunner().invoke(importlib.import_module(f"{room}.__main__").main, ["--help"])
+    result = CliRunner().invoke(importlib.import_module(room).main, ["--help"])
     assert result.exit_code == 0 and "Usage" in result.stdout and len(result.stdout.splitlines()) > 5
 
 

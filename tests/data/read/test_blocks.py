@@ -206,7 +206,7 @@ def test_a_reader_that_stops_early_ends_without_a_word(tmp_path):
     path.write_bytes(path.read_bytes() + b"\n")
     blocks = read_blocks(lock, max_rows=None, progress=lambda _: None, block_bytes=1000)
     assert next(blocks).number == 0
-    source_blocks.close()  # type: ignore[attr-defined]
+    blocks.close()  # type: ignore[attr-defined]
     assert next(blocks, None) is None
 
 
