@@ -27,7 +27,7 @@ CASES = {
         "",
     ),
     "kept to itself by a library": (
-        "endings.GRACE_SECONDS = 1\nwith signals.raised():\n    try:\n        send()\n    except BaseException:\n"
+        "signals.GRACE_SECONDS = 1\nwith signals.raised():\n    try:\n        send()\n    except BaseException:\n"
         "        time.sleep(30)",
         -signal.SIGALRM,
         "",

@@ -27,7 +27,7 @@ from typing import Any
 from tests.data.tokens.small_blocks import make_blocks_small
 
 # The entry of tokenize is imported first: it sets what numpy reads when it is imported.
-ROOMS = ("tokenize", "pin", "bucket", "estimate", "train", "evaluate", "report")
+ROOMS = ("tokenize", "code", "pin", "bucket", "estimate", "train", "evaluate", "report")
 IMPORTED_LATE = ("pandas", "pyarrow.compute", "tiktoken", "transformers.models.llama.modeling_llama")
 """What stages import while they run; imported here once instead of in every fork."""
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
