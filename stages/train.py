@@ -24,20 +24,13 @@ PATH = click.Path(path_type=Path)
 @click.option("--out", type=PATH, default="data/tuned", show_default=True, help="Adapter or model, safetensors.")
 @click.option("--curves", type=PATH, default="data/train", show_default=True, help="Curves and model card.")
 @click.option("--metrics", type=PATH, default="metrics/train.json", show_default=True, help="Metrics.")
-@click.option("--explain", type=PATH, help="Train nothing: say why memory grows in a recorded curve (a CSV file).")
-@click.option("--left-gib", type=click.FloatRange(min=0), help="With --explain: memory still free at its end.")
-def main(explain: Path | None, left_gib: float | None, **paths: Path) -> None:
+def main(**paths: Path) -> None:
     """Fine-tune the pinned model on the planned batches.
 
     Refuses a run that is predicted not to fit (unless estimate.enforce is false), trains, and writes the weights, a
     model card, per-step curves and the measured peak memory.
     """
-    # The modules below import torch, which takes seconds: --help and --explain do without.
-    if explain is not None:
-        from lean_finetune.train.monitor.recorded_curves import explained
-
-        click.echo("\n".join(explained(explain, left_gib)))
-        return
+    # Here: it imports torch, which takes seconds; --help does without.
     from lean_finetune.train.train_run import run_stage
 
     run_stage(**paths)

@@ -1,4 +1,4 @@
-"""Every stage explains itself at once: `--help` and `--explain` load neither PyTorch nor another slow library."""
+"""Every command explains itself at once: `--help` and `explain` load neither PyTorch nor another slow library."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
-STAGES = ("pin", "tokenize", "bucket", "estimate", "train", "evaluate", "report")
+STAGES = ("code", "pin", "tokenize", "bucket", "estimate", "train", "evaluate", "report")
 SLOW_LIBRARIES = ("torch", "transformers", "datasets", "matplotlib", "dvc")
 """Each takes between half a second and seven of CPU."""
 
@@ -35,10 +35,16 @@ def test_help_loads_no_slow_library(stage: str):
     assert libraries == set()
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["explain", "--help"], ["fit", "--list-gpus"]])
+def test_the_command_answers_without_torch(arguments: list[str]):
+    text, libraries = loaded_by("lean_finetune.cli", *arguments)
+    assert len(text.splitlines()) > 5 and libraries == set()
+
+
 def test_a_recorded_curve_is_explained_without_torch(tmp_path: Path):
     """A machine without PyTorch, or one that waits seconds for one line."""
     curve = tmp_path / "curve.csv"
     curve.write_text("step,held_gib\n" + "".join(f"{step},{10 + 0.02 * step}\n" for step in range(20)))
-    text, libraries = loaded_by("stages.train", "--explain", str(curve))
+    text, libraries = loaded_by("lean_finetune.cli", "explain", str(curve))
     assert text.startswith("leak: held_bytes grows steadily")
     assert libraries == set()

@@ -46,7 +46,7 @@ def resolve_gpu(wanted: str) -> tuple[Device, str]:
     relation, names = _candidates(key, {key: gpu.name for key, gpu in by_key.items()})
     raise UserError(
         f"hardware.gpu: must be auto, a size such as 24GiB or a known GPU; got {_shown(wanted)}; "
-        f"{relation}: {', '.join(names)}; all: python -m stages.estimate --list-gpus"
+        f"{relation}: {', '.join(names)}; all: lean-finetune fit --list-gpus"
     )
 
 

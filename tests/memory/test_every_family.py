@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from lean_finetune.cli import fit
 from lean_finetune.memory.predict.layer_structure import with_layers
-from stages.estimate import main
 from tests.workspace import lay_out
 
 PARTS = 16
@@ -55,7 +55,7 @@ def test_no_config_ends_in_a_traceback(part, method, tmp_path, monkeypatch):
         for whole in (True, False) if found else (False,):
             if not whole:
                 (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-            result = CliRunner().invoke(main, ["--what-fits", "--model", "config.json", "--gpu", "100000GiB"])
+            result = CliRunner().invoke(fit, ["--model", "config.json", "--gpu", "100000GiB"])
             tried += 1
             refused = result.exit_code == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
             answered = result.exit_code == 0 and "\nverdict    fits: " in result.stdout

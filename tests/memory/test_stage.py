@@ -198,15 +198,6 @@ def test_bf16_on_a_t4_is_one_line(workspace):
     assert "set train.precision to fp16" in line
 
 
-def test_list_gpus_needs_no_files(tmp_path, monkeypatch):
-    """The list asked for before anything is set up."""
-    monkeypatch.chdir(tmp_path)
-    result = invoke(main, "--list-gpus")
-    assert result.exit_code == 0
-    assert len(result.stdout.strip().splitlines()) >= 16
-    assert "H100" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("mode", "rows", "tokens", "label"),
     [

@@ -1,4 +1,4 @@
-"""`--what-fits`: the whole answer from params.yaml and a config, and one line for each fault."""
+"""`lean-finetune fit`: the whole answer from params.yaml and a config, and one line for each fault."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lean_finetune.cli import fit
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.schema import Params
@@ -17,7 +18,6 @@ from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice import fit_command
 from lean_finetune.memory.advice.fit_command import tell_what_fits
 from lean_finetune.memory.gpus import BF16_CAPABILITY, context_of
-from stages.estimate import main
 from tests.memory.common import card_for
 from tests.workspace import invoke, lay_out, told
 
@@ -33,7 +33,7 @@ def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def ask(*arguments: str):
-    return invoke(main, "--what-fits", *arguments)
+    return invoke(fit, *arguments)
 
 
 def test_everything_is_told_without_a_pipeline(workspace):
@@ -156,8 +156,3 @@ def test_impossible_precision_custom_code_and_missing_fields_are_one_line(worksp
     custom = {**values, "model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
     path.write_text(json.dumps(custom))
     assert told(ask("--model", "model", "--gpu", "H100")).startswith("model.name: ")
-
-
-def test_flags_of_the_question_are_refused_without_it(workspace):
-    """--gpu given to the stage and passed over."""
-    assert told(invoke(main, "--gpu", "T4")).startswith("--gpu, --model: have an effect only with --what-fits")

@@ -62,7 +62,7 @@ def test_a_gpu_failure_is_told_with_both_breakdowns(tmp_path: Path):
         "measured: 20 GiB (activations and all else 15 GiB, weights 4 GiB, optimizer 1 GiB); 23 GiB reserved; 0.25 GiB "
         "of 24 GiB free on the device",
         f"the system said: {FAILURE.message[:160]}…",
-        "what would fit is told by: python -m stages.estimate --what-fits --gpu 20480MiB",
+        "what would fit is told by: lean-finetune fit --gpu 20480MiB",
         "or let steps be cut smaller when memory ends: dvc exp run -S run.oom_recovery=split",
         f"details: {tmp_path / 'oom.json'}",
     ]
@@ -142,7 +142,7 @@ def test_a_limit_of_addresses_is_named_and_no_line_is_told_that_is_refused(tmp_p
     few = replace(FORECAST, breakdown={"backward": {"activations": 27 * MIB}})
     first, *lines = told(small, tmp_path, forecast=few)
     assert first.startswith("ulimit -v: memory of RTX-4090 ended in backward of optimizer step 3") and "4 GiB" in first
-    assert "bucket.max_tokens" not in first and not any("--what-fits" in line for line in lines)
+    assert "bucket.max_tokens" not in first and not any("lean-finetune fit" in line for line in lines)
     assert told(replace(FAILURE, addresses=limit), tmp_path)[0].endswith("or bucket.max_tokens: lower it")
     assert not any("--gpu 4MiB" in line for line in told(replace(small, addresses=None), tmp_path, forecast=few))
 

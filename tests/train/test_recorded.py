@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from lean_finetune.cli import explain
 from lean_finetune.core.atomic_files import write_csv
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB
 from lean_finetune.train.loop import CURVE_COLUMNS
 from lean_finetune.train.monitor.recorded_curves import explained, read_recorded
-from stages.train import main
 
 
 def written(path: Path, text: str) -> Path:
@@ -71,7 +71,7 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path):
 def test_the_command_explains_and_trains_nothing(tmp_path: Path):
     lines = "".join(f"{step},{1000 + 2 * step}\n" for step in range(100))
     path = written(tmp_path / "curve.csv", f"step,rss_mib\n{lines}")
-    told = CliRunner().invoke(main, ["--explain", str(path), "--left-gib", "2"])
+    told = CliRunner().invoke(explain, [str(path), "--left-gib", "2"])
     assert told.exit_code == 0
     assert told.output.startswith("leak: rss_bytes grows steadily (batch shapes unknown) by 2 MiB a step")
     assert "the 2 GiB left are spent about step 1123" in told.output
@@ -79,6 +79,6 @@ def test_the_command_explains_and_trains_nothing(tmp_path: Path):
 
 
 def test_the_command_ends_in_one_line_on_a_bad_file(tmp_path: Path):
-    told = CliRunner().invoke(main, ["--explain", str(written(tmp_path / "curve.csv", "step,rss_mib\n0,x\n"))])
+    told = CliRunner().invoke(explain, [str(written(tmp_path / "curve.csv", "step,rss_mib\n0,x\n"))])
     assert told.exit_code == 1
     assert "curve.csv:2: rss_bytes must be a number" in told.output and "Traceback" not in told.output

@@ -1,4 +1,4 @@
-"""What fits, asked without a pipeline: `python -m stages.estimate --what-fits`."""
+"""What fits, asked without a pipeline: `lean-finetune fit`."""
 
 import math
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 CONFIG_FILE = "config.json"
 
 
-def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[str]:
+def tell_what_fits(p: Params, gpu: str | None, model: Path | None, *, shorten: bool = False) -> Iterator[str]:
     """The lines of the answer, as they become known.
 
     The run is that of params.yaml with micro-batches full of its longest rows, all of their tokens trained.
@@ -42,6 +42,7 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
         p: the parameters.
         gpu: in place of hardware.gpu.
         model: a directory or a config.json, in place of model.name.
+        shorten: lower data.max_length to the positions that the model has.
 
     Raises:
         UserError: a parameter, the device or the model cannot be.
@@ -54,6 +55,9 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     directory = find_model(p.model.name if model is None else str(model))
     config = read_config(directory)
     refuse_experts(config)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if shorten and positions and positions < p.data.max_length:
+        p = with_flags(p, [f"data.max_length={positions}"])
     run = workload_of(p, config, precision)
     if p.train.optimizer_in_backward:
         refuse_in_backward(run.setting.model, [math.ceil(run.micro_batches_per_step)])
@@ -77,7 +81,6 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None) -> Iterator[s
     if host_bytes := host_state_bytes(config, run.setting):
         yield f"host       {readable_size(host_bytes):>10}  optimizer there"
     yield from _verdict(run, prediction, device, p)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     inverse = turn_round(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)
     yield f"smallest   {inverse.smallest_gpu or 'no known GPU is large enough'} (of the known GPUs, for this run)"
     yield f"longest    {_largest(inverse.longest_row)} in one row (data.max_length)"

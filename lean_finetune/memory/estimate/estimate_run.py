@@ -132,7 +132,7 @@ def _inverse(p: Params, asked: Asked, run: Workload, prediction: Prediction) -> 
     """The content of what_fits.json."""
     device = asked.planned.device
     if device.kind != "cuda":
-        return {"reason": "asked of GPUs only: name one in hardware.gpu, or see --what-fits"}
+        return {"reason": "asked of GPUs only: name one in hardware.gpu, or ask `lean-finetune fit`"}
     positions = getattr(asked.config.get_text_config(), "max_position_embeddings", None)
     headroom = p.estimate.headroom_percent
     found = turn_round(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)

@@ -17,7 +17,7 @@ MOST_CATEGORIES = 4
 MOST_COMMANDS = 3
 MOST_SAID = 160
 """Characters of what the allocator says: CUDA's goes on with figures that are told here as well."""
-WHAT_FITS = "python -m stages.estimate --what-fits --gpu"
+WHAT_FITS = "lean-finetune fit --gpu"
 OWN_SHARE = 1 / 32
 """Of a limit of addresses. A run that takes less of it is not what met it, and no change of the run helps."""
 SMALLEST_ASKED_BYTES = GIB

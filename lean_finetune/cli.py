@@ -1,0 +1,68 @@
+"""The command `lean-finetune`: questions that need no pipeline, in any directory."""
+
+from pathlib import Path
+
+import click
+
+from lean_finetune.config.load import PARAMS_FILE, load_params
+from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.units import GIB
+from lean_finetune.memory.gpus import GPUS
+
+PATH = click.Path(path_type=Path)
+COMMON_PARAMS = Path(__file__).with_name("fit_params.yaml")
+"""Parameters of a common run: QLoRA in 16 bits on rows of up to 4096 tokens."""
+
+
+@click.group()
+def main() -> None:
+    """Predict whether fine-tuning fits a GPU, and explain memory that grows."""
+
+
+@main.command(cls=StageCommand)
+@click.option("--model", type=PATH, help="A config.json or its directory, in place of model.name.")
+@click.option("--gpu", help="A known GPU or a size such as 24GiB, in place of hardware.gpu.")
+@click.option("--params", type=PATH, help="Parameters of the run. Default: ./params.yaml, or a common run without it.")
+@click.option("--list-gpus", is_flag=True, help="List the known GPUs and end.")
+def fit(model: Path | None, gpu: str | None, params: Path | None, list_gpus: bool) -> None:
+    """Say whether a run fits a GPU, and what would: from a config.json alone, without weights, data or a GPU.
+
+    Prints the predicted peak of each phase, the verdict, settings that fit, the smallest GPU, the longest row and the
+    largest token budget.
+    """
+    if list_gpus:
+        return _list_gpus()
+    file = params or (PARAMS_FILE if PARAMS_FILE.exists() else COMMON_PARAMS)
+    p = load_params(file)
+    from lean_finetune.memory.advice.fit_command import tell_what_fits  # Here: it imports torch, --help does without.
+
+    common = file == COMMON_PARAMS
+    click.echo(f"params     {'of a common run: QLoRA, rows of up to 4096 tokens' if common else file}")
+    for line in tell_what_fits(p, gpu, model, shorten=common):
+        click.echo(line)
+
+
+@main.command(cls=StageCommand)
+@click.argument("curve", type=PATH)
+@click.option("--left-gib", type=click.FloatRange(min=0), help="Memory still free at the end of the curve.")
+def explain(curve: Path, left_gib: float | None) -> None:
+    """Say why memory grows in CURVE, a CSV file with a row for each training step.
+
+    It has the column `step` and one of `allocated_gib`, `reserved_gib` and `rss_gib`; `tokens` helps.
+    """
+    from lean_finetune.train.monitor.recorded_curves import explained
+
+    click.echo("\n".join(explained(curve, left_gib)))
+
+
+def _list_gpus() -> None:
+    """Print the table of known GPUs."""
+    click.echo(f"{'name':<18}{'memory GiB':>11}{'bf16':>6}{'compute capability':>20}")
+    for gpu in GPUS:
+        major, minor = gpu.compute_capability
+        bf16 = "yes" if gpu.native_bf16 else "no"
+        click.echo(f"{gpu.name:<18}{gpu.memory_bytes / GIB:>11.2f}{bf16:>6}{f'{major}.{minor}':>20}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The command `lean-finetune`, as pip installs it: outside any checkout, from the wheel's files alone."""
+
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from ruamel.yaml import YAML
+
+from lean_finetune.cli import COMMON_PARAMS, main
+from lean_finetune.config.load import load_params
+from tests.conftest import ROOT
+from tests.processes import run_bounded
+
+
+def test_the_params_of_a_common_run_have_every_key():
+    """A new parameter that the command lacks: it would refuse its own file."""
+    common = YAML(typ="safe").load(COMMON_PARAMS.read_text())
+    own = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
+    assert {section: list(values) for section, values in common.items() if isinstance(values, dict)} == {
+        section: list(values) for section, values in own.items() if isinstance(values, dict)
+    }
+    assert load_params(COMMON_PARAMS).train.method == "qlora"
+
+
+def test_fit_reads_params_yaml_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An answer for another run than the one in this directory."""
+    monkeypatch.chdir(tmp_path)
+    assert "params     of a common run" in CliRunner().invoke(main, ["fit", "--gpu", "T4"]).stdout
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    assert "params     params.yaml\n" in CliRunner().invoke(main, ["fit", "--gpu", "T4"]).stdout
+    missing = CliRunner().invoke(main, ["fit", "--params", "none.yaml"])
+    assert missing.exit_code == 1 and missing.stderr.startswith("error: none.yaml: file is missing")
+
+
+def test_known_gpus_are_listed():
+    listed = CliRunner().invoke(main, ["fit", "--list-gpus"])
+    assert listed.exit_code == 0 and "H100" in listed.stdout and len(listed.stdout.splitlines()) >= 16
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_library_alone_and_answers_in_an_empty_directory(tmp_path: Path, small_llama: Path):
+    """Top-level packages `stages`, `data` and `benchmarks` in site-packages, or a file that was left out."""
+    source = tmp_path / "source"
+    for package in ("lean_finetune", "stages", "benchmarks"):
+        shutil.copytree(ROOT / package, source / package)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    code = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    run_bounded([sys.executable, "-c", code, str(tmp_path)], cwd=source, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed, empty = tmp_path / "installed", tmp_path / "empty"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} == {"lean_finetune"}
+    empty.mkdir()
+    shutil.copy(small_llama / "config.json", empty)
+    program = f"import sys; sys.path.insert(0, {str(installed)!r}); from lean_finetune import cli; "
+    program += f"assert cli.__file__.startswith({str(installed)!r}); cli.main()"
+    fit = ["fit", "--model", "config.json", "--gpu", "RTX-4090"]
+    done = run_bounded([sys.executable, "-c", program, *fit], cwd=empty, check=True)
+    assert "verdict    fits: " in done.stdout
+    assert [path.name for path in empty.iterdir()] == ["config.json"]
