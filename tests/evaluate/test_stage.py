@@ -18,7 +18,7 @@ from lean_finetune.step.evaluation_limits import Limits
 from lean_finetune.step.token_rows import TokenRows
 from stages.evaluate import main
 from tests.evaluate.conftest import CPU, EOS, questions_of, save_random_adapter, spec_of
-from tests.evaluate.test_heldout import losses_of
+from tests.evaluate.test_row_losses import losses_of
 from tests.token_files import Row, heldout, write_tokens
 from tests.workspace import invoke, lay_out, told
 

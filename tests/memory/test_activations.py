@@ -4,7 +4,7 @@ import pytest
 
 from lean_finetune.memory.predict.peak import Prediction, predict
 from tests.memory.common import gpu_target, setting_of, shape
-from tests.memory.test_states import LLAMA_3_1_8B
+from tests.memory.test_state_formulas import LLAMA_3_1_8B
 
 STEPS = ((shape(1, 2048, 2047),),)
 

@@ -21,7 +21,7 @@ from lean_finetune.memory.predict.peak import Setting, predict
 from lean_finetune.memory.predict.peak_explanation import host_state_bytes
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from tests.memory.common import gpu_target, setting_of, shape
-from tests.memory.test_states import LLAMA_3_1_8B
+from tests.memory.test_state_formulas import LLAMA_3_1_8B
 
 LLAMA_2_7B = LlamaConfig(
     hidden_size=4096,

@@ -18,7 +18,7 @@ from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
 from tests.memory.common import CPU_TARGET, gpu_target
 from tests.memory.ranks import STEPS, shared_setting
-from tests.memory.test_trace import WIDE
+from tests.memory.test_memory_trace import WIDE
 
 TOLERATED_SHARE, TOLERATED_BYTES = 1e-3, 1536
 MODES = ("ddp", "zero1", "zero2", "zero3")

@@ -10,7 +10,7 @@ import pytest
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.pinning.locate import data_files
 from stages.pin import main
-from tests.pinning.test_data import ROWS, pinned
+from tests.pinning.test_data_source import ROWS, pinned
 from tests.processes import run_bounded
 from tests.workspace import invoke, lay_out, told, write_rows
 

@@ -11,7 +11,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, collate, empty_batch, joined_lengths, read_batch
 from lean_finetune.step.token_rows import TokenRows
-from tests.step.test_tokens import EOS, ROWS
+from tests.step.test_token_rows import EOS, ROWS
 from tests.token_files import write_tokens
 
 

@@ -16,7 +16,7 @@ from lean_finetune.train.oom.oom_handler import Ending
 from lean_finetune.train.oom.oom_state import MOST_BLOCKS, MOST_SEGMENTS, Failure, OutOfMemory
 from tests.small_model import VOCABULARY
 from tests.token_files import Row, heldout, write_tokens
-from tests.train.test_recover import job_of, losses
+from tests.train.test_oom_handler import job_of, losses
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ import pytest
 from lean_finetune.memory.advice.config_variants import with_method, with_precision
 from lean_finetune.memory.predict.peak import predict
 from tests.memory.common import CPU_TARGET, setting_of, shape
-from tests.memory.test_states import llama
+from tests.memory.test_state_formulas import llama
 
 
 @pytest.mark.parametrize(

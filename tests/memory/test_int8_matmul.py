@@ -4,7 +4,7 @@ import pytest
 
 from lean_finetune.memory.predict.peak import predict
 from tests.memory.common import gpu_target, setting_of, shape
-from tests.memory.test_states import llama
+from tests.memory.test_state_formulas import llama
 
 STEPS = ((shape(16, 256, 100),),)
 

@@ -12,7 +12,7 @@ import pytest
 from lean_finetune.train.process.crash_marker import Heartbeat, heartbeat
 from tests.conftest import ROOT
 from tests.processes import killed_after
-from tests.test_memory_group import GROUP_V2, member, write
+from tests.test_memory_limits import GROUP_V2, member, write
 
 ENDLESS = """
 import sys, time

@@ -13,7 +13,7 @@ from lean_finetune.data.shards.parts import Part, collect, parse_part, write_man
 from lean_finetune.data.shards.statistics import write_histogram
 from tests.data.tokens import standin
 from tests.data.tokens.standin import read_records, text_blocks
-from tests.data.tokens.test_shards import BLOCKS, files, make
+from tests.data.tokens.test_shard_files import BLOCKS, files, make
 
 MADE_OF = {"data": "d", "code": "c"}
 

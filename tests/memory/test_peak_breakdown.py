@@ -8,7 +8,7 @@ from lean_finetune.memory.predict.peak_breakdown import predict_explained
 from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, explain, trace_origins
 from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from tests.memory.common import CPU_TARGET, setting_of, shape
-from tests.memory.test_depth import CASES, llama
+from tests.memory.test_depth_extrapolation import CASES, llama
 
 STEPS = ((shape(2, 96, 60), shape(3, 96, 120), shape(1, 96, 20)), (shape(2, 96, 100),))
 

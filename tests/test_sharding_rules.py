@@ -6,7 +6,7 @@ import pytest
 
 from lean_finetune.config.load import parse_params
 from lean_finetune.core.errors import UserError
-from tests.test_params import put, values  # noqa: F401 (a fixture)
+from tests.test_schema import put, values  # noqa: F401 (a fixture)
 
 
 @pytest.mark.parametrize(
