@@ -116,7 +116,7 @@ def test_checkpoints_change_nothing(small_llama: Path, tmp_path: Path):
     assert [path.name for path in (tmp_path / "kept").iterdir()] == [f"step-{STEPS:09d}"], "the end of training"
 
 
-@pytest.mark.parametrize("part", ["checkpoint.write_held", "checkpoint.sha256_file"])
+@pytest.mark.parametrize("part", ["write_held", "sha256_file"])
 def test_a_full_disk_costs_a_warning_and_not_the_run(small_llama: Path, tmp_path: Path, monkeypatch, part: str):
     """While the tensors are written, or while a thread finishes the checkpoint: what was kept before stays."""
     job = small_job(small_llama, tmp_path / "tokens")
@@ -127,7 +127,7 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(small_llama: Path, tmp_path
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(f"stages.train.{part}", full)
+    monkeypatch.setattr(f"lean_finetune.train.checkpoint.checkpoint_files.{part}", full)
     finish(job).refuse_other(finish(job, keeper))
     assert len(said) == 1 + STEPS and all("No space left" in line for line in said[1:])
     assert said[1].startswith("warning: no checkpoint was made, what was there stays: ")
