@@ -43,7 +43,7 @@ def test_everything_is_told_without_a_pipeline(workspace):
     assert result.exit_code == 0, result.stderr
     told_of = [line.split()[0] for line in result.stdout.splitlines()]
     assert told_of == (
-        "device model run attention forward backward clip optimizer verdict smallest longest budget".split()
+        "params device model run attention forward backward clip optimizer verdict smallest longest budget".split()
     )
     assert "verdict    fits: " in result.stdout and "smallest   P4 " in result.stdout
     assert "longest    256 tokens, limited by the model's 256 positions" in result.stdout
@@ -136,7 +136,7 @@ def test_the_verdict_is_told_before_anything_is_searched(workspace, monkeypatch)
         ),
         (
             ("--model", "absent"),
-            "--model: must be tiny, a directory with config.json, or the path of one; got 'absent'",
+            "--model: must be tiny, a directory with config.json, or the path of a file of that name; got 'absent'",
         ),
     ],
 )

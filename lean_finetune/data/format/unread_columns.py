@@ -9,8 +9,9 @@ from lean_finetune.data.format.row_values import show
 from lean_finetune.data.format.token_settings import SourceShape
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-# False: the answer is a bad example (TRL's and LLaMA-Factory's names for KTO).
+# False: the answer is a bad example (TRL's and LLaMA-Factory's names for KTO). A number under `label` is a class.
 VERDICTS = ("label", "kto_tag")
+NUMBERS = {"0": "false", "0.0": "false", "1": "true", "1.0": "true"}
 ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
 # What another shape reads, or other tools do, and this row's shape does not: the key to map it to, and the shape.
 ELSEWHERE = {
@@ -71,6 +72,8 @@ def _is_followed(key: str, row: Mapping[str, Any], shape: SourceShape) -> bool:
         return False
     if key in VERDICTS:
         verdict = str(value).strip().lower()
+        if key == "kto_tag":
+            verdict = NUMBERS.get(verdict, verdict)
         if verdict == "false":
             raise RowFault(
                 f"{key!r} is false: the answer is one to avoid; remove the row (data.on_bad_row=skip leaves all such "

@@ -22,7 +22,7 @@ _WRAPPED = re.compile(
     rb'\s*+\{\s*+(?:"[^"\\]*+"\s*+:\s*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\w.+-]++)\s*+,\s*+)*'
     rb'"(?:data|rows|train|examples|instances)"\s*+:\s*+\[(?=\s*+\{)'
 )
-FILE_RULE = "the file must be one array of JSON objects, or one object a line"
+FILE_RULE = 'the file must be one array of JSON objects, {"data": […]}, or one object a line'
 # Bytes of the file's start that tell its form, and bytes that may follow the array inside an object.
 FORM_BYTES = 1 << 16
 TAIL_BYTES = 1 << 20
@@ -189,7 +189,9 @@ def _check_tail(text: _Text) -> None:
     except ValueError:
         raise text.fault("the object that holds the rows is not closed behind them") from None
     if lists := [key for key, value in others.items() if isinstance(value, list | dict) and value]:
-        raise text.fault(f"the object holds {lists[0]!r} beside the rows; put that into a file of its own")
+        raise UserError(
+            f"{text.name}:{text.line()}: the object holds {lists[0]!r} beside the rows; put each into a file of its own"
+        )
 
 
 def _next_element(text: _Text, line: int) -> bytes | None:

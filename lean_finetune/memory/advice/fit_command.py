@@ -100,8 +100,8 @@ def find_model(name: str) -> Path:
     directory = path.parent if path.name == CONFIG_FILE else path
     if not (directory / CONFIG_FILE).is_file():
         raise UserError(
-            f"--model: must be {TINY}, a directory with {CONFIG_FILE}, or the path of one; got {name!r}; a hub model's "
-            f"{CONFIG_FILE} alone is enough, saved under that name"
+            f"--model: must be {TINY}, a directory with {CONFIG_FILE}, or the path of a file of that name; "
+            f"got {name!r}; a hub model's {CONFIG_FILE} alone is enough"
         )
     return directory
 

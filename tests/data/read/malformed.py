@@ -139,7 +139,7 @@ LINES = {
     "two lists inside an object": _whole(
         "rows.json",
         b'{"train": [{"text": "a"}],\n"test": [{"text": "b"}]}',
-        ":1: not JSON (the object holds 'test' beside",
+        ":1: the object holds 'test' beside",
     ),
     "an object of rows that is not closed": _whole(
         "rows.json", b'{"data": [{"text": "a"}]\n', ":1: not JSON (the object that"

@@ -152,6 +152,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "turn-images": ({"conversations": [{**HUMAN, "images": ["1.jpg"]}, GPT]}, "conversations 1: 'images' holds"),
     "kto-bad": ({"prompt": "Q", "completion": "A", "label": False}, "'label' is false"),
     "kto-csv": (({"prompt": "Q", "completion": "A", "label": "False"}), "'label' is false"),
+    "kto-tag-number": ({"instruction": "Q", "output": "A", "kto_tag": 0}, "'kto_tag' is false"),
     "kto-tag": ({"instruction": "Q", "output": "A", "kto_tag": False}, "'kto_tag' is false"),
     "ultrafeedback": (
         chat(USER, ANSWER, prompt="Q", chosen=[USER, ANSWER], rejected=[USER, BAD]),
