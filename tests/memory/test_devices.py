@@ -23,7 +23,7 @@ def test_at_least_fifteen_gpus_are_known_with_memory_below_their_nominal_size():
 
 def test_the_documented_cards_are_those_of_the_table():
     """A card that nobody finds, or one that is promised and refused."""
-    text = (ROOT / "docs/models-and-gpus.md").read_text().split("| generation | names |")[1].split("\n\n")[0]
+    text = (ROOT / "docs/models.md").read_text().split("| generation | names |")[1].split("\n\n")[0]
     named = [name.strip() for row in text.splitlines()[2:] for name in row.split("|")[2].split(",")]
     assert sorted(named) == sorted(gpu.name for gpu in GPUS)
 

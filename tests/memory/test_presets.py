@@ -1,4 +1,4 @@
-"""The presets of docs/switches.md: lines that are accepted, with the peaks that stand beside them."""
+"""The presets of docs/memory-switches.md: lines that are accepted, with the peaks that stand beside them."""
 
 import copy
 import re
@@ -28,7 +28,7 @@ ROUNDING = 0.0051
 
 def documented(name: str) -> tuple[list[str], list[float]]:
     """Flags and figures of a preset: GiB for the 8B; MiB predicted and counted for the shipped model."""
-    text = (ROOT / "docs/switches.md").read_text(encoding="utf-8").partition("## Presets")[2]
+    text = (ROOT / "docs/memory-switches.md").read_text(encoding="utf-8").partition("## Presets")[2]
     line = next(line for line in text.splitlines() if line.startswith(f"| {name} |"))
     _, _, flags, *figures = (cell.strip() for cell in line.split("|"))
     given = re.findall(r"-S (\S+?=[^\s`]+)", flags)

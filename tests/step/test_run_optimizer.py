@@ -91,7 +91,7 @@ def test_other_forms_of_adamw_are_adamw(small_llama: Path, name: OptimizerName, 
     ],
 )
 def test_bytes_of_state_for_each_value(name: OptimizerName, bytes_per_value: float):
-    """The figures of docs/switches.md, on one fp32 matrix that is large enough for its edges not to count."""
+    """The figures of docs/memory-switches.md, on one fp32 matrix that is large enough for its edges not to count."""
     layer = torch.nn.Linear(1024, 512, bias=False)
     optimizer = build_optimizer(layer, optim_of(name))
     held = sum(tensor.nbytes for tensor in device_state(optimizer, name, cuda=False))

@@ -1,4 +1,4 @@
-"""What each switch does to learning: the table of docs/switches.md, held to its bounds, and the losses of a plain run.
+"""What each switch does to learning: the table of docs/memory-switches.md, held to its bounds, and the losses of a plain run.
 
 Every row trains the same rows for `STEPS` steps on one CPU thread and is compared with the plain run of its method:
 the largest difference of a loss, and the norm of the difference of what was learnt, as a share of its own norm.
@@ -26,7 +26,7 @@ STEPS = 20
 PLAIN = OptimSpec(name="adamw", lr=2e-3, weight_decay=0.01, schedule="constant", warmup_fraction=0.0)
 LION_RATE = 4e-4
 """Lion takes a third to a tenth of AdamW's."""
-DOCS = ROOT / "docs/switches.md"
+DOCS = ROOT / "docs/memory-switches.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +235,7 @@ def differences(a: Learnt, b: Learnt) -> tuple[float, float]:
 
 
 def table(small_llama: Path, plain: dict[str, Learnt]) -> Iterator[str]:
-    """The rows of the table in docs/switches.md: `python -m pytest tests/train/test_switches.py -s -k table`."""
+    """The rows of the table in docs/memory-switches.md: `python -m pytest tests/train/test_switches.py -s -k table`."""
     yield "| method | switch | Δ loss, at most | Δ learnt | bound |"
     yield "|---|---|---|---|---|"
     for row in ROWS:
@@ -267,7 +267,7 @@ def test_the_table_of_the_docs_names_every_row_and_its_bound():
 
 @pytest.mark.slow
 def test_print_the_table(small_llama: Path, plain: dict[str, Learnt]):
-    """Figures beside the bounds, to be copied into docs/switches.md."""
+    """Figures beside the bounds, to be copied into docs/memory-switches.md."""
     lines = list(table(small_llama, plain))
     print("\n" + "\n".join(lines))
     assert len(lines) == len(ROWS) + 2

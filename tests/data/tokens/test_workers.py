@@ -155,7 +155,7 @@ def test_the_documented_slurm_job_makes_its_part(prepared):
     """As SLURM starts task 1 of 3, but for the shared directory and the size of the blocks."""
     directory, _ = prepared
     lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
-    [command] = [line for line in (ROOT / "docs/DATA.md").read_text().splitlines() if "$SLURM_ARRAY_TASK_ID" in line]
+    [command] = [line for line in (ROOT / "docs/data.md").read_text().splitlines() if "$SLURM_ARRAY_TASK_ID" in line]
     command = command.replace("python -m stages.tokenize", f"{sys.executable} -m {SMALL}")
     command = command.replace("/shared/parts", "slurm")
     environment = {
