@@ -1,4 +1,4 @@
-"""What each switch does to learning: the table of docs/memory-switches.md, held to its bounds, and the losses of a plain run.
+"""What each switch changes of the losses and weights: the table of docs/memory-switches.md, held to its bounds.
 
 Every row trains the same rows for `STEPS` steps on one CPU thread and is compared with the plain run of its method:
 the largest difference of a loss, and the norm of the difference of what was learnt, as a share of its own norm.
