@@ -11,7 +11,7 @@ from lean_finetune.pinning.hub import HUB_ID, list_files
 from lean_finetune.pinning.hub_splits import split_files
 from lean_finetune.pinning.local_source import pin_local, refuse_split
 from lean_finetune.pinning.locate import DATA_SCHEMA, template_file
-from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, watch_sources
+from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, refuse_unignored, watch_sources
 
 
 def pin_data(
@@ -46,6 +46,7 @@ def pin_data(
             pinned.append(_pin_hub(parameter, one.model_copy(update=inherited)))
         else:
             local = pin_local(parameter, one.source, one.split, split)
+            refuse_unignored(parameter, one.source, local.paths)
             watched.append(local)
             pinned.append(_entry(one, local.kind, local.files, split=local.split))
     if split is not None and all(entry["split"] is None for entry in pinned):

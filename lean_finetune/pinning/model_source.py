@@ -8,7 +8,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.hub import HUB_ID, download, list_files
 from lean_finetune.pinning.locate import TINY, TINY_DIRECTORY, TOKENIZER_FILES
 from lean_finetune.pinning.model_checks import INDEX, WEIGHTS, check_config, check_tokenizer, check_weights, shard_names
-from lean_finetune.pinning.watched_links import NOTHING_LOCAL, watch
+from lean_finetune.pinning.watched_links import NOTHING_LOCAL, refuse_unignored, watch
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 
@@ -19,7 +19,8 @@ def pin_model(name: str, revision: str | None, locks: Path) -> None:
     The tokenizer's lock holds content only, so that a model with the same tokenizer does not tokenize again.
 
     Raises:
-        UserError: the model is missing, unsafe (pickle, custom code), incomplete, damaged, or cannot be reached.
+        UserError: the model is missing, unsafe (pickle, custom code), incomplete, damaged, cannot be reached, or lies in the
+            checkout where git neither tracks nor ignores it.
     """
     local = TINY_DIRECTORY if name == TINY else find_source(name)
     if local.is_dir():
@@ -29,6 +30,8 @@ def pin_model(name: str, revision: str | None, locks: Path) -> None:
                 "leave model.revision blank"
             )
         kind, commit, watched = ("tiny" if name == TINY else "directory"), None, local
+        if name != TINY:
+            refuse_unignored("model.name", name, (path for path in local.iterdir() if path.is_file()))
         files, tokenizer = _pin_directory(local)
         # The working directory's copy is what DVC runs and watches, wherever this package was imported from.
         watched = Path("lean_finetune/tiny") if name == TINY else local

@@ -1,14 +1,16 @@
 """Links that let DVC watch a local source wherever it lies: DVC follows a link when it hashes a dependency.
 
-`dvc exp run` adds what is below such a link to git, unless .gitignore names it: there, weights and data stay out.
+`dvc exp run` adds the files below such a link to git unless .gitignore names the link; ours does, so weights and data
+stay out of git.
 """
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lean_finetune.core.atomic_files import told_in_one_line
+from lean_finetune.core.atomic_files import repo_root, told_in_one_line
+from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.local_source import LocalSource
 
 # Where a link leads when nothing local is watched (a hub id): a page that says so.
@@ -68,6 +70,31 @@ def watch(link: Path, target: Path) -> None:
         aside.unlink(missing_ok=True)
         os.symlink(text, aside)
         os.replace(aside, link)
+
+
+def refuse_unignored(parameter: str, source: str, paths: Iterable[Path]) -> None:
+    """Refuse files in the user's checkout that git neither tracks nor ignores.
+
+    `dvc exp apply` stashes untracked files: it copies them into .git, and deletes ignored files that lie in the same
+    untracked directory (libgit2 removes the directory with everything in it).
+
+    Raises:
+        UserError: naming the line for .git/info/exclude that keeps git away from them.
+    """
+    root = repo_root().resolve()
+    command = ["git", "-C", root, "ls-files", "-z", "--others", "--exclude-standard", "--directory"]
+    try:
+        listed = subprocess.run([*command, "--no-empty-directory"], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return  # Without git nothing is stashed.
+    untracked = {root / os.fsdecode(name): os.fsdecode(name) for name in listed.split(b"\0") if name}
+    for path in map(Path.resolve, paths):
+        if found := next((untracked[one] for one in (path, *path.parents) if one in untracked), None):
+            raise UserError(
+                f"{parameter}: git neither tracks nor ignores {found} in this checkout, so `dvc exp apply` would copy it "
+                f"into .git and could delete files in it; got {source!r}; move it out of the checkout, or add the line "
+                f"/{found} to .git/info/exclude"
+            )
 
 
 def _travels(path: Path) -> bool:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import ROOT
-from tests.pipeline.clone import IDENTITY, Clone, stages_run
+from tests.pipeline.clone import Clone, stages_run
 from tests.pipeline.queue import run_queued
 
 LINKS = ("watched-data", "watched-model")
@@ -60,11 +60,24 @@ def test_an_experiment_commits_links_alone(clone: Clone, tmp_path: Path):
     assert "locks/watched-data" in status and "locks/watched-model" in status
 
 
+@pytest.mark.parametrize("key", ["model.name", "data.source"])
+def test_an_untracked_source_in_the_checkout_is_refused(clone: Clone, key: str):
+    """`dvc exp apply` would delete its weights: git's stash removes ignored files of an untracked directory."""
+    new_source(clone.root / "inside", 2**10)
+    part = "model" if key == "model.name" else "data"
+    flags = ["-S", f"{key}=inside/{part}", f"pin_{part}"]
+    shown = clone.dvc("exp", "run", *flags, ok=False)
+    assert f"{key}: " in shown and "/inside/ to .git/info/exclude" in shown
+    (clone.root / ".git/info/exclude").write_text("/inside/\n")
+    clone.dvc("exp", "run", *flags)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["outside", "inside"])
 def test_weights_and_data_never_enter_git(clone: Clone, tmp_path: Path, name: str):
-    """Through every way an experiment can go, with sources outside the checkout and inside, untracked."""
+    """Through every way an experiment can go, with sources outside the checkout, and inside where git ignores them."""
     folder = (clone.root if name == "inside" else tmp_path) / name
+    (clone.root / ".git/info/exclude").write_text("/inside/\n")
     flags = new_source(folder, MODEL_MIB * 2**20)
     before = git_bytes(clone)
     clone.dvc("exp", "run", "-n", f"{name}-here", *flags, *STAGES)
@@ -77,8 +90,7 @@ def test_weights_and_data_never_enter_git(clone: Clone, tmp_path: Path, name: st
     clone.dvc("exp", "run", "--temp", "-n", f"{name}-temp", *flags, *STAGES)
     run_queued(clone, {f"{name}-queue": [*flags, "-S", "bucket.max_tokens=256", *STAGES]})
     for kind in ("temp", "queue"):
-        # DVC stashes the untracked files of a model inside the checkout, which takes git's identity.
-        clone.dvc("exp", "apply", f"{name}-{kind}", env=IDENTITY)
+        clone.dvc("exp", "apply", f"{name}-{kind}")
         check_links(clone, folder, f"refs/exps/{head(clone)}/{name}-{kind}")
         assert "up to date" in clone.dvc("status", *STAGES)
         clone.run("git", "reset", "-q", "--hard")
