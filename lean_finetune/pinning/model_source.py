@@ -19,8 +19,8 @@ def pin_model(name: str, revision: str | None, locks: Path) -> None:
     The tokenizer's lock holds content only, so that a model with the same tokenizer does not tokenize again.
 
     Raises:
-        UserError: the model is missing, unsafe (pickle, custom code), incomplete, damaged, cannot be reached, or lies in the
-            checkout where git neither tracks nor ignores it.
+        UserError: the model is missing, unsafe (pickle, custom code), incomplete, damaged, cannot be reached, or is in
+            the checkout where git neither tracks nor ignores it.
     """
     local = TINY_DIRECTORY if name == TINY else find_source(name)
     if local.is_dir():

@@ -91,9 +91,9 @@ def refuse_unignored(parameter: str, source: str, paths: Iterable[Path]) -> None
     for path in map(Path.resolve, paths):
         if found := next((untracked[one] for one in (path, *path.parents) if one in untracked), None):
             raise UserError(
-                f"{parameter}: git neither tracks nor ignores {found} in this checkout, so `dvc exp apply` would copy it "
-                f"into .git and could delete files in it; got {source!r}; move it out of the checkout, or add the line "
-                f"/{found} to .git/info/exclude"
+                f"{parameter}: git neither tracks nor ignores {found} in this checkout, so `dvc exp apply` would copy "
+                f"it into .git and could delete files in it; got {source!r}; move it out of the checkout, or add the "
+                f"line /{found} to .git/info/exclude"
             )
 
 

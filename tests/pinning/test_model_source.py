@@ -13,6 +13,7 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.locate import model_directory, tokenizer_directory, verify_files
 from stages.pin import main
+from tests.processes import run_bounded
 from tests.workspace import invoke, lay_out, told
 
 LINK = Path("locks/watched-model")
@@ -182,3 +183,16 @@ def test_a_pinned_directory_that_is_gone_is_told(pin, own):
     shutil.rmtree(own)
     with pytest.raises(UserError, match="the pinned directory 'own' is gone"):
         model_directory(read_json(Path("locks/model.json")))
+
+
+def test_a_model_in_the_checkout_must_be_ignored_as_a_whole(pin, own):
+    """`dvc exp apply` would delete its weights: libgit2's stash removes ignored files of an untracked directory."""
+    run_bounded(["git", "init", "-q", "."], check=True)
+    exclude = Path(".git/info/exclude")
+    for ignored in ("", "*.safetensors\n"):
+        exclude.write_text(ignored)
+        result = pin("own")
+        assert result.exit_code == 1
+        assert "model.name: " in told(result) and "/own/ to .git/info/exclude" in told(result)
+    exclude.write_text("/own/\n")
+    assert pin("own").exit_code == 0

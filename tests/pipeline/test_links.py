@@ -60,18 +60,6 @@ def test_an_experiment_commits_links_alone(clone: Clone, tmp_path: Path):
     assert "locks/watched-data" in status and "locks/watched-model" in status
 
 
-@pytest.mark.parametrize("key", ["model.name", "data.source"])
-def test_an_untracked_source_in_the_checkout_is_refused(clone: Clone, key: str):
-    """`dvc exp apply` would delete its weights: git's stash removes ignored files of an untracked directory."""
-    new_source(clone.root / "inside", 2**10)
-    part = "model" if key == "model.name" else "data"
-    flags = ["-S", f"{key}=inside/{part}", f"pin_{part}"]
-    shown = clone.dvc("exp", "run", *flags, ok=False)
-    assert f"{key}: " in shown and "/inside/ to .git/info/exclude" in shown
-    (clone.root / ".git/info/exclude").write_text("/inside/\n")
-    clone.dvc("exp", "run", *flags)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["outside", "inside"])
 def test_weights_and_data_never_enter_git(clone: Clone, tmp_path: Path, name: str):
