@@ -82,7 +82,7 @@ def refuse_unignored(parameter: str, source: str, paths: Iterable[Path]) -> None
         UserError: naming the line for .git/info/exclude that keeps git away from them.
     """
     root = repo_root().resolve()
-    command = ["git", "-C", root, "ls-files", "-z", "--others", "--exclude-standard", "--directory"]
+    command = ["git", "-C", str(root), "ls-files", "-z", "--others", "--exclude-standard", "--directory"]
     try:
         listed = subprocess.run([*command, "--no-empty-directory"], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
