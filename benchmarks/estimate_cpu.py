@@ -132,7 +132,7 @@ class Case:
                 lora_targets=("all-linear",),
                 seed=1,
             ),
-            optimizer=self.optimizer,  # type: ignore[arg-type]
+            optimizer=self.optimizer,
             loss_chunk=self.loss_chunk,
             max_grad_norm=1.0,
         )

@@ -208,6 +208,6 @@ def _case(model: str, method: str, grad_ckpt: bool, optimizer: str, layout: str)
         model=model,
         method=method,  # type: ignore[arg-type]
         grad_ckpt=grad_ckpt,
-        optimizer=optimizer,  # type: ignore[arg-type]
+        optimizer=optimizer,
         layout=layout,
     )

@@ -1,10 +1,14 @@
 """Types of params.yaml: what a section is, names that may be chosen, and ranges."""
 
+from collections.abc import Mapping
 from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
+
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS
+from lean_finetune.config.optimizers import OPTIMIZERS
 
 
 def _iso_date(value: Any) -> str:
@@ -13,6 +17,18 @@ def _iso_date(value: Any) -> str:
         return (value if isinstance(value, date) else date.fromisoformat(value)).strftime("%Y-%m-%d")
     except (TypeError, ValueError):
         raise PydanticCustomError("date", "must be a date as YYYY-MM-DD") from None
+
+
+def _key_of(known: Mapping[str, Any]) -> AfterValidator:
+    """Accept a key of a registry, which may gain entries after import."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            *others, last = map(repr, known)
+            raise PydanticCustomError("choice", "input should be {names}", {"names": f"{', '.join(others)} or {last}"})
+        return name
+
+    return AfterValidator(check)
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -30,21 +46,10 @@ OffloadActivations = Literal["none", "cpu", "disk"]
 OffloadState = Literal["none", "optimizer", "parameters"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
-LoraInit = Literal["default", "pissa", "loftq"]
+LoraInit = Annotated[str, _key_of(ADAPTER_STARTS)]
 OomRecovery = Literal["none", "split"]
 Resume = Literal["exact", "compatible"]
-OptimizerName = Literal[
-    "adamw",
-    "adamw_foreach",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "paged_adamw_32bit",
-    "lion",
-    "lion_8bit",
-    "adafactor",
-    "ademamix_8bit",
-    "sgd",
-]
+OptimizerName = Annotated[str, _key_of(OPTIMIZERS)]
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 

@@ -8,7 +8,9 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.data_schema import HELDOUT_SOURCE, HUB_PREFIX, Data, Source
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.schema import ALL_LINEAR, Params, Train, round_up
 from lean_finetune.config.sharding_rules import check_sharing
 from lean_finetune.core.errors import UserError
@@ -121,6 +123,7 @@ def _check_across_sections(params: Params) -> None:
 def _check_methods(params: Params) -> None:
     """Switches of train that need another one, or exclude it: none is ignored."""
     train, lora = params.train, params.train.lora
+    start = ADAPTER_STARTS[lora.init]
     faults = (
         (
             train.master_weights and (train.method != "full" or train.precision not in ("auto", "bf16")),
@@ -141,14 +144,9 @@ def _check_methods(params: Params) -> None:
             "train.method=int8_lora; use full or every_n",
         ),
         (
-            lora.init == "pissa" and train.method != "lora",
-            f"train.lora.init: pissa changes the frozen weights, which must not be quantised after; got pissa with "
-            f"train.method={train.method}; use lora, or default",
-        ),
-        (
-            lora.init == "loftq" and train.method != "qlora",
-            f"train.lora.init: loftq starts from what 4 bits lost; got loftq with train.method={train.method}; use "
-            "qlora, or default",
+            train.method not in start.methods,
+            f"train.lora.init: {lora.init} {start.reason}; got {lora.init} with train.method={train.method}; use "
+            f"{' or '.join(start.methods)}, or default",
         ),
         (
             lora.dora and (train.method not in ("lora", "qlora") or lora.init != "default"),
@@ -214,6 +212,7 @@ def _optimizer_faults(train: Train, num_gpus: int) -> Iterator[tuple[bool, str]]
         f"train.optimizer_in_backward: updates one GPU's own gradients, which several share; got true with "
         f"hardware.num_gpus={num_gpus}; set train.optimizer_in_backward to false, or hardware.num_gpus to 1",
     )
+    optimizer = OPTIMIZERS[train.optimizer]
     one_by_one = {
         "train.master_weights=true": train.master_weights,
         "train.offload=optimizer": train.offload == "optimizer",
@@ -221,15 +220,14 @@ def _optimizer_faults(train: Train, num_gpus: int) -> Iterator[tuple[bool, str]]
     }
     for switch, given in one_by_one.items():
         yield (
-            given and train.optimizer == "adamw_foreach",
-            f"train.optimizer: adamw_foreach updates all tensors at once, {switch} one by one; got adamw_foreach; use "
-            "adamw",
+            given and optimizer.foreach,
+            f"train.optimizer: {train.optimizer} updates all tensors at once, {switch} one by one; got "
+            f"{train.optimizer}; use {optimizer.use_instead}",
         )
-    unpaged = train.optimizer.removeprefix("paged_").removesuffix("_32bit")
     yield (
-        train.offload != "none" and train.optimizer != unpaged,
+        train.offload != "none" and optimizer.paged,
         f"train.optimizer: a paged one moves its state to the host by itself, train.offload={train.offload} keeps it "
-        f"there; got {train.optimizer} with both; use {unpaged}, or train.offload=none",
+        f"there; got {train.optimizer} with both; use {optimizer.use_instead}, or train.offload=none",
     )
     if train.optimizer_in_backward:
         yield (

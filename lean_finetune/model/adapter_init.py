@@ -1,9 +1,12 @@
-"""Adapters that start from the weights they adapt: PiSSA and LoftQ.
+"""Start LoRA adapters from the weights they adapt (train.lora.init): PiSSA and LoftQ.
+
+To add a start, write a function like `pissa`, name it in `START_FUNCTIONS`, and describe it in `config.adapter_starts`.
 
 Shape legend: a weight is N × K; adapters of rank R are A (R × K) and B (N × R), and add scale × B A to the weight.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers.pytorch_utils import Conv1D
 
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.core import progress
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.model_spec import ModelSpec
@@ -20,55 +24,101 @@ from lean_finetune.model.safetensors_files import StoredTensor, model_tensors
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
-START = "adapters_at_start"
-"""Attribute of a model whose frozen weights were changed."""
+FIRST_ADAPTERS = "adapters_at_start"
+"""Attribute of a model whose frozen weights were changed: the adapters that were taken out of them."""
 PEFT_PREFIX = "base_model.model."
 SPARE_DIRECTIONS = 8
-"""Directions looked for beyond the rank: those at the edge converge with them (Halko et al. 2009, arXiv 0909.4061)."""
+"""Directions computed beyond the rank: those at the edge converge with them (Halko et al. 2009, arXiv 0909.4061)."""
 POWER_ITERATIONS = 8
 
-Start = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""(A, B) at the start, in host memory, by the adapted layer's name."""
+Factors = tuple[torch.Tensor, torch.Tensor]
+"""A (R × K) and B (N × R)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenLayer:
+    """A layer whose adapter is about to start."""
+
+    name: str
+    """Without peft's prefix."""
+    weight: Any
+    """As the model keeps it: N × K, or packed in 4 or 8 bits."""
+    rank: int
+    scale: float
+    files: Mapping[str, StoredTensor]
+    """The model's tensors as its files have them."""
+
+    def original(self) -> torch.Tensor:
+        """The weight as the model's files have it, fp32.
+
+        Raises:
+            UserError: they have none of this name.
+        """
+        found = self.files.get(f"{self.name}.weight")
+        if found is None:
+            raise UserError(
+                f"train.lora.init: starts from the weights in the model's files; they have no {self.name}.weight; use "
+                "default"
+            )
+        return found.read().to(self.weight.device, torch.float32)
+
+
+def pissa(layer: FrozenLayer) -> Factors:
+    """The largest singular vectors, taken out of the frozen weight (Meng et al. 2024, arXiv 2404.02948)."""
+    weight = layer.weight
+    A_RK, B_NR = principal_factors(weight.float(), layer.rank, layer.scale)
+    weight.copy_(weight.float() - layer.scale * (B_NR @ A_RK))
+    return A_RK, B_NR
+
+
+def loftq(layer: FrozenLayer) -> Factors:
+    """The largest singular vectors of what 4 bits lost (one iteration of Li et al. 2023, arXiv 2310.08659)."""
+    original = layer.original()
+    packed = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+    return principal_factors(original - packed, layer.rank, layer.scale)
+
+
+START_FUNCTIONS: dict[str, Callable[[FrozenLayer], Factors]] = {"pissa": pissa, "loftq": loftq}
+"""By train.lora.init; peft makes the default start: A random, B zero."""
 
 
 @torch.no_grad()
-def start_from_weights(model: PeftModel, spec: ModelSpec, directory: Path) -> None:
-    """Set the adapters as `train.lora.init` says, and what is frozen so that the whole is what it was.
-
-    pissa: A and B hold the largest singular vectors, and the frozen weight what is left (Meng et al. 2024, arXiv
-    2404.02948); the adapters of the start are kept, see `changed_start`. loftq: A and B hold those of what 4 bits lost,
-    and nothing else changes (one iteration of Li et al. 2023, arXiv 2310.08659).
+def start_adapters(model: PeftModel, spec: ModelSpec, directory: Path) -> None:
+    """Set every adapter as `spec.lora_init` says; the model computes what it did before, up to rounding.
 
     Raises:
-        UserError: an adapted layer's weight is not in the model's files.
+        UserError: an adapted layer is no nn.Linear, or its weight is not in the model's files.
     """
+    if spec.lora_init not in START_FUNCTIONS:
+        return
     torch.manual_seed(spec.seed)
-    start: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    stored = model_tensors(directory)
+    first: dict[str, Factors] = {}
+    files = model_tensors(directory)
     for name, layer in adapted_layers(model):
-        scale, weight = layer.scaling[ADAPTER], layer.get_base_layer().weight
         if isinstance(layer.get_base_layer(), Conv1D):
             raise UserError(
                 f"train.lora.init: {spec.lora_init} starts from weights of nn.Linear; got {name}, a Conv1D; use default"
             )
-        if spec.lora_init == "pissa":
-            A_RK, B_NR = _principal(weight.float(), spec.lora_rank, scale)
-            weight.copy_(weight.float() - scale * (B_NR @ A_RK))
-            start[name] = (A_RK.cpu(), B_NR.cpu())
-        else:
-            original = _original(stored, name).to(weight.device, torch.float32)
-            packed = bnb.functional.dequantize_4bit(weight.data, weight.quant_state).float()
-            A_RK, B_NR = _principal(original - packed, spec.lora_rank, scale)
+        frozen = FrozenLayer(
+            name=name,
+            weight=layer.get_base_layer().weight,
+            rank=spec.lora_rank,
+            scale=layer.scaling[ADAPTER],
+            files=files,
+        )
+        A_RK, B_NR = START_FUNCTIONS[spec.lora_init](frozen)
+        if ADAPTER_STARTS[spec.lora_init].changes_frozen_weights:
+            first[name] = (A_RK.cpu(), B_NR.cpu())
         progress.made()
         layer.lora_A[ADAPTER].weight.copy_(A_RK)
         layer.lora_B[ADAPTER].weight.copy_(B_NR)
-    if start:
-        setattr(model, START, start)
+    if first:
+        setattr(model, FIRST_ADAPTERS, first)
 
 
-def changed_start(model: PeftModel) -> Start:
-    """The adapters with which the frozen weights were changed; empty where they are as the files hold them."""
-    return getattr(model, START, {})
+def first_adapters(model: PeftModel) -> Mapping[str, Factors]:
+    """The adapters that were taken out of the frozen weights, in host memory by layer; empty if none were."""
+    return getattr(model, FIRST_ADAPTERS, {})
 
 
 def adapted_layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
@@ -78,18 +128,12 @@ def adapted_layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
             yield name.removeprefix(PEFT_PREFIX), module
 
 
-def _original(stored: Mapping[str, StoredTensor], layer: str) -> torch.Tensor:
-    """The weight of a layer as the model's files hold it."""
-    found = stored.get(f"{layer}.weight")
-    if found is None:
-        raise UserError(
-            f"train.lora.init: loftq reads the weights as the files hold them; they have no {layer}.weight; use default"
-        )
-    return found.read()
+def principal_factors(matrix_NK: torch.Tensor, rank: int, scale: float) -> Factors:
+    """A and B for which scale × B A is the best approximation of this rank, sharing the singular values evenly.
 
-
-def _principal(matrix_NK: torch.Tensor, rank: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B for which scale × B A is the best approximation of this rank, sharing the singular values evenly."""
+    Raises:
+        UserError: the matrix has fewer singular values than `rank`.
+    """
     most = min(matrix_NK.shape)
     if rank > most:
         raise UserError(f"train.lora.rank: must be at most {most}, the smaller side of an adapted weight; got {rank}")
@@ -100,22 +144,24 @@ def _principal(matrix_NK: torch.Tensor, rank: int, scale: float) -> tuple[torch.
 
 
 def on_original_weights(
-    saved: Mapping[str, torch.Tensor], config: Mapping[str, Any], start: Start, scale: float
+    saved: Mapping[str, torch.Tensor], config: Mapping[str, Any], first: Mapping[str, Factors], scale: float
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A PiSSA adapter as a plain one of twice the rank on the weights as they were: what was added less the start.
+    """Rewrite an adapter on changed weights (PiSSA) as one of twice the rank on the original weights.
+
+    It adds the trained B A and subtracts the first one.
 
     Args:
         saved: tensors of adapter_model.safetensors.
         config: content of adapter_config.json.
-        start: what `start_from_weights` returned.
+        first: the adapters that were taken out of the weights, see `first_adapters`.
         scale: what B A is multiplied by.
     """
     tensors = dict(saved)
-    for name, (A_RK, B_NR) in start.items():
+    for name, (A_RK, B_NR) in first.items():
         key = f"{PEFT_PREFIX}{name}.lora_"
         tensors[f"{key}A.weight"] = torch.cat([saved[f"{key}A.weight"].cpu(), A_RK])
         tensors[f"{key}B.weight"] = torch.cat([saved[f"{key}B.weight"].cpu(), -B_NR], dim=1)
     rank = 2 * config["r"]
     alpha = scale * rank
-    whole = int(alpha) if alpha == int(alpha) else alpha
-    return tensors, {**config, "r": rank, "lora_alpha": whole, "use_rslora": False}
+    alpha = int(alpha) if alpha == int(alpha) else alpha
+    return tensors, {**config, "r": rank, "lora_alpha": alpha, "use_rslora": False}

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from lean_finetune.config.schema import ALL_LINEAR
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.adapter_init import ADAPTER, adapted_layers, changed_start, on_original_weights
+from lean_finetune.model.adapter_init import ADAPTER, adapted_layers, first_adapters, on_original_weights
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 
@@ -114,10 +114,10 @@ def save_adapter(
     (directory / "README.md").unlink(missing_ok=True)
     path = directory / "adapter_config.json"
     config = {key: _ordered(value) for key, value in read_json(path).items()}
-    if start := changed_start(model):
+    if first := first_adapters(model):
         scale = next(layer.scaling[ADAPTER] for _, layer in adapted_layers(model))
         file = directory / "adapter_model.safetensors"
-        tensors, config = on_original_weights(load_file(file), config, start, scale)
+        tensors, config = on_original_weights(load_file(file), config, first, scale)
         save_file(tensors, file, metadata={"format": "pt"})
     write_json(path, {**config, "base_model_name_or_path": base_name, "revision": revision})
 

@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.adapter_init import start_from_weights
+from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing
@@ -47,8 +47,7 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
     adapted: nn.Module = model
     if spec.adapted:
         adapted = add_adapters(model, spec, on_meta=False)
-        if spec.lora_init != "default":
-            start_from_weights(adapted, spec, directory)
+        start_adapters(adapted, spec, directory)
     enable_checkpointing(model, spec)
     return adapted.train()
 

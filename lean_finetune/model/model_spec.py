@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import AttentionName, GradCkptPolicy, LoraInit, Method, Precision, QuantType
 from lean_finetune.config.schema import ALL_LINEAR, Params
 
@@ -128,7 +129,7 @@ class ModelSpec(WeightsSpec):
     @property
     def keeps_start(self) -> bool:
         """Whether the adapters' start is kept in host memory, to write adapters that fit the weights as they were."""
-        return self.lora_init == "pissa"
+        return ADAPTER_STARTS[self.lora_init].changes_frozen_weights
 
     @property
     def peft_targets(self) -> str | list[str]:

@@ -10,10 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lean_finetune.config.field_types import OffloadState, OptimizerName
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.schema import Params
 from lean_finetune.step.host_transfer import Elsewhere, HostLink
 from lean_finetune.step.master_weights import MasterWeights
-from lean_finetune.step.optimizers import OPTIMIZERS, make_state
+from lean_finetune.step.optimizers import make_optimizer, make_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +63,12 @@ def build_optimizer(model: nn.Module, spec: OptimSpec, elsewhere: Elsewhere = nu
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    kind = OPTIMIZERS[spec.name]
+    entry = OPTIMIZERS[spec.name]
 
     def build(given: list[dict[str, Any]]) -> torch.optim.Optimizer:
         with unset_fake_temporarily():  # bitsandbytes reads the values of its code books.
-            optimizer = kind.make(given, lr=spec.lr, **kind.options)
-        make_state(optimizer, kind)
+            optimizer = make_optimizer(entry, given, spec.lr)
+        make_state(optimizer, entry)
         return optimizer
 
     if not spec.master_weights and spec.offload != "optimizer":

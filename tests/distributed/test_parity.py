@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.distributed.processes import ALONE
-from lean_finetune.step.optimizers import OPTIMIZERS
 from tests.distributed.cases import Case, learn
 from tests.distributed.group import Group, group_of
 

@@ -40,7 +40,7 @@ def setting_of(
 ) -> Setting:
     return Setting(
         model=spec_of(**model),
-        optimizer=optimizer,  # type: ignore[arg-type]
+        optimizer=optimizer,
         loss_chunk=loss_chunk,
         max_grad_norm=max_grad_norm,
         master_weights=master_weights,

@@ -11,6 +11,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from benchmarks.estimate_cpu import LAYOUTS, count, without_onednn
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.memory.predict.peak import Setting, predict
 from lean_finetune.memory.predict.state_formulas import host_lines, model_shapes
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
@@ -18,7 +19,7 @@ from lean_finetune.memory.trace import static_state
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.master_weights import MasterWeights
-from lean_finetune.step.optimizers import OPTIMIZERS, device_state
+from lean_finetune.step.optimizers import device_state
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.small_model import CPU, VOCABULARY
@@ -162,7 +163,7 @@ def test_prediction_holds_for_device_and_host_together(small_llama, changes, mon
         assert optimizer.link is not None
         yield from optimizer.link.buffers
         yield from (state["master"] for state in optimizer.state.values())
-        yield from device_state(optimizer.inner, name, cuda=False)  # type: ignore[arg-type]
+        yield from device_state(optimizer.inner, name, cuda=False)
 
     monkeypatch.setattr(MemoryTrace, "elsewhere", lambda trace: nullcontext())
     monkeypatch.setattr(static_state, "device_state", all_state)

@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.predict.peak import optim_of, predict
 from lean_finetune.memory.predict.state_formulas import (
@@ -21,7 +22,7 @@ from lean_finetune.model.load_model import fake_model, load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.master_weights import MasterWeights
-from lean_finetune.step.optimizers import OPTIMIZERS, device_state
+from lean_finetune.step.optimizers import device_state
 from lean_finetune.step.run_optimizer import build_optimizer
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
 from tests.small_model import CPU, spec_of

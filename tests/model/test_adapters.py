@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS, AdapterStart
+from lean_finetune.config.load import parse_params
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.adapter_init import adapted_layers
+from lean_finetune.model.adapter_init import START_FUNCTIONS, Factors, FrozenLayer, adapted_layers
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge_adapters import MERGED, write_merged
@@ -20,6 +23,7 @@ from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
 from lean_finetune.model.safetensors_files import model_tensors
 from lean_finetune.step.process_group import Alone
 from lean_finetune.train.save_model import Merge, save_tuned
+from tests.conftest import ROOT
 from tests.small_model import CPU, VOCABULARY, base_of, spec_of
 
 IDS = torch.arange(3, 99)[None].remainder(VOCABULARY)
@@ -159,3 +163,36 @@ def test_starts_are_the_same_in_every_run(small_llama: Path, form: str):
 def test_a_rank_above_the_weights_own_is_refused(small_llama: Path):
     with pytest.raises(UserError, match=r"train\.lora\.rank: must be at most 32, .*got 33"):
         load_model(small_llama, spec_of(method="lora", lora_init="pissa", lora_rank=33), CPU)
+
+
+def milora(layer: FrozenLayer) -> Factors:
+    """The smallest singular vectors, taken out of the frozen weight (Wang et al. 2024, arXiv 2406.09044)."""
+    U_NQ, S_Q, V_QK = torch.linalg.svd(layer.weight.float(), full_matrices=False)
+    root_R = (S_Q[-layer.rank :] / layer.scale).sqrt()
+    A_RK, B_NR = root_R[:, None] * V_QK[-layer.rank :], U_NQ[:, -layer.rank :] * root_R
+    layer.weight.copy_(layer.weight.float() - layer.scale * (B_NR @ A_RK))
+    return A_RK, B_NR
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's, see adapters.py
+def test_a_start_is_added_by_an_entry_and_a_function(
+    small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The schema, the rule between init and method, loading and saving must take a new start from its entry."""
+    entry = AdapterStart(
+        methods=("lora",), reason="needs weights in 16 or 32 bits", changes_frozen_weights=True, fp32_copies=3
+    )
+    monkeypatch.setitem(ADAPTER_STARTS, "milora", entry)
+    monkeypatch.setitem(START_FUNCTIONS, "milora", milora)
+    values = YAML(typ="safe").load(ROOT / "params.yaml")
+    values["train"]["lora"]["init"] = "milora"
+    values["train"]["method"] = "qlora"
+    with pytest.raises(UserError, match=r"train\.lora\.init: milora needs .*=qlora; use lora, or default"):
+        parse_params(values)
+    values["train"]["method"] = "lora"
+    spec = ModelSpec.from_params(parse_params(values), "fp32")
+    before, start = logits(load_base(small_llama, spec, CPU)), load_model(small_llama, spec, CPU)
+    assert (logits(start) - before).abs().max().item() < 2e-5
+    model = trained(small_llama, spec)
+    save_adapter(model, tmp_path, "base")
+    assert (logits(plain_peft(small_llama, tmp_path, spec)) - logits(model)).abs().max().item() < 2e-5

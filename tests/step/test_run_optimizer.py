@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lean_finetune.config.field_types import OptimizerName
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.optimizers import OPTIMIZERS, device_state, paging_note
+from lean_finetune.step.optimizers import device_state, paging_note
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from tests.small_model import CPU, spec_of
 from tests.step.common import OPTIM, assert_equal, cut, run

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from lean_finetune.config.field_types import Method, Precision, Sharding
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.sharding_rules import CUTTING, GATHERING
 from lean_finetune.memory.predict.peak import Setting
-from lean_finetune.step.optimizers import OPTIMIZERS
 
 LIGHTER: Mapping[Method, tuple[Method, ...]] = {
     "full": ("lora", "qlora"),
@@ -95,8 +95,8 @@ def lighter_activations(setting: Setting, *, cuda: bool) -> list[tuple[Setting, 
 
 def lighter_state(setting: Setting, *, cuda: bool) -> list[tuple[Setting, tuple[str, ...]]]:
     """The setting with its optimizer on the host of a GPU, where state is large and the host can make the update."""
-    alone = setting.optimizer != "adamw_foreach" and not OPTIMIZERS[setting.optimizer].paged
-    if not cuda or setting.model.adapted or setting.offload != "none" or not alone:
+    optimizer = OPTIMIZERS[setting.optimizer]
+    if not cuda or setting.model.adapted or setting.offload != "none" or optimizer.paged or optimizer.foreach:
         return []
     return [(replace(setting, offload="optimizer"), ("train.offload=optimizer",))]
 
@@ -139,7 +139,8 @@ def updated_in_backward(setting: Setting) -> tuple[Setting, tuple[str, ...]] | N
     flags = ["train.optimizer_in_backward=true"]
     if setting.max_grad_norm is not None:
         flags.append("train.max_grad_norm=null")
-    if setting.optimizer == "adamw_foreach":
-        setting = replace(setting, optimizer="adamw")
-        flags.append("train.optimizer=adamw")
+    optimizer = OPTIMIZERS[setting.optimizer]
+    if optimizer.foreach and optimizer.use_instead is not None:
+        setting = replace(setting, optimizer=optimizer.use_instead)
+        flags.append(f"train.optimizer={optimizer.use_instead}")
     return replace(setting, optimizer_in_backward=True, max_grad_norm=None), tuple(flags)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice import config_variants
 from lean_finetune.memory.advice.workload import Costs, Workload, full_batch
@@ -135,9 +136,9 @@ def _options(run: Workload, cuda: bool, native_bf16: bool) -> dict[str, Sequence
     if setting.loss_chunk is None:
         chunked = replace(setting, loss_chunk=LOSS_CHUNK_TOKENS)
         found["loss_chunk"] = _in_turn(run, [(chunked, (f"train.loss_chunk={LOSS_CHUNK_TOKENS}",))], SAME, 4)
-    if setting.optimizer in ("adamw", "adamw_foreach"):
-        small = replace(setting, optimizer="adamw_8bit")
-        found["optimizer"] = _in_turn(run, [(small, ("train.optimizer=adamw_8bit",))], ROUNDED, 5)
+    if (lighter := OPTIMIZERS[setting.optimizer].lighter) is not None:
+        small = replace(setting, optimizer=lighter)
+        found["optimizer"] = _in_turn(run, [(small, (f"train.optimizer={lighter}",))], ROUNDED, 5)
     found["state"] = _in_turn(run, config_variants.lighter_state(setting, cuda=cuda), SAME, 8)
     found["sharing"] = _in_turn(run, config_variants.lighter_sharing(setting, cuda=cuda), SAME, 9)
     if setting.model.precision == "fp32" and (native_bf16 or setting.model.adapted):  # Full weights stay fp32 in fp16.

@@ -8,8 +8,8 @@ apply to both sides of a comparison: use `relative_slowdown`, and nothing else, 
 from dataclasses import dataclass
 
 from lean_finetune.config.field_types import Method, OptimizerName, Precision
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.memory.gpus import GIGA, Speed
-from lean_finetune.step.optimizers import OPTIMIZERS
 
 ARITHMETIC_SHARE = 0.5
 """Assumed share of peak FLOP/s that matrix products of training reach."""
@@ -106,9 +106,9 @@ def _update_seconds(work: StepWork, element_bytes: int, bandwidth: float) -> flo
     value_bytes = element_bytes if work.method == "full" else FP32_BYTES
     kind = OPTIMIZERS[work.optimizer]
     updated_bytes = FP32_BYTES if work.master_weights else value_bytes
-    moment_bytes = updated_bytes if kind.moment_bits is None else kind.moment_bits / 8
-    passes = OPTIMIZER_8BIT_PASSES if kind.moment_bits == 8 else 1
-    moved = work.trained_parameters * (3 * updated_bytes + 2 * kind.moments * moment_bytes) * passes
+    moment_bytes = updated_bytes if kind.state_bits is None else kind.state_bits / 8
+    passes = OPTIMIZER_8BIT_PASSES if kind.state_bits == 8 else 1
+    moved = work.trained_parameters * (3 * updated_bytes + 2 * kind.values_per_trained_value * moment_bytes) * passes
     if work.offloaded_optimizer or work.master_weights:  # Gradients are copied there first, and weights back.
         moved += 4 * work.trained_parameters * value_bytes
     return moved / (HOST_BYTES_PER_SECOND if work.offloaded_optimizer else bandwidth)

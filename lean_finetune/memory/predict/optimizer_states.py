@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lean_finetune.config.field_types import OptimizerName
+from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.model.quantize import BYTE_LEVELS
-from lean_finetune.step.optimizers import OPTIMIZERS, OptimizerKind, is_paged
+from lean_finetune.step.optimizers import is_paged
 
 FP32_BYTES = 4
 STATE_BLOCK_VALUES = 256
@@ -38,9 +39,9 @@ def optimizer_tensors(
     values = [math.prod(shape) for shape in trained]
     if kind.factored:
         yield from _factored(trained)
-    elif kind.moment_bits == 8:
+    elif kind.state_bits == 8:
         yield from _moments_8bit(values, kind, name, cuda)
-    elif kind.moments:
+    elif kind.state:
         yield from _moments(values, element_bytes, kind, name, cuda)
 
 
@@ -50,33 +51,32 @@ def _kept(what: str, sizes: Iterable[int], *, paged: bool = False) -> Kept:
 
 
 def _moments(
-    values: Sequence[int], element_bytes: int, kind: OptimizerKind, name: OptimizerName, cuda: bool
+    values: Sequence[int], element_bytes: int, kind: OptimizerEntry, name: OptimizerName, cuda: bool
 ) -> Iterator[Kept]:
     """Moments in fp32 or in the parameter's own type, and PyTorch's fp32 count of steps per tensor."""
-    size = element_bytes if kind.moment_bits is None else kind.moment_bits // 8
-    what = f"{_count(kind.moments)}, {size} bytes each per trained value"
+    size = element_bytes if kind.state_bits is None else kind.state_bits // 8
+    what = f"{_count(kind)}, {size} bytes each per trained value"
     for paged in (False, True):
         chosen = [n for n in values if is_paged(name, n, cuda=cuda) == paged]
-        yield _kept(what, (n * size for n in chosen for _ in range(kind.moments)), paged=paged)
-    if kind.count == "device" or (kind.count == "host" and not cuda):
+        yield _kept(what, (n * size * part for n in chosen for part in kind.state.values()), paged=paged)
+    if kind.step_count == "device" or (kind.step_count == "host" and not cuda):
         yield _kept("a step count per tensor, fp32", (FP32_BYTES for _ in values))
 
 
-def _moments_8bit(values: Sequence[int], kind: OptimizerKind, name: OptimizerName, cuda: bool) -> Iterator[Kept]:
+def _moments_8bit(values: Sequence[int], kind: OptimizerEntry, name: OptimizerName, cuda: bool) -> Iterator[Kept]:
     """Moments of one byte with block scales (Dettmers et al. 2021, arXiv 2110.02861); small tensors keep fp32."""
     large = [n for n in values if n >= SMALLEST_8BIT_VALUES]
     small = [n for n in values if n < SMALLEST_8BIT_VALUES]
-    # The two means of AdEMAMix lie in one tensor.
-    parts = (2, 1) if kind.moments == 3 else (1,) * kind.moments
-    what = f"{_count(kind.moments)}, a byte each per trained value"
+    parts = tuple(kind.state.values())
+    what = f"{_count(kind)}, a byte each per trained value"
     for paged in (False, True):
         chosen = [n for n in large if is_paged(name, n, cuda=cuda) == paged]
         yield _kept(what, (n * part for n in chosen for part in parts), paged=paged)
     scales = (-(-n // STATE_BLOCK_VALUES) * FP32_BYTES * part for n in large for part in parts)
     yield _kept(f"their scales, fp32 per {STATE_BLOCK_VALUES} values", scales)
-    tensors = f"{_count(kind.moments)}, fp32, of tensors below {SMALLEST_8BIT_VALUES} values"
+    tensors = f"{_count(kind)}, fp32, of tensors below {SMALLEST_8BIT_VALUES} values"
     yield _kept(tensors, (n * FP32_BYTES * part for n in small for part in parts))
-    books = min(CODE_BOOKS, kind.moments) * bool(large) if cuda else CODE_BOOKS
+    books = min(CODE_BOOKS, len(parts)) * bool(large) if cuda else CODE_BOOKS
     yield _kept("code books, fp32", (BYTE_LEVELS * FP32_BYTES for _ in range(books)))
 
 
@@ -89,6 +89,8 @@ def _factored(trained: Sequence[Shape]) -> Iterator[Kept]:
     yield _kept("a size per tensor", (FP32_BYTES for _ in trained))
 
 
-def _count(moments: int) -> str:
-    """How many, in words."""
-    return {1: "one moment", 2: "two moments", 3: "three moments"}[moments]
+def _count(kind: OptimizerEntry) -> str:
+    """The number of moments, in words."""
+    moments = kind.values_per_trained_value
+    number = {1: "one", 2: "two", 3: "three"}.get(moments, str(moments))
+    return f"{number} moment{'s' * (moments > 1)}"

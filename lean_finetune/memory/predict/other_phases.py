@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.core_model_loading import dot_natural_key
 
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.core.units import readable_size
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers, peak_of_loss
 from lean_finetune.memory.predict.peak import Setting
@@ -261,8 +262,9 @@ def _starting_bytes(weight: ParameterShape, spec: ModelSpec, stays_bytes: int) -
     """
     full_bytes, fp32_bytes = weight.values * spec.dtype.itemsize, weight.values * FP32_BYTES
     measuring = 3 * full_bytes + (stays_bytes + full_bytes if spec.method in PACKED_BITS else 0)
-    started = {"default": 0, "pissa": (2 if spec.dtype == torch.float32 else 3) * fp32_bytes, "loftq": 3 * fp32_bytes}
-    return max(measuring if spec.lora_dora else 0, started[spec.lora_init])
+    # A frozen weight that is fp32 already is one of the copies.
+    copies = ADAPTER_STARTS[spec.lora_init].fp32_copies - (full_bytes == fp32_bytes and spec.method not in PACKED_BITS)
+    return max(measuring if spec.lora_dora else 0, copies * fp32_bytes)
 
 
 def _passing(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.config.field_types import Method, OptimizerName, Precision
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.address_limit import AddressLimit
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
@@ -103,7 +104,9 @@ def _first_remedy(failure: Failure, running: Running) -> tuple[str, str]:
     if failure.phase == "clip":
         return ("train.method", "train fewer weights") if running.method == "full" else ("train.lora.rank", "lower it")
     if failure.phase == "optimizer":
-        return ("train.optimizer", "take one with less state") if running.optimizer != "sgd" else MORE_MEMORY
+        return (
+            ("train.optimizer", "take one with less state") if OPTIMIZERS[running.optimizer].has_state else MORE_MEMORY
+        )
     alone = failure.rows == 1 and not failure.joined
     return ("data.max_length", "a micro-batch is one row already; lower it") if alone else SMALLER
 

@@ -1,0 +1,33 @@
+"""How LoRA adapters can start (`train.lora.init`): names, methods and memory of each start.
+
+To add a start, add an entry here and its function to `model.adapter_init.START_FUNCTIONS`. The schema takes the names
+from here, the rules take the methods, and `memory.predict` takes the memory that a start needs.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterStart:
+    """What the rest of the project needs to know of a start."""
+
+    methods: tuple[str, ...]
+    """Values of train.method that it works with."""
+    reason: str = ""
+    """Why it works with no other method, for the message that refuses one."""
+    changes_frozen_weights: bool = False
+    """The first A and B are then kept in host memory, to save an adapter for the original weights."""
+    fp32_copies: int = 0
+    """Copies of an adapted weight in fp32 that exist at once, the weight itself included."""
+
+
+ADAPTER_STARTS: dict[str, AdapterStart] = {
+    "default": AdapterStart(methods=("full", "lora", "qlora", "int8_lora")),  # A is random, B is zero.
+    "pissa": AdapterStart(
+        methods=("lora",),
+        reason="changes the frozen weights, which must not be quantised after",
+        changes_frozen_weights=True,
+        fp32_copies=3,
+    ),
+    "loftq": AdapterStart(methods=("qlora",), reason="starts from what 4 bits lost", fp32_copies=3),
+}

@@ -1,0 +1,64 @@
+"""An optimizer is added by one entry in config.optimizers: every other place must take what it needs from there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+
+from lean_finetune.config.load import parse_params
+from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
+from lean_finetune.core.errors import UserError
+from lean_finetune.memory.predict.optimizer_states import optimizer_tensors
+from lean_finetune.model.load_model import load_model
+from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.optimizers import device_state
+from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from tests.conftest import ROOT
+from tests.small_model import CPU, spec_of
+from tests.step.common import cut, run
+
+MOMENTUM = OptimizerEntry(
+    factory="torch.optim.SGD", options={"momentum": 0.9, "nesterov": True}, state={"momentum_buffer": 1}
+)
+
+
+@pytest.fixture
+def optim(monkeypatch: pytest.MonkeyPatch) -> OptimSpec:
+    """The settings of a run with an optimizer that exists in this test alone, read from params.yaml."""
+    monkeypatch.setitem(OPTIMIZERS, "nesterov", MOMENTUM)
+    values = YAML(typ="safe").load(ROOT / "params.yaml")
+    values["train"] |= {"optimizer": "nesterov", "lr": 0.05, "weight_decay": 0.0}
+    return OptimSpec.from_params(parse_params(values))
+
+
+def test_it_trains_as_pytorch_trains_with_it(small_llama: Path, optim: OptimSpec):
+    results, weights = run(small_llama, cut([8]), method="full", optim=optim, max_grad_norm=None, steps=4)
+    assert results[-1].loss.item() < results[0].loss.item() - 0.05
+    model = load_model(small_llama, spec_of(method="full"), CPU)
+    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    for _ in range(4):
+        (batch,) = cut([8])
+        (summed_loss(model, batch, None) / len(batch.supervised_index_N)).backward()
+        plain.step()
+        plain.zero_grad()
+    assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_its_state_is_predicted_to_the_byte(small_llama: Path, optim: OptimSpec, master_weights: bool):
+    spec = spec_of(method="full", precision="bf16")
+    model = load_model(small_llama, spec, CPU)
+    optimizer = build_optimizer(model, OptimSpec(**{**vars(optim), "master_weights": master_weights}))
+    copies = sum(4 * p.numel() for p in model.parameters()) if master_weights else 0
+    counted = sum(tensor.nbytes for tensor in device_state(optimizer, "nesterov", cuda=False))
+    shapes, value_bytes = [tuple(p.shape) for p in model.parameters()], 4 if master_weights else 2
+    predicted = sum(sum(kind.tensor_bytes) for kind in optimizer_tensors(shapes, value_bytes, "nesterov", cuda=False))
+    assert predicted + copies == counted > 0
+
+
+def test_a_name_without_an_entry_is_refused():
+    values = YAML(typ="safe").load(ROOT / "params.yaml")
+    values["train"]["optimizer"] = "nesterov"
+    with pytest.raises(UserError, match=r"train\.optimizer: .*'adamw', .* or 'sgd'; got \"nesterov\""):
+        parse_params(values)
