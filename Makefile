@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 # Stages run `python -m stages.<name>`: the environment's python must come first.
 WITH_VENV := PATH="$(abspath $(BIN)):$$PATH"
 PYTHON_FILES := lean_finetune stages data/synth benchmarks tests
-# Each process holds about a gigabyte; a module's tests share what they prepare, so it stays in one of them.
-PARALLEL := --numprocesses 2 --dist loadscope
+# Each worker needs about 1 GB. Tests of one module share fixtures, so they run in the same worker.
+PYTEST := python -m pytest --numprocesses 2 --dist loadscope --durations=20
 
-.PHONY: run test test-all test-newest lint compare plots clean
+.PHONY: run test test-all test-newest format lint bench-quick compare plots clean
 
 run: $(VENV)/.installed
 	$(WITH_VENV) dvc repro
@@ -18,12 +18,12 @@ run: $(VENV)/.installed
 		"git config user.name you && git config user.email you@example.org"
 
 test: $(VENV)/.installed-test
-	$(WITH_VENV) python -m pytest $(PARALLEL) -m "not slow"
+	$(WITH_VENV) $(PYTEST) -m "not slow"
 
 test-all: $(VENV)/.installed-test
-	$(WITH_VENV) python -m pytest $(PARALLEL)
+	$(WITH_VENV) $(PYTEST)
 
-# The fast suite on the newest releases, newer ones than pyproject.toml allows too: before a release, or to raise its bounds.
+# The fast tests on the newest releases, also newer than pyproject.toml allows: before a release, or to raise its bounds.
 UNBOUNDED := import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	needed = project["dependencies"] + project["optional-dependencies"]["test"]; \
 	print(*(re.sub(",<[^,]*", "", requirement) for requirement in needed), sep="\n")
@@ -32,12 +32,25 @@ test-newest: $(NEWEST_VENV)/bin/python
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -r $(NEWEST_VENV)/requirements.txt
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	$(NEWEST_VENV)/bin/python -m pip freeze --exclude-editable
-	PATH="$(abspath $(NEWEST_VENV)/bin):$$PATH" python -m pytest $(PARALLEL) -m "not slow"
+	PATH="$(abspath $(NEWEST_VENV)/bin):$$PATH" $(PYTEST) -m "not slow"
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix $(PYTHON_FILES)
+	$(BIN)/ruff format $(PYTHON_FILES)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check $(PYTHON_FILES)
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/mypy $(PYTHON_FILES)
+
+# A subset of the benchmarks in their smallest form, some minutes long; fails where a bar fails. Published figures need the
+# full form: python -m benchmarks.<name>.
+QUICK_BENCHMARKS := data batching loader monitor estimate_speed
+bench-quick: $(VENV)/.installed-test
+	@failed=0; for name in $(QUICK_BENCHMARKS); do \
+		echo "== benchmarks.$$name --quick"; \
+		$(WITH_VENV) python -m benchmarks.$$name --quick || failed=1; \
+	done; exit $$failed
 
 # Experiments side by side: what changed, predicted and measured peak, speed, loss and its change from the baseline's.
 COMPARE_METRICS := peak_gib_predicted|peak_gib_measured|predicted_error_percent|tokens_per_second

@@ -1,8 +1,5 @@
-"""The contestants of benchmarks.batching: each turns row lengths into micro-batches on 8 GPUs, by its own real code."""
+"""The contestants of benchmarks.batching: each makes micro-batches for 8 GPUs from row lengths, by its own code."""
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from ruamel.yaml import YAML
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
-from benchmarks.data_cases import ROOT, Rival
-from benchmarks.watch import WHOLE, Usage, watch
-from lean_finetune.core.errors import UserError
+from benchmarks.processes import Rival, write_params
 from lean_finetune.plan.micro_batches import Cutting, cut_steps
 from lean_finetune.plan.optimizer_steps import run_steps
 from lean_finetune.plan.plan_summary import randomness, straggler_percent
@@ -26,7 +20,7 @@ RANKS = 8
 CAPACITY = 16_384
 PAD_MULTIPLE = 8
 ROWS_PER_BATCH = 8
-"""Of contestants whose micro-batches have a fixed number of rows."""
+"""Rows of a micro-batch of contestants that have a fixed number of rows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,11 +31,11 @@ class Batches:
     bounds: np.ndarray
     padded_tokens: np.ndarray
     step_bounds: np.ndarray
-    """Where each optimizer step begins, counted in micro-batches, and the end."""
+    """First micro-batch of each optimizer step, and the number of micro-batches."""
     ranks: int = RANKS
 
     def figures(self, lengths: np.ndarray) -> dict[str, float | int | None]:
-        """What the table shows of them."""
+        """Columns of the table."""
         padding = 1 - int(lengths[self.rows].sum(dtype=np.int64)) / int(self.padded_tokens.sum())
         return {
             "padding_percent": round(100 * padding, 2),
@@ -56,7 +50,7 @@ class Batches:
 def ours(
     lengths: np.ndarray, *, mode: str, constant_shape: bool, ranks: int, tokens_per_step: int, epochs: int
 ) -> Batches:
-    """Our own plan, made as stage bucket makes it."""
+    """Our plan, made by the code of stage bucket."""
     index = Index(
         lengths=lengths,
         supervised=np.ones_like(lengths),
@@ -85,14 +79,14 @@ def ours(
 
 
 def grouped(orders: Sequence[Sequence[int]], lengths: np.ndarray, batches_per_step: int) -> Batches:
-    """Whole steps of micro-batches of ROWS_PER_BATCH rows in the order given, dealt to the GPUs in turn."""
+    """Complete steps of micro-batches of ROWS_PER_BATCH rows, in the order given."""
     rows_per_step = batches_per_step * ROWS_PER_BATCH
     rows = np.concatenate([np.array(order)[: len(order) // rows_per_step * rows_per_step] for order in orders])
     return _padded(rows, np.arange(0, len(rows) + 1, ROWS_PER_BATCH), lengths, batches_per_step)
 
 
 def _padded(rows: np.ndarray, bounds: np.ndarray, lengths: np.ndarray, batches_per_step: int) -> Batches:
-    """Micro-batches whose rows are padded to the longest of them."""
+    """Micro-batches whose rows are padded to the longest row."""
     longest = np.maximum.reduceat(lengths[rows], bounds[:-1]).astype(np.int64)
     return Batches(
         rows=rows,
@@ -103,13 +97,13 @@ def _padded(rows: np.ndarray, bounds: np.ndarray, lengths: np.ndarray, batches_p
 
 
 def random_order(lengths: np.ndarray, batches_per_step: int, epochs: int) -> Batches:
-    """Rows as they come out of a shuffle."""
+    """Shuffled rows."""
     orders = [torch.randperm(len(lengths), generator=_generator(epoch)).tolist() for epoch in range(epochs)]
     return grouped(orders, lengths, batches_per_step)
 
 
 def group_by_length(lengths: np.ndarray, batches_per_step: int, epochs: int) -> Batches:
-    """Transformers' sampler of train_sampling_strategy=group_by_length, made as its Trainer makes it."""
+    """The sampler of the Trainer's train_sampling_strategy=group_by_length."""
     size = ROWS_PER_BATCH * batches_per_step // RANKS
     known = lengths.tolist()
     samplers = (LengthGroupedSampler(size, lengths=known, generator=_generator(epoch)) for epoch in range(epochs))
@@ -117,7 +111,7 @@ def group_by_length(lengths: np.ndarray, batches_per_step: int, epochs: int) -> 
 
 
 def batch_rebalance(lengths: np.ndarray, batches_per_step: int, epochs: int) -> Batches:
-    """Transformers' sampler of train_sampling_strategy=batch_rebalance with as many tokens per step as ours."""
+    """The sampler of train_sampling_strategy=batch_rebalance, with as many tokens per step as ours."""
     rows_per_step = round(batches_per_step * CAPACITY / float(lengths.mean()))
     batches: list[list[int]] = []
     for epoch in range(epochs):
@@ -141,10 +135,7 @@ def packed_by(rival: Rival, script: str, lengths: np.ndarray, batches_per_step: 
     with tempfile.TemporaryDirectory(prefix="lean-finetune-") as directory:
         source, out = Path(directory) / "lengths.npy", Path(directory) / "bins.npz"
         np.save(source, lengths)
-        command = [rival.python, Path(__file__).parent / "rivals" / script, source, str(CAPACITY), out]
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-        if done.returncode:
-            raise UserError(f"benchmarks.batching: {script} failed: {done.stderr.strip().splitlines()[-1]}")
+        rival.run(source, str(CAPACITY), out, script=script)
         with np.load(out) as bins:
             rows, bounds = bins["rows"], bins["bounds"]
     members = np.split(rows, bounds[1:-1])
@@ -162,40 +153,28 @@ def packed_by(rival: Rival, script: str, lengths: np.ndarray, batches_per_step: 
 
 
 def _generator(seed: int) -> torch.Generator:
-    """A generator of its own, so that no case depends on another."""
+    """A new generator, so that no contestant's draws depend on another's."""
     return torch.Generator().manual_seed(seed)
 
 
 def prepare_stage(directory: Path, lengths: np.ndarray, *, mode: str, ranks: int, tokens_per_step: int) -> None:
-    """A directory as stage bucket finds it: params.yaml and an index of these rows."""
+    """Write the input of stage bucket: params.yaml and an index of rows of these lengths."""
     (directory / "data/tokens").mkdir(parents=True, exist_ok=True)
-    yaml = YAML()
-    values = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-    values["data"]["max_length"] = int(lengths.max())
-    values["bucket"] |= {"mode": mode, "max_tokens": CAPACITY, "pad_multiple": PAD_MULTIPLE}
-    values["hardware"]["num_gpus"] = ranks
-    values["train"]["sharding"] = "ddp" if ranks > 1 else "none"
-    values["train"] |= {"epochs": 1, "tokens_per_step": tokens_per_step}
-    values["run"]["progress"] = False
-    with open(directory / "params.yaml", "w", encoding="utf-8") as file:
-        yaml.dump(values, file)
-    plain = [lengths, np.ones_like(lengths), np.zeros(len(lengths), np.uint16), np.zeros(len(lengths), bool)]
-    arrays = [pa.array(values, types[0]) for values, types in zip(plain, COLUMNS.values(), strict=True)]
+    changes = {
+        "data.max_length": int(lengths.max()),
+        "bucket.mode": mode,
+        "bucket.max_tokens": CAPACITY,
+        "bucket.pad_multiple": PAD_MULTIPLE,
+        "hardware.num_gpus": ranks,
+        "train.sharding": "ddp" if ranks > 1 else "none",
+        "train.epochs": 1,
+        "train.tokens_per_step": tokens_per_step,
+        "run.progress": False,
+    }
+    write_params(directory, changes)
+    columns = [lengths, np.ones_like(lengths), np.zeros(len(lengths), np.uint16), np.zeros(len(lengths), bool)]
+    arrays = [pa.array(values, types[0]) for values, types in zip(columns, COLUMNS.values(), strict=True)]
     batch = pa.record_batch(arrays, names=list(COLUMNS))
     with pa.OSFile(str(directory / "data/tokens/train-index.arrow"), "wb") as file:
         with pa.ipc.new_file(file, batch.schema) as writer:
             writer.write_batch(batch)
-
-
-def run_stage(directory: Path) -> Usage:
-    """Plan, as users do.
-
-    Raises:
-        UserError: the stage failed; its last line is told.
-    """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("DVC_")}
-    try:
-        usages, _ = watch([sys.executable, "-m", "stages.bucket"], directory, environment | {"PYTHONPATH": str(ROOT)})
-    except subprocess.CalledProcessError as error:
-        raise UserError(f"benchmarks.batching: stage bucket failed: {error.output.strip().splitlines()[-1]}") from error
-    return usages[WHOLE]

@@ -18,9 +18,9 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.chat_text import Language, chinese, code, english
+from benchmarks.processes import SCRATCH
 from lean_finetune.core.atomic_files import atomic_directory, atomic_path, sha256_json
 
-SCRATCH = Path("scratch/bench")
 SEED = 11
 CHUNK_ROWS = 1000
 """Rows generated from one random state."""

@@ -1,57 +1,170 @@
-"""Stage tokenize against the tokenizer's raw limit, datasets.map, TRL and LLaMA-Factory, on one generated chat file.
+"""Stage tokenize against the tokenizer alone, datasets.map, TRL and LLaMA-Factory, on one generated chat file.
 
-Cases run interleaved, each in fresh processes with an empty cache, after one run of each in which memory is watched and
-time is not. `work_s` leaves out interpreter start and imports, on every side: the raw limit is timed inside a running
-process, so a ratio to it must not hold our start against us, nor theirs against the rivals. `wall_s` holds everything.
+Contestants run interleaved, each in a new process with an empty cache. One more run of each measures memory, untimed.
+`work_s` leaves out the start of the interpreter and imports on every side, since the raw limit is timed inside a
+running process. `wall_s` has everything.
 
-All make the same tokens, but that ours leaves out the line end behind the last answer, one token a row, as nothing is
-learnt from it, and that LLaMA-Factory's reader leaves out tool calls. TRL and LLaMA-Factory get virtual environments of
-their own under scratch/bench. --quick: few rows and no rivals.
+All make the same tokens, with two exceptions: we leave out the line end after the last answer (one token a row), and
+LLaMA-Factory's reader leaves out tool calls. TRL and LLaMA-Factory run in virtual environments below scratch/bench.
+--quick: few rows and no rivals.
 """
 
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
+import pyarrow as pa
 
-from benchmarks.chat_file import chat_file
-from benchmarks.data_cases import Rival, Run, Stage, start_of_stage, without_start
-from benchmarks.form import Bar, Measured, Row, benchmark, interleaved, median_ratio
+from benchmarks.chat_file import ChatFile, chat_file
+from benchmarks.harness import Bar, Measured, Row, benchmark, interleaved, median_ratio
+from benchmarks.processes import (
+    DATASETS_MAP,
+    LLAMA_FACTORY,
+    SCRATCH,
+    TRL,
+    Finished,
+    Rival,
+    run,
+    run_stage,
+    write_params,
+)
 from lean_finetune.core.atomic_files import sha256_file
 
 ROWS, QUICK_ROWS = 100_000, 1_000
 QUICK_TRAINING_ROWS = 500
-"""Of the tokenizer in a quick run, which is trained in 2 s instead of 8."""
+"""Rows that train the tokenizer of a quick run: 2 s instead of 8."""
 ROUNDS, QUICK_ROUNDS = 5, 1
+WORKERS = 2
+NO_LIMIT = (1 << 16) - 1
+"""data.max_length, longer than any row: no row is truncated, so all contestants make the same tokens."""
 RAW, HF, FAST, START = "raw limit", "ours, tokenizers", "ours, tiktoken", "(our start and imports)"
-TRL, LLAMA_FACTORY = "TRL 1.16.0", "LLaMA-Factory 0.9.5"
 ENGINES = {HF: "tokenizers", FAST: "tiktoken"}
-RIVALS = (
-    Rival(name="datasets.map", script="datasets_map.py"),
-    Rival(
-        name=TRL,
-        script="trl_sft.py",
-        requirements=("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0", "tokenizers==0.23.3", "datasets==5.2.0"),
-    ),
-    # It imports torchaudio, whose last release is 2.11.0 and loads beside the torch of that version alone.
-    Rival(
-        name=LLAMA_FACTORY,
-        script="llama_factory.py",
-        requirements=("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0", "llamafactory==0.9.5"),
-    ),
-)
+RAW_LIMIT = Rival(name=RAW, script="raw_limit.py")
+RIVALS = (DATASETS_MAP, TRL, LLAMA_FACTORY)
 LIMITS = {HF: 1.12, FAST: 0.45}
 TIMES_FASTER = {HF: 2.0, FAST: 5.0}
 ANONYMOUS_LIMIT_BYTES = 250e6
 GROWTH_LIMIT = 1.05
-"""Of anonymous memory when the input doubles."""
+"""Growth of anonymous memory when the input doubles."""
 BYTES_PER_TOKEN_LIMIT = 2.1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of a contestant."""
+
+    wall_s: float
+    """From the start of its process to its end."""
+    work_s: float
+    """Without the start of the interpreter and its imports."""
+    rows: int
+    tokens: int
+    written_bytes: int
+    peak_rss_bytes: int = 0
+    """Summed over its processes; 0 in a timed run."""
+    anonymous_bytes: int = 0
+
+    @classmethod
+    def of(cls, finished: Finished, figures: Mapping[str, Any], written_bytes: int = 0) -> "Run":
+        """The process that ended, with the figures that it printed or that its files have."""
+        usage = finished.usage
+        return cls(
+            wall_s=finished.wall_s,
+            written_bytes=written_bytes,
+            peak_rss_bytes=usage.peak_rss_bytes if usage else 0,
+            anonymous_bytes=usage.peak_anonymous_bytes if usage else 0,
+            **{"work_s": finished.wall_s, **figures},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Stage tokenize as users run it, in its own directory with params.yaml and locks."""
+
+    source: ChatFile
+    engine: str
+
+    @property
+    def directory(self) -> Path:
+        """Its working directory."""
+        return SCRATCH / "runs" / f"stage-{self.engine}-{self.source.rows}"
+
+    @property
+    def tokens(self) -> Path:
+        """The directory of token files that it writes."""
+        return self.directory / "data/tokens"
+
+    def prepare(self) -> None:
+        """Write params.yaml, and run the pin stages for the file and the tokenizer.
+
+        Raises:
+            UserError: a stage failed.
+        """
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        changes = {
+            "model.name": str(self.source.model.resolve()),
+            "data.source": str(self.source.path.resolve()),
+            "data.max_length": NO_LIMIT,
+            "bucket.max_tokens": NO_LIMIT + 1,  # At least the longest row that may come.
+            "evaluate.max_tokens": NO_LIMIT + 1,
+            "run.progress": False,
+            "run.data_workers": WORKERS,
+            "run.tokenizer_engine": self.engine,
+        }
+        write_params(self.directory, changes)
+        for stage in ("pin data", "pin model"):
+            run_stage(stage, self.directory)
+
+    def run(self, watched: bool = False) -> Run:
+        """Tokenize from nothing. `work_s` equals `wall_s` until `without_start` subtracts the imports.
+
+        Raises:
+            UserError: the stage failed.
+        """
+        for name in ("data", "metrics", "scratch"):
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+        finished = run_stage("tokenize", self.directory, watched=watched)
+        counts = [_count(file) for file in sorted(self.tokens.rglob("*.arrow")) if file.parent != self.tokens]
+        figures = {"rows": sum(rows for rows, _ in counts), "tokens": sum(tokens for _, tokens in counts)}
+        return Run.of(finished, figures, _size(self.tokens))
+
+
+def run_rival(rival: Rival, source: ChatFile, watched: bool = False) -> Run:
+    """Let a rival prepare the file with an empty cache.
+
+    Raises:
+        UserError: its script failed.
+    """
+    out = SCRATCH / "runs" / Path(rival.script).stem
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    try:
+        arguments = [path.resolve() for path in (source.path, source.model, out)]
+        finished = rival.run(*arguments, str(WORKERS), watched=watched, cache=out)
+        return Run.of(finished, finished.figures, _size(out))
+    finally:
+        shutil.rmtree(out)
+
+
+def start_of_stage() -> Run:
+    """Start the interpreter and import stage tokenize, nothing else."""
+    return Run.of(run([sys.executable, "-c", "import stages.tokenize"]), {"rows": 0, "tokens": 0})
+
+
+def without_start(runs: Sequence[Run], starts: Sequence[Run]) -> list[Run]:
+    """The stage's runs, with the start that was measured in the same round subtracted from `work_s`."""
+    return [replace(each, work_s=each.wall_s - start.wall_s) for each, start in zip(runs, starts, strict=True)]
+
+
 def measure(quick: bool) -> Measured:
-    """Run every contestant on the file, ours also on one of twice the rows.
+    """Run every contestant on the file, and ours on one of twice the rows too.
 
     Raises:
         UserError: a contestant failed.
@@ -63,11 +176,11 @@ def measure(quick: bool) -> Measured:
     ours_double = {name: Stage(source=double, engine=engine) for name, engine in ENGINES.items()}
     for stage in (*ours.values(), *ours_double.values()):
         stage.prepare()
-    rivals, skipped = _rivals(quick)
+    rivals, skipped = ready_rivals(() if quick else RIVALS)
     cases = {
-        RAW: partial(Rival(name=RAW, script="raw_limit.py").run, source),
+        RAW: partial(run_rival, RAW_LIMIT, source),
         **{name: stage.run for name, stage in ours.items()},
-        **{rival.name: partial(rival.run, source) for rival in rivals},
+        **{rival.name: partial(run_rival, rival, source) for rival in rivals},
     }
     watched = {name: case(watched=True) for name, case in cases.items()}
     watched_double = {name: stage.run(watched=True) for name, stage in ours_double.items()}
@@ -75,83 +188,69 @@ def measure(quick: bool) -> Measured:
     for name in ours:
         runs[name] = without_start(runs[name], runs[START])
     table = [_row(name, runs[name], watched[name], runs[RAW]) for name in cases]
-    table += [_double_row(name, run) for name, run in watched_double.items()]
-    table.append({"what": START, "wall_s": round(median(run.wall_s for run in runs[START]), 3)})
+    for name, each in watched_double.items():  # Memory alone: nothing was timed there.
+        table.append({"what": f"{name}, input doubled", "rows": each.rows, "tokens": each.tokens, **_memory(each)})
+    table.append({"what": START, "wall_s": round(median(each.wall_s for each in runs[START]), 3)})
     table += [{"what": name, "skipped": reason} for name, reason in skipped.items()]
-    bars = [_same_bytes(ours), *_size_bars(watched)]
+    bars = [same_bytes(ours), _size_bar(watched[HF])]
     if not quick:
         bars += [*_speed_bars(runs), *_memory_bars(watched, watched_double)]
     return Measured(rows=table, bars=bars)
 
 
-def _rivals(quick: bool) -> tuple[list[Rival], dict[str, str]]:
-    """(rivals that can run, reason by name of those that cannot)."""
-    if quick:
-        return [], {}
-    ready, skipped = [], {}
-    for rival in RIVALS:
-        if reason := rival.prepare():
-            click.echo(f"note: {rival.name} is skipped: {reason}", err=True)
-            skipped[rival.name] = reason
-        else:
-            ready.append(rival)
-    return ready, skipped
+def ready_rivals(rivals: Sequence[Rival]) -> tuple[list[Rival], dict[str, str]]:
+    """(rivals that can run, reason by name for those that cannot be installed)."""
+    skipped = {rival.name: reason for rival in rivals if (reason := rival.prepare())}
+    for name, reason in skipped.items():
+        click.echo(f"note: {name} is skipped: {reason}", err=True)
+    return [rival for rival in rivals if rival.name not in skipped], skipped
 
 
 def _row(name: str, runs: Sequence[Run], watched: Run, raw: Sequence[Run]) -> Row:
-    """A contestant's line: medians over the rounds, memory from the watched run."""
-    work_s, first = median(run.work_s for run in runs), runs[0]
+    """A contestant's row: medians over the rounds, memory from the watched run."""
+    work_s, first = median(each.work_s for each in runs), runs[0]
     row: dict[str, Any] = {
         "what": name,
         "rows": first.rows,
         "work_s": round(work_s, 3),
-        "wall_s": round(median(run.wall_s for run in runs), 3),
+        "wall_s": round(median(each.wall_s for each in runs), 3),
         "of raw limit": round(_ratio(runs, raw), 3),
         "rows/s": round(first.rows / work_s),
         "tokens/s": round(first.tokens / work_s),
         "tokens": first.tokens,
         "rounds": len(runs),
     }
-    # The raw limit holds all text in memory and writes nothing, so its memory says nothing.
+    # The raw limit has all text in memory and writes nothing, so its memory has no meaning.
     if name != RAW:
-        row |= _memory(watched) | {
-            "written_bytes": first.written_bytes,
-            "bytes/token": round(first.written_bytes / first.tokens, 3),
-        }
+        bytes_per_token = round(first.written_bytes / first.tokens, 3)
+        row |= {**_memory(watched), "written_bytes": first.written_bytes, "bytes/token": bytes_per_token}
     return row
 
 
-def _double_row(name: str, run: Run) -> Row:
-    """Ours on twice the rows: memory alone, since nothing was timed there."""
-    return {"what": f"{name}, input doubled", "rows": run.rows, "tokens": run.tokens, **_memory(run)}
-
-
-def _memory(run: Run) -> dict[str, int]:
-    """Peaks of a watched run over all its processes."""
-    return {"anonymous_bytes": run.anonymous_bytes, "peak_rss_bytes": run.peak_rss_bytes}
+def _memory(watched: Run) -> dict[str, int]:
+    """Peaks of a watched run, summed over its processes."""
+    return {"anonymous_bytes": watched.anonymous_bytes, "peak_rss_bytes": watched.peak_rss_bytes}
 
 
 def _ratio(runs: Sequence[Run], base: Sequence[Run]) -> float:
-    """Median over rounds of the seconds of work."""
-    return median_ratio([run.work_s for run in runs], [run.work_s for run in base])
+    """Median over rounds of the ratio of `work_s`."""
+    return median_ratio([each.work_s for each in runs], [each.work_s for each in base])
 
 
-def _same_bytes(ours: Mapping[str, Stage]) -> Bar:
-    """Files of the whole corpus that differ between the engines."""
-    digests = []
-    for stage in ours.values():
-        root = stage.tokens
-        digests.append({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*") if path.is_file()})
-    one, other = digests
+def same_bytes(ours: Mapping[str, Stage]) -> Bar:
+    """Bar: no file differs between the two engines."""
+    one, other = (
+        {str(path.relative_to(stage.tokens)): sha256_file(path) for path in stage.tokens.rglob("*") if path.is_file()}
+        for stage in ours.values()
+    )
     differing = sum(one.get(name) != other.get(name) for name in one.keys() | other.keys())
     return Bar(name=f"files of {len(one)} that differ between the engines", value=differing, rule="<=", limit=0)
 
 
-def _size_bars(watched: Mapping[str, Run]) -> list[Bar]:
-    """What a token takes on disk, everything in data/tokens counted."""
-    run = watched[HF]
-    value = round(run.written_bytes / run.tokens, 3)
-    return [Bar(name="bytes per token, data/tokens", value=value, rule="<=", limit=BYTES_PER_TOKEN_LIMIT)]
+def _size_bar(watched: Run) -> Bar:
+    """Bar: bytes on disk per token, with everything in data/tokens."""
+    value = round(watched.written_bytes / watched.tokens, 3)
+    return Bar(name="bytes per token, data/tokens", value=value, rule="<=", limit=BYTES_PER_TOKEN_LIMIT)
 
 
 def _speed_bars(runs: Mapping[str, Sequence[Run]]) -> list[Bar]:
@@ -162,7 +261,7 @@ def _speed_bars(runs: Mapping[str, Sequence[Run]]) -> list[Bar]:
     ]
     bars += [
         Bar(name=f"{rival} / {name}", value=round(_ratio(runs[rival], runs[name]), 2), rule=">=", limit=limit)
-        for rival in (TRL, LLAMA_FACTORY)
+        for rival in (TRL.name, LLAMA_FACTORY.name)
         if rival in runs
         for name, limit in TIMES_FASTER.items()
     ]
@@ -174,18 +273,24 @@ def _memory_bars(watched: Mapping[str, Run], watched_double: Mapping[str, Run]) 
     bars = []
     for name in ENGINES:
         single, double = watched[name].anonymous_bytes, watched_double[name].anonymous_bytes
-        bars.append(
-            Bar(
-                name=f"{name}: anonymous memory, MB",
-                value=round(single / 1e6, 1),
-                rule="<=",
-                limit=ANONYMOUS_LIMIT_BYTES / 1e6,
-            )
-        )
-        bars.append(
-            Bar(name=f"{name}: the same, input doubled", value=round(double / single, 3), rule="<=", limit=GROWTH_LIMIT)
-        )
+        for what, value, limit in (
+            ("anonymous memory, MB", round(single / 1e6, 1), ANONYMOUS_LIMIT_BYTES / 1e6),
+            ("the same, input doubled", round(double / single, 3), GROWTH_LIMIT),
+        ):
+            bars.append(Bar(name=f"{name}: {what}", value=value, rule="<=", limit=limit))
     return bars
+
+
+def _count(shard: Path) -> tuple[int, int]:
+    """(rows, tokens) of a shard."""
+    with pa.memory_map(str(shard)) as source, pa.ipc.open_file(source) as reader:
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    return sum(map(len, batches)), sum(len(batch.column("input_ids").flatten()) for batch in batches)
+
+
+def _size(directory: Path) -> int:
+    """Bytes of all files below a directory."""
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 main = benchmark("data", measure)

@@ -1,9 +1,8 @@
-"""Training steps shared by two processes, in every mode, beside plain DDP and Hugging Face's Trainer.
+"""Training steps shared by two processes, in every sharding mode, beside plain DDP and Hugging Face's Trainer.
 
-Two CPU processes of one thread each, linked by gloo, take full fp32 steps of a small random Llama (4 rows of 128 tokens
-each); ways are interleaved, and what a round compares shares its noise. Bytes are those that the loopback device
-counted. While the model is loaded, what both processes read from files is held against the size of its file. How steps
-divide on many GPUs is a model (benchmarks/scaling.py), whose assumptions its rows rest on.
+Two CPU processes of one thread each, linked by gloo, run full fp32 steps of a small random Llama (4 rows of 128 tokens
+each). The ways take turns, so that they share the machine's noise. Sent bytes are counted by the loopback device. The
+bytes that both processes read while the model loads are compared with the size of its file.
 """
 
 import json
@@ -22,8 +21,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.form import Bar, Measured, Row, benchmark, interleaved, median_ratio
-from benchmarks.scaling import scaling
+from benchmarks.harness import Bar, Measured, Row, benchmark, interleaved, median_ratio
 
 PROCESSES = 2
 MODES = ("ddp", "zero1", "zero2", "zero3")
@@ -32,13 +30,13 @@ NAMES = {PLAIN: "plain DDP", HF: "HF Trainer (DDP)"}
 ROUNDS, QUICK_ROUNDS = 9, 1
 STEPS = 6
 WARM_STEPS = 1
-"""Of each call, that do not count: the Trainer makes its DDP anew in each."""
+"""First steps of each call, which do not count: the Trainer builds its DDP in each call."""
 STEP_LIMIT, READ_LIMIT = 1.0, 1.1
 HIDDEN, QUICK_HIDDEN = 256, 64
 
 
 def save_model(directory: Path, hidden: int) -> int:
-    """A random Llama of four layers; bytes of its weights' file."""
+    """Save a random Llama of four layers; return the bytes of its weights' file."""
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=hidden * 3,
@@ -57,35 +55,35 @@ def save_model(directory: Path, hidden: int) -> int:
 
 
 class Pair:
-    """Two processes that share steps."""
+    """The two processes that share steps."""
 
     def __init__(self, processes: list[subprocess.Popen[str]]):
-        """Speak with them."""
+        """Use these processes."""
         self._processes = processes
 
-    def ask(self, **asked: Any) -> dict[str, Any]:
-        """What the first process answers.
+    def call(self, **request: Any) -> dict[str, Any]:
+        """Send a request to both processes and return the answer of the first.
 
         Raises:
             RuntimeError: a process ended.
         """
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write(json.dumps(asked) + "\n")
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         answers = []
         for process in self._processes:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError(f"a process ended while it was asked for {asked}")
+                raise RuntimeError(f"a process ended during {request}")
             answers.append(json.loads(line))
         return answers[0]
 
 
 @contextmanager
 def started(model: Path, out: Path) -> Iterator[Pair]:
-    """Two processes; they end with the block."""
+    """Start two processes, which end with the block."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -110,13 +108,13 @@ def started(model: Path, out: Path) -> Iterator[Pair]:
 
 
 def measure(quick: bool) -> Measured:
-    """Load, then steps in turns."""
+    """Load in every mode, then run steps in turns."""
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
         file_bytes = save_model(model, QUICK_HIDDEN if quick else HIDDEN)
         with started(model, Path(directory) / "out") as pair:
-            loads = {mode: pair.ask(way=mode, steps=0, load=True) for mode in MODES}
-            cases = {way: partial(pair.ask, way=way, steps=WARM_STEPS + STEPS) for way in (*MODES, PLAIN, HF)}
+            loads = {mode: pair.call(way=mode, steps=0, load=True) for mode in MODES}
+            cases = {way: partial(pair.call, way=way, steps=WARM_STEPS + STEPS) for way in (*MODES, PLAIN, HF)}
             answers = interleaved(cases, QUICK_ROUNDS if quick else ROUNDS)
     seconds = {way: [median(one["seconds"][WARM_STEPS:]) for one in found] for way, found in answers.items()}
     rows: list[Row] = [
@@ -151,7 +149,7 @@ def measure(quick: bool) -> Measured:
             limit=READ_LIMIT,
         ),
     ]
-    return Measured(rows=[*rows, *scaling()], bars=bars)
+    return Measured(rows=rows, bars=bars)
 
 
 if __name__ == "__main__":

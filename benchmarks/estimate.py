@@ -1,7 +1,7 @@
-"""The estimate against figures that others measured, and against an independent count of real runs on the CPU.
+"""Predicted memory against figures that others measured, and against real runs on the CPU.
 
-Every figure of benchmarks/facts has its row, misses too, with what had to be assumed. The configurations on the CPU
-compare the trace with torch.profiler's memory events of the same step on real tensors.
+Every figure of benchmarks/facts has a row, misses too, with its assumptions. The CPU rows compare the trace with
+torch.profiler's memory events of the same step on real tensors.
 """
 
 from collections.abc import Iterator
@@ -19,19 +19,19 @@ from benchmarks.estimate_facts import (
     published_facts,
     t4_facts,
 )
-from benchmarks.form import Bar, Measured, Row, benchmark
+from benchmarks.harness import Bar, Measured, Row, benchmark
 
 FITTED_LENGTHS = {"reserved_avg": 301, "reserved_99th": 595, "reserved_max": 660}
-"""Results of `fit_length`, taken by --quick."""
+"""Results of `fit_length`, which --quick uses."""
 PEFT_MEAN_PERCENT, PEFT_WORST_PERCENT, DORA_WORST_PERCENT = 1.5, 3.0, 6.0
 CPU_WORST_PERCENT = 0.1
-TIED_TO_THE_FIGURE = "its length was fitted to this figure: not counted"
+FITTED = "not counted: the batch length was fitted to this figure"
 
 
 def measure(quick: bool) -> Measured:
-    """Rows of every source, one line for each source, and the bars."""
-    figures = list(_peft_rows(quick)) + [row for fact, size in _others(quick) for row in [_row(fact, size)]]
-    summary = list(_summary(figures))
+    """Compare every figure, summarise each source, and check the bars."""
+    figures = [*_peft_rows(quick), *(row_of(fact, size) for fact, size in _others(quick))]
+    summary = list(summary_of(figures))
     cpu = estimate_cpu.rows(quick)
     differences = [float(row["worst_phase_percent"]) for row in cpu]
     peft, dora = (
@@ -56,17 +56,17 @@ def measure(quick: bool) -> Measured:
 
 
 def _peft_rows(quick: bool) -> Iterator[Row]:
-    """Three statistics of each run, each with one length for all runs."""
+    """Three statistics of each run, each with one batch length for all runs."""
     for statistic in PEFT_STATISTICS:
         length = FITTED_LENGTHS[statistic] if quick else fit_length(statistic)
         for name, row in peft_runs().items():
             fact = peft_fact(row, statistic, length)
-            note = TIED_TO_THE_FIGURE if name == PEFT_REFERENCE else ""
-            yield _row(fact, fact.predicted_bytes(), note)
+            note = FITTED if name == PEFT_REFERENCE else ""
+            yield row_of(fact, fact.predicted_bytes(), note)
 
 
 def _others(quick: bool) -> Iterator[tuple[Fact, int]]:
-    """The figures of the other sources; one of each when it has to be quick."""
+    """The figures of the other sources; with `quick` one of each."""
     seen: set[str] = set()
     for fact in [*t4_facts(), *published_facts()]:
         if quick and fact.source in seen:
@@ -76,8 +76,8 @@ def _others(quick: bool) -> Iterator[tuple[Fact, int]]:
     yield from openrlhf_facts()
 
 
-def _row(fact: Fact, predicted_bytes: int, note: str = "") -> Row:
-    """A figure beside its prediction."""
+def row_of(fact: Fact, predicted_bytes: int, note: str = "") -> Row:
+    """A figure and its prediction."""
     error = None if fact.figure_bytes is None else 100 * (predicted_bytes / fact.figure_bytes - 1)
     return {
         "source": fact.source,
@@ -90,10 +90,10 @@ def _row(fact: Fact, predicted_bytes: int, note: str = "") -> Row:
     }
 
 
-def _summary(figures: list[Row]) -> Iterator[Row]:
-    """Mean and worst error of each source, over the figures that nothing was fitted to."""
+def summary_of(figures: list[Row]) -> Iterator[Row]:
+    """Mean and worst error of each source, without fitted figures."""
     for source in dict.fromkeys(row["source"] for row in figures):
-        counted = [row for row in figures if row["source"] == source and row["note"] != TIED_TO_THE_FIGURE]
+        counted = [row for row in figures if row["source"] == source and row["note"] != FITTED]
         errors = [abs(row["error_percent"]) for row in counted if row["error_percent"] is not None]
         yield {
             "source": source,
@@ -104,7 +104,7 @@ def _summary(figures: list[Row]) -> Iterator[Row]:
 
 
 def _summary_rows(summary: list[Row]) -> Iterator[Row]:
-    """Two lines of the table for each source."""
+    """Two rows of the table for each source."""
     for source in summary:
         for kind in ("mean", "worst"):
             run = f"{kind} of {source['figures']} errors"
@@ -112,9 +112,9 @@ def _summary_rows(summary: list[Row]) -> Iterator[Row]:
 
 
 def _cpu_row(row: Row) -> Row:
-    """A configuration on the CPU in the table's columns."""
+    """A CPU configuration in the table's columns."""
     switches = ("family", "method", "precision", "optimizer", "layout")
-    unseen = "oneDNN off: its scratch inside bf16 products is seen by no shape"
+    note = "without oneDNN, whose scratch memory in bf16 products no trace can see"
     words = [str(row[key]) for key in switches] + [f"ckpt={row['grad_ckpt']}", f"loss_chunk={row['loss_chunk']}"]
     return {
         "source": "CPU, torch.profiler",
@@ -122,7 +122,7 @@ def _cpu_row(row: Row) -> Row:
         "measured_bytes": row["counted_B"],
         "predicted_bytes": row["predicted_B"],
         "error_percent": 100 * row["difference_B"] / row["counted_B"],
-        "note": unseen if row["precision"] == "bf16" else "",
+        "note": note if row["precision"] == "bf16" else "",
         "assumed": "",
     }
 

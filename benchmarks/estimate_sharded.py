@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.form import Bar, Measured, Row, benchmark
 from benchmarks.gpu.cases import MODELS
+from benchmarks.harness import Bar, Measured, Row, benchmark
 from lean_finetune.config.field_types import Method, OffloadState, Precision, Sharding
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.config_variants import parts_away

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.form import Bar, Measured, Row, benchmark
+from benchmarks.harness import Bar, Measured, Row, benchmark
 
 CODE = """
 import json, resource, sys, time

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from benchmarks.form import Bar, Measured, Row, benchmark, interleaved_seconds, median_ratio
+from benchmarks.harness import Bar, Measured, Row, benchmark, interleaved_seconds, median_ratio
 from lean_finetune.data.shards.merge_shards import INDEX_OPTIONS
 from lean_finetune.plan.batch_plan import MicroBatch, Plan, read_plan, write_plan
 from lean_finetune.plan.micro_batches import Cutting, cut_steps

@@ -1,16 +1,15 @@
 """Stage train against Hugging Face's Trainer, TRL's SFTTrainer, and the bare forward and backward passes.
 
 A small Llama of random weights (5 M parameters, 1,280 tokens) is fully fine-tuned in fp32 on the same made-up rows
-of prompt and completion, of which the completion alone is trained, with about the same tokens in each optimizer step.
-Each rival is compared with ours in the same setting: no activation checkpointing on both sides, checkpointing on both
-sides, or rows packed on both sides (TRL: strategy bfd, hence padding-free). TRL's own loss works in chunks already.
-Liger's kernels are tried and their row says why where they do not run.
+of prompt and completion. Only the completion is trained, with about the same tokens in each optimizer step. Each rival
+is compared with ours in the same setting: no activation checkpointing on both sides, checkpointing on both sides, or
+rows packed on both sides (TRL: strategy bfd, hence padding-free). TRL's own loss works in chunks already. Where Liger's
+kernels do not run, their row says why.
 
-Contestants take turns, each in a fresh process every time; the first steps of each are left out. The limit is that of
-our own batches, run by turns with our steps in one process (benchmarks/rivals/our_steps.py). Peak memory is that of
-PyTorch's allocator, counted in a run of its own: from loading to the end of the first step and in the steps with the
-largest micro-batches, of ours by stage train itself. TRL gets the virtual environment of benchmarks.data, Liger one of
-its own; versions stand in each row. --quick: few steps, no TRL.
+Contestants take turns, each in a new process every time; the first steps of each do not count. The limit is the bare
+passes over our own batches, interleaved with our steps in one process (benchmarks/rivals/our_steps.py). Peak memory is
+that of PyTorch's allocator in a separate run: from loading to the end of the first step, and in the steps with the
+largest micro-batches (ours: by stage train itself). Each row has its versions. --quick: few steps, no TRL.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +20,16 @@ from typing import Any
 
 import click
 
-from benchmarks.form import Bar, Measured, Row, benchmark, interleaved, median_ratio
-from benchmarks.train_cases import Field, Peak, Steps, TrainerCase, trl, with_liger
+from benchmarks.harness import Bar, Measured, Row, benchmark, interleaved, median_ratio
+from benchmarks.processes import TRL, TRL_WITH_LIGER
+from benchmarks.train_cases import HF_TRAINER, Peak, Setup, Steps, TrainerCase
 from lean_finetune.core.errors import UserError
 
 ROWS, QUICK_ROWS = 104, 100
 ROUNDS, QUICK_ROUNDS = 5, 1
 TOKENS_PER_STEP, MAX_TOKENS = 2048, 1024
 WARM_UP_STEPS = 2
-"""Left out of each process: pages are first touched, kernels first chosen."""
+"""Steps at the start of each process that do not count: pages are touched and kernels chosen for the first time."""
 TRL_BATCH_ROWS = 8
 """TRL's default."""
 LIMIT = "forward + backward alone"
@@ -39,18 +39,18 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     OURS_RECOMPUTED: {"train.grad_ckpt": True},
     OURS_PACKED: {"bucket.mode": "packed"},
 }
-HF, LIGER = "transformers Trainer", "TRL, Liger"
+HF, LIGER = HF_TRAINER.name, TRL_WITH_LIGER.name
 TRL_PLAIN, TRL_LENGTH, TRL_PACKED = "TRL, no checkpointing", "TRL, group_by_length", "TRL, packing"
 TRL_DEFAULT = "TRL, its defaults (checkpointing)"
 OVERHEAD_LIMIT = 1.03
 FASTER_LIMITS = {TRL_PLAIN: 1.3, TRL_LENGTH: 1.3, TRL_DEFAULT: 1.3, TRL_PACKED: 1.05}
-"""How many times as fast ours has to be, in the same setting."""
+"""How many times as fast ours must be, in the same setting."""
 PEAK_LIMITS = {TRL_PLAIN: 0.7, TRL_DEFAULT: 0.7}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A rival, and which of ours has its setting."""
+    """A rival, and the name of ours in the same setting."""
 
     case: TrainerCase
     like: str
@@ -62,18 +62,18 @@ def measure(quick: bool) -> Measured:
     Raises:
         UserError: a contestant failed.
     """
-    grounds = {name: _prepared(name, quick) for name in ([OURS] if quick else SETTINGS)}
-    ground = grounds[OURS]
-    rivals, skipped = _rivals(quick, ground)
-    cases: dict[str, Callable[[], Steps]] = {name: own.ours for name, own in grounds.items()}
-    cases |= {name: partial(rival.case.run, ground, ground.steps) for name, rival in rivals.items()}
+    setups = {name: _prepared(name, quick) for name in ([OURS] if quick else SETTINGS)}
+    setup = setups[OURS]
+    rivals, skipped = _rivals(quick, setup)
+    cases: dict[str, Callable[[], Steps]] = {name: own.ours for name, own in setups.items()}
+    cases |= {name: partial(rival.case.run, setup, setup.steps) for name, rival in rivals.items()}
     runs = interleaved(
         {name: partial(_run, name, case) for name, case in cases.items()},
         QUICK_ROUNDS if quick else ROUNDS,
         warm_up=False,
     )
-    counts: dict[str, Callable[[], Peak]] = {name: own.our_peak for name, own in grounds.items()}
-    counts |= {name: partial(rival.case.peak, ground, runs[name][0]) for name, rival in rivals.items()}
+    counts: dict[str, Callable[[], Peak]] = {name: own.our_peak for name, own in setups.items()}
+    counts |= {name: partial(rival.case.peak, setup, runs[name][0]) for name, rival in rivals.items()}
     peaks = {name: _peak(name, count) for name, count in counts.items()}
     speeds = {name: [_supervised_per_second(run) for run in runs[name]] for name in cases}
     likes = {name: rivals[name].like if name in rivals else name for name in cases}
@@ -85,9 +85,9 @@ def measure(quick: bool) -> Measured:
     return Measured(rows=table, bars=[*bars, *_trl_bars(speeds, peaks, likes)])
 
 
-def _prepared(name: str, quick: bool) -> Field:
+def _prepared(name: str, quick: bool) -> Setup:
     """Ours in one setting, planned and ready to run."""
-    own = Field(
+    own = Setup(
         rows=QUICK_ROWS if quick else ROWS,
         tokens_per_step=TOKENS_PER_STEP,
         max_tokens=MAX_TOKENS,
@@ -99,7 +99,7 @@ def _prepared(name: str, quick: bool) -> Field:
 
 
 def _run(name: str, case: Callable[[], Steps]) -> Steps:
-    """One run, told at once: a benchmark that is broken off has shown what it had."""
+    """One run, printed at once, so that an interrupted benchmark has shown its results so far."""
     run = case()
     of_limit = "" if run.limit_seconds is None else f", {_overhead(run):.3f} x {LIMIT}"
     click.echo(f"{name}: {_supervised_per_second(run):,.1f} supervised tokens/s{of_limit}", err=True)
@@ -107,20 +107,20 @@ def _run(name: str, case: Callable[[], Steps]) -> Steps:
 
 
 def _peak(name: str, count: Callable[[], Peak]) -> Peak:
-    """One count of memory, told at once."""
+    """One measurement of memory, printed at once."""
     peak = count()
-    click.echo(f"{name}: peak {peak.peak_bytes / 2**20:,.1f} MiB, counted in steps {peak.steps}", err=True)
+    click.echo(f"{name}: peak {peak.peak_bytes / 2**20:,.1f} MiB, measured in steps {peak.steps}", err=True)
     return peak
 
 
-def _rivals(quick: bool, ground: Field) -> tuple[dict[str, Contestant], dict[str, str]]:
+def _rivals(quick: bool, setup: Setup) -> tuple[dict[str, Contestant], dict[str, str]]:
     """(rivals by name, reason by name of those that cannot run)."""
-    accumulated = max(1, round(ground.rows_per_step / TRL_BATCH_ROWS))
+    accumulated = max(1, round(setup.rows_per_step / TRL_BATCH_ROWS))
     batch = {"per_device_train_batch_size": TRL_BATCH_ROWS, "gradient_accumulation_steps": accumulated}
     rivals = {HF: Contestant(case=TrainerCase(trainer="hf", arguments=batch), like=OURS)}
     if quick:
         return rivals, {}
-    if reason := trl().prepare():
+    if reason := TRL.prepare():
         click.echo(f"note: TRL is skipped: {reason}", err=True)
         return rivals, {TRL_DEFAULT: reason}
     plain = {**batch, "gradient_checkpointing": False}
@@ -138,40 +138,39 @@ def _rivals(quick: bool, ground: Field) -> tuple[dict[str, Contestant], dict[str
         (TRL_LENGTH, {**plain, "train_sampling_strategy": "group_by_length"}, OURS),
         (TRL_PACKED, packed, OURS_PACKED),
     ):
-        rivals[name] = Contestant(case=TrainerCase(trainer="trl", arguments=arguments, rival=trl()), like=like)
-    liger = TrainerCase(trainer="trl", arguments={**plain, "use_liger_kernel": True}, rival=with_liger())
-    if reason := _why_not(liger, ground):
+        rivals[name] = Contestant(case=TrainerCase(trainer="trl", arguments=arguments, rival=TRL), like=like)
+    liger = TrainerCase(trainer="trl", arguments={**plain, "use_liger_kernel": True}, rival=TRL_WITH_LIGER)
+    if reason := _why_not(liger, setup):
         click.echo(f"note: {LIGER} is skipped: {reason}", err=True)
         return rivals, {LIGER: reason}
     rivals[LIGER] = Contestant(case=liger, like=OURS)
     return rivals, {}
 
 
-def _why_not(case: TrainerCase, ground: Field) -> str | None:
-    """Why a rival cannot be installed or cannot train a step here; None where it can."""
-    assert case.rival is not None
+def _why_not(case: TrainerCase, setup: Setup) -> str | None:
+    """Why a rival cannot be installed or cannot train a step here; None if it can."""
     if reason := case.rival.prepare():
         return reason
     try:
-        case.run(ground, 1)
+        case.run(setup, 1)
     except UserError as error:
         return str(error)
     return None
 
 
 def _supervised_per_second(run: Steps) -> float:
-    """Trained tokens a second."""
+    """Trained tokens per second."""
     return sum(run.supervised[WARM_UP_STEPS:]) / sum(run.seconds[WARM_UP_STEPS:])
 
 
 def _overhead(run: Steps) -> float:
-    """A run as a multiple of its limit, over the same steps."""
+    """Time of a run as a multiple of its limit, over the same steps."""
     assert run.limit_seconds is not None
     return sum(run.seconds[WARM_UP_STEPS:]) / sum(run.limit_seconds[WARM_UP_STEPS:])
 
 
 def _row(name: str, runs: Sequence[Steps], peak: Peak, speeds: Mapping[str, list[float]], like: str) -> Row:
-    """A contestant's line; `like` names ours in the same setting."""
+    """A contestant's row; `like` names ours in the same setting."""
     counted = [n for n in range(len(runs[0].padded)) if runs[0].padded[n]]
     padded, real = sum(runs[0].padded[n] for n in counted), sum(runs[0].real[n] for n in counted)
     return {
@@ -191,7 +190,7 @@ def _row(name: str, runs: Sequence[Steps], peak: Peak, speeds: Mapping[str, list
 
 
 def _trl_bars(speeds: Mapping[str, list[float]], peaks: Mapping[str, Peak], likes: Mapping[str, str]) -> Iterator[Bar]:
-    """Speed and memory against TRL, each in the same setting; none where it did not run."""
+    """Bars of speed and memory against TRL in the same setting, for the cases that ran."""
     for name in (name for name in FASTER_LIMITS if name in speeds):
         like = likes[name]
         faster = round(median_ratio(speeds[like], speeds[name]), 3)

@@ -1,25 +1,21 @@
-"""The contestants of benchmarks.train: the same model, rows and tokens per optimizer step, each in a fresh process."""
+"""The contestants of benchmarks.train: the same model, rows and tokens per optimizer step, each in a new process."""
 
 import csv
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from ruamel.yaml import YAML
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.chat_file import SCRATCH, SEED
+from benchmarks.chat_file import SEED
 from benchmarks.chat_text import english
-from benchmarks.data import RIVALS
-from benchmarks.data_cases import ROOT, Rival
+from benchmarks.processes import ROOT, SCRATCH, Rival, run_stage, write_params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.token_rows import TokenRows, read_lengths
@@ -29,17 +25,18 @@ TOKENIZER = ROOT / "lean_finetune/tiny"
 LR = 1e-4
 MAX_LENGTH = 512
 MEDIAN_WORDS, SIGMA = 24, 0.8
-"""Of an answer: with them prompts and answers are as long as those of the alpaca data sets."""
+"""Length of an answer: with these, prompts and answers are as long as in the alpaca data sets."""
 COUNTED_STEPS = 2
-"""Of a rival's, besides the first: those with the largest micro-batches."""
-LIGER = "liger-kernel==0.8.5"
+"""Steps besides the first in which a rival's memory is measured: those with the largest micro-batches."""
+OUR_STEPS = Rival(name="ours", script="our_steps.py")
+HF_TRAINER = Rival(name="transformers Trainer", script="trainer_steps.py")
 SOURCE = "rows.jsonl"
 TOKENIZED = "tokenized.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What a contestant did, one entry for each optimizer step."""
+    """What a contestant did, one entry per optimizer step."""
 
     seconds: Sequence[float]
     supervised: Sequence[int]
@@ -47,57 +44,77 @@ class Steps:
     real: Sequence[int]
     """Tokens without padding."""
     padded: Sequence[int]
-    """Tokens that went through the model."""
+    """Tokens that went through the model, padding included."""
     largest: Sequence[int]
-    """Of them, those of the largest micro-batch."""
+    """Padded tokens of the largest micro-batch."""
     limit_seconds: Sequence[float] | None = None
-    """Of the bare forward and backward passes of the same batches; None where they were not run."""
+    """Bare forward and backward passes over the same batches; None where they were not run."""
     peak_bytes: int | None = None
-    """Of PyTorch's allocator, loading included; None where time was measured."""
+    """Peak of PyTorch's allocator, loading included; None in a timed run."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of a rival's libraries, as its own process found them."""
+    """Versions of a rival's libraries, as its own process found them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The most that PyTorch's allocator held, loading included."""
+    """Peak of PyTorch's allocator, loading included."""
 
     peak_bytes: int
     steps: Sequence[int]
-    """In which it was counted, from 0; the first with the loading before it."""
+    """Steps in which it was measured, from 0. Step 0 includes loading."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Field:
-    """The directory in which ours runs, with the model and the rows that all use."""
+class Setup:
+    """The directory in which our stages run, with the model and the rows that all contestants use."""
 
     rows: int
     tokens_per_step: int
     max_tokens: int
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of ours, besides: dotted parameter → value."""
+    """More parameters of our run: dotted name → value."""
     name: str = "train"
-    """Of its directory."""
+    """Name of the directory."""
 
     @property
     def directory(self) -> Path:
-        """Where everything lies."""
+        """Its absolute path."""
         return (SCRATCH / "runs" / self.name).resolve()
 
     def prepare(self) -> None:
         """Write model and rows; pin, tokenize, bucket and estimate once.
 
         Raises:
-            UserError: a stage failed; its last line is told.
+            UserError: a stage failed.
         """
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         self._save_model()
         with open(self.directory / SOURCE, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in _rows(self.rows))
-        self._write_params()
+        changes = {
+            "model.name": "model",
+            "data.source": SOURCE,
+            "data.max_length": MAX_LENGTH,
+            "bucket.max_tokens": self.max_tokens,
+            "train.method": "full",
+            "train.precision": "fp32",
+            "train.lr": LR,
+            "train.schedule": "constant",
+            "train.warmup_fraction": 0.0,
+            "train.epochs": 1,
+            "train.tokens_per_step": self.tokens_per_step,
+            "train.heldout_every_steps": None,
+            "run.progress": False,
+            "run.cpu_threads": THREADS,
+        }
+        write_params(self.directory, {**changes, **self.settings})
         for stage in ("pin data", "pin model", "tokenize", "bucket", "estimate"):
-            run_python(["-m", *f"stages.{stage}".split()], self.directory)
+            run_stage(stage, self.directory)
+        self._write_token_rows()
+
+    def _write_token_rows(self) -> None:
+        """Write our tokens and labels as JSON Lines, for rivals that take token ids."""
         tokens = TokenRows(self.directory / "data/tokens", "train")
         with open(self.directory / TOKENIZED, "w", encoding="utf-8") as file:
             for number in range(len(tokens.lengths)):
@@ -108,7 +125,7 @@ class Field:
                 file.write(json.dumps({"input_ids": ids.tolist(), "labels": labels.tolist()}) + "\n")
 
     def _save_model(self) -> None:
-        """A small Llama of random weights, with the shipped tokenizer: its head is 6 % of it, as that of an 8B is."""
+        """Save a small Llama of random weights with the shipped tokenizer. Its head is 6 % of it, as in an 8B."""
         directory = self.directory / "model"
         torch.manual_seed(SEED)
         config = LlamaConfig(
@@ -125,53 +142,23 @@ class Field:
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copy(TOKENIZER / name, directory)
 
-    def _write_params(self) -> None:
-        yaml = YAML()
-        values = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-        changed = {
-            "model.name": "model",
-            "data.source": SOURCE,
-            "data.max_length": MAX_LENGTH,
-            "bucket.max_tokens": self.max_tokens,
-            "train.method": "full",
-            "train.precision": "fp32",
-            "train.lr": LR,
-            "train.schedule": "constant",
-            "train.warmup_fraction": 0.0,
-            "train.epochs": 1,
-            "train.tokens_per_step": self.tokens_per_step,
-            "train.heldout_every_steps": None,
-            "run.progress": False,
-            "run.cpu_threads": THREADS,
-            **self.settings,
-        }
-        for dotted, value in changed.items():
-            *sections, key = dotted.split(".")
-            section = values
-            for name in sections:
-                section = section[name]
-            section[key] = value
-        with open(self.directory / "params.yaml", "w", encoding="utf-8") as file:
-            yaml.dump(values, file)
-
     @property
     def steps(self) -> int:
-        """Optimizer steps of the plan."""
+        """Number of optimizer steps in the plan."""
         return int(read_json(self.directory / "data/batches/figures.json")["optimizer_steps"])
 
     @property
     def rows_per_step(self) -> float:
-        """Rows that have as many tokens as a step is to have."""
+        """Mean number of rows with train.tokens_per_step tokens."""
         return self.tokens_per_step / float(read_lengths(self.directory / "data/tokens/train-index.arrow").mean())
 
     def ours(self) -> Steps:
-        """The loop of stage train, and the limit beside it."""
-        told = run_python([str(ROOT / "benchmarks/rivals/our_steps.py"), str(THREADS)], self.directory)
-        return Steps(**told)
+        """Time the loop of stage train, and the bare passes interleaved with it."""
+        return Steps(**OUR_STEPS.run(str(THREADS), cwd=self.directory).figures)
 
     def our_peak(self) -> Peak:
-        """Of stage train, whole: it counts in the first step, in those said to be the worst, and in four others."""
-        run_python(["-m", "stages.train"], self.directory)
+        """Run stage train itself, which measures the first step, the predicted worst steps and four others."""
+        run_stage("train", self.directory)
         with open(self.directory / "data/train/curves.csv", encoding="utf-8", newline="") as file:
             counted = [int(row["step"]) for row in csv.DictReader(file) if row["measured"] == "True"]
         peak_bytes = read_json(self.directory / "data/train/figures.json")["peak_bytes_measured"]
@@ -185,30 +172,30 @@ class TrainerCase:
     trainer: str
     """hf | trl."""
     arguments: Mapping[str, Any]
-    rival: Rival | None = None
-    """Whose environment it runs in; None: this one."""
+    rival: Rival = HF_TRAINER
+    """The tool whose environment it runs in."""
 
-    def peak(self, ground: Field, seen: Steps) -> Peak:
-        """Its peak over the steps that a run has `seen`, counted in the first and in the largest of the others.
+    def peak(self, setup: Setup, seen: Steps) -> Peak:
+        """Its peak over the steps of a run it has done, measured in the first step and in the largest others.
 
-        The first has no optimizer state before its end; so none of the others is left out for being smaller than it.
+        The first step has no optimizer state until its end, so it need not be the largest.
 
         Raises:
-            UserError: it failed, or was given other batches than then.
+            UserError: it failed, or its batches differ from those of the earlier run.
         """
         others = sorted(range(1, len(seen.largest)), key=lambda step: seen.largest[step], reverse=True)
         counted = sorted(others[:COUNTED_STEPS])
-        run = self.run(ground, counted[-1] + 1, counted)
+        run = self.run(setup, counted[-1] + 1, counted)
         if list(run.padded) != list(seen.padded[: len(run.padded)]):
-            raise UserError("benchmarks.train: a rival's batches changed from run to run: its largest is not known")
+            raise UserError("benchmarks.train: a rival's batches changed from run to run, so its largest is unknown")
         assert run.peak_bytes is not None
         return Peak(peak_bytes=run.peak_bytes, steps=[0, *counted])
 
-    def run(self, ground: Field, steps: int, measured: Sequence[int] | None = None) -> Steps:
-        """Train `steps` optimizer steps; memory is counted in the first and in those `measured`, if that is a list.
+    def run(self, setup: Setup, steps: int, measured: Sequence[int] | None = None) -> Steps:
+        """Train `steps` optimizer steps; `measured` lists steps whose memory is measured besides the first.
 
         Raises:
-            UserError: it failed; its last line is told.
+            UserError: it failed.
         """
         out = SCRATCH / "runs" / "trainer"
         shutil.rmtree(out, ignore_errors=True)
@@ -221,48 +208,21 @@ class TrainerCase:
             "threads": THREADS,
             "measured": measured,
         }
-        script = ROOT / "benchmarks/rivals/trainer_steps.py"
-        rows = ground.directory / (SOURCE if self.trainer == "trl" else TOKENIZED)
-        arguments = [str(script), str(rows), str(ground.directory / "model"), str(out.resolve()), json.dumps(case)]
-        environment = {"HF_HOME": str(out.resolve()), "HF_HUB_OFFLINE": "1"}
-        python = None if self.rival is None else self.rival.python
-        told = run_python(arguments, ground.directory, environment, python)
-        return Steps(**told)
-
-
-def trl() -> Rival:
-    """TRL with the virtual environment of benchmarks.data."""
-    return next(rival for rival in RIVALS if rival.script == "trl_sft.py")
-
-
-def with_liger() -> Rival:
-    """TRL in an environment that has Liger's kernels too."""
-    rival = trl()
-    return replace(rival, requirements=(*rival.requirements, LIGER))
-
-
-def run_python(
-    arguments: Sequence[str], cwd: Path, extra: Mapping[str, str] | None = None, python: Path | None = None
-) -> dict[str, Any]:
-    """Run Python with this code on its path; the JSON in its last line, or nothing.
-
-    Raises:
-        UserError: it failed; its last line is told.
-    """
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("DVC_")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), **(extra or {})}
-    done = subprocess.run(
-        [str(python or sys.executable), *arguments], cwd=cwd, env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()] or ["no output"]
-        raise UserError(f"benchmarks.train: `{' '.join(arguments[:2])}` failed: {lines[-1]}")
-    last = done.stdout.strip().rpartition("\n")[2]
-    return dict(json.loads(last)) if last.startswith("{") else {}
+        rows = setup.directory / (SOURCE if self.trainer == "trl" else TOKENIZED)
+        finished = self.rival.run(
+            rows,
+            setup.directory / "model",
+            out.resolve(),
+            json.dumps(case),
+            script=HF_TRAINER.script,
+            cwd=setup.directory,
+            cache=out,
+        )
+        return Steps(**finished.figures)
 
 
 def _rows(count: int) -> list[dict[str, str]]:
-    """Prompts and answers of made-up English."""
+    """Prompts and answers in generated English."""
     rng = np.random.default_rng(SEED)
     language = english(rng)
     rows = []

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
+from benchmarks.specs import joined, model_spec, padded
 from lean_finetune.config.field_types import Method, OptimizerName, Precision
 from lean_finetune.memory.predict.peak import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
@@ -15,7 +16,7 @@ from lean_finetune.step.batches import BatchShape
 
 
 def small_llama(*, tied: bool) -> LlamaConfig:
-    """Small enough for a CPU; `tied`, its head is the input embedding."""
+    """A model small enough for a CPU, with its head `tied` to the input embedding or not."""
     return LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -61,71 +62,22 @@ MODELS: Mapping[str, PretrainedConfig] = {
         tie_word_embeddings=True,
     ),
     "tiny": small_llama(tied=True),
+    "tiny, untied": small_llama(tied=False),
 }
 BIG = ("Llama-3.1-8B", "Llama-3.2-3B", "Qwen2.5-1.5B")
-LORA_RANK, LOSS_CHUNK = 16, 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuCase:
-    """One measurement."""
-
-    model: str
-    method: Method
-    grad_ckpt: bool
-    optimizer: OptimizerName
-    layout: str
-    """A name in LAYOUTS."""
-    loss_chunk: int | None = LOSS_CHUNK
-    precision: Precision = "bf16"
-    more: tuple[tuple[str, Any], ...] = ()
-    """Further parameters: fields of ModelSpec or of Setting, with their values."""
-
-    @property
-    def name(self) -> str:
-        """What tells it from all others."""
-        switches = f"{'ckpt' if self.grad_ckpt else 'no ckpt'}, {self.optimizer}, chunk {self.loss_chunk}"
-        precision = "" if self.precision == "bf16" else f", {self.precision}"
-        more = "".join(f", {key}={value}" for key, value in self.more)
-        return f"{self.model}, {self.method}{precision}, {switches}, {self.layout}{more}"
-
-    @property
-    def setting(self) -> Setting:
-        """What is traced and run."""
-        names = {each.name for each in fields(ModelSpec)}
-        of_model = {key: value for key, value in self.more if key in names}
-        of_setting = {key: value for key, value in self.more if key not in names}
-        spec = ModelSpec(
-            method=self.method,
-            precision=self.precision,
-            grad_ckpt=self.grad_ckpt,
-            lora_rank=LORA_RANK,
-            lora_alpha=2 * LORA_RANK,
-            lora_dropout=0.0,
-            lora_targets=("all-linear",),
-            seed=0,
-            **of_model,
-        )
-        return Setting(
-            model=spec,
-            optimizer=self.optimizer,
-            loss_chunk=self.loss_chunk,
-            **{"max_grad_norm": 1.0, **of_setting},
-        )
 
 
 def _padded(rows: int, length: int) -> BatchShape:
-    """Rows padded to each other, half of the positions trained."""
-    return BatchShape(rows=rows, length=length, supervised=rows * length // 2, joined_lengths=None)
+    """Padded rows, half of whose positions are trained."""
+    return padded(rows, length, rows * length // 2)
 
 
 def _joined(*lengths: int) -> BatchShape:
-    """Rows joined without padding, half of the positions trained."""
-    total = sum(lengths)
-    return BatchShape(rows=1, length=total, supervised=total // 2, joined_lengths=lengths)
+    """Joined rows, half of whose positions are trained."""
+    return joined(lengths, sum(lengths) // 2)
 
 
-# Two micro-batches, then another step: the second meets gradients, the step after meets what the first one left.
+# Two micro-batches, then another step: the second adds to gradients, the next step meets what the first one left.
 LAYOUTS: Mapping[str, TracedSteps] = {
     "1 x 2048": ((_padded(1, 2048), _padded(1, 2048)), (_padded(1, 2048),)),
     "1 x 2048 a step": ((_padded(1, 2048),), (_padded(1, 2048),)),
@@ -139,38 +91,74 @@ LAYOUTS: Mapping[str, TracedSteps] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuCase:
+    """A run whose memory is measured."""
+
+    model: str
+    method: Method
+    grad_ckpt: bool = True
+    optimizer: OptimizerName = "adamw"
+    layout: str
+    """A name in LAYOUTS."""
+    loss_chunk: int | None = 512
+    precision: Precision = "bf16"
+    more: tuple[tuple[str, Any], ...] = ()
+    """More parameters: fields of ModelSpec or of Setting, with their values."""
+
+    @property
+    def name(self) -> str:
+        """A name that no other case has."""
+        switches = f"{'ckpt' if self.grad_ckpt else 'no ckpt'}, {self.optimizer}, chunk {self.loss_chunk}"
+        precision = "" if self.precision == "bf16" else f", {self.precision}"
+        more = "".join(f", {key}={value}" for key, value in self.more)
+        return f"{self.model}, {self.method}{precision}, {switches}, {self.layout}{more}"
+
+    @property
+    def setting(self) -> Setting:
+        """The setting that is traced and run."""
+        names = {each.name for each in fields(ModelSpec)}
+        of_model = {key: value for key, value in self.more if key in names}
+        of_setting = {"max_grad_norm": 1.0} | {key: value for key, value in self.more if key not in names}
+        spec = model_spec(self.method, self.precision, grad_ckpt=self.grad_ckpt, **of_model)
+        return Setting(model=spec, optimizer=self.optimizer, loss_chunk=self.loss_chunk, **of_setting)
+
+
 SMALL_SWITCHES: tuple[tuple[Method, str, tuple[tuple[str, Any], ...]], ...] = (
     ("full", "tiny, one a step", (("optimizer_in_backward", True), ("max_grad_norm", None))),
     ("qlora", "tiny", (("lora_dora", True), ("quant_type", "fp4"), ("double_quant", False))),
     ("int8_lora", "tiny", ()),
     ("lora", "tiny", (("grad_ckpt_policy", "selective"), ("attention", "eager"))),
 )
-"""Switches of which a CPU shows that they are built and predicted alike."""
+"""Switches for which a CPU can show that models are built as they are predicted."""
+MATRIX: tuple[tuple[Method, bool, str], ...] = (
+    ("lora", True, "1 x 2048"),
+    ("lora", True, "falling"),
+    ("lora", True, "joined"),
+    ("lora", False, "1 x 2048"),
+    ("full", True, "4 x 1024"),
+    ("full", True, "rising"),
+)
+OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw_8bit")
+SWITCH_OPTIMIZERS: tuple[OptimizerName, ...] = ("lion_8bit", "adafactor", "ademamix_8bit")
 
 
 def cases() -> Iterator[GpuCase]:
-    """The matrix."""
-    for optimizer in ("adamw", "adamw_8bit"):
+    """The memory cases of a GPU."""
+    for optimizer in OPTIMIZERS:
         for model in BIG:
-            for method, grad_ckpt, layout in (
-                ("lora", True, "1 x 2048"),
-                ("lora", True, "falling"),
-                ("lora", True, "joined"),
-                ("lora", False, "1 x 2048"),
-                ("full", True, "4 x 1024"),
-                ("full", True, "rising"),
-            ):
-                yield _case(model, method, grad_ckpt, optimizer, layout)
+            for method, grad_ckpt, layout in MATRIX:
+                yield GpuCase(model=model, method=method, grad_ckpt=grad_ckpt, optimizer=optimizer, layout=layout)
     for model in BIG:
         for grad_ckpt, layout in ((True, "4 x 1024"), (True, "joined"), (False, "1 x 2048"), (True, "rising")):
-            yield _case(model, "qlora", grad_ckpt, "adamw", layout)
-        yield GpuCase(model=model, method="lora", grad_ckpt=True, optimizer="adamw", layout="4 x 1024", loss_chunk=None)
+            yield GpuCase(model=model, method="qlora", grad_ckpt=grad_ckpt, layout=layout)
+        yield GpuCase(model=model, method="lora", layout="4 x 1024", loss_chunk=None)
     yield from switches()
 
 
 def switches() -> Iterator[GpuCase]:
     """One case for each switch that the matrix leaves out, on the largest model."""
-    recomputed = partial(GpuCase, model="Llama-3.1-8B", grad_ckpt=True, layout="1 x 2048")
+    case = partial(GpuCase, model="Llama-3.1-8B", layout="1 x 2048")
     for more in (
         {"grad_ckpt_policy": "selective"},
         {"grad_ckpt_policy": "every_n"},
@@ -179,35 +167,78 @@ def switches() -> Iterator[GpuCase]:
         {"lora_dora": True},
         {"attention": "flash_attention_2"},
     ):
-        yield recomputed(method="qlora", optimizer="adamw", more=tuple(more.items()))
-    yield recomputed(method="qlora", optimizer="paged_adamw_8bit")
-    yield recomputed(method="int8_lora", optimizer="adamw")
-    yield recomputed(method="lora", optimizer="adamw", precision="pure_bf16")
-    for name in ("lion_8bit", "adafactor", "ademamix_8bit"):
-        yield recomputed(method="full", optimizer=name)
-    host: dict[str, Any] = {"offload": "optimizer"}
-    yield recomputed(method="full", optimizer="adamw", more=tuple(host.items()))
-    one_by_one: dict[str, Any] = {"optimizer_in_backward": True, "max_grad_norm": None}
-    alone = partial(recomputed, method="full", layout="1 x 2048 a step")
-    yield alone(optimizer="adamw_8bit", more=tuple(one_by_one.items()))
+        yield case(method="qlora", more=tuple(more.items()))
+    yield case(method="qlora", optimizer="paged_adamw_8bit")
+    yield case(method="int8_lora")
+    yield case(method="lora", precision="pure_bf16")
+    for name in SWITCH_OPTIMIZERS:
+        yield case(method="full", optimizer=name)
+    yield case(method="full", more=(("offload", "optimizer"),))
+    in_backward = (("optimizer_in_backward", True), ("max_grad_norm", None))
+    yield GpuCase(
+        model="Llama-3.1-8B", method="full", optimizer="adamw_8bit", layout="1 x 2048 a step", more=in_backward
+    )
 
 
 def small_cases() -> Iterator[GpuCase]:
-    """What a CPU measures in seconds, to see that the benchmark works."""
-    for method, grad_ckpt, layout in (("full", False, "tiny"), ("lora", True, "tiny joined"), ("qlora", True, "tiny")):
-        yield _case("tiny", method, grad_ckpt, "adamw", layout)
+    """Memory cases that a CPU measures in seconds, to show that the benchmark works."""
+    yield GpuCase(model="tiny", method="full", grad_ckpt=False, layout="tiny")
+    yield GpuCase(model="tiny", method="lora", layout="tiny joined")
+    yield GpuCase(model="tiny", method="qlora", layout="tiny")
     for method, layout, more in SMALL_SWITCHES:
-        yield GpuCase(
-            model="tiny", method=method, grad_ckpt=True, optimizer="adamw", layout=layout, precision="fp32", more=more
+        yield GpuCase(model="tiny", method=method, layout=layout, precision="fp32", more=more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedCase:
+    """A training step that is timed: one micro-batch, with every position but each row's last trained."""
+
+    name: str
+    model: str = "Llama-3.1-8B"
+    method: Method
+    rows: int
+    length: int
+    """Tokens of each row."""
+    optimizer: OptimizerName = "adamw_8bit"
+    grad_ckpt: bool = True
+    loss_chunk: int = 512
+    offload: bool = False
+    """Activations go to pinned host memory."""
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Configuration of the model."""
+        return MODELS[self.model]
+
+    @property
+    def shape(self) -> BatchShape:
+        """Shape of the micro-batch."""
+        return padded(self.rows, self.length, self.rows * (self.length - 1))
+
+    @property
+    def setting(self) -> Setting:
+        """The setting that is trained."""
+        return Setting(
+            model=model_spec(self.method, grad_ckpt=self.grad_ckpt),
+            optimizer=self.optimizer,
+            loss_chunk=self.loss_chunk,
+            max_grad_norm=1.0,
+            offload_activations="cpu" if self.offload else "none",
         )
 
 
-def _case(model: str, method: str, grad_ckpt: bool, optimizer: str, layout: str) -> GpuCase:
-    """A case from plain names."""
-    return GpuCase(
-        model=model,
-        method=method,  # type: ignore[arg-type]
-        grad_ckpt=grad_ckpt,
-        optimizer=optimizer,
-        layout=layout,
-    )
+LORA_4096, QLORA_LEAST = "LoRA, 1 x 4096", "QLoRA, 2 x 2048, everything on"
+_PAGED: OptimizerName = "paged_adamw_8bit"
+SPEED_CASES = (
+    SpeedCase(name=LORA_4096, method="lora", rows=1, length=4096, optimizer="adamw", grad_ckpt=False),
+    SpeedCase(name=QLORA_LEAST, method="qlora", rows=2, length=2048, optimizer=_PAGED, loss_chunk=256, offload=True),
+    SpeedCase(name="QLoRA, 2 x 2048", method="qlora", rows=2, length=2048),
+    SpeedCase(name="QLoRA, 1 x 8192", method="qlora", rows=1, length=8192),
+    SpeedCase(name="full bf16, 2 x 2048", method="full", rows=2, length=2048),
+)
+_small = partial(SpeedCase, model="tiny, untied", rows=2, length=64, loss_chunk=32)
+SMALL_SPEED_CASES = (
+    _small(name="LoRA, 2 x 64", method="lora", optimizer="adamw", grad_ckpt=False),
+    _small(name="full bf16, 2 x 64", method="full"),
+    _small(name="QLoRA, 2 x 64", method="qlora"),
+)

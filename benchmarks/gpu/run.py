@@ -1,182 +1,124 @@
-"""Builds a model of random weights on a device and runs real steps under its allocator's own count."""
+"""The benchmarks of a CUDA machine: peak memory against its prediction, and speed beside TRL.
 
-import gc
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+`python -m benchmarks.gpu.run [memory] [speed]` writes its results after each configuration and continues where it
+stopped, so that it can run in short stretches. It needs no network, data, weights or DVC: only PyTorch, transformers,
+peft, bitsandbytes and pydantic. TRL runs in its own process, with `--trl-python` where it is installed elsewhere; where
+it is missing, its columns say so. `--device cpu` shows on small models that the benchmark works.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import bitsandbytes as bnb
+import click
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers import initialization as init
-from transformers.integrations import replace_with_bnb_linear
-from transformers.quantizers.base import get_keys_to_not_convert
 
-from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase
-from lean_finetune.memory.predict.peak import Setting, optim_of
-from lean_finetune.model.adapters import add_adapters
-from lean_finetune.model.attention import JoinedRows, training_attention
-from lean_finetune.model.checkpointing import enable_checkpointing
-from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
-from lean_finetune.step.activation_offload import Offload, make_offload
-from lean_finetune.step.batches import IGNORED, Batch, BatchShape, join_rows
-from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import Phase, StepResult, StepSpec, training_step
-from lean_finetune.train.monitor.measured_peak import Measured, make_meter
-
-LEARNING_RATE = 1e-5
-SCRATCH = Path("scratch")
-SPREAD = 0.02
-"""Standard deviation of the random weights: that of most models' initialisation."""
+from benchmarks.gpu import memory, speed
+from benchmarks.gpu.cases import SMALL_SPEED_CASES, SPEED_CASES, GpuCase, SpeedCase, cases, small_cases
+from benchmarks.harness import RESULTS, Row, commit, format_table, machine, versions
+from lean_finetune.core.atomic_files import read_json, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What was counted."""
+class Suite:
+    """A benchmark with one row for each configuration."""
 
-    peaks: Measured
-    reserved_after_load_bytes: int | None
-    process_bytes: int | None
-    """All that the device says is taken, right after the last step."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Trained:
-    """A model with its optimizer, as stage train has them."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    setting: Setting
-    step_spec: StepSpec
-    offload: Offload | None
-
-    @classmethod
-    def of(cls, config: PretrainedConfig, setting: Setting, device: torch.device) -> "Trained":
-        """Random weights on a device."""
-        model = random_model(config, setting.model, device)
-        step_spec = StepSpec(
-            loss_chunk=setting.loss_chunk,
-            max_grad_norm=setting.max_grad_norm,
-            foreach=device.type == "cuda",
-            optimizer_in_backward=setting.optimizer_in_backward,
-        )
-        return cls(
-            model=model,
-            optimizer=build_optimizer(model, replace(optim_of(setting), lr=LEARNING_RATE)),
-            setting=setting,
-            step_spec=step_spec,
-            offload=make_offload(setting.offload_activations, device, SCRATCH),
-        )
-
-    def step(self, batches: Iterable[Batch], shapes: Sequence[BatchShape], phase: Phase) -> StepResult:
-        """One optimizer step over batches of these shapes."""
-        return training_step(
-            self.model,
-            self.optimizer,
-            batches,
-            supervised_tokens=sum(shape.supervised for shape in shapes),
-            model_spec=self.setting.model,
-            spec=self.step_spec,
-            phase=phase,
-            guard=lambda losses, norm: None,
-            offload=self.offload,
-        )
+    results_file: str
+    cases: Sequence[GpuCase | SpeedCase]
+    measure: Callable[..., Row]
+    summary: Callable[[Mapping[str, Row]], list[Row]]
 
 
-def measure_case(case: GpuCase, device: torch.device) -> Run:
-    """Run the steps of a case."""
-    setting = case.setting
-    forget(device)
-    meter = make_meter(device)
-    with meter.window("run"):
-        with meter.phase("load"):
-            trained = Trained.of(MODELS[case.model], setting, device)
-            forget(device)
-        loaded = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
-        vocabulary = MODELS[case.model].get_text_config().vocab_size
-        for shapes in LAYOUTS[case.layout]:
-            trained.step((random_batch(shape, vocabulary, device) for shape in shapes), shapes, meter.phase)
-        process = _process_bytes(device)
-    return Run(peaks=meter.result(), reserved_after_load_bytes=loaded, process_bytes=process)
+class Results:
+    """A results file that grows row by row, for one commit."""
+
+    def __init__(self, path: Path, suite: Suite, of_commit: str | None):
+        """Read the rows that the same commit and library versions measured before; drop others."""
+        self._path, self._suite, self._commit = path, suite, of_commit
+        before = read_json(path) if path.exists() else {}
+        same = before.get("commit") == of_commit and before.get("versions") == versions()
+        self.rows: dict[str, Row] = {row["name"]: row for row in before["rows"]} if same else {}
+
+    def add(self, row: Row) -> None:
+        """Add a row and write the file."""
+        self.rows[row["name"]] = row
+        content = {
+            "name": self._path.stem,
+            "commit": self._commit,
+            "machine": machine(),
+            "versions": versions(),
+            "rows": list(self.rows.values()),
+            "summary": self._suite.summary(self.rows),
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._path, content)
 
 
-def random_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
-    """What `lean_finetune.model.load_model.load_model` makes, from a configuration alone and with random weights."""
-    model = base_model(config, spec, device)
-    adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
-    enable_checkpointing(model, spec)
-    return adapted.train()
+def suites(device: torch.device, trl_python: str) -> dict[str, Suite]:
+    """The suites by name; on a CPU with small models."""
+    cuda = device.type == "cuda"
+    return {
+        "memory": Suite(
+            results_file="gpu_memory.json",
+            cases=list(cases() if cuda else small_cases()),
+            measure=partial(memory.compare, device=device),
+            summary=memory.summary,
+        ),
+        "speed": Suite(
+            results_file="gpu_train.json",
+            cases=SPEED_CASES if cuda else SMALL_SPEED_CASES,
+            measure=partial(speed.compare, device=device, trl_python=trl_python),
+            summary=speed.summary,
+        ),
+    }
 
 
-def base_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> Any:
-    """The same before adapters are added."""
-    attention = training_attention(config, spec.attention)
-    with torch.device(device), init.no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=attention)
-    model.tie_weights()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=SPREAD)
-    if quantisation(spec) is not None:
-        _quantize(model, spec, device)
-    return model
+def run_suite(suite: Suite, path: Path, of_commit: str | None, ends: float) -> bool:
+    """Measure the configurations that the results file lacks, starting none after `ends` (time.monotonic).
 
-
-def _quantize(model: Any, spec: ModelSpec, device: torch.device) -> None:
-    """Random 4 or 8-bit weights in the layers that loading would pack."""
-    replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation(spec))
-    # By these peft picks its adapters for quantised layers, as it does for a loaded model.
-    model.is_loaded_in_4bit, model.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"
-    for layer in model.modules():
-        if not isinstance(layer, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+    Returns:
+        Whether all bars hold.
+    """
+    results = Results(path, suite, of_commit)
+    for case in suite.cases:
+        if case.name in results.rows:
             continue
-        values = torch.empty((layer.out_features, layer.in_features), dtype=spec.dtype, device=device)
-        layer.weight = _packed(values.normal_(std=SPREAD), spec, device)
-        if layer.bias is not None:
-            bias = torch.empty(layer.out_features, dtype=spec.dtype, device=device).normal_(std=SPREAD)
-            layer.bias = nn.Parameter(bias, requires_grad=False)
-    keep_trainable_on_cpu(model)
+        if time.monotonic() > ends:
+            break
+        results.add(row := suite.measure(case))
+        click.echo(format_table([{key: value for key, value in row.items() if not isinstance(value, dict)}]))
+    bars = suite.summary(results.rows)
+    if bars:
+        click.echo(format_table(bars))
+    left = sum(case.name not in results.rows for case in suite.cases)
+    click.echo(f"{path}: {len(results.rows)} configurations" + (f", {left} left: run again" if left else ", all done"))
+    return all(bar["holds"] for bar in bars)
 
 
-def _packed(values: torch.Tensor, spec: ModelSpec, device: torch.device) -> Any:
-    """A weight in 4 or 8 bits: moving it to its device packs it, in 8 bits only from the CPU."""
-    weight: Any
-    if spec.method == "int8_lora":
-        weight = bnb.nn.Int8Params(values.cpu(), requires_grad=False, has_fp16_weights=False)
-        return weight.to(device)
-    weight = bnb.nn.Params4bit(
-        values, requires_grad=False, compress_statistics=spec.double_quant, quant_type=spec.quant_type
-    )
-    return weight.to(device)
+@click.command(help=__doc__)
+@click.argument("names", nargs=-1, type=click.Choice(["memory", "speed"]))
+@click.option("--device", "device_name", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--minutes", type=float, default=8.0, show_default=True, help="Start no configuration after these.")
+@click.option("--out", type=Path, default=RESULTS, show_default=True, help="Directory of the results files.")
+@click.option("--trl-python", type=str, default=sys.executable, help="Python that has TRL.  [default: this one]")
+@click.option("--commit", "known_commit", help="Commit of the code, for a machine without git.")
+def main(
+    names: Sequence[str], device_name: str, minutes: float, out: Path, trl_python: str, known_commit: str | None
+) -> None:
+    """Run both suites, or those named."""
+    ends = time.monotonic() + 60 * minutes
+    device = torch.device(device_name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise click.ClickException("--device: no CUDA device here; run on a machine with one, or try --device cpu")
+    known = suites(device, trl_python)
+    of_commit = known_commit or commit()
+    chosen = [known[name] for name in names or known]
+    if not all([run_suite(suite, out / suite.results_file, of_commit, ends) for suite in chosen]):
+        sys.exit(1)
 
 
-def random_batch(shape: BatchShape, vocabulary: int, device: torch.device) -> Batch:
-    """Random tokens, the first `supervised` positions trained, moved as train moves them."""
-    input_ids_BT = torch.randint(vocabulary, (shape.rows, shape.length))
-    index_N = torch.arange(shape.supervised)
-    targets_BT = torch.full_like(input_ids_BT, IGNORED)
-    targets_BT.view(-1)[index_N] = input_ids_BT.view(-1)[index_N]
-    rows = None if shape.joined_lengths is None else join_rows(shape.joined_lengths, shape.length)
-    if rows is not None:  # numpy's memory, which no meter counts on a CPU.
-        rows = JoinedRows(lengths=rows.lengths, offsets=rows.offsets.clone(), positions_BT=rows.positions_BT.clone())
-    batch = Batch(input_ids_BT=input_ids_BT, targets_BT=targets_BT, supervised_index_N=index_N, joined_rows=rows)
-    return batch.to(device)
-
-
-def forget(device: torch.device) -> None:
-    """Free what earlier cases left, libraries' workspaces too, so that every case begins alike."""
-    gc.collect()
-    if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-
-
-def _process_bytes(device: torch.device) -> int | None:
-    """What the driver says is taken on the device: this process alone on a machine that is ours."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
-"""TRL's SFTTrainer over the same micro-batches as ours, timed step by step.
+"""Time TRL's SFTTrainer step by step over micro-batches of the same shape as ours.
 
-Run as `python -m benchmarks.gpu.trl_steps CASE DEVICE STEPS`, where TRL is installed. The last line printed holds the
-seconds of each step and the peaks.
+Run as `python -m benchmarks.gpu.trl_steps CASE DEVICE STEPS`, where TRL is installed. The last line printed is JSON:
+the seconds of each step and the peaks.
 """
 
 import json
@@ -19,8 +19,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.gpu.run import base_model
-from benchmarks.gpu.speed_cases import CASES, LORA_RANK, SMALL_CASES, SpeedCase
+from benchmarks.gpu.cases import SMALL_SPEED_CASES, SPEED_CASES, SpeedCase
+from benchmarks.gpu.random_model import base_model
 from lean_finetune.config.field_types import OptimizerName
 
 OPTIMIZERS: dict[OptimizerName, str] = {
@@ -28,14 +28,14 @@ OPTIMIZERS: dict[OptimizerName, str] = {
     "adamw_8bit": "adamw_bnb_8bit",
     "paged_adamw_8bit": "paged_adamw_8bit",
 }
-"""transformers' names."""
+"""transformers' names of our optimizers."""
 
 
-class Ends(TrainerCallback):
-    """When training began, and when each step ended."""
+class StepClock(TrainerCallback):
+    """Records when training began and when each step ended."""
 
     def __init__(self, device: torch.device) -> None:
-        """For work on `device`."""
+        """Time work on `device`."""
         self._device, self.times = device, list[float]()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class Ends(TrainerCallback):
 
 
 def arguments(case: SpeedCase, device: torch.device, steps: int, out: str) -> SFTConfig:
-    """The settings of a case in TRL's words."""
+    """The settings of a case as TRL's arguments."""
     return SFTConfig(
         output_dir=out,
         max_steps=steps,
@@ -81,27 +81,30 @@ def main() -> None:
     """Train and print."""
     name, device_name, steps = sys.argv[1:]
     device = torch.device(device_name)
-    case = next(case for case in (*CASES, *SMALL_CASES) if case.name == name)
+    case = next(case for case in (*SPEED_CASES, *SMALL_SPEED_CASES) if case.name == name)
     model: Any = base_model(case.config, case.setting.model, device)
     model.config.use_cache = False
     vocabulary = case.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (case.rows * int(steps), case.length)).tolist()
-    # TRL asks for a tokenizer although rows are token ids already.
+    # TRL needs a tokenizer even for rows of token ids.
     words = WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="<eos>")
-    adapters = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-    ends = Ends(device)
+    spec = case.setting.model
+    adapters = LoraConfig(
+        r=spec.lora_rank, lora_alpha=spec.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    clock = StepClock(device)
     with tempfile.TemporaryDirectory() as out:
         trainer = SFTTrainer(
             model=model,
             args=arguments(case, device, int(steps), out),
             train_dataset=Dataset.from_dict({"input_ids": ids}),
             processing_class=tokenizer,
-            peft_config=adapters if case.setting.model.adapted else None,
-            callbacks=[ends],
+            peft_config=adapters if spec.adapted else None,
+            callbacks=[clock],
         )
         trainer.train()
-    seconds = [end - start for start, end in zip(ends.times, ends.times[1:], strict=False)]
+    seconds = [end - start for start, end in zip(clock.times, clock.times[1:], strict=False)]
     cuda = device.type == "cuda"
     peaks = {
         "allocated_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,

@@ -1,10 +1,10 @@
-"""Our loop, and beside each of its steps the limit: forward and backward of the very same batches, and nothing else.
+"""Our training loop, interleaved with its limit: bare forward and backward passes over the same batches.
 
-Run as `python our_steps.py THREADS` in a directory that holds the stages' outputs. The two take turns step by step in
-one process, on one model: they share its memory, its caches and the machine's slow spells. A step of ours reaches from
-the end of one turn of the limit to the start of the next: reading ahead, clipping, optimizer, loss, watching memory and
-the row of the curves are in it; windows that count peaks and checkpoints are not. The limit's batches lie ready in
-memory, and letting go of its gradients is not timed. The last line printed holds, by step, what each took.
+Run as `python our_steps.py THREADS` in a directory with the stages' outputs. The two take turns step by step in one
+process, on one model, so that they share its memory, its caches and the machine's noise. Our step is the time from the
+end of one bare pass to the start of the next. It includes reading ahead, clipping, optimizer, loss, watching memory and
+the row of the curves, but no windows that measure peaks and no checkpoints. The batches of the bare pass are in memory
+beforehand, and freeing its gradients is not timed. The last line printed is JSON with the seconds of each step.
 """
 
 import json
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def read_job() -> TrainJob:
-    """The job of stage train, without a window in which memory is counted."""
+    """The job of stage train, without windows that measure memory."""
     paths = Paths(
         tokens=Path("data/tokens"),
         batches=Path("data/batches"),
@@ -53,13 +53,13 @@ def read_job() -> TrainJob:
     return replace(make_job(params, spec, CPU, ALONE, paths), measured_steps=frozenset())
 
 
-class Turns(Keeper):
-    """Runs the limit after each step of the loop, and times both."""
+class Interleaved(Keeper):
+    """Runs the bare passes after each step of the loop, and times both."""
 
     measures_load = False
 
     def __init__(self, job: TrainJob):
-        """Make the limit's batches."""
+        """Read the batches of the bare passes into memory."""
         self._loss_chunk = job.step_spec.loss_chunk
         batches = load(job.rows, job.plan, pad_id=job.pad_id, threads=0)
         self._steps = [list(islice(batches, len(micro_batches))) for micro_batches in job.plan.steps]
@@ -69,18 +69,18 @@ class Turns(Keeper):
 
     @contextmanager
     def keeping(self, run: Running) -> Iterator[None]:
-        """The loop's first turn begins."""
+        """Start the clock of the first step."""
         self._start = time.perf_counter()
         yield
 
     def step_done(self, run: Running) -> None:
-        """The limit's turn."""
+        """Stop the clock, and run the bare passes."""
         self.ours.append(time.perf_counter() - self._start)
         self.limit.append(self._bare_seconds(run, self._steps[run.step - 1]))
         self._start = time.perf_counter()
 
     def _bare_seconds(self, run: Running, batches: list[Batch]) -> float:
-        """Of a step's forward and backward passes; they leave no gradient."""
+        """Seconds of a step's forward and backward passes, whose gradients are then freed."""
         start = time.perf_counter()
         for batch in batches:
             summed_loss(run.model, batch, self._loss_chunk).backward()
@@ -90,20 +90,20 @@ class Turns(Keeper):
 
 
 def main() -> None:
-    """Train, and print."""
+    """Train and print."""
     torch.set_num_threads(int(sys.argv[1]))
     job = read_job()
-    turns = Turns(job)
-    curves = train(job, make_meter(CPU), turns).curves
-    told = {
-        "seconds": turns.ours,
-        "limit_seconds": turns.limit,
+    timer = Interleaved(job)
+    curves = train(job, make_meter(CPU), timer).curves
+    figures = {
+        "seconds": timer.ours,
+        "limit_seconds": timer.limit,
         "supervised": [row["supervised_tokens"] for row in curves],
         "real": [row["tokens"] for row in curves],
         "padded": [row["padded_tokens"] for row in curves],
         "largest": [row["largest_micro_batch_tokens"] for row in curves],
     }
-    print(json.dumps(told))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """One of several processes that share training steps: ours in each mode, plain DDP, and Hugging Face's Trainer.
 
-Run as `python -m benchmarks.rivals.shared_steps MODEL OUT` with torchrun's variables set. A line of standard input is
-JSON: way, steps. The first process answers with seconds of each step, and bytes that went over the loopback in them;
-way `load` answers with what was read and kept while the model was loaded.
+Run as `python -m benchmarks.rivals.shared_steps MODEL OUT` with torchrun's variables set. Each line of standard input
+is a JSON request: way, steps, load. The answer has the seconds of each step and the bytes sent over the loopback; with
+`load`, the bytes read and allocated while the model was loaded.
 """
 
 import json
@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.specs import FP32_LORA
+from benchmarks.specs import model_spec
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
 from lean_finetune.model.load_model import hollow_model, load_model
@@ -32,20 +31,20 @@ from lean_finetune.step.training_step import StepSpec, training_step
 
 CPU = torch.device("cpu")
 ROWS, LENGTH = 4, 128
-"""Of each process's micro-batch, one a step."""
+"""Shape of each process's micro-batch, one per step."""
 LR, MAX_GRAD_NORM = 1e-4, 1.0
 LOOPBACK = "lo"
-SPEC = replace(FP32_LORA, method="full")
+SPEC = model_spec("full", "fp32", grad_ckpt=False)
 
 
 def token_rows(rank: int, vocabulary: int) -> list[list[int]]:
-    """The rows of a process."""
+    """The rows of a process as token ids."""
     draw = torch.Generator().manual_seed(rank)
     return torch.randint(3, vocabulary, (ROWS, LENGTH), generator=draw).tolist()
 
 
 def load_ours(directory: Path, mode: str, world: World) -> Any:
-    """The model as stage train shares it."""
+    """Load the model as stage train shares it."""
     sharing = ShardSpec(mode=mode)  # type: ignore[arg-type]
     reads = sharing.reads_weights(world, "full")
     model = load_model(directory, SPEC, CPU) if reads else hollow_model(read_config(directory), SPEC, CPU)
@@ -56,7 +55,7 @@ class Ours:
     """The training step of stage train."""
 
     def __init__(self, directory: Path, mode: str, world: World):
-        """Load."""
+        """Load the model and make the optimizer."""
         self._team = load_ours(directory, mode, world)
         spec = OptimSpec(name="adamw", lr=LR, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
         self._optimizer = build_optimizer(self._team.mine, spec)
@@ -88,10 +87,10 @@ class Ours:
 
 
 class PlainDdp:
-    """What a tutorial writes: DDP, clipping, fused AdamW."""
+    """The loop of a tutorial: DDP, clipping, fused AdamW."""
 
     def __init__(self, directory: Path, world: World):
-        """Load."""
+        """Load the model and make the optimizer."""
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._model = torch.nn.parallel.DistributedDataParallel(model)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, weight_decay=0.0, fused=True)
@@ -113,27 +112,27 @@ class PlainDdp:
 
 
 class Clock(TrainerCallback):
-    """Seconds of each of the Trainer's steps."""
+    """Times the Trainer's steps."""
 
     def __init__(self) -> None:
-        """No step yet."""
+        """Start with no steps."""
         self.seconds: list[float] = []
         self._start = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """A step begins, its rows at hand."""
+        """Start the clock, after the rows were fetched."""
         self._start = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Weights are updated."""
+        """Stop the clock, after the update."""
         self.seconds.append(time.perf_counter() - self._start)
 
 
 class HfTrainer:
-    """Hugging Face's Trainer, which shares by DDP."""
+    """Hugging Face's Trainer, which uses DDP."""
 
     def __init__(self, directory: Path, world: World, out: str):
-        """Load."""
+        """Load the model and make the optimizer."""
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._rows = [
             {"input_ids": row, "labels": row} for row in token_rows(world.rank, self._model.config.vocab_size)
@@ -166,7 +165,7 @@ class HfTrainer:
 
 
 def loaded(directory: Path, mode: str, world: World) -> dict[str, Any]:
-    """Bytes that all processes read from files, and that each kept to itself, while a model was loaded."""
+    """Bytes that all processes read from files, and that each allocated, while a model was loaded."""
     process = psutil.Process()
     read, own = process.io_counters().read_chars, process.memory_full_info().uss
     team = load_ours(directory, mode, world)
@@ -179,7 +178,7 @@ def loaded(directory: Path, mode: str, world: World) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer requests until standard input ends."""
     directory, out = Path(sys.argv[1]), sys.argv[2]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -190,9 +189,9 @@ def main() -> None:
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
     ways: dict[str, Any] = {}
     for line in sys.stdin:
-        asked = json.loads(line)
-        way, steps = asked["way"], asked["steps"]
-        if asked.get("load"):
+        request = json.loads(line)
+        way, steps = request["way"], request["steps"]
+        if request.get("load"):
             answer = loaded(directory, way, world)
         else:
             if way not in ways:

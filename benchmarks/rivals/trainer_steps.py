@@ -1,14 +1,14 @@
 """Hugging Face's Trainer and TRL's SFTTrainer on the benchmark's rows, timed step by step.
 
-Run as `python trainer_steps.py ROWS MODEL OUT CASE`; CASE is JSON: trainer (hf | trl), its own arguments, steps, and
-the steps in which memory is counted, null where none is. The last line printed holds, by step: seconds, supervised and
-padded tokens, padded tokens of the largest batch; and the versions of the libraries it used.
+Run as `python trainer_steps.py ROWS MODEL OUT CASE`. CASE is JSON: trainer (hf | trl), its arguments, the number of
+steps, and the steps in which memory is measured (null for none). The last line printed is JSON with, for each step,
+seconds, supervised and padded tokens and padded tokens of the largest batch; and the versions of the libraries.
 
-Memory is counted as stage train counts its own: from before the model is loaded to the end of the first step, then
-around single steps; a step leaves nothing behind but the optimizer's state. Where it is counted, time says nothing.
+Memory is measured as stage train does: from before loading to the end of the first step, then around single steps. A
+run that measures memory has no meaningful times.
 
-For hf the rows come as token ids, already cut, from ROWS (JSON Lines of input_ids and labels); for trl as text, and it
-makes its own tokens. Both count what reaches the model's forward pass.
+For hf, ROWS has token ids (JSON Lines of input_ids and labels); for trl it has text. Token counts are those of the
+model's forward pass.
 """
 
 import importlib.metadata
@@ -33,8 +33,8 @@ from lean_finetune.train.monitor.measured_peak import CpuMeter
 LIBRARIES = ("trl", "transformers", "torch", "accelerate")
 
 
-class Seen(TrainerCallback):
-    """When each optimizer step ended, and the tokens it was given."""
+class StepRecorder(TrainerCallback):
+    """Records when each optimizer step ended, and its tokens."""
 
     def __init__(self):
         self.ends = []
@@ -53,7 +53,7 @@ class Seen(TrainerCallback):
         self.real[-1] += ids.numel() if mask is None else int(mask.sum())
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Close the step."""
+        """Record the end of the step."""
         self.ends.append(time.perf_counter())
         for counts in (self.supervised, self.padded, self.real, self.largest):
             counts.append(0)
@@ -62,8 +62,8 @@ class Seen(TrainerCallback):
         """Start the clock."""
         self.ends.append(time.perf_counter())
 
-    def told(self):
-        """By step, what was seen."""
+    def figures(self):
+        """What was recorded, by step."""
         seconds = [end - start for start, end in zip(self.ends, self.ends[1:], strict=False)]
         steps = len(seconds)
         return {
@@ -76,7 +76,7 @@ class Seen(TrainerCallback):
 
 
 class Windows(TrainerCallback):
-    """Counts memory from now to the end of the first step, and in further steps."""
+    """Measures memory until the end of the first step, and in further steps."""
 
     def __init__(self, meter, steps):
         self._meter, self._steps = meter, steps
@@ -84,12 +84,12 @@ class Windows(TrainerCallback):
         self._open.enter_context(meter.window("loading and the first step"))
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Open a window where the step is to be counted; the first step's is open."""
+        """Open a window if this step is to be measured; that of the first step is open already."""
         if state.global_step and state.global_step in self._steps:
             self._open.enter_context(self._meter.window(f"step {state.global_step}"))
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Close it."""
+        """Close the window."""
         self._open.close()
 
 
@@ -99,8 +99,8 @@ def main() -> None:
     case = json.loads(case_text)
     torch.set_num_threads(case["threads"])
     meter = CpuMeter()
-    seen = Seen()
-    callbacks: list[TrainerCallback] = [seen]
+    recorder = StepRecorder()
+    callbacks: list[TrainerCallback] = [recorder]
     if case["measured"] is not None:
         callbacks.append(Windows(meter, case["measured"]))
     arguments = {
@@ -120,7 +120,7 @@ def main() -> None:
     }
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
-    seen.watch(model)
+    recorder.watch(model)
     data = load_dataset("json", data_files=rows, split="train", cache_dir=out)
     if case["trainer"] == "trl":
         from trl import SFTConfig, SFTTrainer
@@ -143,7 +143,7 @@ def main() -> None:
     trainer.train()
     libraries = LIBRARIES if case["trainer"] == "trl" else LIBRARIES[1:]
     versions = {name: importlib.metadata.version(name) for name in libraries}
-    print(json.dumps({**seen.told(), "peak_bytes": meter.result().peak_bytes, "versions": versions}))
+    print(json.dumps({**recorder.figures(), "peak_bytes": meter.result().peak_bytes, "versions": versions}))
 
 
 if __name__ == "__main__":

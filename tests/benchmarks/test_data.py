@@ -1,4 +1,4 @@
-"""The data benchmark: its file is the same everywhere and has hard rows, its figures are real, a broken bar shows."""
+"""The data benchmark: its generated file, its figures, and bars that a fault breaks."""
 
 import os
 import sys
@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 from benchmarks import chat_file as chat
 from benchmarks import data
 from benchmarks.chat_file import ChatFile, generate
-from benchmarks.data_cases import Rival, Run, Stage, _run, without_start
-from benchmarks.watch import WHOLE, watch
+from benchmarks.data import Run, Stage, ready_rivals, without_start
+from benchmarks.process_usage import WHOLE_RUN, watch
+from benchmarks.processes import Rival, run
 from lean_finetune.core.errors import UserError
 
 
@@ -26,19 +27,18 @@ def scratch(tmp_path, monkeypatch) -> Path:
     return tmp_path / chat.SCRATCH
 
 
-def text_of(row: dict) -> str:
-    return "".join(message["content"] for message in row["messages"])
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    return list(generate(1100, chat.SEED))
 
 
-def test_a_longer_file_begins_with_the_rows_of_a_shorter_one_and_another_seed_gives_others():
-    rows = list(generate(1100, 1))
-    assert rows[:1000] == list(generate(1000, 1))
-    assert rows[:30] != list(generate(30, 2))
+def test_a_longer_file_begins_with_the_rows_of_a_shorter_one(rows):
+    assert rows[:30] == list(generate(30, chat.SEED))
+    assert rows[1000:1010] == list(generate(1010, chat.SEED))[1000:]
 
 
-def test_the_file_has_what_makes_chat_data_hard_and_no_control_token():
-    rows = list(generate(2000, chat.SEED))
-    texts = [text_of(row) for row in rows]
+def test_the_file_has_what_makes_chat_data_hard_and_no_control_token(rows):
+    texts = ["".join(message["content"] for message in row["messages"]) for row in rows]
     chinese = [sum("\u4e00" <= letter <= "\u9fff" for letter in text) > len(text) / 3 for text in texts]
     assert 0.25 < np.mean(chinese) < 0.35
     roles = [[message["role"] for message in row["messages"]] for row in rows]
@@ -51,27 +51,20 @@ def test_the_file_has_what_makes_chat_data_hard_and_no_control_token():
     assert not any("<|" in text for text in texts)
 
 
-def test_lengths_are_those_of_the_rendered_rows_and_are_kept(scratch):
+def test_lengths_are_those_of_the_rendered_rows_and_are_cached(scratch):
     source = chat.chat_file(20)
     tokenizer = AutoTokenizer.from_pretrained(source.model)
     expected = [
         len(tokenizer.apply_chat_template(row["messages"], return_dict=False)) for row in generate(20, chat.SEED)
     ]
     assert chat.lengths(20).tolist() == expected
-    kept = source.path.with_suffix(".lengths.npy")
-    np.save(kept, np.zeros(3, np.int32))
+    np.save(source.path.with_suffix(".lengths.npy"), np.zeros(3, np.int32))
     assert chat.lengths(20).tolist() == [0, 0, 0], "a second call must read, not encode again"
+    assert chat.chat_file(11).path != source.path, "another number of rows is another file"
 
 
-def test_other_rows_or_another_seed_never_meet_a_file_made_for_these(scratch):
-    one = chat.chat_file(10)
-    assert one.path != chat.chat_file(11).path
-    assert (other := chat.chat_file(10, seed=3)).path != one.path and other.model != one.model
-    assert len(one.path.read_bytes().splitlines()) == 10
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells anonymous memory")
-def test_anonymous_memory_counts_what_is_allocated_in_all_processes_but_no_mapped_file(tmp_path):
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="anonymous memory is measured on Linux only")
+def test_anonymous_memory_counts_allocations_of_all_processes_and_no_mapped_file(tmp_path):
     (tmp_path / "file").write_bytes(bytes(80 << 20))
     child = "import time; own = b'1' * (50 << 20); time.sleep(1)"
     parent = (
@@ -80,31 +73,29 @@ def test_anonymous_memory_counts_what_is_allocated_in_all_processes_but_no_mappe
         f"sum(mapped[::4096]); subprocess.run([sys.executable, '-c', {child!r}])"
     )
     usages, _ = watch([sys.executable, "-c", parent], tmp_path, dict(os.environ), anonymous=True)
-    whole = usages[WHOLE]
-    assert 50 << 20 < whole.peak_anonymous_bytes < 150 << 20
-    assert whole.peak_rss_bytes > whole.peak_anonymous_bytes + (70 << 20)
+    total = usages[WHOLE_RUN]
+    assert 50 << 20 < total.peak_anonymous_bytes < 150 << 20
+    assert total.peak_rss_bytes > total.peak_anonymous_bytes + (70 << 20)
 
 
-def test_the_start_is_taken_off_round_by_round():
-    def run(wall_s: float) -> Run:
+def test_the_start_is_subtracted_round_by_round():
+    def timed(wall_s: float) -> Run:
         return Run(wall_s=wall_s, work_s=wall_s, rows=1, tokens=1, written_bytes=0)
 
-    runs = without_start([run(5.0), run(7.0)], [run(1.0), run(2.0)])
+    runs = without_start([timed(5.0), timed(7.0)], [timed(1.0), timed(2.0)])
     assert [(one.wall_s, one.work_s) for one in runs] == [(5.0, 4.0), (7.0, 5.0)]
 
 
-def test_a_contestant_that_fails_is_told_with_its_own_last_line(tmp_path):
+def test_a_failed_process_is_reported_with_its_error_line(tmp_path):
     with pytest.raises(UserError, match="failed: ValueError: no such row"):
-        _run([sys.executable, "-c", "raise ValueError('no such row')"], tmp_path, dict(os.environ))
+        run([sys.executable, "-c", "raise ValueError('no such row')"], tmp_path)
 
 
 @pytest.mark.slow
-def test_a_rival_that_cannot_be_installed_is_skipped_with_pips_reason(scratch, monkeypatch, capsys):
-    rival = Rival(name="Rival", script="none.py", requirements=("./not-here",))
-    monkeypatch.setattr(data, "RIVALS", (rival,))
-    ready, skipped = data._rivals(quick=False)
+def test_a_rival_that_cannot_be_installed_is_skipped_with_pips_reason(scratch, capsys):
+    ready, skipped = ready_rivals((Rival(name="Rival", script="none.py", requirements="trl_sft.py"),))
     assert not ready
-    assert "ERROR" in skipped["Rival"] and "not-here" in skipped["Rival"]
+    assert "ERROR" in skipped["Rival"]
     assert "note: Rival is skipped" in capsys.readouterr().err
 
 
@@ -115,12 +106,11 @@ def test_one_different_byte_between_the_engines_breaks_the_bar(scratch):
         (stage.tokens / "train").mkdir(parents=True)
         (stage.tokens / "train/00000.arrow").write_bytes(b"same")
         (stage.tokens / "meta.json").write_bytes(b"{}")
-    assert data._same_bytes(stages).holds
+    assert data.same_bytes(stages).holds
     (stage.tokens / "train/00000.arrow").write_bytes(b"some")
-    bar = data._same_bytes(stages)
-    assert (bar.value, bar.holds) == (1, False)
+    assert data.same_bytes(stages).value == 1 and not data.same_bytes(stages).holds
     (stage.tokens / "meta.json").unlink()
-    assert data._same_bytes(stages).value == 2
+    assert data.same_bytes(stages).value == 2
 
 
 @pytest.mark.slow
@@ -133,7 +123,7 @@ def test_a_quick_run_measures_the_real_stage_with_both_engines(scratch, monkeypa
     assert rows[data.RAW]["tokens"] == tokens and rows[data.RAW]["of raw limit"] == 1.0
     for name in (data.HF, data.FAST):
         assert rows[name]["rows"] == 150
-        # The line end behind the last answer is not kept: one token of each row.
+        # We leave out the line end after the last answer: one token of each row.
         assert rows[name]["tokens"] == tokens - 150
         assert 0 < rows[name]["work_s"] < rows[name]["wall_s"]
         assert rows[name]["written_bytes"] > 2 * rows[name]["tokens"]

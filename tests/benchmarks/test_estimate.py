@@ -1,4 +1,4 @@
-"""The back-test: no figure is dropped, no fitted one is counted, and every option of a foreign step does something."""
+"""The comparison with published figures: all have rows, no fitted one counts, every option has an effect."""
 
 from typing import Any
 
@@ -30,35 +30,33 @@ def peak(method: str = "full", **options: Any) -> int:
 
 
 def test_every_figure_of_the_files_has_its_row():
-    """A miss that disappears from the table."""
     lines = {path.name: len(path.read_text().splitlines()) - 1 for path in FACTS.glob("*.csv")}
     rows = [peft_fact(row, statistic, 300) for row in peft_runs().values() for statistic in PEFT_STATISTICS]
     assert len(rows) == 3 * lines.pop("peft_l40s_measured.csv")
     assert len(list(t4_facts())) == lines.pop("t4_qlora_measured.csv")
     others = [fact for fact, _ in openrlhf_facts()]
     assert len([*published_facts(), *others]) == lines.pop("published_memory.csv")
-    assert not lines, "a file of facts that nothing reads"
+    assert not lines, "no benchmark reads this file"
     assert all(fact.assumed for fact in [*rows, *t4_facts(), *published_facts(), *others])
 
 
 def test_a_fitted_figure_does_not_count_and_a_miss_does():
-    """An error made small by the figure it was fitted to."""
     fact = Fact(source="OpenRLHF", run="r", figure_bytes=100, assumed="a", why_off="w")
-    rows = [estimate._row(fact, 90), estimate._row(fact, 130, estimate.TIED_TO_THE_FIGURE)]
+    rows = [estimate.row_of(fact, 90), estimate.row_of(fact, 130, estimate.FITTED)]
     assert rows[0]["error_percent"] == pytest.approx(-10) and rows[0]["note"] == "w"
-    (summary,) = estimate._summary(rows)
+    (summary,) = estimate.summary_of(rows)
     assert summary["figures"] == 1 and summary["worst_percent"] == pytest.approx(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["padding_mask", "eager_attention", "kept_outputs"])
 def test_an_option_takes_memory(option):
-    """An option that changes nothing would explain nothing."""
     more: dict[str, Any] = {option: True}
     assert peak() < peak(**more)
 
 
-def test_a_multi_tensor_update_holds_a_copy_of_the_weights():
-    """PyTorch's default on CUDA taken for the fused form."""
+@pytest.mark.slow
+def test_a_multi_tensor_update_copies_the_weights():
     spec = spec_of("full", 1, ("none",), grad_ckpt=True)
     one, other = (
         trace_variant(FAMILIES["Llama"], spec, Variant(foreach_update=foreach), ((1, 8),) * 2, gpu_target("L40S"))
@@ -67,26 +65,27 @@ def test_a_multi_tensor_update_holds_a_copy_of_the_weights():
     assert one.peak_bytes < other.peak_bytes
 
 
-def test_a_cache_that_is_kept_outlives_its_step():
+@pytest.mark.slow
+def test_a_key_value_cache_outlives_its_step():
     """Keys and values of a harness that leaves model.config.use_cache on."""
     spec = spec_of("full", 1, ("none",), grad_ckpt=False)
-    held = []
+    live = []
     for cache in (False, True):
         variant = Variant(kept_outputs=True, kv_cache=cache)
         traced = trace_variant(FAMILIES["Llama"], spec, variant, SHAPES, gpu_target("L40S"))
-        held.append(sum(change for _, change in traced.events[: traced.step_ends[-1]]))
+        live.append(sum(change for _, change in traced.events[: traced.step_ends[-1]]))
     layers, kv_heads, head = 2, 2, 16
-    assert held[1] - held[0] == layers * 2 * (2 * 64 * kv_heads * head) * 2
+    assert live[1] - live[0] == layers * 2 * (2 * 64 * kv_heads * head) * 2
 
 
+@pytest.mark.slow
 def test_fewer_trained_parameters_take_less_and_upcast_ones_more():
-    """Training of the norms alone traced as full training; 4-bit preparation that is not seen."""
     assert peak(trained=("norm",)) < peak()
     assert peak("qlora") < peak("qlora", upcast=True)
 
 
+@pytest.mark.slow
 def test_emptying_the_cache_forgets_what_was_reserved_before():
-    """A harness that empties its cache compared with one that never does."""
     spec = spec_of("lora", 4, ("q_proj",), grad_ckpt=False)
     shapes = ((64, 128), (1, 16))
     traced = trace_variant(FAMILIES["Llama"], spec, Variant(), shapes, gpu_target("L40S"))

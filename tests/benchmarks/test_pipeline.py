@@ -1,4 +1,4 @@
-"""The pipeline benchmark on a pipeline of two small stages: it measures what ran, and a no-op must be one."""
+"""The pipeline benchmark, on a pipeline of two small stages."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pipeline
-from benchmarks.watch import WHOLE
+from benchmarks.process_usage import WHOLE_RUN
 from lean_finetune.core.errors import UserError
 from tests.processes import run_bounded
 
@@ -47,25 +47,27 @@ def commit(files: str) -> None:
         run_bounded(["git", *arguments], check=True)
 
 
-def test_every_stage_and_the_no_op_are_measured_in_a_clone_that_leaves_no_trace(toy):
+@pytest.mark.slow
+def test_every_stage_and_the_no_op_are_measured_in_a_clone(toy):
     commit(STAGES)
     measured = pipeline.measure(quick=True)
     rows = {row["what"]: row for row in measured.rows}
-    assert list(rows) == ["small", "large", WHOLE, "(no-op repro, median)"]
+    assert list(rows) == ["small", "large", WHOLE_RUN, "(no-op repro, median)"]
     assert rows["large"]["peak_rss_bytes"] > 50 << 20 > rows["small"]["peak_rss_bytes"]
-    assert rows[WHOLE]["wall_s"] > rows["small"]["wall_s"] + rows["large"]["wall_s"] > 0.4
+    assert rows[WHOLE_RUN]["wall_s"] > rows["small"]["wall_s"] + rows["large"]["wall_s"] > 0.4
     assert [bar.name for bar in measured.bars] == ["no-op dvc repro, seconds"]
     assert measured.bars[0].value == rows["(no-op repro, median)"]["wall_s"] > 0.1
     assert not list(toy.glob("*.txt")) and not (toy / "dvc.lock").exists()
 
 
-def test_a_no_op_that_runs_a_stage_is_no_figure_but_a_fault(toy):
+@pytest.mark.slow
+def test_a_no_op_that_runs_a_stage_is_an_error(toy):
     commit(STAGES.replace("  large:\n", "  large:\n    always_changed: true\n"))
     with pytest.raises(UserError, match="a second `dvc repro` must run nothing, got: Running stage 'large'"):
         pipeline.measure(quick=True)
 
 
-def test_a_stage_that_fails_is_told_with_its_own_line(toy):
+def test_a_failed_stage_is_reported_with_its_error_line(toy):
     commit("stages:\n  bad:\n    cmd: >-\n      echo 'error: no such row' && exit 1\n")
     with pytest.raises(UserError, match="failed in a clone: error: no such row"):
         pipeline.measure(quick=False)

@@ -12,7 +12,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from benchmarks.estimate_cpu import make_code_books, real_batch
+from benchmarks.estimate_cpu import make_code_books
+from benchmarks.specs import random_batch
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
 from lean_finetune.memory.predict.peak import Setting, optim_of
@@ -101,7 +102,7 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
 
             def batches(shapes: Any = shapes, idle: bool = idle) -> Any:
                 for wanted in shapes:
-                    yield real_batch(wanted, VOCABULARY)
+                    yield random_batch(wanted, VOCABULARY)
                 if idle:
                     yield idle_batch(0)
 

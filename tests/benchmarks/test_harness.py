@@ -1,20 +1,18 @@
-"""The form of benchmarks: a broken bar shows, figures name their machine but never its owner, no case is favoured."""
+"""The benchmarks' harness: broken bars, results files, interleaved rounds, measured processes."""
 
 import json
 import os
 import platform
-import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import form
-from benchmarks.form import Bar, Measured, benchmark, format_table, interleaved_seconds, machine, median_ratio
-from benchmarks.pipeline import _environment
-from benchmarks.watch import WHOLE, watch
+from benchmarks import harness
+from benchmarks.harness import Bar, Measured, benchmark, format_table, interleaved_seconds, median_ratio
+from benchmarks.process_usage import WHOLE_RUN, watch
+from benchmarks.processes import clean_environment
 
 KEYS = {"name", "date", "commit", "machine", "versions", "rows", "bars"}
 
@@ -47,6 +45,7 @@ def test_a_full_run_prints_its_table_and_writes_its_results_file(elsewhere):
     assert written["bars"] == [{"name": "ours / theirs", "value": 0.5, "bar": "<= 0.6", "holds": True}]
     assert written["commit"] is None, "no repository here, so no commit may be claimed"
     assert written["versions"]["python"] == platform.python_version()
+    assert set(written["machine"]) == {"cpu", "cores", "memory_bytes", "system", "gpus"}, "never the host's name"
     assert "theirs" in result.stdout and "peak_rss MiB" in result.stdout
 
 
@@ -64,7 +63,7 @@ def test_a_quick_run_never_replaces_the_published_figures(elsewhere):
 
 
 @pytest.mark.parametrize(("rule", "value", "holds"), [("<=", 2.0, True), ("<=", 2.1, False), (">=", 1.9, False)])
-def test_a_bar_is_held_to_its_side_of_the_limit(rule, value, holds):
+def test_a_bar_holds_on_its_side_of_the_limit(rule, value, holds):
     assert Bar(name="x", value=value, rule=rule, limit=2.0).as_json() == {
         "name": "x",
         "value": value,
@@ -73,33 +72,24 @@ def test_a_bar_is_held_to_its_side_of_the_limit(rule, value, holds):
     }
 
 
-def test_figures_never_name_the_host(monkeypatch):
-    monkeypatch.setattr(platform, "node", lambda: "secret-host")
-    monkeypatch.setattr(socket, "gethostname", lambda: "secret-host")
-    described = machine()
-    assert "secret-host" not in json.dumps(described)
-    assert platform.release() not in json.dumps(described)
-    assert described["cores"] >= 1 and described["memory_bytes"] > 2**28
-
-
 @pytest.fixture
 def repository(elsewhere) -> Path:
     """A repository with one commit and nothing beside it."""
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     Path("code.py").write_text("1")
     for arguments in (["init", "--quiet"], ["add", "code.py"], ["commit", "--quiet", "-m", "start"]):
-        assert form._git(*identity, *arguments) is not None
+        assert harness._git(*identity, *arguments) is not None
     return elsewhere
 
 
 def test_the_commit_says_when_code_differs_from_it_but_not_when_only_results_do(repository):
-    head = form.commit()
+    head = harness.commit()
     assert head is not None and len(head) == 12
     Path("benchmarks/results").mkdir(parents=True)
     Path("benchmarks/results/sample.json").write_text("{}")
-    assert form.commit() == head
+    assert harness.commit() == head
     Path("code.py").write_text("2")
-    assert form.commit() == f"{head}-dirty"
+    assert harness.commit() == f"{head}-dirty"
 
 
 def test_published_figures_come_from_a_commit(repository):
@@ -123,11 +113,6 @@ def test_each_case_starts_a_round_in_turn_so_that_order_favours_none():
     assert {one[0] for one in rounds[1:]} == {"a", "b", "c"}
 
 
-def test_interleaved_seconds_are_wall_seconds():
-    seconds = interleaved_seconds({"sleep": lambda: time.sleep(0.02), "nothing": lambda: None}, rounds=2)
-    assert min(seconds["sleep"]) >= 0.02 > min(seconds["nothing"])
-
-
 def test_a_ratio_is_taken_within_each_round():
     """A slow round doubles both cases; the ratio of medians over other rounds would show a gain that is none."""
     assert median_ratio([1.0, 20.0, 3.0], [2.0, 40.0, 6.0]) == 0.5
@@ -147,20 +132,20 @@ PARENT = (
 )
 
 
-def test_a_stage_is_charged_for_the_memory_of_its_workers_and_no_other_stage_is(tmp_path):
-    usages, output = watch([sys.executable, "-c", PARENT], tmp_path, _environment())
+def test_memory_of_workers_counts_for_their_stage_and_no_other(tmp_path):
+    usages, output = watch([sys.executable, "-c", PARENT], tmp_path, clean_environment())
     assert output == "hello\n"
-    assert list(usages) == ["first", "second", WHOLE]
+    assert list(usages) == ["first", "second", WHOLE_RUN]
     assert usages["first"].peak_rss_bytes > 60 << 20 > usages["second"].peak_rss_bytes
-    assert usages[WHOLE].peak_rss_bytes >= usages["first"].peak_rss_bytes
-    assert 0.4 < usages["first"].wall_s < usages[WHOLE].wall_s
+    assert usages[WHOLE_RUN].peak_rss_bytes >= usages["first"].peak_rss_bytes
+    assert 0.4 < usages["first"].wall_s < usages[WHOLE_RUN].wall_s
     assert usages["second"].first_seen_s > usages["first"].last_seen_s
 
 
-def test_the_pipeline_is_run_as_if_no_pipeline_ran_around_it(monkeypatch):
-    """Inherited from a stage, DVC_ROOT and DVC_STAGE would make the clone read the outer checkout's parameters."""
+def test_a_child_does_not_inherit_the_variables_of_a_dvc_run(monkeypatch):
+    """With DVC_ROOT and DVC_STAGE a clone would read the outer checkout's parameters."""
     monkeypatch.setenv("DVC_STAGE", "train")
     monkeypatch.setenv("DVC_ROOT", "/elsewhere")
-    environment = _environment()
+    environment = clean_environment()
     assert not {"DVC_STAGE", "DVC_ROOT"} & set(environment)
     assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)

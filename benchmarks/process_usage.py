@@ -1,4 +1,4 @@
-"""A running command seen from outside: wall time and peak memory of each pipeline stage it starts."""
+"""Measure a running command from outside: wall time and peak memory of each pipeline stage it starts."""
 
 import subprocess
 import tempfile
@@ -12,55 +12,55 @@ import psutil
 from lean_finetune.core.errors import UserError
 
 POLL_SECONDS = 0.05
-"""Between two looks at the processes: 20 a second cost under 5% of one core here; a shorter peak may be missed."""
-WHOLE = "(whole run)"
+"""Time between two samples: 20 a second take under 5% of one core. A shorter peak may be missed."""
+WHOLE_RUN = "(whole run)"
+"""Key of the usage of all processes together."""
 
 
 @dataclass(kw_only=True)
 class Usage:
-    """What a stage, or the whole command, took."""
+    """Wall time and peak memory of a stage, or of the whole command."""
 
     first_seen_s: float
     """Seconds after the command's start."""
     last_seen_s: float
     """Seconds after the command's start."""
     peak_rss_bytes: int
-    """Resident memory summed over the processes, at its highest look. Pages that processes share count in each."""
+    """Highest sum of the processes' resident memory. A page that several share counts for each of them."""
     peak_anonymous_bytes: int = 0
-    """Memory that no file backs, of the whole command alone, where `watch` was asked for it; else 0.
+    """Memory that no file backs: for the whole command only, and only if `watch` measures it; else 0.
 
-    Here a page that processes share counts once: it is what the machine has to have.
+    A page that several processes share counts once: this is the memory that the machine needs.
     """
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first look to the last."""
+        """Seconds from the first sample to the last."""
         return self.last_seen_s - self.first_seen_s
 
 
 def watch(
     command: Sequence[str], cwd: Path, environment: Mapping[str, str], anonymous: bool = False
 ) -> tuple[dict[str, Usage], str]:
-    """Run a command and watch the processes below it.
+    """Run a command and measure it and its child processes.
 
-    DVC names the stage in each stage's environment (`DVC_STAGE`), which workers inherit; that is how processes are told
-    apart.
+    A process belongs to the stage in its variable `DVC_STAGE`, which DVC sets for each stage and workers inherit.
 
     Args:
-        command: to run.
+        command: the command line.
         cwd: its working directory.
-        environment: its environment.
-        anonymous: also sum anonymous memory, which takes the kernel longer to tell and which Linux alone tells.
+        environment: its environment variables.
+        anonymous: also measure anonymous memory, which takes longer and needs Linux.
 
     Returns:
-        Usage by stage in order of appearance, then of the whole command under WHOLE; and the command's output.
+        Usage by stage in order of appearance, then of the whole command under WHOLE_RUN; and the command's output.
 
     Raises:
         subprocess.CalledProcessError: the command failed; its output is attached.
-        UserError: anonymous memory is asked for where the system does not tell it.
+        UserError: `anonymous` on a system without /proc/*/smaps_rollup.
     """
     if anonymous and not Path("/proc/self/smaps_rollup").exists():
-        raise UserError("benchmarks.watch: anonymous memory is told by Linux alone; run on Linux")
+        raise UserError("benchmarks: anonymous memory can be measured on Linux only; run there")
     stages: dict[str, Usage] = {}
     stage_of: dict[psutil.Process, str] = {}
     whole = Usage(first_seen_s=0.0, last_seen_s=0.0, peak_rss_bytes=0)
@@ -70,7 +70,7 @@ def watch(
         root = psutil.Process(running.pid)
         while running.poll() is None:
             now = time.perf_counter() - start
-            _look(root, now, stages, stage_of, whole)
+            _sample(root, now, stages, stage_of, whole)
             if anonymous:
                 whole.peak_anonymous_bytes = max(whole.peak_anonymous_bytes, _anonymous_bytes(root))
             time.sleep(POLL_SECONDS)
@@ -79,18 +79,18 @@ def watch(
         text = output.read().decode(errors="replace")
     if running.returncode:
         raise subprocess.CalledProcessError(running.returncode, list(command), text)
-    return {**stages, WHOLE: whole}, text
+    return {**stages, WHOLE_RUN: whole}, text
 
 
-def _look(
+def _sample(
     root: psutil.Process, now: float, stages: dict[str, Usage], stage_of: dict[psutil.Process, str], whole: Usage
 ) -> None:
-    """Add one look at the process tree to the usages."""
+    """Add one sample of the process tree to the usages."""
     rss_by_stage: dict[str, int] = {}
     total = 0
     for process, rss in _resident(root):
         total += rss
-        # A child that has not yet replaced its parent's image shows no stage: ask again at the next look.
+        # A child between fork and exec has no stage in its environment yet: try again at the next sample.
         stage = stage_of.get(process) or _stage(process)
         if stage:
             stage_of[process] = stage
@@ -103,7 +103,7 @@ def _look(
 
 
 def _resident(root: psutil.Process) -> list[tuple[psutil.Process, int]]:
-    """Each process of the tree with its resident bytes; processes that end meanwhile are left out."""
+    """Resident bytes of each process of the tree, without processes that end meanwhile."""
     found = []
     try:
         processes = [root, *root.children(recursive=True)]
@@ -118,19 +118,19 @@ def _resident(root: psutil.Process) -> list[tuple[psutil.Process, int]]:
 
 
 def _anonymous_bytes(root: psutil.Process) -> int:
-    """Anonymous memory of the tree's processes, of which each has its share of a page that several have."""
+    """Anonymous memory of the process tree; a shared page is divided among the processes that share it."""
     total = 0
     for process, _ in _resident(root):
         try:
             lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):  # it has ended
+        except (FileNotFoundError, ProcessLookupError):  # The process has ended.
             continue
         total += next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:")), 0)
     return total
 
 
 def _stage(process: psutil.Process) -> str | None:
-    """The stage a process works for, None if it is not yet known or it works for none."""
+    """The stage that a process belongs to; None if unknown or none."""
     try:
         return process.environ().get("DVC_STAGE")
     except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -1,4 +1,4 @@
-"""The one form of every benchmark: how it is measured, printed and kept.
+"""What all benchmarks share: the command line, interleaved timing, the printed table and the results file.
 
 A benchmark is `python -m benchmarks.<name> [--quick] [--out FILE]`. It prints a table and writes
 benchmarks/results/<name>.json: name, date, commit, machine, versions, rows, bars.
@@ -28,16 +28,16 @@ from lean_finetune.core.errors import StageCommand, UserError
 RESULTS = Path("benchmarks/results")
 LIBRARIES = ("bitsandbytes", "datasets", "dvc", "numpy", "peft", "pyarrow", "tokenizers", "torch", "transformers")
 DIRTY = "-dirty"
-"""Ends the commit of a checkout with changes that are in no commit."""
+"""Suffix of the commit where the checkout has uncommitted changes."""
 COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 Row = Mapping[str, Any]
-"""One line of the table: text and numbers by column; a column in bytes ends in `_bytes`, in seconds in `_s`."""
+"""One line of the table, by column. The names of columns in bytes end in `_bytes`, of columns in seconds in `_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A promise about one measured value, a ratio wherever something is compared."""
+    """A limit that one measured value must keep: a ratio wherever two things are compared."""
 
     name: str
     value: float
@@ -46,39 +46,41 @@ class Bar:
 
     @property
     def holds(self) -> bool:
-        """Whether the value keeps the promise."""
+        """Whether the value is on the right side of the limit."""
         return COMPARE[self.rule](self.value, self.limit)
 
     def as_json(self) -> dict[str, Any]:
-        """The bar as results files hold it."""
+        """The bar in the format of results files."""
         return {"name": self.name, "value": self.value, "bar": f"{self.rule} {self.limit:g}", "holds": self.holds}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one run of a benchmark found."""
+    """Results of one run of a benchmark."""
 
     rows: Sequence[Row]
     bars: Sequence[Bar]
 
 
 def benchmark(name: str, measure: Callable[[bool], Measured]) -> click.Command:
-    """The command of a benchmark. It measures nothing for its published file in a checkout with uncommitted changes.
+    """Make the command of a benchmark; it exits with 1 where a bar fails.
+
+    It refuses to write its published results file from a checkout with uncommitted changes.
 
     Args:
-        name: of its module and its results file.
-        measure: does the work; its argument says whether --quick was asked for.
+        name: name of its module and its results file.
+        measure: does the work; its argument is the value of --quick.
     """
 
     @click.command(cls=StageCommand, help=(sys.modules[measure.__module__].__doc__ or "").strip())
-    @click.option("--quick", is_flag=True, help="A smaller run: shows that it works. Kept only where --out says.")
+    @click.option("--quick", is_flag=True, help="A smaller run, with no results file unless --out names one.")
     @click.option("--out", type=Path, help=f"Results file.  [default: {RESULTS / name}.json]")
     def main(quick: bool, out: Path | None) -> None:
         published = not quick and out is None
         if published and (commit() or "").endswith(DIRTY):
             raise UserError(
-                f"{RESULTS / name}.json: published figures belong to a commit; this checkout has changes that are in "
-                "none; commit them, or name another file with --out"
+                f"{RESULTS / name}.json: published figures must belong to a commit, and this checkout has uncommitted "
+                "changes; commit them, or name another file with --out"
             )
         measured = measure(quick)
         click.echo(format_table(measured.rows))
@@ -108,10 +110,10 @@ def report(name: str, measured: Measured) -> dict[str, Any]:
 
 
 def interleaved(cases: Mapping[str, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[str, list[Any]]:
-    """What each case returns in each of `rounds` rounds, after one round that does not count if `warm_up`.
+    """Call every case once a round, and return what each returned in each round.
 
-    Every round runs all cases, starting one further each time, so that a slow spell of the machine or the order of
-    the cases favours none.
+    Each round starts with another case, so that neither their order nor a slow spell of the machine favours one.
+    With `warm_up`, one more round runs first and does not count.
     """
     results: dict[str, list[Any]] = {name: [] for name in cases}
     names = list(cases)
@@ -136,12 +138,12 @@ def interleaved_seconds(cases: Mapping[str, Callable[[], Any]], rounds: int) -> 
 
 
 def median_ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """Median over rounds of value / base: what is compared within a round shares its noise."""
+    """Median over rounds of value / base. The two values of a round share the machine's noise."""
     return median(value / other for value, other in zip(values, base, strict=True))
 
 
 def commit() -> str | None:
-    """Short commit of the checkout, with `-dirty` where more than results differs from it; None outside git."""
+    """Short commit of the checkout, with `-dirty` where files other than results differ; None outside git."""
     head = _git("rev-parse", "--short=12", "HEAD")
     if head is None:
         return None
@@ -158,7 +160,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """The machine in terms that explain speed; no name that identifies it."""
+    """Describe the machine by what explains its speed, without its name."""
     import torch
 
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
@@ -172,7 +174,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    """The processor's model, as far as the system tells."""
+    """The processor's model, or its architecture where the system does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -182,7 +184,7 @@ def _cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed libraries that decide speed and memory."""
+    """Versions of Python and of the installed libraries that affect speed and memory."""
     found = {"python": platform.python_version()}
     for library in LIBRARIES:
         try:
@@ -193,7 +195,7 @@ def versions() -> dict[str, str]:
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """Rows as aligned text: bytes as MiB, numbers with three significant decimals, numbers to the right."""
+    """Format rows as aligned text: bytes as MiB, floats with three decimals, numbers to the right."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     heads = [f"{key.removesuffix('_bytes')} MiB" if key.endswith("_bytes") else key for key in columns]
     table = [heads, *([_cell(key, row.get(key)) for key in columns] for row in rows)]
@@ -210,7 +212,7 @@ def format_table(rows: Sequence[Row]) -> str:
 
 
 def _cell(key: str, value: Any) -> str:
-    """One value as text."""
+    """Format one value."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,0 +1,79 @@
+"""Build a model of random weights on a device from its configuration alone, as stage train loads one from files."""
+
+import gc
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import initialization as init
+from transformers.integrations import replace_with_bnb_linear
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from lean_finetune.model.adapters import add_adapters
+from lean_finetune.model.attention import training_attention
+from lean_finetune.model.checkpointing import enable_checkpointing
+from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
+
+INIT_STD = 0.02
+"""Standard deviation of the random weights: that of most models' initialisation."""
+
+
+def random_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
+    """Make the model that `lean_finetune.model.load_model.load_model` would load, with random weights."""
+    model = base_model(config, spec, device)
+    adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
+    enable_checkpointing(model, spec)
+    return adapted.train()
+
+
+def base_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> Any:
+    """Make the same model without adapters and checkpointing."""
+    attention = training_attention(config, spec.attention)
+    with torch.device(device), init.no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=attention)
+    model.tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=INIT_STD)
+    if quantisation(spec) is not None:
+        _quantize(model, spec, device)
+    return model
+
+
+def _quantize(model: Any, spec: ModelSpec, device: torch.device) -> None:
+    """Put random 4 or 8-bit weights into the layers that loading would quantise."""
+    replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation(spec))
+    # peft reads these attributes to choose its adapters for quantised layers.
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"
+    for layer in model.modules():
+        if not isinstance(layer, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+            continue
+        values = torch.empty((layer.out_features, layer.in_features), dtype=spec.dtype, device=device)
+        layer.weight = _quantized(values.normal_(std=INIT_STD), spec, device)
+        if layer.bias is not None:
+            bias = torch.empty(layer.out_features, dtype=spec.dtype, device=device).normal_(std=INIT_STD)
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+    keep_trainable_on_cpu(model)
+
+
+def _quantized(values: torch.Tensor, spec: ModelSpec, device: torch.device) -> Any:
+    """A weight in 4 or 8 bits. bitsandbytes quantises when it moves to its device; in 8 bits only from the CPU."""
+    weight: Any
+    if spec.method == "int8_lora":
+        weight = bnb.nn.Int8Params(values.cpu(), requires_grad=False, has_fp16_weights=False)
+    else:
+        weight = bnb.nn.Params4bit(
+            values, requires_grad=False, compress_statistics=spec.double_quant, quant_type=spec.quant_type
+        )
+    return weight.to(device)
+
+
+def free_cached(device: torch.device) -> None:
+    """Free what earlier cases left, libraries' workspaces too, so that every case starts from the same state."""
+    gc.collect()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
