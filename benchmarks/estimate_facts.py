@@ -90,7 +90,7 @@ class TracedFact(Fact):
         if self.counts == "allocated":
             return traced.peak_bytes
         reserved = reserved_bytes(traced, emptied_after=self.emptied_after)
-        return reserved + (resolve_gpu(self.gpu)[0].context.most_bytes if self.counts == "process" else 0)
+        return reserved + (resolve_gpu(self.gpu)[0].context.max_bytes if self.counts == "process" else 0)
 
     def trace(self) -> Traced:
         """The run as the source's harness makes it."""

@@ -6,16 +6,15 @@ from typing import Any
 import numpy as np
 
 from lean_finetune.core.units import MIB
-from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.gpus import BF16_CAPABILITY, Device, context_of
+from lean_finetune.memory.devices import cpu_device, resolve_gpu
+from lean_finetune.memory.gpus import BF16_CAPABILITY, context_of
 from lean_finetune.memory.predict.peak import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.batches import BatchShape
 from tests.small_model import spec_of
 
-RAM = Device(name="cpu", kind="cpu", memory_bytes=2**34, compute_capability=(0, 0))
-CPU_TARGET = target_of(RAM)
+CPU_TARGET = target_of(cpu_device(2**34))
 
 
 def gpu_target(name: str) -> Target:
@@ -24,7 +23,7 @@ def gpu_target(name: str) -> Target:
 
 def card_for(tensor_bytes: float) -> str:
     """A hardware.gpu of a few GiB that has room for so many bytes of tensors beside its CUDA context."""
-    return f"{(tensor_bytes + context_of(BF16_CAPABILITY).most_bytes) / MIB:.3f}MiB"
+    return f"{(tensor_bytes + context_of(BF16_CAPABILITY).max_bytes) / MIB:.3f}MiB"
 
 
 def setting_of(

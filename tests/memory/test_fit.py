@@ -90,7 +90,7 @@ def _give_every_line(workspace: Path, values: dict[str, Any], share: float) -> N
     lay_out(workspace, **{**common, "train__loss_chunk": None, "estimate__headroom_percent": 0.0, **values})
     parameters = load_params(workspace / "params.yaml")
     (fits,) = told_until_advice(parameters, "800GiB")
-    gpu = f"{share * float(fits.split()[2]) + context_of(BF16_CAPABILITY).most_bytes / GIB:.4f}GiB"
+    gpu = f"{share * float(fits.split()[2]) + context_of(BF16_CAPABILITY).max_bytes / GIB:.4f}GiB"
     verdict, *advice = told_until_advice(parameters, gpu)
     assert verdict.startswith("verdict    does not fit")
     lines = [line.removeprefix("  dvc exp run -S ") for line in advice if line.startswith("  dvc exp run ")]

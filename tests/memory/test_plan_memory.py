@@ -95,7 +95,7 @@ def judged(memory: PlanMemory, prediction, capacity_bytes: int):
 
 def test_a_run_whose_blocks_do_not_fit_is_refused_at_its_step(memory, prediction):
     """A run that is told to fit and dies at the step that needs another kind of blocks."""
-    capacity = prediction.peak.bytes + CONTEXT.most_bytes
+    capacity = prediction.peak.bytes + CONTEXT.max_bytes
     found, _ = played(prediction, capacity_bytes=capacity)
     assert found is not None
     step = found.failing_step("native")
@@ -123,7 +123,7 @@ def test_the_figures_of_the_run_are_those_of_its_own_segments(memory):
 def test_blocks_that_are_given_back_in_time_are_no_refusal(memory, prediction):
     """Reserved bytes held against the device although the allocator would have given them back."""
     for spare in range(1, 64):
-        capacity = memory.reserved_bytes("native") + CONTEXT.most_bytes - 2 * spare * MIB
+        capacity = memory.reserved_bytes("native") + CONTEXT.max_bytes - 2 * spare * MIB
         found, _ = played(prediction, capacity_bytes=capacity)
         assert found is not None
         if found.failing_step("native") is None:

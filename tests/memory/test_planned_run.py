@@ -103,7 +103,7 @@ def test_blocks_that_do_not_fit_are_no_way_to_fit(index):
     roomy = confirmation(index, memory_bytes=2**30, **setting)
     peak_bytes = roomy(roomy.run)
     assert peak_bytes is not None
-    tight = confirmation(index, memory_bytes=peak_bytes + roomy.planned.device.context.most_bytes, **setting)
+    tight = confirmation(index, memory_bytes=peak_bytes + roomy.planned.device.context.max_bytes, **setting)
     assert tight(tight.run) is None
 
 

@@ -47,7 +47,7 @@ def test_memory_ends_where_the_context_of_the_generation_begins(trace, capabilit
     context = context_of(capability)
     reserved_bytes = reserve(trace, expandable=True, capacity_bytes=None).peak_bytes
     assert reserved_bytes is not None
-    needed = reserved_bytes + context.most_bytes
+    needed = reserved_bytes + context.max_bytes
     fits, fails = (tiers(trace, capacity, context)["expandable"] for capacity in (needed, needed - 2**21))
     assert fits["out_of_memory"] is None and fits["retries"] == 0
     assert fails["out_of_memory"] is not None or fails["retries"] > 0

@@ -65,7 +65,7 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None, *, shorten: b
     masked = beyond_window and p.bucket.mode != "packed"
     attention = attention_on(device, config, run.setting.model, masked=masked)
     headroom = p.estimate.headroom_percent
-    memory = f"{readable_size(device.memory_bytes)}, less {device.kept_free(headroom)}"
+    memory = f"{readable_size(device.memory_bytes)}, less {device.headroom_text(headroom)}"
     yield f"device     {device.name}: {memory} ({reason})"
     yield f"model      {directory}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers"
     train = f"{p.train.method}, {precision}, {p.train.optimizer}, grad_ckpt={str(p.train.grad_ckpt).lower()}"

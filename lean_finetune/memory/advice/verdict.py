@@ -72,7 +72,7 @@ def judge(
     largest = ", ".join(f"{category} {readable_size(size)}" for category, size in by_size[:LARGEST_CATEGORIES])
     remedy = _would_fit(remedies) or NO_REMEDY
     tight = prediction.peak.bytes <= device.usable_bytes(0)
-    kept_free = device.kept_free(headroom_percent)
+    kept_free = device.headroom_text(headroom_percent)
     capacity = f"{readable_size(device.memory_bytes)} less {kept_free}{TIGHT if tight else ''}"
     refusal = (
         f"hardware.gpu: predicted peak {readable_size(prediction.peak.bytes)} (in {prediction.worst_phase}"

@@ -150,7 +150,7 @@ def replay_plan(
     try:
         model = fit_run(config, setting, target, prediction.shallow, _examples(plan, lengths, setting))
         numbers, unlimited = _played(plan, lengths, setting, model)
-        usable = device.memory_bytes - device.context.most_bytes
+        usable = device.memory_bytes - device.context.max_bytes
         limited = {
             name: _within(plan, lengths, setting, model, numbers, found, ALLOCATORS[name], usable)
             for name, found in unlimited.items()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lean_finetune.memory.allocator.caching_allocator import CachingAllocator, OutOfMemory
-from lean_finetune.memory.gpus import Context
+from lean_finetune.memory.gpus import CudaContext
 from lean_finetune.memory.trace.allocation_origins import OriginTrace
 
 ALLOCATORS = {"native": False, "expandable": True}
@@ -82,7 +82,7 @@ def _micro_batch(trace: OriginTrace, place: int) -> int:
     return sum(start <= place for start, _ in trace.micro_batches)
 
 
-def tiers(trace: OriginTrace, capacity_bytes: int, context: Context) -> dict[str, Any]:
+def tiers(trace: OriginTrace, capacity_bytes: int, context: CudaContext) -> dict[str, Any]:
     """The content of tiers.json for a GPU: reserved bytes by either allocator, and what the process takes.
 
     Played without a limit for the figures, and within the device's memory less the most of a context for the failure.
@@ -96,7 +96,7 @@ def tiers(trace: OriginTrace, capacity_bytes: int, context: Context) -> dict[str
     for name, expandable in ALLOCATORS.items():
         unlimited = reserve(trace, expandable=expandable, capacity_bytes=None)
         assert unlimited.peak_bytes is not None
-        limited = reserve(trace, expandable=expandable, capacity_bytes=capacity_bytes - context.most_bytes)
+        limited = reserve(trace, expandable=expandable, capacity_bytes=capacity_bytes - context.max_bytes)
         found[name] = {
             **unlimited.as_json(),
             "retries": limited.retries,
