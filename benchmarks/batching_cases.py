@@ -11,10 +11,10 @@ import torch
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from benchmarks.processes import Rival, write_params
-from lean_finetune.plan.micro_batches import Cutting, cut_steps
+from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import run_steps
 from lean_finetune.plan.plan_summary import randomness, straggler_percent
-from lean_finetune.plan.row_index import COLUMNS, Index
+from lean_finetune.plan.row_index import COLUMNS, RowIndex
 
 RANKS = 8
 CAPACITY = 16_384
@@ -51,14 +51,14 @@ def ours(
     lengths: np.ndarray, *, mode: str, constant_shape: bool, ranks: int, tokens_per_step: int, epochs: int
 ) -> Batches:
     """Our plan, made by the code of stage bucket."""
-    index = Index(
+    index = RowIndex(
         lengths=lengths,
         supervised=np.ones_like(lengths),
         sources=np.zeros(len(lengths), np.uint16),
         dropped=np.zeros(len(lengths), bool),
         weights=(1.0,),
     )
-    cutting = Cutting(
+    cutting = MicroBatchSettings(
         mode=mode,  # type: ignore[arg-type]
         max_tokens=CAPACITY,
         pad_multiple=PAD_MULTIPLE,
@@ -67,7 +67,7 @@ def ours(
         ranks=ranks,
     )
     steps = run_steps(index, seed=1, epochs=epochs, tokens_per_step=tokens_per_step)
-    parts = list(cut_steps(steps, index, cutting))
+    parts = list(split_steps(steps, index, cutting))
     step = np.concatenate([part.step for part in parts])
     return Batches(
         rows=np.concatenate([part.rows for part in parts]),

@@ -24,7 +24,7 @@ import torch
 from benchmarks.harness import Bar, Measured, Row, benchmark, interleaved_seconds, median_ratio
 from lean_finetune.data.shards.merge_shards import INDEX_OPTIONS
 from lean_finetune.plan.batch_plan import MicroBatch, Plan, read_plan, write_plan
-from lean_finetune.plan.micro_batches import Cutting, cut_steps
+from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import run_steps
 from lean_finetune.plan.row_index import read_index
 from lean_finetune.step.batch_loader import load
@@ -149,7 +149,7 @@ def _write(path: Path, batches: list[pa.RecordBatch], options: pa.ipc.IpcWriteOp
 
 def plan_for(directory: Path, mode: Literal["bucketed", "packed"], batches: int) -> Source:
     """Plan one epoch as stage bucket does, and choose a stretch of it at random."""
-    cutting = Cutting(
+    cutting = MicroBatchSettings(
         mode=mode,
         max_tokens=BATCH_TOKENS,
         pad_multiple=PAD_MULTIPLE,
@@ -159,7 +159,7 @@ def plan_for(directory: Path, mode: Literal["bucketed", "packed"], batches: int)
     )
     index = read_index(directory / "train-index.arrow", (1.0,))
     path = directory / f"{mode}.arrow"
-    write_plan(path, cut_steps(run_steps(index, seed=SEED, epochs=1, tokens_per_step=STEP_TOKENS), index, cutting))
+    write_plan(path, split_steps(run_steps(index, seed=SEED, epochs=1, tokens_per_step=STEP_TOKENS), index, cutting))
     plan = read_plan(path)
     last = int(np.searchsorted(plan.step_bounds, len(plan) - batches, side="right")) - 1
     start_step = int(np.random.default_rng(SEED).integers(0, last + 1))

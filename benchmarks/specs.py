@@ -12,7 +12,7 @@ from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.memory.predict.peak import Setting, optim_of
 from lean_finetune.model.attention import JoinedRows
 from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.step.activation_offload import Offload, make_offload
+from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, join_rows
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
@@ -60,7 +60,7 @@ class Trainer:
     setting: Setting
     step_spec: StepSpec
     scaler: LossScaler | None
-    offload: Offload | None
+    offload: ActivationOffload | None
 
     @classmethod
     def of(

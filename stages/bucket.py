@@ -14,7 +14,7 @@ from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_js
 from lean_finetune.core.errors import StageCommand
 from lean_finetune.plan.batch_plan import Plan, read_plan, write_plan
 from lean_finetune.plan.plan_summary import summarise
-from lean_finetune.plan.planner import RunCut
+from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import read_index
 
 
@@ -28,7 +28,7 @@ def main(index_path: Path, out: Path) -> None:
     decides only how a step is cut, so it changes memory and speed and never what is learnt.
     """
     p = read_params()
-    run = RunCut.from_params(p)
+    run = PlanSettings.from_params(p)
     index = read_index(index_path, run.weights)
     with atomic_directory(out) as aside:
         parts = _shown(run.parts(index), p.run.progress)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from lean_finetune.config.declared_params import read_params
-from lean_finetune.distributed.processes import ALONE
+from lean_finetune.distributed.processes import SINGLE_PROCESS
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.precision import precision_of
 from lean_finetune.step.batch_loader import load
@@ -50,7 +50,7 @@ def read_job() -> TrainJob:
     )
     params = read_params()
     spec = ModelSpec.from_params(params, precision_of(params, paths.verdict))
-    return replace(make_job(params, spec, CPU, ALONE, paths), measured_steps=frozenset())
+    return replace(make_job(params, spec, CPU, SINGLE_PROCESS, paths), measured_steps=frozenset())
 
 
 class Interleaved(Keeper):

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from benchmarks.specs import model_spec
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
-from lean_finetune.model.load_model import hollow_model, load_model
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
+from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
@@ -47,8 +47,8 @@ def load_ours(directory: Path, mode: str, world: World) -> Any:
     """Load the model as stage train shares it."""
     sharing = ShardSpec(mode=mode)  # type: ignore[arg-type]
     reads = sharing.reads_weights(world, "full")
-    model = load_model(directory, SPEC, CPU) if reads else hollow_model(read_config(directory), SPEC, CPU)
-    return make_team(model, world, sharing, CPU)
+    model = load_model(directory, SPEC, CPU) if reads else uninitialized_model(read_config(directory), SPEC, CPU)
+    return make_parallel(model, world, sharing, CPU)
 
 
 class Ours:
@@ -56,9 +56,9 @@ class Ours:
 
     def __init__(self, directory: Path, mode: str, world: World):
         """Load the model and make the optimizer."""
-        self._team = load_ours(directory, mode, world)
+        self._parallel = load_ours(directory, mode, world)
         spec = OptimSpec(name="adamw", lr=LR, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
-        self._optimizer = build_optimizer(self._team.mine, spec)
+        self._optimizer = build_optimizer(self._parallel.owned, spec)
         rows = token_rows(world.rank, read_config(directory).vocab_size)
         self._rows = [(np.array(row), np.array([[0, LENGTH]])) for row in rows]
         self._supervised = ROWS * (LENGTH - 1) * world.size
@@ -70,7 +70,7 @@ class Ours:
         for _ in range(steps):
             start = time.perf_counter()
             result = training_step(
-                self._team.mine,
+                self._parallel.owned,
                 self._optimizer,
                 iter([batch]),
                 supervised_tokens=self._supervised,
@@ -78,8 +78,8 @@ class Ours:
                 spec=StepSpec(loss_chunk=None, max_grad_norm=MAX_GRAD_NORM, foreach=False),
                 phase=lambda name: nullcontext(),
                 guard=lambda losses, norm: None,
-                team=self._team,
-                turns=1,
+                parallel=self._parallel,
+                micro_batches=1,
             )
             result.loss.item()
             seconds.append(time.perf_counter() - start)
@@ -168,12 +168,12 @@ def loaded(directory: Path, mode: str, world: World) -> dict[str, Any]:
     """Bytes that all processes read from files, and that each allocated, while a model was loaded."""
     process = psutil.Process()
     read, own = process.io_counters().read_chars, process.memory_full_info().uss
-    team = load_ours(directory, mode, world)
+    parallel = load_ours(directory, mode, world)
     figures = torch.zeros(world.size, 2, dtype=torch.int64)
     figures[world.rank, 0] = process.io_counters().read_chars - read
     figures[world.rank, 1] = process.memory_full_info().uss - own
     dist.all_reduce(figures)
-    del team
+    del parallel
     return {"read_bytes": int(figures[:, 0].sum()), "own_bytes": figures[:, 1].tolist()}
 
 

@@ -1,50 +1,50 @@
-"""What the processes of a run tell each other apart from tensors: whole numbers and texts, heard by all."""
+"""Numbers and texts that the processes of a run exchange outside of training: all send, all receive."""
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from lean_finetune.distributed.processes import ALONE, World
+from lean_finetune.distributed.processes import SINGLE_PROCESS, World
 from lean_finetune.distributed.progress_barrier import wait_for_all
 
 
-class Voices:
-    """The processes of a run, all of which speak at the same places. One alone hears itself."""
+class ControlChannel:
+    """Collectives over Python integers and strings; every process makes the same calls in the same order."""
 
-    def __init__(self, world: World = ALONE, device: torch.device = torch.device("cpu")):  # noqa: B008 - immutable
-        """Speak as one of `world`; `device` is where the tensors of its link are."""
+    def __init__(self, world: World = SINGLE_PROCESS, device: torch.device = torch.device("cpu")):  # noqa: B008 - immutable
+        """`device` is where the backend's tensors must be: a GPU for NCCL."""
         self.rank, self.size = world.rank, world.size
         self._device = device
 
     @property
-    def leads(self) -> bool:
-        """Whether this process decides."""
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which decides."""
         return self.rank == 0
 
-    def each(self, *own: int) -> list[list[int]]:
-        """What every process said, by rank; all say equally many numbers."""
+    def gather(self, *numbers: int) -> list[list[int]]:
+        """The numbers of every process, by rank; all send equally many."""
         if self.size == 1:
-            return [list(own)]
-        said = torch.zeros(self.size, len(own), dtype=torch.int64)
-        said[self.rank] = torch.tensor(own)
-        said = said.to(self._device)
-        dist.all_reduce(said)  # Others add 0.
-        return said.tolist()
+            return [list(numbers)]
+        table = torch.zeros(self.size, len(numbers), dtype=torch.int64)
+        table[self.rank] = torch.tensor(numbers)
+        table = table.to(self._device)
+        dist.all_reduce(table)  # The others add 0.
+        return table.tolist()
 
-    def each_after_work(self, *own: int) -> list[list[int]]:
-        """As `each`, where one process may have worked alone for long: it is waited for while it makes progress."""
+    def gather_after_work(self, *numbers: int) -> list[list[int]]:
+        """`gather` after a barrier that waits for a process as long as it makes progress."""
         wait_for_all()
-        return self.each(*own)
+        return self.gather(*numbers)
 
-    def of_first(self, *own: int) -> list[int]:
-        """What the first process said."""
-        return self.each(*own)[0]
+    def from_first(self, *numbers: int) -> list[int]:
+        """The numbers of rank 0."""
+        return self.gather(*numbers)[0]
 
-    def texts(self, own: str) -> list[str]:
-        """The text of every process, by rank. No pickle: what is sent are bytes, as 64-bit numbers."""
-        data = own.encode()
-        sizes = [size for (size,) in self.each(len(data))]
+    def gather_text(self, text: str) -> list[str]:
+        """The text of every process, by rank: its bytes travel as 64-bit numbers, without pickle."""
+        data = text.encode()
+        sizes = [size for (size,) in self.gather(len(data))]
         words = -(-max(sizes) // 8)
-        sent = np.frombuffer(data.ljust(8 * words, b"\0"), np.int64)
-        heard = np.array(self.each(*sent.tolist()), np.int64)
-        return [row.tobytes()[:size].decode() for row, size in zip(heard, sizes, strict=True)]
+        padded = np.frombuffer(data.ljust(8 * words, b"\0"), np.int64)
+        table = np.array(self.gather(*padded.tolist()), np.int64)
+        return [row.tobytes()[:size].decode() for row, size in zip(table, sizes, strict=True)]

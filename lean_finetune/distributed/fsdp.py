@@ -1,7 +1,7 @@
-"""Every process holds a part of each weight (train.sharding zero2, zero3 and hsdp), by FSDP2 (fully_shard).
+"""Sharded weights (train.sharding zero2, zero3 and hsdp), by FSDP2 (fully_shard).
 
-A decoder layer is made whole just before it computes. Optimizers see the local parts as plain tensors: they know
-nothing of the others, so any that updates value by value works.
+FSDP2 gathers a decoder layer just before it computes. Optimizers see the local shards as plain tensors, so any
+optimizer that updates value by value works.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,17 +18,17 @@ from torch.nn.utils import get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.forward_wrapper import Parts, Whole
+from lean_finetune.distributed.forward_wrapper import ForwardWrapper, LocalParameters
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.weight_broadcast import check_same_form, handed_out
-from lean_finetune.step.process_group import NamedParameters, Piece, Result, named_trained
+from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
+from lean_finetune.step.parallel_model import NamedParameters, Result, ShardSlice, named_trained
 
 SHARD, REPLICATE = "shard", "replicate"
 """Dimensions of the mesh."""
 
 
-class Shards:
-    """A team (lean_finetune.step.process_group) whose members hold a part of each weight."""
+class ShardedModel:
+    """A `ParallelModel` whose processes each keep a shard of every weight."""
 
     def __init__(
         self,
@@ -38,103 +38,104 @@ class Shards:
         mesh: DeviceMesh,
         *,
         reshard: bool,
-        sum_every_turn: bool,
+        sum_every_micro_batch: bool,
         offload_weights: bool = False,
     ):
-        """Cut the weights of `model`, layer by layer: what is not yet cut may be in the host's memory.
+        """Shard `model` layer by layer, so that layers still to come may be in host memory.
 
         Args:
-            model: of the same form in every process, with the weights of the first one.
+            model: of the same shapes in every process; the weights of the first process count.
             world: which process this is.
-            device: where it computes; each layer is moved there before it is cut.
-            mesh: the processes, with a dimension `SHARD`, and `REPLICATE` where groups of them hold the same.
-            reshard: give a layer's other parts back after its forward, and gather them again for backward.
-            sum_every_turn: keep no more than a part of the gradients between micro-batches, for a sum after each.
-            offload_weights: keep the parts and their gradients in the host's memory, where they are updated: a layer's
-                part is copied to the device whenever the layer is gathered.
+            device: where it computes; each layer is moved there before it is sharded.
+            mesh: the processes, with a dimension `SHARD`, and `REPLICATE` where groups of them have the same shards.
+            reshard: free a gathered layer after its forward, and gather it again for backward.
+            sum_every_micro_batch: reduce gradients after each micro-batch, so that only shards of them are kept.
+            offload_weights: keep shards and their gradients in host memory and update them there; a layer's shard is
+                copied to the device whenever the layer is gathered.
 
         Raises:
-            UserError: the model has no layers to cut it by: all weights would be whole at once.
+            UserError: the decoder layers are of an unknown kind: all weights would be gathered at once.
         """
         self.rank, self.size, self.model = world.rank, world.size, model
         self._device, self._group = device, mesh.get_group(SHARD)
-        self._place, self._places = mesh.get_local_rank(SHARD), mesh[SHARD].size()
-        self._first_copy = REPLICATE not in (mesh.mesh_dim_names or ()) or mesh.get_local_rank(REPLICATE) == 0
-        self._sum_every_turn = sum_every_turn
+        self._shard_rank, self._shards = mesh.get_local_rank(SHARD), mesh[SHARD].size()
+        self._first_replica = REPLICATE not in (mesh.mesh_dim_names or ()) or mesh.get_local_rank(REPLICATE) == 0
+        self._sum_every_micro_batch = sum_every_micro_batch
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise UserError(
-                "train.sharding: cuts a model by its decoder layers, and this model's are of a kind that is not known; "
-                "use ddp or zero1"
+                "train.sharding: shards a model by its decoder layers, and this model's are of a kind that is not "
+                "known; use ddp or zero1"
             )
-        check_same_form(model, world, device)
+        check_same_shapes(model, world, device)
         pinned = device.type == "cuda"
         policy = CPUOffloadPolicy(pin_memory=pinned) if offload_weights else OffloadPolicy()
         for layer in layers:
-            fully_shard(handed_out(layer, device), mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
-        # The root (embedding, last norm, head) stays whole from forward to backward, which begins with it.
-        root = Whole(handed_out(model, device))
-        self._whole = fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
-        modules = cast(nn.Module, self._whole).modules()
-        self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
-        for module in self._sharded:  # A mean would divide what is divided by the step's tokens already.
+            broadcast_weights(layer, device)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+        # The root (embedding, last norm, head) stays gathered from forward to backward, which begins with it.
+        root = ForwardWrapper(broadcast_weights(model, device))
+        self._root = fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
+        modules = cast(nn.Module, self._root).modules()
+        self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
+        for module in self._fsdp_modules:  # Sum, not mean: losses are divided by the step's tokens already.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        self._cut = [(name, parameter) for name, parameter in named_trained(model) if isinstance(parameter, DTensor)]
-        self._parts = [(name, nn.Parameter(cast(DTensor, cut.detach()).to_local())) for name, cut in self._cut]
-        # Of a tensor with fewer rows than there are members, some hold nothing.
-        self.mine: nn.Module = Parts([part for _, part in self._parts if part.numel()])
+        self._dtensors = [(name, tensor) for name, tensor in named_trained(model) if isinstance(tensor, DTensor)]
+        self._local = [(name, nn.Parameter(cast(DTensor, t.detach()).to_local())) for name, t in self._dtensors]
+        # A tensor with fewer rows than processes leaves some of them without any.
+        self.owned: nn.Module = LocalParameters([shard for _, shard in self._local if shard.numel()])
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
-        """See Team."""
-        result = cast(nn.Module, self._whole)(compute)
-        if not torch.is_grad_enabled():  # No backward will follow, after which weights would be given back.
-            for module in self._sharded:
+        """See ParallelModel."""
+        result = cast(nn.Module, self._root)(compute)
+        if not torch.is_grad_enabled():  # Without a backward, nothing else frees the gathered weights.
+            for module in self._fsdp_modules:
                 module.reshard()
         return result
 
-    def turn(self, *, last: bool) -> AbstractContextManager[object]:
-        """See Team."""
-        self._whole.set_requires_gradient_sync(last or self._sum_every_turn)
-        self._whole.set_requires_all_reduce(last)
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
+        """See ParallelModel."""
+        self._root.set_requires_gradient_sync(last or self._sum_every_micro_batch)
+        self._root.set_requires_all_reduce(last)
         return nullcontext()
 
-    def trained(self) -> NamedParameters:
-        """See Team: gradients are handed on to the parts, so that whoever is done with one frees it."""
-        for (_, cut), (_, part) in zip(self._cut, self._parts, strict=True):
-            if cut.grad is not None:
-                assert isinstance(cut.grad, DTensor)
-                part.grad, cut.grad = cut.grad.to_local(), None
-        return self._parts
+    def trained_parameters(self) -> NamedParameters:
+        """See ParallelModel: gradients move to the local shards, so that clearing those frees them."""
+        for (_, dtensor), (_, shard) in zip(self._dtensors, self._local, strict=True):
+            if dtensor.grad is not None:
+                assert isinstance(dtensor.grad, DTensor)
+                shard.grad, dtensor.grad = dtensor.grad.to_local(), None
+        return self._local
 
-    def pieces(self) -> list[Piece]:
-        """See Team: rows are dealt in equal stretches, of which the last ones may be short or empty."""
+    def slices(self) -> list[ShardSlice]:
+        """See ParallelModel: shards have equal numbers of rows; the last ones may be short or empty."""
         found = []
-        for (name, cut), (_, part) in zip(self._cut, self._parts, strict=True):
-            stretch = -(-cut.shape[0] // self._places)
-            first = min(self._place * stretch, cut.shape[0])
-            if len(part) != min(stretch, cut.shape[0] - first):
-                raise RuntimeError(f"{name} is cut in another way than in stretches of {stretch} rows")
-            found.append(Piece(first=first, whole=tuple(cut.shape), kept_here=self._first_copy))
+        for (name, dtensor), (_, shard) in zip(self._dtensors, self._local, strict=True):
+            rows = -(-dtensor.shape[0] // self._shards)
+            first = min(self._shard_rank * rows, dtensor.shape[0])
+            if len(shard) != min(rows, dtensor.shape[0] - first):
+                raise RuntimeError(f"{name} is not sharded in blocks of {rows} rows")
+            found.append(ShardSlice(first_row=first, full_shape=tuple(dtensor.shape), saved_here=self._first_replica))
         return found
 
-    def norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
-        """See Team."""
+    def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
+        """See ParallelModel."""
         squared = get_total_norm(list(gradients), foreach=foreach).to(self._device, torch.float32).square()
         dist.all_reduce(squared, group=self._group)
         return squared.sqrt()
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """See Team."""
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """See ParallelModel."""
         dist.all_reduce(values)
         return values
 
-    def finish(self, *, updated: bool) -> None:
-        """See Team: each part is updated where it is."""
-        for _, part in self._parts:
-            part.grad = None
+    def end_step(self, *, updated: bool) -> None:
+        """See ParallelModel: shards are updated in place."""
+        for _, shard in self._local:
+            shard.grad = None
 
-    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See Team: each is gathered when it is asked for."""
-        here = ((name, cast(DTensor, cut.detach().to(self._device))) for name, cut in self._cut)
-        return ((name, cut.full_tensor()) for name, cut in here)
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ParallelModel."""
+        for name, dtensor in self._dtensors:
+            yield name, cast(DTensor, dtensor.detach().to(self._device)).full_tensor()

@@ -16,26 +16,26 @@ import torch
 import torch.distributed as dist
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.step.process_group import NamedParameters
+from lean_finetune.step.parallel_model import NamedParameters
 
 PACKED_BYTES = 2**20
 """A layer's gradients up to this size travel together: at 50 GB/s one of 1 MiB takes about as long as its start."""
 
 
-class GradientSums:
+class GradientReducer:
     """Has backward send gradients. Messages leave every process in the same order, whatever backward's is."""
 
     def __init__(self, trained: NamedParameters):
         """Watch the gradients of `trained`, in the model's order."""
-        self._messages = [_Message(parts) for parts in messages(trained)]
-        self._unsent: deque[_Message] = deque()
+        self._messages = [_Bucket(parts) for parts in gradient_buckets(trained)]
+        self._unsent: deque[_Bucket] = deque()
         self._works: list[dist.Work] = []
         for message in self._messages:
             for _, parameter in message.parts:
                 parameter.register_post_accumulate_grad_hook(partial(self._made, message))
 
     @contextmanager
-    def sent(self) -> Iterator[None]:
+    def reducing(self) -> Iterator[None]:
         """Inside is the step's last backward; behind it, gradients are those of all processes.
 
         Raises:
@@ -54,14 +54,14 @@ class GradientSums:
             self._unsent.clear()
             self._works.clear()
 
-    def _made(self, message: "_Message", parameter: torch.Tensor) -> None:
+    def _made(self, message: "_Bucket", parameter: torch.Tensor) -> None:
         """Backward has added to a gradient: if it is the last one, send what can be sent."""
         message.missing -= 1
         while self._unsent and not self._unsent[0].missing:
             self._works.append(self._unsent.popleft().send())
 
 
-class _Message:
+class _Bucket:
     """Gradients that are sent together."""
 
     def __init__(self, parts: NamedParameters):
@@ -96,7 +96,7 @@ class _Message:
         return parameter.grad
 
 
-def messages(trained: NamedParameters) -> Iterator[NamedParameters]:
+def gradient_buckets(trained: NamedParameters) -> Iterator[NamedParameters]:
     """Parameters whose gradients are sent together, about in the order of backward: those of the last layer first."""
     for _, layer in groupby(reversed(trained), key=lambda named: _layer(named[0])):
         small: dict[torch.dtype, NamedParameters] = {}

@@ -172,7 +172,7 @@ def _ended(error: ChildFailedError, directory: Path) -> str:
 DID_NOT_COME = "; the one that did not come: process "
 
 
-class WaitedInVain(UserError):
+class WaitTimedOut(UserError):
     """A process waited too long for the others: it is they that are at fault."""
 
     def __init__(self, message: str, *, absent: Sequence[int] = ()):
@@ -180,16 +180,16 @@ class WaitedInVain(UserError):
         super().__init__(message + (DID_NOT_COME + ", ".join(map(str, absent)) if absent else ""))
 
 
-class LostOthers(Exception):
+class ConnectionLost(Exception):
     """The link to the others broke while a process waited for them: it is they that are at fault, or one of them."""
 
 
-End = Callable[[Exception], None]
+EndProcess = Callable[[Exception], None]
 """Ends this process from any thread as if its main thread had met the fault."""
 
 
 @contextmanager
-def as_one_of_many(world: World, launches: Path) -> Iterator[End | None]:
+def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | None]:
     """In one of several processes: what all but the first say goes to a file, and a fault is told once.
 
     `launch` tells the faults of processes that it started. Where the user started torchrun, the first process of a node
@@ -208,7 +208,7 @@ def as_one_of_many(world: World, launches: Path) -> Iterator[End | None]:
     where = os.environ.get(DIRECTORY)
     with _of_agent(launches) if where is None else nullcontext(Path(where)) as directory:
         terminal = os.dup(2)
-        if not world.leads:
+        if not world.is_first:
             handle = os.open(directory / f"{world.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             for stream in (1, 2):
                 os.dup2(handle, stream)
@@ -262,12 +262,12 @@ def _left_for_launch(world: World, directory: Path) -> Iterator[None]:
     except UserError as fault:
         aside = directory / f".{world.rank}"
         aside.write_text("\n".join((" ".join(str(fault).split()), *fault.details)), encoding="utf-8")
-        if isinstance(fault, WaitedInVain):
+        if isinstance(fault, WaitTimedOut):
             mine.with_suffix(WAITED).touch()
         aside.rename(mine.with_suffix(FAULT))
         sys.exit(1)
     except Exception as fault:
-        if isinstance(fault, LostOthers):
+        if isinstance(fault, ConnectionLost):
             mine.with_suffix(LOST).touch()
         with open(mine.with_suffix(".log"), "a", encoding="utf-8") as file:
             traceback.print_exc(file=file)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.signals import at_once
-from lean_finetune.distributed.progress_barrier import meeting
+from lean_finetune.distributed.progress_barrier import progress_barrier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +31,18 @@ class World:
     def here(cls) -> "World":
         """As torchrun's environment tells it; a process that torchrun did not start is alone."""
         if not under_torchrun():
-            return ALONE
+            return SINGLE_PROCESS
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
         return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
     @property
-    def leads(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this process shows progress and writes the outputs."""
         return self.rank == 0
 
 
-ALONE = World(rank=0, size=1, local_rank=0, local_size=1)
+SINGLE_PROCESS = World(rank=0, size=1, local_rank=0, local_size=1)
 
 
 def under_torchrun() -> bool:
@@ -77,7 +77,7 @@ def check_devices(processes: int) -> None:
 
 
 @contextmanager
-def joined(world: World, device: torch.device, timeout_seconds: float) -> Iterator[None]:
+def process_group(world: World, device: torch.device, timeout_seconds: float) -> Iterator[None]:
     """Join the other processes for the length of the block; alone there is nothing to join.
 
     Args:
@@ -98,7 +98,7 @@ def joined(world: World, device: torch.device, timeout_seconds: float) -> Iterat
             timeout=timedelta(seconds=timeout_seconds),
             device_id=device if gpu else None,
         )
-    with meeting(world.rank, world.size, timeout_seconds):
+    with progress_barrier(world.rank, world.size, timeout_seconds):
         yield
     # Not after a fault: taking leave waits for the others, who wait for this one.
     dist.destroy_process_group()

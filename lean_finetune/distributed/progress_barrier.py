@@ -20,7 +20,7 @@ LONGEST_PAUSE_SECONDS = 0.5
 """Between two looks at who has come."""
 
 
-class Late(RuntimeError):
+class BarrierTimeout(RuntimeError):
     """Processes did not come and made no progress."""
 
     def __init__(self, ranks: list[int]):
@@ -29,7 +29,7 @@ class Late(RuntimeError):
         self.ranks = ranks
 
 
-class Meeting:
+class ProgressBarrier:
     """The meetings of a run's processes, all of which call `wait_for_all` equally often."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Meeting:
         """Wait until every process has called this as often as this one.
 
         Raises:
-            Late: some did not, and made no progress for too long.
+            BarrierTimeout: some did not, and made no progress for too long.
         """
         number = next(self._numbers)
         self._store.set(self._key(number, self._rank), "")
@@ -68,7 +68,7 @@ class Meeting:
             if now != seen:
                 seen, due = now, self._clock() + self._timeout
             elif self._clock() > due:
-                raise Late(absent)
+                raise BarrierTimeout(absent)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -77,13 +77,13 @@ class Meeting:
         return f"lean-finetune/{what}/{rank}"
 
 
-_meetings: list[Meeting] = []
+_meetings: list[ProgressBarrier] = []
 
 
 @contextmanager
-def meeting(rank: int, size: int, timeout_seconds: float) -> Iterator[None]:
+def progress_barrier(rank: int, size: int, timeout_seconds: float) -> Iterator[None]:
     """Inside, this process's progress is told to the others, and `wait_for_all` waits for theirs."""
-    made = Meeting(dist.distributed_c10d._get_default_store(), rank, size, timeout_seconds)
+    made = ProgressBarrier(dist.distributed_c10d._get_default_store(), rank, size, timeout_seconds)
     _meetings.append(made)
     try:
         with progress.heard_by(made.progress):
@@ -96,7 +96,7 @@ def wait_for_all() -> None:
     """Wait for the other processes before tensors are exchanged, where one may have worked alone for long.
 
     Raises:
-        Late: some of them did not come, and made no progress for too long.
+        BarrierTimeout: some of them did not come, and made no progress for too long.
     """
     for made in _meetings:
         made.wait_for_all()

@@ -13,10 +13,10 @@ from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.config.schema import Params
 from lean_finetune.config.sharding_rules import CUTTING
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.fsdp import REPLICATE, SHARD, Shards
+from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.replicated import Replicas
-from lean_finetune.step.process_group import Alone, Team
+from lean_finetune.distributed.replicated import ReplicatedModel
+from lean_finetune.step.parallel_model import ParallelModel, SingleProcess
 
 READ_BY_ALL: tuple[Method, ...] = ("int8_lora",)
 """Methods whose weights every process reads: 8-bit ones hold values outside of all that is handed out."""
@@ -53,14 +53,14 @@ class ShardSpec:
 
     def reads_weights(self, world: World, method: Method) -> bool:
         """Whether this process reads the model's files; else the first one hands it the weights."""
-        return world.leads or method in READ_BY_ALL
+        return world.is_first or method in READ_BY_ALL
 
     def load_device(self, device: torch.device) -> torch.device:
         """Where weights are loaded: where no GPU is to hold all of them, in the host's memory."""
         return torch.device("cpu") if self.mode in CUTTING else device
 
 
-def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> Team:
+def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> ParallelModel:
     """Share a loaded model as asked.
 
     Args:
@@ -74,10 +74,10 @@ def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.dev
         UserError: the processes cannot be divided so.
     """
     if world.size == 1:
-        return Alone(model)
+        return SingleProcess(model)
     if spec.mode not in CUTTING:
-        return Replicas(model, world, device, owners=spec.mode == "zero1")
-    return Shards(
+        return ReplicatedModel(model, world, device, owners=spec.mode == "zero1")
+    return ShardedModel(
         model,
         world,
         device,
@@ -85,7 +85,7 @@ def make_team(model: nn.Module, world: World, spec: ShardSpec, device: torch.dev
         reshard=spec.mode != "zero2",
         offload_weights=spec.offload_weights,
         # Adapters' gradients are small: they wait for the last micro-batch. All weights' would be the largest of all.
-        sum_every_turn=all(parameter.requires_grad for parameter in model.parameters()),
+        sum_every_micro_batch=all(parameter.requires_grad for parameter in model.parameters()),
     )
 
 

@@ -1,4 +1,4 @@
-"""Weights that one process has read, handed out to all, a layer at a time: each byte is read once, and held once."""
+"""Send the weights that rank 0 has read to all processes, a layer at a time: each byte is read once and kept once."""
 
 import zlib
 from collections.abc import Iterator
@@ -13,25 +13,25 @@ from lean_finetune.distributed.progress_barrier import wait_for_all
 from lean_finetune.model.quantize import quantisation_tensors
 
 
-def check_same_form(model: nn.Module, world: World, device: torch.device) -> None:
-    """Compare what every process is about to send and receive.
+def check_same_shapes(model: nn.Module, world: World, device: torch.device) -> None:
+    """Compare the tensors that every process is about to send or receive.
 
     Raises:
         RuntimeError: models differ; they would be filled with each other's bytes.
     """
-    wait_for_all()  # The first process has read and packed all weights, the others none.
-    form = repr([(tuple(tensor.shape), tensor.dtype) for tensor in _tensors(model)])
+    wait_for_all()  # Rank 0 has read and quantised all weights, the others none.
+    shapes = repr([(tuple(tensor.shape), tensor.dtype) for tensor in _tensors(model)])
     sums = torch.zeros(world.size, dtype=torch.int64, device=device)
-    sums[world.rank] = zlib.crc32(form.encode())
+    sums[world.rank] = zlib.crc32(shapes.encode())
     dist.all_reduce(sums)
     if len(set(sums.tolist())) > 1:
-        raise RuntimeError("the processes of this run have made models of different form")
+        raise RuntimeError("the processes of this run have built models of different shapes")
 
 
-def handed_out(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module on a device, with the first process's values in all that is not yet cut."""
+def broadcast_weights(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module to a device and fill what is not yet sharded with the values of rank 0; returns the module."""
     module.to(device)
-    for part in _uncut(module):  # A hollow 4-bit layer's scales belong to no parameter, and stay behind.
+    for part in _unsharded(module):  # The scales of an uninitialized 4-bit layer belong to no parameter.
         state = getattr(part, "quant_state", None)
         if state is not None:
             state.to(device)
@@ -41,9 +41,9 @@ def handed_out(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Weights, buffers and scales of 4-bit weights, of all that is not yet cut, each once."""
+    """Weights, buffers and scales of 4-bit weights that are not yet sharded, each once."""
     seen = set()
-    for part in _uncut(module):
+    for part in _unsharded(module):
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
@@ -52,9 +52,9 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
             yield from quantisation_tensors(part)
 
 
-def _uncut(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and those in it, but for layers that are cut."""
+def _unsharded(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and its descendants, except sharded layers."""
     yield module
     for child in module.children():
         if not isinstance(child, FSDPModule):
-            yield from _uncut(child)
+            yield from _unsharded(child)

@@ -18,7 +18,7 @@ from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import WeightsSpec
-from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.oom_errors import is_out_of_memory
 from lean_finetune.step.token_rows import TokenRows
 
@@ -60,7 +60,7 @@ def evaluate_models(
     tuned: Path,
     spec: WeightsSpec,
     questions: Questions,
-    limits: Limits,
+    limits: EvaluationLimits,
     *,
     device: torch.device,
     progress: bool,
@@ -112,7 +112,7 @@ def _ask(
     model: nn.Module,
     spec: WeightsSpec,
     questions: Questions,
-    limits: Limits,
+    limits: EvaluationLimits,
     device: torch.device,
     progress: bool,
 ) -> Answers:

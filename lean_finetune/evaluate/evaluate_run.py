@@ -19,7 +19,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.precision import precision_of
 from lean_finetune.pinning.locate import model_directory, verify_files
-from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import TokenRows
 
 
@@ -37,7 +37,7 @@ def run_stage(
     verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     questions = _questions(p, tokens, base, tokenizer)
-    limits = Limits.from_params(p)
+    limits = EvaluationLimits.from_params(p)
     spec = WeightsSpec.from_params(p, precision_of(p, verdict))
     if questions.loss_rows:
         answers = evaluate_models(
@@ -74,7 +74,7 @@ def _questions(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> Que
     )
     return Questions(
         rows=rows,
-        loss_rows=spread_rows(rows.kept, p.evaluate.loss_rows),
+        loss_rows=spread_rows(rows.used, p.evaluate.loss_rows),
         prompts=prompts,
         unanswerable_rows=unanswerable_rows,
         special=special,

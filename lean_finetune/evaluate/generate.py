@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from lean_finetune.model.model_spec import WeightsSpec
-from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.token_rows import TokenRows
 
@@ -54,7 +54,7 @@ def choose_prompts(
     too_long = 0
     # Digests and row numbers alone: the prompts of all rows would take some kilobytes each.
     families: dict[str, dict[bytes, int]] = {}
-    for row in rows.kept.tolist():
+    for row in rows.used.tolist():
         ids = rows.ids(row)
         start, end = rows.spans(row)[-1].tolist()
         if all(token in special for token in ids[:start].tolist()):
@@ -102,7 +102,7 @@ def greedy_answers(
     prompts: Sequence[Prompt],
     *,
     stops: Sequence[int],
-    limits: Limits,
+    limits: EvaluationLimits,
     pad_id: int,
     device: torch.device,
     progress: tqdm,

@@ -23,13 +23,13 @@ NOT_PREDICTED = (
 VARIABLE = "PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF)"
 
 
-def asked_segments() -> bool | None:
+def segments_from_environment() -> bool | None:
     """What the environment says of expandable segments; None where it says nothing."""
     found = re.search(r"expandable_segments\s*:\s*(True|False)", _settings())
     return None if found is None else found[1] == "True"
 
 
-def notes_on_environment(expandable: bool) -> list[str]:
+def environment_notes(expandable: bool) -> list[str]:
     """What the user should know, a line each, where the environment changes what a GPU reserves.
 
     Args:
@@ -38,7 +38,7 @@ def notes_on_environment(expandable: bool) -> list[str]:
     asked = _settings()
     if ANOTHER_ALLOCATOR in asked.replace(" ", ""):
         return [f"{VARIABLE}: {ANOTHER_ALLOCATOR} is not PyTorch's allocator: what it reserves is not predicted"]
-    notes, segments = [], asked_segments()
+    notes, segments = [], segments_from_environment()
     if segments is not None and segments != expandable:
         notes.append(
             f"train.expandable_segments: is {str(expandable).lower()}, but {VARIABLE} says {str(segments).lower()}, "
@@ -62,7 +62,7 @@ def use_segments(expandable: bool, device: torch.device) -> str | None:
     asked = _settings()
     if ANOTHER_ALLOCATOR in asked.replace(" ", ""):
         return _contradiction(expandable, asked, "PyTorch's allocator is not in use")
-    kept = asked_segments()
+    kept = segments_from_environment()
     if kept is None:
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (asked, f"expandable_segments:{expandable}"))))
         return None

@@ -158,7 +158,7 @@ def caps_scores(config: PretrainedConfig) -> bool:
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
-def keeps_scores(config: PretrainedConfig, asked: AttentionName) -> bool:
+def materializes_scores(config: PretrainedConfig, asked: AttentionName) -> bool:
     """Whether all length × length scores exist in training."""
     return asked == "eager" or caps_scores(config)
 

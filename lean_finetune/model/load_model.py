@@ -121,10 +121,10 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
     """
     if detect_fake_mode() is None:
         raise RuntimeError("fake_model must be called under a FakeTensorMode")
-    return hollow_model(config, spec, device)
+    return uninitialized_model(config, spec, device)
 
 
-def hollow_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
+def uninitialized_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
     """The same model as `load_model` makes, in memory that nobody has written to: it takes no room until then.
 
     Raises:

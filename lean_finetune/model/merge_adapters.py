@@ -20,7 +20,7 @@ from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.quantize import INT8_LARGEST, quantisation, quantize_on_meta
-from lean_finetune.model.safetensors_files import StoredTensor, TensorForm, stored_tensors, write_tensors
+from lean_finetune.model.safetensors_files import StoredTensor, TensorSpec, stored_tensors, write_tensors
 
 SUFFIX = ".safetensors"
 MERGED = "merged"
@@ -52,7 +52,7 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
             shutil.copyfile(base / name, out / name)
             continue
         stored = stored_tensors(base / name)
-        forms = {key: TensorForm(dtype=one.dtype, shape=one.shape) for key, one in stored.items()}
+        forms = {key: TensorSpec(dtype=one.dtype, shape=one.shape) for key, one in stored.items()}
 
         def merged(key: str, stored: Mapping[str, StoredTensor] = stored) -> torch.Tensor:
             layer, weight = key.removesuffix(".weight"), stored[key].read()

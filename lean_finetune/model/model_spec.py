@@ -127,7 +127,7 @@ class ModelSpec(WeightsSpec):
         return self.grad_ckpt_every if self.grad_ckpt_policy == "every_n" else 1
 
     @property
-    def keeps_start(self) -> bool:
+    def keeps_first_adapters(self) -> bool:
         """Whether the adapters' start is kept in host memory, to write adapters that fit the weights as they were."""
         return ADAPTER_STARTS[self.lora_init].changes_frozen_weights
 

@@ -150,14 +150,14 @@ def model_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorForm:
+class TensorSpec:
     """What a header says of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-def write_tensors(path: Path, forms: Mapping[str, TensorForm], make: Callable[[str], torch.Tensor]) -> None:
+def write_tensors(path: Path, forms: Mapping[str, TensorSpec], make: Callable[[str], torch.Tensor]) -> None:
     """Write a file tensor by tensor, the very bytes that safetensors' `save_file` writes.
 
     Args:
@@ -189,13 +189,13 @@ def write_tensors(path: Path, forms: Mapping[str, TensorForm], make: Callable[[s
             progress.made()
 
 
-def write_held(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_loaded(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors that are in memory, of GPUs or of several processes; they pass through the host one by one.
 
     Raises:
         OSError: the disk refused.
     """
-    forms = {name: TensorForm(dtype=held.dtype, shape=tuple(held.shape)) for name, held in tensors.items()}
+    forms = {name: TensorSpec(dtype=held.dtype, shape=tuple(held.shape)) for name, held in tensors.items()}
     write_tensors(path, forms, lambda name: _gathered(tensors[name]))
 
 

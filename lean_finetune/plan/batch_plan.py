@@ -179,7 +179,7 @@ def write_plan(path: Path, parts: Iterable[Plan], *, cut: str = "") -> None:
     Args:
         path: the file.
         parts: in order.
-        cut: a hash of what decided the cuts, the number of GPUs apart; `how_cut` reads it.
+        cut: a hash of what decided the cuts, the number of GPUs apart; `plan_settings_hash` reads it.
 
     Raises:
         ValueError: there is no part, or parts differ in layout or ranks.
@@ -227,7 +227,7 @@ def read_plan(path: Path) -> Plan:
     return plan
 
 
-def how_cut(path: Path) -> str:
+def plan_settings_hash(path: Path) -> str:
     """The hash that `write_plan` took: equal for plans of any number of GPUs that were cut by the same parameters.
 
     Raises:

@@ -13,7 +13,7 @@ from lean_finetune.plan.batch_plan import Plan, sums_between
 from lean_finetune.plan.bucketed import cheapest_cuts, even_cuts
 from lean_finetune.plan.optimizer_steps import Steps
 from lean_finetune.plan.packed import fill_first, pack_steps
-from lean_finetune.plan.row_index import Index
+from lean_finetune.plan.row_index import RowIndex
 
 ROWS_PER_BLOCK = 1 << 20
 """Rows cut together: enough that numpy's calls cost little, few enough that their arrays stay in the cache."""
@@ -23,7 +23,7 @@ KEY_BITS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cutting:
+class MicroBatchSettings:
     """The parameters that decide how steps are cut."""
 
     mode: Literal["bucketed", "packed", "fixed"]
@@ -60,7 +60,7 @@ class Cutting:
         return {name: getattr(self, name) for name in ("mode", "pad_multiple", *read)}
 
 
-def cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterator[Plan]:
+def split_steps(steps: Iterable[Steps], index: RowIndex, cutting: MicroBatchSettings) -> Iterator[Plan]:
     """Cut steps (the first holds the longest row) into micro-batches: consecutive parts of the plan, in order.
 
     The run's first micro-batch starts with the longest row and takes as many rows as the largest of the others needs
@@ -75,7 +75,7 @@ def cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterato
     return _cut_steps(steps, index, cutting)
 
 
-def _check_fits(lengths: np.ndarray, cutting: Cutting) -> None:
+def _check_fits(lengths: np.ndarray, cutting: MicroBatchSettings) -> None:
     """The longest row must fit in a micro-batch of its own."""
     row = int(lengths.argmax())
     length = int(lengths[row])
@@ -87,8 +87,8 @@ def _check_fits(lengths: np.ndarray, cutting: Cutting) -> None:
         )
 
 
-def _cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterator[Plan]:
-    """`cut_steps` once the longest row is known to fit."""
+def _cut_steps(steps: Iterable[Steps], index: RowIndex, cutting: MicroBatchSettings) -> Iterator[Plan]:
+    """`split_steps` once the longest row is known to fit."""
     number, steps = 0, iter(steps)
     sample = list(islice(steps, 2))
     needed_tokens = _needed_tokens(sample, index, cutting) if cutting.mode == "bucketed" else cutting.max_tokens
@@ -106,7 +106,7 @@ def _cut_steps(steps: Iterable[Steps], index: Index, cutting: Cutting) -> Iterat
             number += len(block)
 
 
-def _needed_tokens(sample: Iterable[Steps], index: Index, cutting: Cutting) -> int:
+def _needed_tokens(sample: Iterable[Steps], index: RowIndex, cutting: MicroBatchSettings) -> int:
     """Padded tokens of the largest micro-batch where `max_tokens` alone limits them, in the first steps of a sample.
 
     A later step may need more; it is then cut within the size found here.
@@ -122,7 +122,7 @@ def _needed_tokens(sample: Iterable[Steps], index: Index, cutting: Cutting) -> i
     return largest
 
 
-def _blocks(steps: Steps, index: Index) -> Iterator[Steps]:
+def _blocks(steps: Steps, index: RowIndex) -> Iterator[Steps]:
     """Steps in blocks of bounded size, the first step of the run (which comes alone) among them."""
     most_steps = 1 << (KEY_BITS - sum(_key_bits(index)))
     start = 0
@@ -133,17 +133,17 @@ def _blocks(steps: Steps, index: Index) -> Iterator[Steps]:
         start = end
 
 
-def _key_bits(index: Index) -> tuple[int, int]:
+def _key_bits(index: RowIndex) -> tuple[int, int]:
     """Binary digits of a length and of a row number."""
     return int(index.lengths.max()).bit_length(), len(index.lengths).bit_length()
 
 
-def _plain_rows(block: Steps, index: Index) -> tuple[np.ndarray, np.ndarray]:
+def _plain_rows(block: Steps, index: RowIndex) -> tuple[np.ndarray, np.ndarray]:
     """Rows of the block's steps in shuffled order, and their lengths."""
     return block.rows, index.lengths[block.rows].astype(np.int64)
 
 
-def _sorted_rows(block: Steps, index: Index) -> tuple[np.ndarray, np.ndarray]:
+def _sorted_rows(block: Steps, index: RowIndex) -> tuple[np.ndarray, np.ndarray]:
     """Rows of the block's steps, each step sorted by length, longest first, then by row number; and their lengths.
 
     One number holds step, length and row, so that one plain sort of integers does it.
@@ -161,7 +161,7 @@ def _sorted_rows(block: Steps, index: Index) -> tuple[np.ndarray, np.ndarray]:
     return rows, lengths.astype(np.int64)
 
 
-def _first_groups(lengths: np.ndarray, cutting: Cutting, needed_tokens: int) -> np.ndarray:
+def _first_groups(lengths: np.ndarray, cutting: MicroBatchSettings, needed_tokens: int) -> np.ndarray:
     """Micro-batch of each row of the run's first step; the first one holds `needed_tokens`, as far as it can."""
     bounds = np.array([0, len(lengths)])
     if cutting.mode == "fixed":
@@ -183,7 +183,7 @@ def _first_groups(lengths: np.ndarray, cutting: Cutting, needed_tokens: int) -> 
     return groups
 
 
-def _groups(lengths: np.ndarray, bounds: np.ndarray, cutting: Cutting, *, done: int = 0) -> np.ndarray:
+def _groups(lengths: np.ndarray, bounds: np.ndarray, cutting: MicroBatchSettings, *, done: int = 0) -> np.ndarray:
     """Number of each row's micro-batch within its step.
 
     A multiple of `ranks` of them with the `done` that exist already, but never more than there are rows.
@@ -201,7 +201,7 @@ def _groups(lengths: np.ndarray, bounds: np.ndarray, cutting: Cutting, *, done: 
     return number - np.repeat(number[bounds[:-1]], np.diff(bounds))
 
 
-def _fixed_groups(bounds: np.ndarray, cutting: Cutting) -> np.ndarray:
+def _fixed_groups(bounds: np.ndarray, cutting: MicroBatchSettings) -> np.ndarray:
     """`fixed_rows` rows after the other; at the end of a step fewer, so that a row is left for every micro-batch."""
     rows = np.diff(bounds)
     numbers = np.minimum(-(-rows // (cutting.fixed_rows * cutting.ranks)) * cutting.ranks, rows)
@@ -216,8 +216,8 @@ def _deal(
     lengths: np.ndarray,
     groups: np.ndarray,
     block: Steps,
-    index: Index,
-    cutting: Cutting,
+    index: RowIndex,
+    cutting: MicroBatchSettings,
     *,
     first_step: int,
 ) -> Plan:

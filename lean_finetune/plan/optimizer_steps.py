@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.row_index import Index
+from lean_finetune.plan.row_index import RowIndex
 
 WEIGHT_BITS = 32
 """Binary digits of a weight's fraction; finer ones are lost (one row in four billion)."""
@@ -33,7 +33,7 @@ class Steps:
         return Steps(epoch=self.epoch, rows=self.rows[bounds[0] : bounds[-1]], bounds=bounds - bounds[0])
 
 
-def run_steps(index: Index, *, seed: int, epochs: int, tokens_per_step: int) -> Iterator[Steps]:
+def run_steps(index: RowIndex, *, seed: int, epochs: int, tokens_per_step: int) -> Iterator[Steps]:
     """All steps of the run in order: first one alone, then those of each epoch.
 
     Each epoch is shuffled and cut on its own, so a step's composition is that of independent draws. Of the steps that
@@ -57,7 +57,7 @@ def run_steps(index: Index, *, seed: int, epochs: int, tokens_per_step: int) -> 
         yield from (part for part in parts if len(part))
 
 
-def _epoch_of_longest(index: Index, seed: int, epochs: int) -> int:
+def _epoch_of_longest(index: RowIndex, seed: int, epochs: int) -> int:
     """The first epoch that takes a row of the greatest length taken at all."""
     if index.takes_every_row:
         return 0
@@ -69,7 +69,7 @@ def _epoch_of_longest(index: Index, seed: int, epochs: int) -> int:
     return longest.index(max(longest))
 
 
-def _entries(index: Index, seed: int, epoch: int) -> np.ndarray:
+def _entries(index: RowIndex, seed: int, epoch: int) -> np.ndarray:
     """Rows of an epoch in their own order, int32: a row of weight w comes floor(w) times, or once more.
 
     Whether once more is decided by one draw per (seed, row) that the epochs share: a draw of u adds a copy in the
@@ -86,7 +86,7 @@ def _entries(index: Index, seed: int, epoch: int) -> np.ndarray:
     return np.repeat(np.arange(len(copies), dtype=np.int32), copies)
 
 
-def _cut_epoch(index: Index, seed: int, epoch: int, tokens_per_step: int) -> Steps:
+def _cut_epoch(index: RowIndex, seed: int, epoch: int, tokens_per_step: int) -> Steps:
     """Walk an epoch's shuffled rows; a step ends with the row that brings it to `tokens_per_step` unpadded tokens.
 
     The last step of an epoch holds what is left.

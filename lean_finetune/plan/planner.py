@@ -7,16 +7,16 @@ from pathlib import Path
 
 from lean_finetune.config.schema import Params
 from lean_finetune.plan.batch_plan import Plan, read_plan, write_plan
-from lean_finetune.plan.micro_batches import Cutting, cut_steps
+from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import run_steps
-from lean_finetune.plan.row_index import Index, source_weights
+from lean_finetune.plan.row_index import RowIndex, source_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunCut:
+class PlanSettings:
     """The parameters from which a plan follows."""
 
-    cutting: Cutting
+    cutting: MicroBatchSettings
     seed: int
     epochs: int
     tokens_per_step: int
@@ -24,9 +24,9 @@ class RunCut:
     """Of the sources of rows."""
 
     @classmethod
-    def from_params(cls, p: Params) -> "RunCut":
+    def from_params(cls, p: Params) -> "PlanSettings":
         """Read section `bucket`, the number of GPUs, the sources, and what decides the rows of a step."""
-        cutting = Cutting(
+        cutting = MicroBatchSettings(
             mode=p.bucket.mode,
             max_tokens=p.bucket.max_tokens,
             pad_multiple=p.bucket.pad_multiple,
@@ -42,16 +42,16 @@ class RunCut:
             weights=source_weights(p.data.source),
         )
 
-    def parts(self, index: Index) -> Iterator[Plan]:
+    def parts(self, index: RowIndex) -> Iterator[Plan]:
         """The plan, part by part.
 
         Raises:
             UserError: the longest row does not fit in a micro-batch, or there is no row.
         """
         steps = run_steps(index, seed=self.seed, epochs=self.epochs, tokens_per_step=self.tokens_per_step)
-        return cut_steps(steps, index, self.cutting)
+        return split_steps(steps, index, self.cutting)
 
-    def plan(self, index: Index) -> Plan:
+    def plan(self, index: RowIndex) -> Plan:
         """The plan as a whole; errors as for `parts`."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "plan.arrow"

@@ -20,7 +20,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Index:
+class RowIndex:
     """The training rows by row number, and how often those of each source are taken."""
 
     lengths: np.ndarray
@@ -45,7 +45,7 @@ def source_weights(source: str | Sequence[Source]) -> tuple[float, ...]:
     return (1.0,) if isinstance(source, str) else tuple(one.weight for one in source)
 
 
-def read_index(path: Path, weights: Sequence[float]) -> Index:
+def read_index(path: Path, weights: Sequence[float]) -> RowIndex:
     """Read train-index.arrow.
 
     Raises:
@@ -62,7 +62,7 @@ def read_index(path: Path, weights: Sequence[float]) -> Index:
         )
         for name, types in COLUMNS.items()
     }
-    index = Index(
+    index = RowIndex(
         lengths=columns["length"],
         supervised=columns["supervised"],
         sources=columns["source"],

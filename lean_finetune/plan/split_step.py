@@ -8,8 +8,8 @@ import numpy as np
 from lean_finetune.plan.batch_plan import MicroBatch
 
 
-def cut_smaller(
-    micro_batches: Iterable[MicroBatch], most_tokens: int, lengths: np.ndarray, supervised: np.ndarray
+def split_micro_batches(
+    micro_batches: Iterable[MicroBatch], max_tokens: int, lengths: np.ndarray, supervised: np.ndarray
 ) -> list[MicroBatch]:
     """The same rows in the same order, in micro-batches of at most so many padded tokens, or of a single row.
 
@@ -18,16 +18,16 @@ def cut_smaller(
 
     Args:
         micro_batches: of one step.
-        most_tokens: padding counted.
+        max_tokens: padding counted.
         lengths: tokens of every training row.
         supervised: trained tokens of every training row.
     """
     found: list[MicroBatch] = []
     for one in micro_batches:
-        if one.padded_tokens <= most_tokens or len(one.rows) < 2:
+        if one.padded_tokens <= max_tokens or len(one.rows) < 2:
             found.append(one)
         else:
-            found += cut_smaller(_halves(one, lengths, supervised), most_tokens, lengths, supervised)
+            found += split_micro_batches(_halves(one, lengths, supervised), max_tokens, lengths, supervised)
     return found
 
 

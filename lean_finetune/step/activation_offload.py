@@ -28,7 +28,7 @@ SMALLEST_BYTES = 1024
 """Less than that stays: it is next to nothing, and a copy of it takes as long as one of 100 KB."""
 
 
-class Store(Protocol):
+class ActivationStore(Protocol):
     """Where values are while they are away. A handle's end is the end of what it stands for."""
 
     device: torch.device
@@ -59,10 +59,10 @@ class _View:
     stride: tuple[int, ...]
 
 
-class Offload:
+class ActivationOffload:
     """Sends away what is saved for backward."""
 
-    def __init__(self, store: Store):
+    def __init__(self, store: ActivationStore):
         """Keep it in `store`."""
         self._store = store
         self._weights: set[int] = set()
@@ -112,7 +112,7 @@ class Offload:
         return self._store.get(saved.sent.handle).as_strided(saved.size, saved.stride, 0)
 
 
-def layers_saved(offload: Offload | None, model: nn.Module) -> AbstractContextManager[object]:
+def offloading(offload: ActivationOffload | None, model: nn.Module) -> AbstractContextManager[object]:
     """The context of the layers' forward pass."""
     return nullcontext() if offload is None else offload.saving(model)
 
@@ -125,12 +125,12 @@ class HostStore:
         self.device = device
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
-        """See Store. Copies run in the stream of all kernels: in order, and not beside them."""
+        """See ActivationStore. Copies run in the stream of all kernels: in order, and not beside them."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self.device.type == "cuda")
         return host.copy_(values, non_blocking=True)
 
     def get(self, handle: torch.Tensor) -> torch.Tensor:
-        """See Store."""
+        """See ActivationStore."""
         return torch.empty_like(handle, device=self.device).copy_(handle, non_blocking=True)
 
 
@@ -156,7 +156,7 @@ class DiskStore:
         self._end = 0
 
     def put(self, values: torch.Tensor) -> _Place:
-        """See Store.
+        """See ActivationStore.
 
         Raises:
             UserError: the disk is full.
@@ -179,7 +179,7 @@ class DiskStore:
         return place
 
     def get(self, handle: _Place) -> torch.Tensor:
-        """See Store."""
+        """See ActivationStore."""
         host = torch.empty(handle.count, dtype=handle.dtype)
         left, at = host.view(torch.uint8).numpy().data, handle.start
         while left:
@@ -203,7 +203,7 @@ def refuse_offload(choice: OffloadActivations, device_type: str) -> None:
         )
 
 
-def make_offload(choice: OffloadActivations, device: torch.device, directory: Path) -> Offload | None:
+def make_offload(choice: OffloadActivations, device: torch.device, directory: Path) -> ActivationOffload | None:
     """What train.offload_activations asks for; files go to `directory`.
 
     Raises:
@@ -212,4 +212,4 @@ def make_offload(choice: OffloadActivations, device: torch.device, directory: Pa
     refuse_offload(choice, device.type)
     if choice == "none":
         return None
-    return Offload(HostStore(device) if choice == "cpu" else DiskStore(device, directory))
+    return ActivationOffload(HostStore(device) if choice == "cpu" else DiskStore(device, directory))

@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.plan.split_step import cut_smaller
+from lean_finetune.plan.split_step import split_micro_batches
 from lean_finetune.step.batches import Batch, read_batch
 from lean_finetune.step.token_rows import TokenRows
 
@@ -22,7 +22,7 @@ def load(
     pad_id: int,
     pin_memory: bool = False,
     threads: int = 0,
-    most_tokens: int | None = None,
+    max_tokens: int | None = None,
 ) -> Generator[Batch]:
     """The batches of one rank from a step on, in the plan's order.
 
@@ -38,24 +38,24 @@ def load(
         pad_id: token in the padding.
         pin_memory: make batches in page-locked memory.
         threads: threads that read ahead.
-        most_tokens: where given, micro-batches of more padded tokens are cut smaller than planned.
+        max_tokens: where given, micro-batches of more padded tokens are cut smaller than planned.
 
     Raises:
         UserError: the plan was made for other tokens, or the tokens are damaged.
     """
-    planned = _planned(tokens, plan, start_step, rank, most_tokens)
+    planned = _planned(tokens, plan, start_step, rank, max_tokens)
     if threads:
         return _read_ahead(tokens, planned, pad_id, pin_memory, threads)
     return (read_batch(tokens, micro_batch, pad_id, pin_memory=pin_memory) for micro_batch in planned)
 
 
-def _planned(
-    tokens: TokenRows, plan: Plan, start_step: int, rank: int, most_tokens: int | None
-) -> Iterator[MicroBatch]:
+def _planned(tokens: TokenRows, plan: Plan, start_step: int, rank: int, max_tokens: int | None) -> Iterator[MicroBatch]:
     """The micro-batches of a rank from a step on."""
     for step in range(start_step, len(plan.steps)):
         own = [one for one in plan.steps[step] if one.rank == rank]
-        yield from own if most_tokens is None else cut_smaller(own, most_tokens, tokens.lengths, tokens.supervised)
+        yield from (
+            own if max_tokens is None else split_micro_batches(own, max_tokens, tokens.lengths, tokens.supervised)
+        )
 
 
 def _read_ahead(

@@ -6,7 +6,7 @@ from lean_finetune.config.schema import Params
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class EvaluationLimits:
     """How much of an evaluation is in memory at once."""
 
     max_tokens: int
@@ -19,7 +19,7 @@ class Limits:
     """Most prompts in a batch."""
 
     @classmethod
-    def from_params(cls, params: Params) -> "Limits":
+    def from_params(cls, params: Params) -> "EvaluationLimits":
         """Blank: the tokens of training's micro-batches, and the logits of its loss."""
         asked, in_training, chunk = params.evaluate, params.bucket.max_tokens, params.train.loss_chunk
         max_tokens = asked.max_tokens or in_training

@@ -11,23 +11,23 @@ from lean_finetune.core.errors import UserError
 STAGING_BYTES = 64 * 2**20
 """Of the page-locked buffer through which tensors travel: large enough for the full speed of the link."""
 
-Elsewhere = Callable[[], AbstractContextManager[object]]
+HostContext = Callable[[], AbstractContextManager[object]]
 """Opens a stretch in which what is made is the host's: a trace must not count it for the device."""
 
 
-class HostLink:
+class HostTransfer:
     """Takes gradients to the host and weights back, one tensor at a time through one buffer.
 
     All of the host's memory that this takes is made at the start: the buffer, and room for the largest gradient. On
     the device it takes nothing.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], dtype: torch.dtype, elsewhere: Elsewhere = nullcontext):
+    def __init__(self, parameters: Iterable[torch.Tensor], dtype: torch.dtype, on_host: HostContext = nullcontext):
         """Make room for the gradients of `parameters` as `dtype`, that of their copies on the host."""
-        self.elsewhere = elsewhere
+        self.on_host = on_host
         tensors = list(parameters)
         largest = max(tensors, key=lambda tensor: tensor.numel())
-        with elsewhere():
+        with on_host():
             self._gradient = torch.empty(largest.numel(), dtype=dtype, device="cpu")
             size = min(STAGING_BYTES, largest.nbytes)
             self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=largest.device.type == "cuda")

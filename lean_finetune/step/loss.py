@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import JoinedRows, joined_forward
-from lean_finetune.step.activation_offload import Offload, layers_saved
+from lean_finetune.step.activation_offload import ActivationOffload, offloading
 from lean_finetune.step.batches import Batch, join_rows
 
 PROBE_TOKENS = 8
@@ -46,7 +46,9 @@ def decoder_hidden(
         return decoder(input_ids=input_ids_BT, use_cache=False, **arguments).last_hidden_state
 
 
-def summed_loss(model: nn.Module, batch: Batch, chunk: int | None, offload: Offload | None = None) -> torch.Tensor:
+def summed_loss(
+    model: nn.Module, batch: Batch, chunk: int | None, offload: ActivationOffload | None = None
+) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of a micro-batch, an fp32 scalar.
 
     The decoder runs without a mask (rows are right-padded, attention is causal) and without a KV cache. With `chunk`
@@ -55,7 +57,7 @@ def summed_loss(model: nn.Module, batch: Batch, chunk: int | None, offload: Offl
     for backward goes to `offload`; logits do not, as backward begins with them.
     """
     lm = causal_lm(model)
-    with layers_saved(offload, lm):
+    with offloading(offload, lm):
         hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
     if chunk is None:
         logits_MV = head_logits(lm, hidden_BTD).flatten(0, 1)

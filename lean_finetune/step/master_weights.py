@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lean_finetune.step.host_transfer import HostLink
+from lean_finetune.step.host_transfer import HostTransfer
 
 Groups = list[dict[str, Any]]
 
@@ -28,7 +28,7 @@ class MasterWeights(torch.optim.Optimizer):
         build: Callable[[Groups], torch.optim.Optimizer],
         *,
         dtype: torch.dtype,
-        link: HostLink | None = None,
+        link: HostTransfer | None = None,
     ):
         """Copy the weights as they are.
 
@@ -41,10 +41,10 @@ class MasterWeights(torch.optim.Optimizer):
         """
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         self.link = link
-        self._elsewhere = nullcontext if link is None else link.elsewhere
+        self._on_host = nullcontext if link is None else link.on_host
         self._inner_group: dict[torch.Tensor, int] = {}
         copies: Groups = []
-        with self._elsewhere():
+        with self._on_host():
             for number, group in enumerate(self.param_groups):
                 masters = [self._copied(parameter, dtype) for parameter in group["params"]]
                 copies.append({"params": masters, "weight_decay": group["weight_decay"]})
@@ -70,11 +70,11 @@ class MasterWeights(torch.optim.Optimizer):
         """One tensor."""
         master = self.state[parameter]["master"]
         whole = self.inner.param_groups
-        with self._elsewhere():
+        with self._on_host():
             assert parameter.grad is not None
             master.grad = parameter.grad.float() if self.link is None else self.link.fetch(parameter.grad)
         parameter.grad = None
-        with self._elsewhere():
+        with self._on_host():
             self.inner.param_groups = [{**whole[self._inner_group[parameter]], "lr": lr, "params": [master]}]
             try:
                 self.inner.step()

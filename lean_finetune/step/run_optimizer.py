@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lean_finetune.config.field_types import OffloadState, OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.schema import Params
-from lean_finetune.step.host_transfer import Elsewhere, HostLink
+from lean_finetune.step.host_transfer import HostContext, HostTransfer
 from lean_finetune.step.master_weights import MasterWeights
 from lean_finetune.step.optimizers import make_optimizer, make_state
 
@@ -51,11 +51,11 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def build_optimizer(model: nn.Module, spec: OptimSpec, elsewhere: Elsewhere = nullcontext) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, spec: OptimSpec, on_host: HostContext = nullcontext) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters; vectors (norms, biases) are not decayed.
 
     Its state is made here and not in the first step, so that the first step already holds as much as any later one:
-    what does not fit fails at once. `elsewhere` is opened around what the host does with `spec.offload`.
+    what does not fit fails at once. `on_host` is opened around what the host does with `spec.offload`.
     """
     trained = trained_parameters(model)
     groups: list[dict[str, Any]] = [
@@ -74,7 +74,7 @@ def build_optimizer(model: nn.Module, spec: OptimSpec, elsewhere: Elsewhere = nu
     if not spec.master_weights and spec.offload != "optimizer":
         return build(groups)
     dtype = torch.float32 if spec.master_weights else trained[0].dtype
-    link = HostLink(trained, dtype, elsewhere) if spec.offload == "optimizer" else None
+    link = HostTransfer(trained, dtype, on_host) if spec.offload == "optimizer" else None
     return MasterWeights(groups, spec.lr, build, dtype=dtype, link=link)
 
 

@@ -71,7 +71,7 @@ class TokenRows:
         return len(self.lengths)
 
     @property
-    def kept(self) -> np.ndarray:
+    def used(self) -> np.ndarray:
         """Numbers of the rows that are used, ascending."""
         return np.flatnonzero(~self.dropped)
 

@@ -9,7 +9,7 @@ import torch
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import Batch, collate, idle_batch
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.process_group import Team
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.token_rows import TokenRows
 
 
@@ -18,7 +18,7 @@ def heldout_batches(rows: TokenRows, count: int, max_tokens: int, pad_id: int) -
 
     A single row longer than the budget forms a batch of its own.
     """
-    numbers = sorted(rows.kept[:count].tolist(), key=lambda row: (rows.lengths[row], row))
+    numbers = sorted(rows.used[:count].tolist(), key=lambda row: (rows.lengths[row], row))
     start = 0
     for end in range(1, len(numbers) + 1):
         longest_next = rows.lengths[numbers[min(end, len(numbers) - 1)]]
@@ -30,7 +30,7 @@ def heldout_batches(rows: TokenRows, count: int, max_tokens: int, pad_id: int) -
 
 @torch.no_grad()
 def heldout_loss(
-    team: Team,
+    parallel: ParallelModel,
     batches: Iterator[Batch],
     pad_id: int,
     model_spec: ModelSpec,
@@ -41,13 +41,13 @@ def heldout_loss(
 
     Members take the batches in turns; each needs `batches` whole, and all call this together.
     """
-    team.model.eval()
+    parallel.model.eval()
     summed, tokens = 0.0, 0
     with model_spec.autocast(device.type):
-        while turn := list(islice(batches, team.size)):
-            batch = turn[team.rank] if team.rank < len(turn) else idle_batch(pad_id)
-            summed += team.run(partial(summed_loss, batch=batch.to(device), chunk=chunk)).item()
+        while turn := list(islice(batches, parallel.size)):
+            batch = turn[parallel.rank] if parallel.rank < len(turn) else idle_batch(pad_id)
+            summed += parallel.run(partial(summed_loss, batch=batch.to(device), chunk=chunk)).item()
             tokens += len(batch.supervised_index_N)
-    team.model.train()
-    total, count = team.total(torch.tensor([summed, tokens], dtype=torch.float64, device=device)).tolist()
+    parallel.model.train()
+    total, count = parallel.sum_over_ranks(torch.tensor([summed, tokens], dtype=torch.float64, device=device)).tolist()
     return total / count

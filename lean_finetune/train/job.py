@@ -114,7 +114,7 @@ def make_job(
         measured_steps=measured_steps(plan, rows.lengths),
         loader_threads=params.run.loader_threads,
         device=device,
-        progress=params.run.progress and world.leads,
+        progress=params.run.progress and world.is_first,
         world=world,
         sharing=ShardSpec.from_params(params),
         settings={

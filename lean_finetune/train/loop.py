@@ -15,18 +15,18 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from lean_finetune.distributed.processes import ALONE, World
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
-from lean_finetune.model.load_model import hollow_model, load_model
+from lean_finetune.distributed.processes import SINGLE_PROCESS, World
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
+from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.plan.worst_micro_batches import worst_steps
-from lean_finetune.step.activation_offload import Offload
+from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import check_head, check_joined_rows
 from lean_finetune.step.loss_scaling import LossScaler
-from lean_finetune.step.process_group import Team
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer, learning_rate
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepResult, StepSpec, training_step
@@ -82,7 +82,7 @@ class TrainJob:
     model_spec: ModelSpec
     optim_spec: OptimSpec
     step_spec: StepSpec
-    offload: Offload | None
+    offload: ActivationOffload | None
     """Where activations are between forward and backward; None = on the device."""
     heldout_every_steps: int | None
     heldout_rows: int
@@ -92,7 +92,7 @@ class TrainJob:
     """Threads that read batches ahead."""
     device: torch.device
     progress: bool
-    world: World = ALONE
+    world: World = SINGLE_PROCESS
     sharing: ShardSpec = ShardSpec(mode="none")
     """How the processes of `world` share the model."""
     settings: Settings = field(default_factory=dict)
@@ -103,7 +103,7 @@ class TrainJob:
 class TrainResult:
     """The trained model and what was seen on the way."""
 
-    team: Team
+    parallel: ParallelModel
     curves: list[dict[str, Any]]
     """One row per optimizer step, keys `CURVE_COLUMNS`."""
     skipped_steps: int | None
@@ -120,7 +120,7 @@ class TrainResult:
     @property
     def model(self) -> nn.Module:
         """The trained model; where it is shared, this process's part."""
-        return self.team.model
+        return self.parallel.model
 
 
 def measured_steps(plan: Plan, lengths: np.ndarray) -> frozenset[int]:
@@ -173,18 +173,18 @@ def train(job: TrainJob, meter: Meter, keeper: Keeper = NOTHING_KEPT, ending: En
                     row = _run_step(job, run, feed, keeper, monitor, ending)
                 row |= monitor.step()
                 with ending.place.inside(HELDOUT):
-                    _maybe_heldout(job, run.team, step, row, bar)
+                    _maybe_heldout(job, run.parallel, step, row, bar)
                 run.curves.append(row)
                 if job.world.rank == 0:  # What grows in one process grows in all.
                     monitor.tell_growth(run.curves, job.settings, lambda line: bar.write(line, file=sys.stderr))
                 _show(bar, row)
                 with ending.place.inside(CHECKPOINT):
                     keeper.step_done(run)
-            refuse_broken_weights(run.team, total)
+            refuse_broken_weights(run.parallel, total)
             with ending.place.inside(CHECKPOINT):
                 keeper.all_done(run)
     return TrainResult(
-        team=run.team,
+        parallel=run.parallel,
         curves=run.curves,
         skipped_steps=None if run.scaler is None else run.scaler.skipped_steps,
         memory_by_phase=monitor.by_phase(),
@@ -201,17 +201,17 @@ def _load(job: TrainJob, meter: Meter, monitor: Monitor) -> tuple[Running, HostP
         if job.sharing.reads_weights(job.world, job.model_spec.method):
             model = load_model(directory, job.model_spec, where)
         else:
-            model = hollow_model(read_config(directory), job.model_spec, where)
-        team = make_team(model, job.world, job.sharing, job.device)
+            model = uninitialized_model(read_config(directory), job.model_spec, where)
+        parallel = make_parallel(model, job.world, job.sharing, job.device)
         with torch.no_grad():
-            team.run(partial(check_head, device=job.device))
+            parallel.run(partial(check_head, device=job.device))
             if job.plan.flat:
-                team.run(partial(check_joined_rows, device=job.device))
-        optimizer = build_optimizer(team.mine, job.optim_spec)
+                parallel.run(partial(check_joined_rows, device=job.device))
+        optimizer = build_optimizer(parallel.owned, job.optim_spec)
     torch.manual_seed(job.model_spec.seed + job.world.rank)
     scaler = LossScaler() if job.model_spec.scales_loss else None
     run = Running(
-        team=team,
+        parallel=parallel,
         optimizer=optimizer,
         scaler=scaler,
         meter=meter,
@@ -243,7 +243,7 @@ def _run_step(
             of_all = job.plan.steps[step] if job.world.size > 1 else micro_batches
             refuse_non_finite(losses, norm, step, of_all)
             if step == 0:
-                refuse_dead_adapters(run.team)
+                refuse_dead_adapters(run.parallel)
 
         with redrawn_after_fault(job.device):
             return training_step(
@@ -257,8 +257,8 @@ def _run_step(
                 guard=guard,
                 scaler=run.scaler,
                 offload=job.offload,
-                team=run.team,
-                turns=len(micro_batches),
+                parallel=run.parallel,
+                micro_batches=len(micro_batches),
             )
 
     start = time.perf_counter()
@@ -292,7 +292,7 @@ def _show(bar: Any, row: dict[str, Any]) -> None:
     bar.update()
 
 
-def _maybe_heldout(job: TrainJob, team: Team, step: int, row: dict[str, Any], bar: Any) -> None:
+def _maybe_heldout(job: TrainJob, parallel: ParallelModel, step: int, row: dict[str, Any], bar: Any) -> None:
     """Add the held-out loss to the step's row when it is due, and after the last step."""
     every = job.heldout_every_steps
     if every is None or ((step + 1) % every and step + 1 != len(job.plan.steps)):
@@ -301,7 +301,7 @@ def _maybe_heldout(job: TrainJob, team: Team, step: int, row: dict[str, Any], ba
     batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id)
     # Where training's logits are not cut into chunks, a micro-batch's tokens bound those of a longer held-out row.
     chunk = job.step_spec.loss_chunk or budget
-    loss = heldout_loss(team, batches, job.pad_id, job.model_spec, chunk, job.device)
+    loss = heldout_loss(parallel, batches, job.pad_id, job.model_spec, chunk, job.device)
     if not math.isfinite(loss):
         raise Diverged(
             f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"

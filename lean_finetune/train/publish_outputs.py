@@ -31,7 +31,7 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
         chat_template=template if template.exists() else None,
     )
     merge = Merge(spec=job.model_spec, files=list(lock["files"])) if params.train.merge else None
-    save_tuned(result.team, base, paths.out, merge)
+    save_tuned(result.parallel, base, paths.out, merge)
 
 
 def publish_record(result: TrainResult, numbers: dict[str, Any], params: Params, paths: Paths) -> None:

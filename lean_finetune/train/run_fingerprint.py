@@ -15,7 +15,7 @@ from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import sha256_file, sha256_json
 from lean_finetune.pinning.code import code_hashes
-from lean_finetune.plan.batch_plan import Plan, how_cut
+from lean_finetune.plan.batch_plan import Plan, plan_settings_hash
 from lean_finetune.train.loop import TrainJob
 
 TRAINING = "lean_finetune.train.train_run"
@@ -82,7 +82,7 @@ def decided(params: Params, job: TrainJob, plan_file: Path) -> dict[str, Any]:
         "seed": values["seed"],
         # How GPUs share a step decides no more than rounding: another number of them goes on from the same checkpoint.
         "train": {name: value for name, value in values["train"].items() if name not in SHARING},
-        "bucket": how_cut(plan_file),
+        "bucket": plan_settings_hash(plan_file),
         ROWS: learnt_rows(job.plan),
         "precision": job.model_spec.precision,
     }

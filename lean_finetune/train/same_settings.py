@@ -13,7 +13,7 @@ from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json, sha256_file, sha256_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.control_messages import Voices
+from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.model.precision import precision_of
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.train.job import Paths
@@ -47,16 +47,16 @@ def parts_of_run(params: Params, paths: Paths) -> dict[str, str]:
     }
 
 
-def refuse_different_runs(parts: Mapping[str, str], voices: Voices) -> None:
+def refuse_different_runs(parts: Mapping[str, str], channel: ControlChannel) -> None:
     """Compare `parts_of_run` of all processes, all of which call this.
 
     Raises:
         UserError: in every process, naming what differs, and which process has what on which machine.
     """
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
-    if len({number for (number,) in voices.each_after_work(int.from_bytes(digest[:7], "big"))}) == 1:
+    if len({number for (number,) in channel.gather_after_work(int.from_bytes(digest[:7], "big"))}) == 1:
         return
-    of_all = [json.loads(text) for text in voices.texts(json.dumps([platform.node(), parts]))]
+    of_all = [json.loads(text) for text in channel.gather_text(json.dumps([platform.node(), parts]))]
     names = dict.fromkeys(name for _, theirs in of_all for name in theirs)
     apart = [name for name in names if len({theirs.get(name, MISSING) for _, theirs in of_all}) > 1]
     first, *others = apart

@@ -20,9 +20,9 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_spec import WeightsSpec
-from lean_finetune.model.safetensors_files import SINGLE, write_held
+from lean_finetune.model.safetensors_files import SINGLE, write_loaded
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
-from lean_finetune.step.process_group import Team
+from lean_finetune.step.parallel_model import ParallelModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def save_full(model: PreTrainedModel, directory: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(str(directory))
     model.generation_config.save_pretrained(str(directory))
-    write_held(directory / SINGLE, _tensors_of(model))
+    write_loaded(directory / SINGLE, _tensors_of(model))
 
 
 def _tensors_of(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
@@ -84,17 +84,17 @@ def _tensors_of(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
     return revert_weight_conversion(model, untied)
 
 
-def _give_parts(team: Team) -> None:
+def _give_parts(parallel: ParallelModel) -> None:
     """Hand this process's parts to the one that saves, in the order in which it asks for them."""
-    if isinstance(team.model, PeftModel):
-        for _ in team.whole():
+    if isinstance(parallel.model, PeftModel):
+        for _ in parallel.full_parameters():
             pass
     else:
-        write_held(Path(os.devnull), _tensors_of(cast(PreTrainedModel, team.model)))
+        write_loaded(Path(os.devnull), _tensors_of(cast(PreTrainedModel, parallel.model)))
 
 
 def save_tuned(
-    team: Team,
+    parallel: ParallelModel,
     base: Base,
     out: Path,
     merge: Merge | None = None,
@@ -102,24 +102,24 @@ def save_tuned(
     """Write safetensors, their config and the tokenizer to `out`, whole or not at all: equal bytes for equal weights.
 
     Args:
-        team: of an adapted model, of which the adapter is saved, or of a full one; all its members call this, and the
+        parallel: of an adapted model, of which the adapter is saved, or of a full one; all processes call this, and the
             first one writes.
-        base: what `team.model` was loaded from.
+        base: what `parallel.model` was loaded from.
         out: replaced as a whole.
         merge: also write the whole model, to `MERGED` in `out`; None = the adapter alone.
 
     Raises:
         UserError: the disk refused.
     """
-    model = team.model
-    if team.rank:
-        _give_parts(team)
+    model = parallel.model
+    if parallel.rank:
+        _give_parts(parallel)
         return
     with atomic_directory(out) as aside:
         try:
             if isinstance(model, PeftModel):
                 # Adapters are small: all at once, as peft takes them.
-                save_adapter(model, aside, base.address, dict(team.whole()), revision=base.revision)
+                save_adapter(model, aside, base.address, dict(parallel.full_parameters()), revision=base.revision)
                 if merge is not None:
                     (aside / MERGED).mkdir()
                     write_merged(base.directory, merge.files, aside, merge.spec, aside / MERGED)

@@ -13,9 +13,9 @@ from tqdm import tqdm
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.config.schema import Params, Run
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.distributed.control_messages import Voices
-from lean_finetune.distributed.launch import End, as_one_of_many
-from lean_finetune.distributed.processes import World, check_size, joined
+from lean_finetune.distributed.control_messages import ControlChannel
+from lean_finetune.distributed.launch import EndProcess, report_faults_once
+from lean_finetune.distributed.processes import World, check_size, process_group
 from lean_finetune.distributed.progress_barrier import wait_for_all
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.precision import precision_of
@@ -52,22 +52,24 @@ def run_stage(**paths: Path) -> None:
     never_refused()  # Not before: an explanation that cannot be written is a fault.
     world = World.here()
     launches = scratch_root() / "ranks"
-    with as_one_of_many(world, launches) as end:
+    with report_faults_once(world, launches) as end:
         params = read_params()
         patience = params.run.rank_timeout_seconds
         if started_ranks(params.hardware.num_gpus, launches, patience):
             return
         threads = params.run.cpu_threads or torch.get_num_threads()
         device = take_place(world, params.run.cpu_threads)
-        with told_of_waiting(world, patience), joined(world, device, patience):
+        with told_of_waiting(world, patience), process_group(world, device, patience):
             _run(params, world, device, threads, Paths(**paths), end)
 
 
-def _run(params: Params, world: World, device: torch.device, threads: int, paths: Paths, end: End | None) -> None:
+def _run(
+    params: Params, world: World, device: torch.device, threads: int, paths: Paths, end: EndProcess | None
+) -> None:
     """The stage, as one of the processes of `world`, which have so many `threads` on this machine."""
-    voices = Voices(world, device)
+    channel = ControlChannel(world, device)
     if world.size > 1:
-        refuse_different_runs(parts_of_run(params, paths), voices)
+        refuse_different_runs(parts_of_run(params, paths), channel)
     check_size(world, params.hardware.num_gpus)
     spec = ModelSpec.from_params(params, precision_of(params, paths.verdict))
     prepare_device(params, spec, device, world, paths, _told)
@@ -81,11 +83,11 @@ def _run(params: Params, world: World, device: torch.device, threads: int, paths
             lambda: run_parts(decided(params, job, paths.plan), _read(paths), device, threads),
             params.run.resume,
             _told,
-            voices,
+            channel,
         )
         room, cut = _room(params, job, paths), job.sharing.cut
         keeper = stack.enter_context(
-            opened_by_all(choice, run=params.run, stop=stop, told=_told, voices=voices, sharding=cut, room=room)
+            opened_by_all(choice, run=params.run, stop=stop, told=_told, channel=channel, sharding=cut, room=room)
         )
         ending = _ending(job, params.run, paths, beats.begun)
         patience, where = params.run.rank_timeout_seconds, partial(where_in_steps, ending.place)
@@ -102,11 +104,11 @@ def _run(params: Params, world: World, device: torch.device, threads: int, paths
             with ending.place.inside(SAVE):
                 publish_weights(result, job, params, paths)
             wait_for_all()  # The first process may have merged a large model.
-            measured = most_of_all(meter.result(), result.team, device)
+            measured = most_of_all(meter.result(), result.parallel, device)
             numbers = {**train_metrics(result, measured, device), **told_of_mixture(choice)}
-            if world.leads:
+            if world.is_first:
                 publish_record(result, numbers, params, paths)
-        if world.leads and "DVC_STAGE" in os.environ:
+        if world.is_first and "DVC_STAGE" in os.environ:
             mark_finished(choice.directory, paths.metrics)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.config.field_types import Resume
-from lean_finetune.distributed.control_messages import Voices
+from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.train.checkpoint.checkpoint_files import steps_in
 from lean_finetune.train.checkpoint.scratch_dir import FINISHED, RECORD, Choice
 from lean_finetune.train.run_fingerprint import KEY_DIGITS, Parts, differences, run_key
@@ -75,18 +75,18 @@ def choose(root: Path, parts: Parts, resume: Resume, told: Callable[[str], None]
 
 
 def choose_together(
-    root: Path, parts: Callable[[], Parts], resume: Resume, told: Callable[[str], None], voices: Voices
+    root: Path, parts: Callable[[], Parts], resume: Resume, told: Callable[[str], None], channel: ControlChannel
 ) -> Choice:
     """As `choose`, for all processes of a run: the first one decides. What it is of is read once."""
     nothing = bytes(KEY_DIGITS // 2)
-    if not voices.leads:
-        heard = bytes(voices.each_after_work(*nothing, *nothing)[0])
+    if not channel.is_first:
+        heard = bytes(channel.gather_after_work(*nothing, *nothing)[0])
         own, earlier = heard[: len(nothing)], heard[len(nothing) :]
         other = None if earlier == nothing else root / earlier.hex()
         return Choice(directory=root / own.hex(), earlier=other, record=None)
     choice = choose(root, parts(), resume, told)
     resumed = nothing if choice.earlier is None else bytes.fromhex(choice.earlier.name)
-    voices.each_after_work(*bytes.fromhex(choice.directory.name), *resumed)
+    channel.gather_after_work(*bytes.fromhex(choice.directory.name), *resumed)
     return choice
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
-from lean_finetune.model.load_model import hollow_model, load_model
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
+from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.step.activation_offload import DiskStore, Offload
+from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import Batch, collate, idle_batch
 from lean_finetune.step.loss_scaling import LossScaler
-from lean_finetune.step.process_group import Team
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
 from tests.small_model import CPU, spec_of
@@ -49,7 +49,7 @@ class Outcome:
 
     losses: list[float]
     norms: list[float]
-    team: Team
+    parallel: ParallelModel
     optimizer: torch.optim.Optimizer
     skipped: int | None
     sent_bytes: int
@@ -62,7 +62,7 @@ class CountingStore(DiskStore):
     sent_bytes = 0
 
     def put(self, values: torch.Tensor) -> Any:
-        """See Store."""
+        """See ActivationStore."""
         self.sent_bytes += values.nbytes
         return super().put(values)
 
@@ -89,16 +89,16 @@ def learn(case: Case, world: World) -> Outcome:
     if sharing.reads_weights(world, model_spec.method):
         model = load_model(directory, model_spec, CPU)
     else:
-        model = hollow_model(read_config(directory), model_spec, CPU)
-    team = make_team(model, world, sharing, CPU)
-    optimizer = build_optimizer(team.mine, OptimSpec(**{**PLAIN, **case.optim}))
+        model = uninitialized_model(read_config(directory), model_spec, CPU)
+    parallel = make_parallel(model, world, sharing, CPU)
+    optimizer = build_optimizer(parallel.owned, OptimSpec(**{**PLAIN, **case.optim}))
     torch.manual_seed(0)
     scaler = LossScaler() if model_spec.scales_loss else None
     store = CountingStore(CPU, Path(tempfile.gettempdir()))
     batches, supervised = dealt(case, world)
     results = [
         training_step(
-            team.mine,
+            parallel.owned,
             optimizer,
             iter(batches),
             supervised_tokens=supervised,
@@ -107,16 +107,16 @@ def learn(case: Case, world: World) -> Outcome:
             phase=lambda name: contextlib.nullcontext(),
             guard=lambda losses, norm: None,
             scaler=scaler,
-            offload=Offload(store) if case.offload else None,
-            team=team,
-            turns=len(batches),
+            offload=ActivationOffload(store) if case.offload else None,
+            parallel=parallel,
+            micro_batches=len(batches),
         )
         for _ in range(case.steps)
     ]
     return Outcome(
         losses=[result.loss.item() for result in results],
         norms=[result.grad_norm.item() for result in results],
-        team=team,
+        parallel=parallel,
         optimizer=optimizer,
         skipped=None if scaler is None else scaler.skipped_steps,
         sent_bytes=store.sent_bytes,

@@ -15,10 +15,10 @@ import numpy as np
 from safetensors.torch import save_file
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.control_messages import Voices
+from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.model.safetensors_files import write_held
+from lean_finetune.model.safetensors_files import write_loaded
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.distributed_checkpoint import SharedCheckpoints
@@ -91,9 +91,9 @@ def slow_disk() -> Iterator[None]:
         end = time.monotonic() + SLOW_SECONDS
         for number in takewhile(lambda _: time.monotonic() < end, count()):
             path.with_name(str(number)).touch()
-        write_held(path, tensors)
+        write_loaded(path, tensors)
 
-    with patch("lean_finetune.train.checkpoint.checkpoint_files.write_held", file_by_file):
+    with patch("lean_finetune.train.checkpoint.checkpoint_files.write_loaded", file_by_file):
         yield
 
 
@@ -118,7 +118,7 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
         def is_due(self) -> bool:
             return part.every_step
 
-    store = CheckpointStore(directory / "kept", 2, said.append, Voices(world, CPU))
+    store = CheckpointStore(directory / "kept", 2, said.append, ControlChannel(world, CPU))
     keeper = Asked(store, seconds=None, stop=stop, told=said.append, cut=cut_of(world.size, sharing_of(part.mode).cut))
     first_step = keeper.first_step
     job = job_of(part, world)
@@ -131,9 +131,9 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
         return {"first_step": first_step, "said": said, "stopped_at": store.last_step()}
     except UserError as error:
         return {"first_step": first_step, "said": said, "error": str(error)}
-    weights = {name: tensor.clone() for name, tensor in result.team.whole()}
+    weights = {name: tensor.clone() for name, tensor in result.parallel.full_parameters()}
     path = directory / f"weights-{part.stop_after}-{world.size}.safetensors"
-    if world.leads:
+    if world.is_first:
         save_file(weights, path)
     losses = [row["loss"] for row in result.curves]
     return {"first_step": first_step, "said": said, "losses": losses, "weights": str(path), "kept": store.last_step()}

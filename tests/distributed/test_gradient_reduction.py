@@ -1,4 +1,4 @@
-"""Gradients that are sent: in which messages, and from one process to all."""
+"""Gradients that are sent: in which buckets, and from one process to all."""
 
 from collections.abc import Iterator
 
@@ -9,8 +9,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.gradient_reduction import PACKED_BYTES, GradientSums, messages
-from lean_finetune.step.process_group import named_trained
+from lean_finetune.distributed.gradient_reduction import PACKED_BYTES, GradientReducer, gradient_buckets
+from lean_finetune.step.parallel_model import named_trained
 
 LARGE = PACKED_BYTES // 4 + 1
 """Values in fp32."""
@@ -47,7 +47,7 @@ def group() -> Iterator[None]:
 
 def test_small_gradients_of_a_layer_travel_together():
     """A message for each small tensor takes its start each time; copies of large ones would be held beside them."""
-    sent = [[name for name, _ in parts] for parts in messages(named_trained(Tower()))]
+    sent = [[name for name, _ in parts] for parts in gradient_buckets(named_trained(Tower()))]
     assert sent == [
         ["layers.1.0"],
         ["layers.1.2", "layers.1.1"],
@@ -61,14 +61,14 @@ def test_small_gradients_of_a_layer_travel_together():
 def test_gradients_are_those_of_one_process_and_large_ones_stay_where_they_are(group: None):
     """Parts of a packed message that belong to another tensor; a second copy of what is large."""
     model, alone = Tower(), Tower()
-    sums = GradientSums(named_trained(model))
+    sums = GradientReducer(named_trained(model))
     for turn in range(2):
         alone(head=True).backward()
         if turn == 0:
             model(head=True).backward()
             places = {name: gradient_of(parameter).data_ptr() for name, parameter in named_trained(model)}
         else:
-            with sums.sent():
+            with sums.reducing():
                 model(head=False).backward()  # What an earlier turn reached is sent as well.
                 gradient_of(alone.head).sub_(1)
     for (name, found), (_, wanted) in zip(named_trained(model), named_trained(alone), strict=True):
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_one_process_and_large_ones_stay_where_they_are(g
 def test_a_tensor_that_gets_no_gradient_is_refused(group: None):
     """Others would wait for it for ever, or take the next one for it."""
     model = Tower()
-    sums = GradientSums(named_trained(model))
+    sums = GradientReducer(named_trained(model))
     with pytest.raises(UserError, match="ddp and zero1 sum the gradients of all trained tensors; head got none"):
-        with sums.sent():
+        with sums.reducing():
             model(head=False).backward()

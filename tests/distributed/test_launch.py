@@ -8,11 +8,11 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.launch import (
     DIRECTORY,
     LOST,
-    LostOthers,
-    WaitedInVain,
+    ConnectionLost,
+    WaitTimedOut,
     _first_fault,
     _own,
-    as_one_of_many,
+    report_faults_once,
 )
 from lean_finetune.distributed.processes import World
 from lean_finetune.train.process.ranks import told_of_waiting
@@ -40,13 +40,13 @@ def test_another_launch_leaves_what_this_one_says_alone(tmp_path: Path):
 
 @pytest.mark.parametrize("said", [GLOO_LATE, STORE_LATE])
 def test_who_waited_too_long_is_told_where(said: str):
-    with pytest.raises(WaitedInVain, match="process 2 of 4 waited 12 s in phase backward; "):
+    with pytest.raises(WaitTimedOut, match="process 2 of 4 waited 12 s in phase backward; "):
         with told_of_waiting(world(2), 12.0, lambda: "in phase backward"):
             raise RuntimeError(said)
 
 
 def test_a_broken_link_is_no_fault_of_the_one_that_waited():
-    with pytest.raises(LostOthers), told_of_waiting(world(1), 12.0):
+    with pytest.raises(ConnectionLost), told_of_waiting(world(1), 12.0):
         raise RuntimeError(GLOO_CLOSED)
 
 
@@ -61,7 +61,7 @@ def test_only_those_that_did_not_come_are_blamed(tmp_path: Path, monkeypatch: py
     for rank, said in ((2, GLOO_LATE), (1, GLOO_CLOSED)):
         # Only the first process's streams stay as they are: what this test needs.
         monkeypatch.setattr("os.dup2", lambda *_: None)
-        with pytest.raises(SystemExit), as_one_of_many(world(rank), tmp_path), told_of_waiting(world(rank), 12.0):
+        with pytest.raises(SystemExit), report_faults_once(world(rank), tmp_path), told_of_waiting(world(rank), 12.0):
             raise RuntimeError(said)
     (tmp_path / f"0{LOST}").touch()
     fault = _first_fault(tmp_path, 4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.distributed.processes import ALONE
+from lean_finetune.distributed.processes import SINGLE_PROCESS
 from tests.distributed.cases import Case, learn
 from tests.distributed.group import Group, group_of
 
@@ -51,9 +51,9 @@ def single() -> Single:
         if key not in known:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
-            outcome = learn(case, ALONE)
+            outcome = learn(case, SINGLE_PROCESS)
             torch.set_num_threads(threads)
-            weights = {name: tensor.clone() for name, tensor in outcome.team.whole()}
+            weights = {name: tensor.clone() for name, tensor in outcome.parallel.full_parameters()}
             known[key] = {"losses": outcome.losses, "norms": outcome.norms, "weights": weights}
         return known[key]
 
@@ -249,7 +249,7 @@ def test_activations_in_a_file_change_no_bit(small_llama: Path, pair: Group, mod
     kept, sent = pair.learn(case), pair.learn(replace(case, offload=True))
     assert sent["losses"] == kept["losses"] and sent["norms"] == kept["norms"]
     assert all(torch.equal(sent["weights"][name], weight) for name, weight in kept["weights"].items())
-    alone = learn(replace(case, mode="none", sizes=(4, 4), offload=True), ALONE).sent_bytes
+    alone = learn(replace(case, mode="none", sizes=(4, 4), offload=True), SINGLE_PROCESS).sent_bytes
     other = pair.ask("sent_by_all", {**asdict(replace(case, offload=True))})
     assert other == alone > 0
 

@@ -8,19 +8,19 @@ import torch
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.launch import _first_fault
-from lean_finetune.distributed.processes import ALONE, World, check_size
+from lean_finetune.distributed.processes import SINGLE_PROCESS, World, check_size
 from lean_finetune.distributed.replicated import assign_owners
-from lean_finetune.step.process_group import Alone, losses_of_all
+from lean_finetune.step.parallel_model import SingleProcess, losses_of_all_ranks
 
 
 def test_processes_that_do_not_match_the_plan_are_refused(monkeypatch: pytest.MonkeyPatch):
     """Torchrun started by hand with another number: some rows would never be trained."""
-    assert World.here() == ALONE
+    assert World.here() == SINGLE_PROCESS
     for name, value in {"RANK": 1, "WORLD_SIZE": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "by hand")
     world = World.here()
-    assert world == World(rank=1, size=3, local_rank=1, local_size=3) and not world.leads
+    assert world == World(rank=1, size=3, local_rank=1, local_size=3) and not world.is_first
     check_size(world, 3)
     with pytest.raises(UserError, match=r"num_gpus: .* got 2 where torchrun started 3; set hardware\.num_gpus=3"):
         check_size(world, 2)
@@ -46,12 +46,12 @@ def test_the_first_fault_is_told(tmp_path: Path):
     assert fault is not None and str(fault) == "the cause" and fault.details == ("more of it",)
 
 
-class Pair(Alone):
+class Pair(SingleProcess):
     """The second of two whose other member has a loss of 5 in each turn."""
 
     rank, size = 1, 2
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """With those of the other."""
         values[:, 0] = 5.0
         return values
@@ -60,5 +60,5 @@ class Pair(Alone):
 def test_losses_stand_in_the_order_of_the_plan():
     """A loss that is no number is told with the rows of its micro-batch."""
     own = [torch.tensor(1.0), torch.tensor(2.0)]
-    assert [loss.item() for loss in losses_of_all(Pair(torch.nn.Linear(1, 1)), own)] == [5.0, 1.0, 5.0, 2.0]
-    assert losses_of_all(Alone(torch.nn.Linear(1, 1)), own) is own
+    assert [loss.item() for loss in losses_of_all_ranks(Pair(torch.nn.Linear(1, 1)), own)] == [5.0, 1.0, 5.0, 2.0]
+    assert losses_of_all_ranks(SingleProcess(torch.nn.Linear(1, 1)), own) is own

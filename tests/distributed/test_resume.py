@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lean_finetune.distributed.processes import ALONE
+from lean_finetune.distributed.processes import SINGLE_PROCESS
 from tests.distributed.group import Group, group_of
 from tests.distributed.part_of_run import PartOfRun, run_part
 from tests.train.interrupted import STEPS
@@ -45,7 +45,7 @@ class Runner:
         """Run until a step, or to the end, from whatever was kept."""
         part = PartOfRun(**{**self._options, **more, "mode": mode, "stop_after": stop_after})
         Path(part.directory).mkdir(parents=True, exist_ok=True)
-        return run_part(part, ALONE) if group is None else group.ask("run_part", asdict(part))
+        return run_part(part, SINGLE_PROCESS) if group is None else group.ask("run_part", asdict(part))
 
 
 def learnt(ended: dict[str, Any]) -> dict[str, torch.Tensor]:

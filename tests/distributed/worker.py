@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.progress_barrier import Late, meeting, wait_for_all
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
-from lean_finetune.model.load_model import hollow_model, load_model
+from lean_finetune.distributed.progress_barrier import BarrierTimeout, progress_barrier, wait_for_all
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
+from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.safetensors_files import StoredTensor
 from lean_finetune.train.monitor.host_peak import host_peak
@@ -36,9 +36,9 @@ TIMEOUT_SECONDS = 60
 def do_learn(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
     """Train a case; losses, norms, bytes of optimizer state, and a file of the weights."""
     outcome = learn(Case(**arguments), world)
-    weights = {name: tensor.clone() for name, tensor in outcome.team.whole()}
+    weights = {name: tensor.clone() for name, tensor in outcome.parallel.full_parameters()}
     path = directory / "weights.safetensors"
-    if world.leads:
+    if world.is_first:
         save_file(weights, path)
     state = [value for state in outcome.optimizer.state.values() for value in state.values()]
     return {
@@ -54,7 +54,7 @@ def do_learn(world: World, directory: Path, arguments: dict[str, Any]) -> dict[s
 def do_sent_by_all(world: World, directory: Path, arguments: dict[str, Any]) -> int:
     """Train a case; bytes of activations that all processes sent away."""
     outcome = learn(Case(**arguments), world)
-    return int(outcome.team.total(torch.tensor(outcome.sent_bytes)).item())
+    return int(outcome.parallel.sum_over_ranks(torch.tensor(outcome.sent_bytes)).item())
 
 
 def do_run_part(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -66,11 +66,11 @@ def do_wait_in_vain(world: World, directory: Path, arguments: dict[str, Any]) ->
     """Share a model by hsdp; the first process then waits for the second: after how many seconds it gave up."""
     seconds = arguments["timeout_seconds"]
     model = load_model(Path(arguments["model"]), spec_of(method="full"), CPU)
-    team = make_team(model, world, ShardSpec(mode="hsdp", group_gpus=2, timeout_seconds=seconds), CPU)
+    parallel = make_parallel(model, world, ShardSpec(mode="hsdp", group_gpus=2, timeout_seconds=seconds), CPU)
     start = time.monotonic()
-    if world.leads:
+    if world.is_first:
         with suppress(RuntimeError):
-            team.norm([torch.ones(1)], foreach=False)
+            parallel.gradient_norm([torch.ones(1)], foreach=False)
     elif world.rank == 1:
         time.sleep(3 * seconds)
     return time.monotonic() - start
@@ -91,15 +91,15 @@ def do_slow_first_process(world: World, directory: Path, arguments: dict[str, An
     told = torch.zeros(1)
     _set_pg_timeout(timedelta(seconds=seconds))
     try:
-        with meeting(world.rank, world.size, seconds):
+        with progress_barrier(world.rank, world.size, seconds):
             with patch.object(StoredTensor, "read", slow):
                 learn(Case(**arguments["case"]), world)
             took = time.monotonic() - start
-            if world.leads:
+            if world.is_first:
                 time.sleep(2 * seconds)
             try:
                 wait_for_all()
-            except Late as late:
+            except BarrierTimeout as late:
                 told += late.ranks == [0]
     finally:
         _set_pg_timeout(timedelta(seconds=TIMEOUT_SECONDS))
@@ -115,8 +115,8 @@ def do_load_peaks(world: World, directory: Path, arguments: dict[str, Any]) -> d
         if sharing.reads_weights(world, spec.method):
             model = load_model(source, spec, sharing.load_device(CPU))
         else:
-            model = hollow_model(read_config(source), spec, sharing.load_device(CPU))
-        make_team(model, world, sharing, CPU)
+            model = uninitialized_model(read_config(source), spec, sharing.load_device(CPU))
+        make_parallel(model, world, sharing, CPU)
     assert host.added_bytes is not None
     peaks = torch.zeros(world.size, dtype=torch.int64)
     peaks[world.rank] = host.added_bytes

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from lean_finetune.evaluate.generate import Prompt, choose_prompts, greedy_answers, special_ids, stop_ids
 from lean_finetune.model.load_model import load_base
-from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from tests.evaluate.conftest import CPU, EOS, PAD, heldout_rows, spec_of
 from tests.token_files import Row, heldout
 
@@ -44,7 +44,7 @@ def answer(model, prompts, stops=(), batch_rows=4, max_new_tokens=NEW_TOKENS, pa
             spec_of("full"),
             prompts,
             stops=stops,
-            limits=Limits(
+            limits=EvaluationLimits(
                 max_tokens=max_tokens, logits_chunk=64, max_new_tokens=max_new_tokens, generate_batch_rows=batch_rows
             ),
             pad_id=pad_id,

@@ -13,8 +13,8 @@ from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.safetensors_files import stored_tensors
 from lean_finetune.step.batches import collate
-from lean_finetune.step.evaluation_limits import Limits
-from lean_finetune.step.process_group import Alone
+from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.parallel_model import SingleProcess
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec, training_step
@@ -33,14 +33,14 @@ NUMBERS = OptimSpec(name="adamw", lr=1e-3, weight_decay=0.0, schedule="constant"
 def train_and_save(base: Path, spec: ModelSpec, chunk: int | None, rows: TokenRows, out: Path) -> dict[str, int]:
     """Peaks by phase of one step on the longest rows, of held-out losses after it, and of saving."""
     batches = list(heldout_batches(rows, len(rows), MAX_TOKENS, PAD))
-    largest = sorted(rows.kept.tolist(), key=lambda row: -rows.lengths[row])
+    largest = sorted(rows.used.tolist(), key=lambda row: -rows.lengths[row])
     longest = int(rows.lengths[largest[0]])
     micro_batch = [(rows.ids(row), rows.spans(row)) for row in largest[: MAX_TOKENS // longest]]
     gc.collect()
     meter = make_meter(CPU)
     with meter.window("training"):
         model = load_model(base, spec, CPU)
-        team, optimizer = Alone(model), build_optimizer(model, NUMBERS)
+        parallel, optimizer = SingleProcess(model), build_optimizer(model, NUMBERS)
         training_step(
             model,
             optimizer,
@@ -52,10 +52,10 @@ def train_and_save(base: Path, spec: ModelSpec, chunk: int | None, rows: TokenRo
             guard=lambda losses, norm: None,
         )
         with meter.phase("heldout"):
-            heldout_loss(team, iter(batches), PAD, spec, chunk or MAX_TOKENS, CPU)
+            heldout_loss(parallel, iter(batches), PAD, spec, chunk or MAX_TOKENS, CPU)
         with meter.phase("save"):
             files = [path.name for path in base.iterdir() if path.name not in TOKENIZER_FILES]
-            save_tuned(team, base_of(base), out, Merge(spec=spec, files=files) if spec.adapted else None)
+            save_tuned(parallel, base_of(base), out, Merge(spec=spec, files=files) if spec.adapted else None)
     return dict(meter.result().peak_bytes_by_phase)
 
 
@@ -79,7 +79,9 @@ def test_nothing_after_training_takes_more_than_training_did(
     peaks = train_and_save(base_dir, spec, chunk, rows, tmp_path / "tuned")
     trained = max(peaks[phase] for phase in ("forward", "backward", "clip", "optimizer"))
     assert peaks["heldout"] <= trained and peaks["save"] <= trained
-    limits = Limits(max_tokens=MAX_TOKENS, logits_chunk=chunk or MAX_TOKENS, max_new_tokens=4, generate_batch_rows=32)
+    limits = EvaluationLimits(
+        max_tokens=MAX_TOKENS, logits_chunk=chunk or MAX_TOKENS, max_new_tokens=4, generate_batch_rows=32
+    )
     gc.collect()
     meter = make_meter(CPU)
     with meter.window("evaluation"), meter.phase("evaluate"):

@@ -113,5 +113,5 @@ def test_rows_for_the_loss_are_spread_over_the_file(total, count, expected):
 def test_dropped_duplicates_are_never_evaluated(tmp_path):
     """A row that stands many times in the source would weigh many times in the loss."""
     rows = heldout(tmp_path, [([9, 9], [1, 2], None)] * 6, dropped=[1, 2, 5])
-    assert spread_rows(rows.kept, None) == [0, 3, 4]
-    assert spread_rows(rows.kept, 2) == [0, 3]
+    assert spread_rows(rows.used, None) == [0, 3, 4]
+    assert spread_rows(rows.used, 2) == [0, 3]

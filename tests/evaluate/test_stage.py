@@ -14,7 +14,7 @@ from lean_finetune.evaluate.base_and_tuned import Answers, Questions, evaluate_m
 from lean_finetune.evaluate.evaluation_metrics import evaluate_metrics
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED, write_merged
-from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import TokenRows
 from stages.evaluate import main
 from tests.evaluate.conftest import CPU, EOS, questions_of, save_random_adapter, spec_of
@@ -22,7 +22,7 @@ from tests.evaluate.test_row_losses import losses_of
 from tests.token_files import Row, heldout, write_tokens
 from tests.workspace import invoke, lay_out, told
 
-LIMITS = Limits(max_tokens=256, logits_chunk=32, max_new_tokens=4, generate_batch_rows=8)
+LIMITS = EvaluationLimits(max_tokens=256, logits_chunk=32, max_new_tokens=4, generate_batch_rows=8)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.estimate_cpu import make_code_books
 from benchmarks.specs import random_batch
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
 from lean_finetune.memory.predict.peak import Setting, optim_of
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.fake_distributed import Sharing
@@ -95,8 +95,8 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
     meter = make_meter(CPU)
     with as_nccl(), meter.window("run"):
         with meter.phase("load"):
-            team = make_team(load_model(directory, setting.model, CPU), world, sharing.spec, CPU)
-            optimizer = build_optimizer(team.mine, replace(optim_of(setting), lr=1e-3, weight_decay=0.01))
+            parallel = make_parallel(load_model(directory, setting.model, CPU), world, sharing.spec, CPU)
+            optimizer = build_optimizer(parallel.owned, replace(optim_of(setting), lr=1e-3, weight_decay=0.01))
         for shapes in steps:
             idle = sharing.several_turns and len(shapes) == 1
 
@@ -107,7 +107,7 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
                     yield idle_batch(0)
 
             training_step(
-                team.model,
+                parallel.model,
                 optimizer,
                 batches(),
                 supervised_tokens=300,
@@ -115,8 +115,8 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
                 spec=StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=False),
                 phase=meter.phase,
                 guard=lambda losses, norm: None,
-                team=team,
-                turns=len(shapes) + idle,
+                parallel=parallel,
+                micro_batches=len(shapes) + idle,
             )
     return dict(meter.result().peak_bytes_by_phase)
 

@@ -17,7 +17,7 @@ from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, BatchShape
-from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -94,7 +94,7 @@ def test_answers_hold_what_is_predicted(family, method, new_tokens, prompt_token
                 setting.model,
                 prompts,
                 stops=(),
-                limits=Limits(
+                limits=EvaluationLimits(
                     max_tokens=1024, logits_chunk=CHUNK, max_new_tokens=new_tokens, generate_batch_rows=shape.rows
                 ),
                 pad_id=0,
@@ -105,8 +105,10 @@ def test_answers_hold_what_is_predicted(family, method, new_tokens, prompt_token
     assert predicted.by_category["kv_cache"] > 0
 
 
-def asked(max_tokens: int, new_tokens: int, rows: int) -> Limits:
-    return Limits(max_tokens=max_tokens, logits_chunk=CHUNK, max_new_tokens=new_tokens, generate_batch_rows=rows)
+def asked(max_tokens: int, new_tokens: int, rows: int) -> EvaluationLimits:
+    return EvaluationLimits(
+        max_tokens=max_tokens, logits_chunk=CHUNK, max_new_tokens=new_tokens, generate_batch_rows=rows
+    )
 
 
 def test_prompts_leave_room_for_their_answers():

@@ -15,8 +15,8 @@ from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.estimate.planned_run import Confirmation, PlannedRun
 from lean_finetune.memory.gpus import Device
 from lean_finetune.plan.batch_plan import read_plan
-from lean_finetune.plan.micro_batches import Cutting
-from lean_finetune.plan.planner import RunCut
+from lean_finetune.plan.micro_batches import MicroBatchSettings
+from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import read_index
 from stages.bucket import main as cut
 from stages.estimate import main as estimate
@@ -45,8 +45,10 @@ def index(tmp_path: Path) -> Path:
 
 def confirmation(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setting: Any) -> Confirmation:
     """Of a run on a card of a size, with its plan cut as the stage cuts it."""
-    cutting = Cutting(mode=mode, max_tokens=1024, pad_multiple=8, constant_shape=False, fixed_rows=4, ranks=1)
-    run_cut = RunCut(cutting=cutting, seed=1, epochs=2, tokens_per_step=1200, weights=(1.0,))
+    cutting = MicroBatchSettings(
+        mode=mode, max_tokens=1024, pad_multiple=8, constant_shape=False, fixed_rows=4, ranks=1
+    )
+    run_cut = PlanSettings(cutting=cutting, seed=1, epochs=2, tokens_per_step=1200, weights=(1.0,))
     plan = run_cut.plan(read_index(index, (1.0,)))
     planned = PlannedRun(
         plan=plan,

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers import initialization as init
 
-from lean_finetune.model.safetensors_files import INDEX, TensorForm, write_tensors
+from lean_finetune.model.safetensors_files import INDEX, TensorSpec, write_tensors
 
 BLOCK_VALUES = 2**20
 """Random values that repeat in every weight: drawing them all would take longer than the test."""
@@ -39,10 +39,10 @@ def write_checkpoint(config: PretrainedConfig, directory: Path, shards: int) -> 
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     parameters = dict(model.named_parameters())
     total = sum(parameter.numel() for parameter in parameters.values())
-    files: list[dict[str, TensorForm]] = [{} for _ in range(shards)]
+    files: list[dict[str, TensorSpec]] = [{} for _ in range(shards)]
     before = 0
     for name, parameter in parameters.items():
-        files[before * shards // total][name] = TensorForm(dtype=torch.bfloat16, shape=tuple(parameter.shape))
+        files[before * shards // total][name] = TensorSpec(dtype=torch.bfloat16, shape=tuple(parameter.shape))
         before += parameter.numel()
     block = torch.randn(BLOCK_VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
     paths = [directory / f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from lean_finetune.model.allocator_settings import asked_segments, notes_on_environment, use_segments
+from lean_finetune.model.allocator_settings import environment_notes, segments_from_environment, use_segments
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -90,8 +90,8 @@ def test_the_estimate_follows_the_environment_or_says_what_it_does_not_know(sett
     torch._C._accelerator_setAllocatorSettings(asked)
     if "cudaMallocAsync" in asked and "cudaMallocAsync" not in settings():
         pytest.skip("this build of PyTorch takes the backend from the environment alone")
-    assert asked_segments() is segments
-    notes = notes_on_environment(True)
+    assert segments_from_environment() is segments
+    notes = environment_notes(True)
     assert len(notes) == len(told) and all(map(str.startswith, notes, told))
     assert ("max_split_size_mb, garbage_collection_threshold" in "".join(notes)) is ("max_split" in asked)
 

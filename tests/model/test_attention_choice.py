@@ -11,7 +11,7 @@ from benchmarks.estimate_cpu import FAMILIES, SMALL
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
-from lean_finetune.model.attention import EAGER_ATTENTION, FLASH_ATTENTION, keeps_scores, training_attention
+from lean_finetune.model.attention import EAGER_ATTENTION, FLASH_ATTENTION, materializes_scores, training_attention
 from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import causal_lm, decoder_hidden
@@ -96,7 +96,11 @@ def test_scores_are_the_square_of_the_length_and_flash_is_not(monkeypatch):
         assert ("_scaled_dot_product_flash_attention" in ran) is (name != "eager")
     assert peaks["auto"] == peaks["flash_attention_2"]
     assert peaks["auto"][1] < 2.1 * peaks["auto"][0] and peaks["eager"][1] > 3 * peaks["eager"][0]
-    assert keeps_scores(LLAMA, "eager") and not keeps_scores(LLAMA, "auto") and keeps_scores(GEMMA, "auto")
+    assert (
+        materializes_scores(LLAMA, "eager")
+        and not materializes_scores(LLAMA, "auto")
+        and materializes_scores(GEMMA, "auto")
+    )
     assert training_attention(LLAMA, "flash_attention_2") == FLASH_ATTENTION
 
 

@@ -13,7 +13,7 @@ from lean_finetune.evaluate.generate import Prompt, greedy_answers
 from lean_finetune.model.attention import caps_scores, generation_attention, training_attention
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.model_config import read_config, refuse_joined_rows
-from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from tests.small_model import CPU, VOCABULARY, spec_of
 
 GEMMA = FAMILIES["Gemma 2"]
@@ -71,7 +71,7 @@ def test_answers_to_padded_prompts_are_those_of_transformers(saved):
             spec_of(method="full"),
             prompts,
             stops=(),
-            limits=Limits(max_tokens=1024, logits_chunk=64, max_new_tokens=6, generate_batch_rows=3),
+            limits=EvaluationLimits(max_tokens=1024, logits_chunk=64, max_new_tokens=6, generate_batch_rows=3),
             pad_id=0,
             device=CPU,
             progress=bar,

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import load_adapter, save_adapter
-from lean_finetune.model.load_model import fake_model, hollow_model, load_base, load_model
+from lean_finetune.model.load_model import fake_model, load_base, load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config, refuse_long_rows
 from lean_finetune.model.quantize import quantisation_tensors
 from tests.small_model import CPU, spec_of
@@ -130,7 +130,7 @@ def test_targets_that_are_no_linear_layers_are_told(small_llama: Path, targets: 
     spec = spec_of(method="lora", lora_targets=targets)
     with pytest.raises(UserError, match=rf"^train\.lora\.targets: .*{message}") as told:
         if fake:
-            hollow_model(read_config(small_llama), spec, CPU)
+            uninitialized_model(read_config(small_llama), spec, CPU)
         else:
             load_model(small_llama, spec, CPU)
     assert "\n" not in str(told.value)

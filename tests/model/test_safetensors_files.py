@@ -14,10 +14,10 @@ from lean_finetune.model.safetensors_files import (
     DTYPES,
     INDEX,
     SINGLE,
-    TensorForm,
+    TensorSpec,
     model_tensors,
     stored_tensors,
-    write_held,
+    write_loaded,
     write_tensors,
 )
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -34,7 +34,7 @@ def of_every_type() -> dict[str, torch.Tensor]:
 def test_the_bytes_are_those_of_safetensors(tmp_path: Path):
     """Equal weights in other bytes: evaluate would be run again for nothing."""
     tensors = of_every_type()
-    write_held(tmp_path / "ours", tensors)
+    write_loaded(tmp_path / "ours", tensors)
     save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
@@ -53,7 +53,7 @@ def test_what_is_read_is_what_safetensors_reads(tmp_path: Path):
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path):
     """A whole file made, or read, at once."""
-    forms = {f"{number}": TensorForm(dtype=torch.float32, shape=(64, 64)) for number in range(9)}
+    forms = {f"{number}": TensorSpec(dtype=torch.float32, shape=(64, 64)) for number in range(9)}
     meter = make_meter(CPU)
     with meter.window("all"):
         with meter.phase("write"):
@@ -67,7 +67,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path):
 
 def test_a_tensor_unlike_its_form_is_not_written(tmp_path: Path):
     """A header that tells another shape than the bytes have."""
-    form = TensorForm(dtype=torch.float32, shape=(2, 3))
+    form = TensorSpec(dtype=torch.float32, shape=(2, 3))
     with pytest.raises(RuntimeError, match="a is not of the type and shape"):
         write_tensors(tmp_path / "file", {"a": form}, lambda name: torch.zeros(3, 2))
 

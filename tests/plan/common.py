@@ -9,14 +9,14 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.plan.micro_batches import Cutting, cut_steps
+from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import run_steps
-from lean_finetune.plan.row_index import COLUMNS, Index
+from lean_finetune.plan.row_index import COLUMNS, RowIndex
 
 
-def index_of(lengths, supervised=None, *, sources=None, dropped=None, weights=(1.0,)) -> Index:
+def index_of(lengths, supervised=None, *, sources=None, dropped=None, weights=(1.0,)) -> RowIndex:
     lengths = np.asarray(lengths, np.int32)
-    return Index(
+    return RowIndex(
         lengths=lengths,
         supervised=lengths // 2 if supervised is None else np.asarray(supervised, np.int32),
         sources=np.zeros(len(lengths), np.uint16) if sources is None else np.asarray(sources, np.uint16),
@@ -25,7 +25,7 @@ def index_of(lengths, supervised=None, *, sources=None, dropped=None, weights=(1
     )
 
 
-def cutting_of(**changes) -> Cutting:
+def cutting_of(**changes) -> MicroBatchSettings:
     given: dict[str, Any] = {
         "mode": "bucketed",
         "max_tokens": 1024,
@@ -34,7 +34,7 @@ def cutting_of(**changes) -> Cutting:
         "fixed_rows": 4,
         "ranks": 1,
     }
-    return Cutting(**(given | changes))
+    return MicroBatchSettings(**(given | changes))
 
 
 def joined(parts: list[Plan]) -> Plan:
@@ -47,12 +47,14 @@ def joined(parts: list[Plan]) -> Plan:
     return Plan(**columns, bounds=bounds, ranks=parts[0].ranks, flat=parts[0].flat)
 
 
-def plan_of(index: Index, cutting: Cutting, *, seed: int = 1, epochs: int = 1, tokens_per_step: int) -> Plan:
+def plan_of(
+    index: RowIndex, cutting: MicroBatchSettings, *, seed: int = 1, epochs: int = 1, tokens_per_step: int
+) -> Plan:
     steps = run_steps(index, seed=seed, epochs=epochs, tokens_per_step=tokens_per_step)
-    return joined(list(cut_steps(steps, index, cutting)))
+    return joined(list(split_steps(steps, index, cutting)))
 
 
-def steps_of(index: Index, *, seed: int, epochs: int, tokens_per_step: int) -> list[tuple[int, np.ndarray]]:
+def steps_of(index: RowIndex, *, seed: int, epochs: int, tokens_per_step: int) -> list[tuple[int, np.ndarray]]:
     """Epoch and rows of every step."""
     parts = run_steps(index, seed=seed, epochs=epochs, tokens_per_step=tokens_per_step)
     return [(part.epoch, part.rows[start:end]) for part in parts for start, end in pairwise(part.bounds)]

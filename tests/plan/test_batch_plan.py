@@ -8,8 +8,8 @@ import pytest
 
 from lean_finetune.core.atomic_files import sha256_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.batch_plan import SCHEMA, MicroBatch, Plan, how_cut, read_plan, write_plan
-from lean_finetune.plan.micro_batches import Cutting
+from lean_finetune.plan.batch_plan import SCHEMA, MicroBatch, Plan, plan_settings_hash, read_plan, write_plan
+from lean_finetune.plan.micro_batches import MicroBatchSettings
 from tests.plan.common import all_batches
 
 
@@ -118,10 +118,10 @@ def test_a_plan_tells_how_it_was_cut_whatever_the_number_of_gpus(tmp_path):
 
     def cut(ranks: int, **changed: Any) -> str:
         values: dict[str, Any] = {"mode": "bucketed", "max_tokens": 64, "pad_multiple": 8}
-        cutting = Cutting(**{**values, "constant_shape": False, "fixed_rows": 8, "ranks": ranks, **changed})
+        cutting = MicroBatchSettings(**{**values, "constant_shape": False, "fixed_rows": 8, "ranks": ranks, **changed})
         batch = MicroBatch(epoch=0, step=0, rows=np.array([0], np.int32), length=8, supervised=4)
         write_plan(tmp_path / "plan.arrow", [Plan.of([batch], ranks=1)], cut=sha256_json(cutting.deciding))
-        return how_cut(tmp_path / "plan.arrow")
+        return plan_settings_hash(tmp_path / "plan.arrow")
 
     assert cut(1) == cut(2) == cut(1, fixed_rows=9) == cut(1, constant_shape=True)
     others = [cut(1, max_tokens=128), cut(1, pad_multiple=16), cut(1, mode="packed"), cut(1, mode="fixed")]

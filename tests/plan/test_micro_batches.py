@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lean_finetune.plan import micro_batches
 from lean_finetune.plan.batch_plan import read_plan, write_plan
 from lean_finetune.plan.bucketed import OVERHEAD_TOKENS, cheapest_cuts
-from lean_finetune.plan.micro_batches import cut_steps
+from lean_finetune.plan.micro_batches import split_steps
 from lean_finetune.plan.optimizer_steps import run_steps
 from lean_finetune.plan.plan_summary import summarise
 from tests.plan.common import (
@@ -123,7 +123,7 @@ def test_a_plan_is_made_part_by_part_and_a_prefix_with_the_rest_is_the_whole(mon
     """A resumed run reads from a step on: what it reads must be what the first run would have gone on with."""
     monkeypatch.setattr(micro_batches, "ROWS_PER_BLOCK", 200)
     index, cutting = index_of(log_normal_lengths(2000)), cutting_of(max_tokens=2048)
-    parts = list(cut_steps(run_steps(index, seed=1, epochs=2, tokens_per_step=5000), index, cutting))
+    parts = list(split_steps(run_steps(index, seed=1, epochs=2, tokens_per_step=5000), index, cutting))
     assert len(parts) > 10
     plan = joined(parts)
     for step in (0, 1, len(plan.steps) // 2, len(plan.steps) - 1):
@@ -211,7 +211,7 @@ def test_a_step_with_too_few_rows_leaves_gpus_idle_and_ends_no_run(mode, lengths
     """A run of days that dies for the last rows of its epoch, or rows that are never learnt."""
     index, cutting = index_of(lengths), cutting_of(mode=mode, ranks=8, fixed_rows=1)
     order = {"seed": 1, "epochs": 2, "tokens_per_step": 10**6}
-    write_plan(tmp_path / "plan.arrow", cut_steps(run_steps(index, **order), index, cutting))
+    write_plan(tmp_path / "plan.arrow", split_steps(run_steps(index, **order), index, cutting))
     plan = read_plan(tmp_path / "plan.arrow")
     for step in plan.steps:
         assert [int(len(batch.rows) > 0) for batch in step] == working

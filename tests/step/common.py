@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step.activation_offload import Offload
+from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
@@ -54,7 +54,7 @@ def run(
     chunk: int | None = None,
     steps: int = 3,
     optim: OptimSpec = OPTIM,
-    offload: Offload | None = None,
+    offload: ActivationOffload | None = None,
     max_grad_norm: float | None = 1.0,
     in_backward: bool = False,
     **spec: Any,

@@ -9,7 +9,7 @@ import torch
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step.activation_offload import DiskStore, HostStore, Offload, make_offload
+from lean_finetune.step.activation_offload import ActivationOffload, DiskStore, HostStore, make_offload
 from lean_finetune.step.loss import summed_loss
 from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, cut, run
@@ -40,7 +40,7 @@ def test_losses_and_weights_are_equal_to_the_last_bit(small_llama, tmp_path, met
     plain, weights = run(small_llama, cut([3, 5]), chunk=16, **spec)
     for choice in ("disk", "host"):
         store = DiskStore(CPU, tmp_path) if choice == "disk" else HostStore(CPU)
-        results, found = run(small_llama, cut([3, 5]), chunk=16, offload=Offload(store), **spec)
+        results, found = run(small_llama, cut([3, 5]), chunk=16, offload=ActivationOffload(store), **spec)
         assert [r.loss.item() for r in results] == [r.loss.item() for r in plain]
         assert [r.grad_norm.item() for r in results] == [r.grad_norm.item() for r in plain]
         assert_equal(found, weights, 0)
@@ -53,7 +53,7 @@ def test_what_is_saved_twice_is_sent_once_and_weights_not_at_all(small_llama):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.mul_(1.5)
-    loss = summed_loss(model, cut([8])[0], None, Offload(store))
+    loss = summed_loss(model, cut([8])[0], None, ActivationOffload(store))
     largest = max(tensor.numel() for tensor in model.parameters())
     assert store.sent and store.fetched == 0
     assert all(values.numel() != largest for values in store.sent)
@@ -70,7 +70,7 @@ def test_recomputed_layers_send_their_inputs_alone(small_llama, policy):
     sizes = {}
     for changes in ({}, {"grad_ckpt": True, "grad_ckpt_policy": policy}):
         model, store = load_model(small_llama, spec_of(**changes), CPU), Watched()
-        summed_loss(model, cut([8])[0], 16, Offload(store)).backward()
+        summed_loss(model, cut([8])[0], 16, ActivationOffload(store)).backward()
         sizes[bool(changes)] = sum(values.nbytes for values in store.sent)
     hidden_bytes = 8 * 27 * 64 * 4
     assert 2 * hidden_bytes <= sizes[True] < 5 * hidden_bytes < sizes[False]
@@ -78,7 +78,7 @@ def test_recomputed_layers_send_their_inputs_alone(small_llama, policy):
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_there(small_llama):
     """A freed activation's address, met again by another one: its copy must not serve for both."""
-    offload = Offload(HostStore(CPU))
+    offload = ActivationOffload(HostStore(CPU))
     with offload.saving(torch.nn.Linear(1, 1)):
         packed = []
         for number in range(50):
@@ -100,7 +100,7 @@ def test_any_layout_and_type_comes_back(tmp_path, dtype):
     """Transposed, cut-out and expanded tensors laid out otherwise."""
     whole = (torch.arange(32 * 64 * 2).reshape(32, 64, 2) % 7 > 3).to(dtype)
     for store in (HostStore(CPU), DiskStore(CPU, tmp_path)):
-        offload = Offload(store)
+        offload = ActivationOffload(store)
         for view in (whole.transpose(0, 2), whole[3:, 5:50], whole[:, :1].expand(32, 64, 2)):
             packed = offload._pack(view)
             assert not isinstance(packed, torch.Tensor)
@@ -113,7 +113,7 @@ def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(small_llama, t
     store = DiskStore(CPU, tmp_path / "scratch")
     sizes = []
     for steps in (1, 3):
-        run(small_llama, cut([8]), steps=steps, offload=Offload(store))
+        run(small_llama, cut([8]), steps=steps, offload=ActivationOffload(store))
         gc.collect()
         sizes.append(os.fstat(store._file.fileno()).st_size)
     assert sizes[0] == sizes[1] > 0

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from lean_finetune.config.load import load_params
-from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from tests.workspace import lay_out
 
 
-def limits(directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> Limits:
+def limits(directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> EvaluationLimits:
     monkeypatch.chdir(directory)
     lay_out(directory, **changes)
-    return Limits.from_params(load_params())
+    return EvaluationLimits.from_params(load_params())
 
 
 def test_blank_means_what_training_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -27,5 +27,5 @@ def test_blank_means_what_training_has(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_prompts_are_counted_with_their_answers():
     """A KV cache that outgrows the budget while answers are made, or a batch of none."""
-    asked = Limits(max_tokens=100, logits_chunk=9, max_new_tokens=10, generate_batch_rows=4)
+    asked = EvaluationLimits(max_tokens=100, logits_chunk=9, max_new_tokens=10, generate_batch_rows=4)
     assert [asked.prompts_at_once(length) for length in (1, 15, 16, 40, 41, 90, 91, 500)] == [4, 4, 3, 2, 1, 1, 1, 1]

@@ -42,26 +42,26 @@ class Logits(TorchDispatchMode):
         return len({ref.cdata for ref in self._made if not ref.expired()})
 
 
-def batches(handed_out: list[StorageWeakRef]) -> Iterator[Batch]:
+def batches(on_device: list[StorageWeakRef]) -> Iterator[Batch]:
     """Micro-batches, and references to what they hold that keep nothing alive."""
     draw = np.random.default_rng(0)
 
     def made() -> Batch:
         rows = [(draw.integers(3, VOCABULARY, LENGTH), np.array([[1, LENGTH]])) for _ in range(ROWS)]
         batch = collate(rows, LENGTH, 0)
-        handed_out.extend(StorageWeakRef(each.untyped_storage()) for each in (batch.input_ids_BT, batch.targets_BT))
+        on_device.extend(StorageWeakRef(each.untyped_storage()) for each in (batch.input_ids_BT, batch.targets_BT))
         return batch
 
     for _ in range(MICRO_BATCHES):
         yield made()
 
 
-def run_step(model: nn.Module, method: str, chunk: int | None, phase: Phase, handed_out: list[StorageWeakRef]) -> None:
+def run_step(model: nn.Module, method: str, chunk: int | None, phase: Phase, on_device: list[StorageWeakRef]) -> None:
     """One optimizer step."""
     training_step(
         model,
         build_optimizer(model, PLAIN),
-        batches(handed_out),
+        batches(on_device),
         supervised_tokens=MICRO_BATCHES * ROWS * (LENGTH - 1),
         model_spec=spec_of(method=method),
         spec=StepSpec(loss_chunk=chunk, max_grad_norm=1.0, foreach=False),
@@ -97,14 +97,14 @@ def test_logits_are_gone_below_the_loss_and_gradients_after_the_update(small_lla
 def test_a_batch_is_gone_before_its_backward(small_llama: Path):
     """Token ids and targets held while the next peak is reached; anything that hands batches on may hold them."""
     model = load_model(small_llama, spec_of(method="lora"), CPU)
-    handed_out: list[StorageWeakRef] = []
+    on_device: list[StorageWeakRef] = []
     seen: list[bool] = []
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         if name == "backward":
-            seen.append(all(ref.expired() for ref in handed_out))
+            seen.append(all(ref.expired() for ref in on_device))
         yield
 
-    run_step(model, "lora", 32, phase, handed_out)
-    assert seen == [True] * MICRO_BATCHES and len(handed_out) == 2 * MICRO_BATCHES
+    run_step(model, "lora", 32, phase, on_device)
+    assert seen == [True] * MICRO_BATCHES and len(on_device) == 2 * MICRO_BATCHES

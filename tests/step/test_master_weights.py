@@ -10,7 +10,7 @@ import torch
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step import host_transfer
-from lean_finetune.step.host_transfer import HostLink, refuse_offloaded_state
+from lean_finetune.step.host_transfer import HostTransfer, refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
@@ -55,7 +55,7 @@ def test_tensors_larger_than_the_buffer_travel_in_parts(monkeypatch):
     """The last part of a tensor lost, or the parts in another order."""
     monkeypatch.setattr(host_transfer, "STAGING_BYTES", 64)
     weight = torch.randn(7, 13)
-    link = HostLink([weight], torch.float32)
+    link = HostTransfer([weight], torch.float32)
     assert torch.equal(link.fetch(weight), weight)
     changed = torch.randn(7, 13)
     link.give(changed, weight)

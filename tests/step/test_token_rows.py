@@ -63,7 +63,7 @@ def test_a_row_that_does_not_exist_is_refused_and_never_wraps_around(tmp_path, r
 
 
 def test_dropped_duplicates_are_not_among_the_rows_in_use(tmp_path):
-    assert TokenRows(write_tokens(tmp_path, ROWS, dropped=[1, 4]), "train").kept.tolist() == [0, 2, 3]
+    assert TokenRows(write_tokens(tmp_path, ROWS, dropped=[1, 4]), "train").used.tolist() == [0, 2, 3]
 
 
 SPAN_FAULTS = [[2, 9], [3, 2], [-1, 2], [2], [2, 4, 3, 5], []]

@@ -151,7 +151,7 @@ def finish(job: TrainJob, keeper: Checkpoints | None = None) -> Outcome:
         keeper.wait()
     measured = meter.result()
     metrics = train_metrics(result, measured, CPU)
-    trained = [parameter.detach() for _, parameter in result.team.trained()]
+    trained = [parameter.detach() for _, parameter in result.parallel.trained_parameters()]
     sizes = {f"step {row['step']}": row["allocated_bytes"] for row in result.curves}
     return Outcome(
         weights=[weight.view(-1).view(torch.uint8).numpy().tobytes() for weight in trained],

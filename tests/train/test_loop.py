@@ -9,7 +9,7 @@ import pytest
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.step.activation_offload import DiskStore, Offload
+from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import refuse_other_ranks
 from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
@@ -57,7 +57,7 @@ def losses(
     tokens: tuple[TokenRows, TokenRows],
     plan: Plan,
     threads: int,
-    offload: Offload | None = None,
+    offload: ActivationOffload | None = None,
     **changes: Any,
 ) -> list[Any]:
     """Losses, held-out losses and gradient norms of a whole run."""
@@ -97,7 +97,7 @@ def test_activations_on_disk_change_no_bit_of_a_run(small_llama: Path, tokens, t
     """A held-out pass between two steps, or joined rows, that meet what another micro-batch sent away."""
     plan = plan_of(tokens[0], flat=flat)
     store = DiskStore(CPU, tmp_path)
-    assert losses(small_llama, tokens, plan, 0, Offload(store)) == losses(small_llama, tokens, plan, 0)
+    assert losses(small_llama, tokens, plan, 0, ActivationOffload(store)) == losses(small_llama, tokens, plan, 0)
 
 
 def test_where_and_when_weights_are_updated_changes_no_bit_of_a_run(small_llama: Path, tokens):

@@ -116,7 +116,7 @@ def test_checkpoints_change_nothing(small_llama: Path, tmp_path: Path):
     assert [path.name for path in (tmp_path / "kept").iterdir()] == [f"step-{STEPS:09d}"], "the end of training"
 
 
-@pytest.mark.parametrize("part", ["write_held", "sha256_file"])
+@pytest.mark.parametrize("part", ["write_loaded", "sha256_file"])
 def test_a_full_disk_costs_a_warning_and_not_the_run(small_llama: Path, tmp_path: Path, monkeypatch, part: str):
     """While the tensors are written, or while a thread finishes the checkpoint: what was kept before stays."""
     job = small_job(small_llama, tmp_path / "tokens")

@@ -15,7 +15,7 @@ import torch
 
 from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step.activation_offload import DiskStore, Offload
+from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.run_optimizer import OptimSpec
 from tests.conftest import ROOT
@@ -202,7 +202,7 @@ def learn(directory: Path, row: Row) -> Learnt:
             directory,
             micro_batches(row),
             chunk=row.chunk,
-            offload=Offload(DiskStore(CPU, scratch)) if row.on_disk else None,
+            offload=ActivationOffload(DiskStore(CPU, scratch)) if row.on_disk else None,
             steps=STEPS,
             optim=optim,
             method=row.method,

@@ -134,7 +134,7 @@ def quick_job(model: Path, place: Path, **spec: Any) -> TrainJob:
 
 def weights_of(job: TrainJob, keeper: Keeper = NOTHING_KEPT) -> list[Any]:
     """Train; the trained weights, as lists that can be compared."""
-    return [weight.tolist() for _, weight in train(job, make_meter(CPU), keeper).team.trained()]
+    return [weight.tolist() for _, weight in train(job, make_meter(CPU), keeper).parallel.trained_parameters()]
 
 
 def stop_after(keeper: Checkpoints, step: int) -> Any:

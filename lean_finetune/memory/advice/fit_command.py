@@ -23,7 +23,7 @@ from lean_finetune.memory.predict.experts import refuse_experts
 from lean_finetune.memory.predict.peak import Prediction, Setting, predict
 from lean_finetune.memory.predict.peak_explanation import host_state_bytes
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.model.allocator_settings import notes_on_environment
+from lean_finetune.model.allocator_settings import environment_notes
 from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from lean_finetune.pinning.locate import TINY, TINY_DIRECTORY
 from lean_finetune.step.activation_offload import refuse_offload
@@ -72,7 +72,7 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None, *, shorten: b
     train += f", loss_chunk={p.train.loss_chunk or 'null'}"
     yield f"run        {train}, micro-batches of {describe(run.steps[-1][-1])}"
     yield f"attention  {attention}"
-    for note in notes_on_environment(p.train.expandable_segments) if device.kind == "cuda" else ():
+    for note in environment_notes(p.train.expandable_segments) if device.kind == "cuda" else ():
         yield f"note       {note}"
     prediction = predict(config, run.setting, run.steps, target_of(device))
     yield from _peaks(prediction)

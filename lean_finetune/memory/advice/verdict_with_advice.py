@@ -14,7 +14,7 @@ from lean_finetune.memory.allocator.reserved_memory import ALLOCATORS
 from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.model.allocator_settings import asked_segments
+from lean_finetune.model.allocator_settings import segments_from_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def answer(
         return judge(prediction, device, remedies, headroom_percent=headroom, enforce=enforce, memory=memory)
 
     if prediction.peak.bytes <= usable:
-        other = () if memory is None or asked_segments() is not None else other_segments(memory, prediction)
+        other = () if memory is None or segments_from_environment() is not None else other_segments(memory, prediction)
         verdict = judged(other)
         if verdict.fits or other or confirm is None:
             return Answer(verdict=verdict, remedies=other, ranked=None)

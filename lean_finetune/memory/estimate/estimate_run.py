@@ -25,9 +25,9 @@ from lean_finetune.memory.predict.peak_explanation import host_state_bytes, trac
 from lean_finetune.memory.predict.process_memory import as_json, on_device, on_host
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.memory_trace import Peak
-from lean_finetune.model.allocator_settings import notes_on_environment
-from lean_finetune.plan.planner import RunCut
-from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.model.allocator_settings import environment_notes
+from lean_finetune.plan.planner import PlanSettings
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 
 
 def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path) -> None:
@@ -46,14 +46,14 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     planned, auto_precision = asked.planned, p.train.precision == "auto"
     if auto_precision:
         click.echo(f"train.precision: auto is {asked.precision}: {asked.precision_reason}")
-    for note in notes_on_environment(p.train.expandable_segments) if planned.device.kind == "cuda" else ():
+    for note in environment_notes(p.train.expandable_segments) if planned.device.kind == "cuda" else ():
         click.echo(f"note: {note}", err=True)
     prediction, explanation = planned.predict()
     memory, replayed = planned.replay(prediction)
     _tell_verdict(p, prediction, planned.device, memory)
     switches = _switches(p, asked, prediction)
     run = asked.workload(p, prediction)
-    headroom, cut = p.estimate.headroom_percent, RunCut.from_params(p)
+    headroom, cut = p.estimate.headroom_percent, PlanSettings.from_params(p)
     confirm = Confirmation(planned=planned, run=run, cut=cut, index=index, headroom_percent=headroom)
     process, worst = _beside_tensors(asked, prediction)
     found = Found(
@@ -102,7 +102,7 @@ def _phases(p: Params, asked: Asked, prediction: Prediction) -> dict[str, Peak]:
     target, training = target_of(asked.planned.device), prediction.by_phase
     others = other_phases(asked.config, asked.setting, asked.surroundings(p), target, training["optimizer"])
     phases = {**training, **others}
-    note = note_of_asking(phases, prediction.peak.bytes, Limits.from_params(p).max_tokens, asked.longest)
+    note = note_of_asking(phases, prediction.peak.bytes, EvaluationLimits.from_params(p).max_tokens, asked.longest)
     if note is not None:
         click.echo(f"note: {note}", err=True)
     return phases

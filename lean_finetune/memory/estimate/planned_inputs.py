@@ -17,14 +17,14 @@ from lean_finetune.memory.estimate.planned_run import PlannedRun, several_turns
 from lean_finetune.memory.predict.other_phases import Surroundings, generation_shapes, heldout_shape, stored_dtype
 from lean_finetune.memory.predict.peak import Prediction, Setting
 from lean_finetune.memory.predict.traced_shapes import longest_row
-from lean_finetune.model.allocator_settings import asked_segments
-from lean_finetune.model.attention import keeps_scores
+from lean_finetune.model.allocator_settings import segments_from_environment
+from lean_finetune.model.attention import materializes_scores
 from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from lean_finetune.pinning.locate import config_directory
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.step.activation_offload import refuse_offload
 from lean_finetune.step.batches import refuse_other_tokens
-from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.host_transfer import refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.token_rows import read_lengths
@@ -75,7 +75,7 @@ class Asked:
 
     def surroundings(self, p: Params) -> Surroundings:
         """What runs besides the training step."""
-        plan, limits = self.planned.own_plan, Limits.from_params(p)
+        plan, limits = self.planned.own_plan, EvaluationLimits.from_params(p)
         return Surroundings(
             stored_dtype=self.stored,
             in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), self.longest),
@@ -116,14 +116,14 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Asked
     refuse_offloaded_state(p.train.offload, device.kind)
     setting = Setting.from_params(p, precision, several_turns=several_turns(plan))
     beyond_window = longest >= (attention_window(config) or math.inf)
-    segments = asked_segments()
+    segments = segments_from_environment()
     planned = PlannedRun(
         plan=plan,
         lengths=lengths,
         config=config,
         setting=setting,
         device=device,
-        windowed=keeps_scores(config, p.train.attention) or beyond_window,
+        windowed=materializes_scores(config, p.train.attention) or beyond_window,
         expandable=p.train.expandable_segments if segments is None else segments,
     )
     if setting.optimizer_in_backward:

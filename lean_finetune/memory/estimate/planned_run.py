@@ -20,8 +20,8 @@ from lean_finetune.memory.predict.peak_explanation import Explanation
 from lean_finetune.memory.predict.traced_shapes import traced_steps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.plan.batch_plan import Plan
-from lean_finetune.plan.planner import RunCut
-from lean_finetune.plan.row_index import Index, read_index
+from lean_finetune.plan.planner import PlanSettings
+from lean_finetune.plan.row_index import RowIndex, read_index
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 
 
@@ -82,7 +82,7 @@ class Confirmation:
     """The run that is changed."""
     run: Workload
     """The same as advice sees it."""
-    cut: RunCut
+    cut: PlanSettings
     """How its plan was made."""
     index: Path
     """Of the training rows."""
@@ -125,7 +125,7 @@ class Confirmation:
         return replace(planned, plan=plan, lengths=index.lengths, setting=setting)
 
 
-def _shortened(index: Index, longest: int) -> Index:
+def _shortened(index: RowIndex, longest: int) -> RowIndex:
     """The rows cut to `longest` tokens; as many of them are trained as can be."""
     lengths = np.minimum(index.lengths, longest)
     return replace(index, lengths=lengths, supervised=np.minimum(index.supervised, lengths - 1))

@@ -25,13 +25,13 @@ from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 from lean_finetune.step.loss import causal_lm
-from lean_finetune.step.process_group import Team
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import trained_parameters
 
 KV_CACHE = "kv_cache"
 """Category of the keys and values that generation keeps for every token so far."""
-Use = Callable[[Team, MemoryTrace], None]
-"""What is done with a team's model, in phases of the trace."""
+Use = Callable[[ParallelModel, MemoryTrace], None]
+"""What is done with a shared model, in phases of the trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ def peak_of_loss(
 ) -> Peak:
     """The peak of one batch through the model in evaluation mode."""
 
-    def use(team: Team, trace: MemoryTrace) -> None:
+    def use(parallel: ParallelModel, trace: MemoryTrace) -> None:
         with trace.phase("forward"):
-            team.run(lambda model: loss(model, empty_batch(shape, CPU)))
+            parallel.run(lambda model: loss(model, empty_batch(shape, CPU)))
 
     return _peak_of_use(config, setting, target, use)
 
@@ -67,8 +67,8 @@ def peak_of_answers(config: PretrainedConfig, setting: Setting, shape: Generatio
         UserError: PyTorch cannot trace an operation of it.
     """
 
-    def use(team: Team, trace: MemoryTrace) -> None:
-        _answer(causal_lm(team.model), shape, trace)
+    def use(parallel: ParallelModel, trace: MemoryTrace) -> None:
+        _answer(causal_lm(parallel.model), shape, trace)
 
     try:
         return _peak_of_use(config, setting, target, use)
@@ -104,16 +104,16 @@ def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, targe
     with (
         QuickFakeMode(),
         target.attention(),
-        shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as team,
+        shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as parallel,
     ):
-        model = team.model.eval()
+        model = parallel.model.eval()
         trace.hold([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
         trace.hold(quantisation_tensors(model), QUANTISATION_STATE)
         if setting.model.method != "full":
             trace.hold([local(tensor) for tensor in trained_parameters(model)], ADAPTERS)
         trace.begin_run(model)
         with trace.recording(), torch.no_grad(), setting.model.autocast("cpu"):
-            use(team, trace)
+            use(parallel, trace)
     return trace
 
 

@@ -36,7 +36,7 @@ from lean_finetune.memory.trace.memory_trace import (
 )
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape
-from lean_finetune.step.evaluation_limits import Limits
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
 
 LOAD, HELDOUT, EVALUATE, GENERATE, SAVE = "load", "heldout", "evaluate", "generate", "save"
@@ -84,7 +84,7 @@ def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
 
 
 def generation_shapes(
-    limits: Limits, *, prompts: int, longest: int, positions: int | None
+    limits: EvaluationLimits, *, prompts: int, longest: int, positions: int | None
 ) -> tuple[GenerationShape, ...]:
     """The batches of prompts that can need the most memory; none where nothing is answered, or no prompt has room.
 

@@ -37,7 +37,7 @@ from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import Batch, empty_batch, idle_batch
 from lean_finetune.step.loss_scaling import LossScaler
-from lean_finetune.step.process_group import Team
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
 
@@ -210,17 +210,19 @@ def trace_steps(
 
     Returns the step and the position in it of the micro-batch that set the peak.
     """
-    with shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as team:
-        return _steps_of(team, trace, setting, steps, target)
+    with shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as parallel:
+        return _steps_of(parallel, trace, setting, steps, target)
 
 
-def _steps_of(team: Team, trace: MemoryTrace, setting: Setting, steps: TracedSteps, target: Target) -> tuple[int, int]:
-    """The steps of a team; see `trace_steps`."""
-    optimizer = build_optimizer(team.mine, optim_of(setting), trace.elsewhere)
+def _steps_of(
+    parallel: ParallelModel, trace: MemoryTrace, setting: Setting, steps: TracedSteps, target: Target
+) -> tuple[int, int]:
+    """The steps of a shared model; see `trace_steps`."""
+    optimizer = build_optimizer(parallel.owned, optim_of(setting), trace.elsewhere)
     away = setting.offload == "parameters"
-    hold_state(trace, team, optimizer, setting.model, setting.optimizer, cuda=target.foreach, parts_away=away)
+    hold_state(trace, parallel, optimizer, setting.model, setting.optimizer, cuda=target.foreach, parts_away=away)
     trace.hold_bytes(target.constant_bytes, WORKSPACE)
-    trace.begin_run(team.model)
+    trace.begin_run(parallel.model)
     spec = StepSpec(
         loss_chunk=setting.loss_chunk,
         max_grad_norm=setting.max_grad_norm,
@@ -245,7 +247,7 @@ def _steps_of(team: Team, trace: MemoryTrace, setting: Setting, steps: TracedSte
     with trace.recording(), random_states_held(trace, cuda=target.foreach):
         for step in range(len(steps)):
             training_step(
-                team.model,
+                parallel.model,
                 optimizer,
                 batches(step),
                 supervised_tokens=1,
@@ -260,8 +262,8 @@ def _steps_of(team: Team, trace: MemoryTrace, setting: Setting, steps: TracedSte
                 guard=lambda losses, norm: None,
                 scaler=scaler,
                 offload=offload,
-                team=team,
-                turns=max(len(steps[step]), 2 if several_turns else 1),
+                parallel=parallel,
+                micro_batches=max(len(steps[step]), 2 if several_turns else 1),
             )
     trace.offloaded_peak_bytes = store.peak_bytes
     return position

@@ -129,7 +129,7 @@ def state_lines(
         kind = "DoRA" if spec.lora_dora else "LoRA"
         name = "fp32" if element_bytes == FP32_BYTES else "bf16"
         lines.append(_line(ADAPTERS, f"{kind} of rank {spec.lora_rank}, {name}", sizes))
-        if spec.keeps_start and not cuda:
+        if spec.keeps_first_adapters and not cuda:
             start = (math.prod(shape) * FP32_BYTES for shape in trained)
             lines.append(_line(ADAPTERS, "adapters at the start, fp32", start))
     if not optimizer_in_backward:

@@ -10,7 +10,7 @@ from lean_finetune.config.field_types import OffloadActivations
 from lean_finetune.memory.predict.depth_extrapolation import NotRepeated
 from lean_finetune.memory.predict.layer_structure import Repetition
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, MemoryTrace
-from lean_finetune.step.activation_offload import Offload
+from lean_finetune.step.activation_offload import ActivationOffload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,10 +49,10 @@ class CountingStore:
         self._bytes -= size
 
 
-def counting(trace: MemoryTrace, choice: OffloadActivations) -> tuple[CountingStore, Offload | None]:
+def counting(trace: MemoryTrace, choice: OffloadActivations) -> tuple[CountingStore, ActivationOffload | None]:
     """The store of a trace, and what sends activations there; None where they stay."""
     store = CountingStore(trace, pinned=choice == "cpu")
-    return store, None if choice == "none" else Offload(store)
+    return store, None if choice == "none" else ActivationOffload(store)
 
 
 def offloaded_bytes(traces: Sequence[MemoryTrace], repetition: Repetition) -> int:

@@ -25,14 +25,14 @@ from transformers import PretrainedConfig
 from lean_finetune.config.schema import Params
 from lean_finetune.config.sharding_rules import CUTTING
 from lean_finetune.distributed import fsdp, replicated
-from lean_finetune.distributed.forward_wrapper import Parts
+from lean_finetune.distributed.forward_wrapper import LocalParameters
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import assign_owners
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_team
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, SHARDING, WEIGHTS, MemoryTrace
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.step.process_group import Alone, NamedParameters, Team, named_trained
+from lean_finetune.step.parallel_model import NamedParameters, ParallelModel, SingleProcess, named_trained
 
 CUT = {WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER}
 """Categories of which each GPU holds a part, where weights are cut; scales of packed weights are whole."""
@@ -84,10 +84,12 @@ class Sharing:
 
 
 @contextmanager
-def shared(model: nn.Module, sharing: Sharing | None, trace: MemoryTrace, device: torch.device) -> Iterator[Team]:
-    """The team of a model while the block runs, as its fullest member sees it.
+def shared(
+    model: nn.Module, sharing: Sharing | None, trace: MemoryTrace, device: torch.device
+) -> Iterator[ParallelModel]:
+    """The model as the process with the most memory shares it, for the length of the block.
 
-    Call under an active FakeTensorMode, before anything is held. What the team makes at once is held when this begins.
+    Call under an active FakeTensorMode, before anything is held. What sharing allocates is held when the block begins.
 
     Args:
         model: on fake tensors.
@@ -99,7 +101,7 @@ def shared(model: nn.Module, sharing: Sharing | None, trace: MemoryTrace, device
         UserError: the GPUs cannot be divided so.
     """
     if sharing is None:
-        yield Alone(model)
+        yield SingleProcess(model)
         return
     world = _fullest(model, sharing)
     dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
@@ -109,10 +111,10 @@ def shared(model: nn.Module, sharing: Sharing | None, trace: MemoryTrace, device
             _patch(stack, trace, away=away)
             with trace, trace.elsewhere() if away else trace.making(SHARDING):
                 if sharing.owned is None:
-                    team = make_team(model, world, sharing.spec, device)
+                    parallel = make_parallel(model, world, sharing.spec, device)
                 else:
-                    team = _OwnerOfMore(model, world, device, sharing.owned, trace)
-            yield team
+                    parallel = _OwnerOfMore(model, world, device, sharing.owned, trace)
+            yield parallel
     finally:
         dist.destroy_process_group()
 
@@ -133,7 +135,7 @@ def _fullest_owner(trained: Sequence[torch.Tensor], gpus: int) -> tuple[int, lis
     return held.index(max(held)), owners
 
 
-class _OwnerOfMore(replicated.Replicas):
+class _OwnerOfMore(replicated.ReplicatedModel):
     """A member of zero1 whose model has fewer layers than the run's: it updates stand-ins for what it owns there.
 
     These and their gradients count for nothing: the model's own are counted, and its layers stand for all.
@@ -153,13 +155,13 @@ class _OwnerOfMore(replicated.Replicas):
             parts = [nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape, dtype in owned]
             self._summed = [torch.empty_like(part) for part in parts]
         trace.leave_out((*parts, *self._summed))
-        self.mine = Parts(parts)
+        self.owned = LocalParameters(parts)
 
-    def trained(self) -> NamedParameters:
-        """See Team: gradients have been summed."""
-        for part, gradient in zip(self.mine.parameters(), self._summed, strict=True):
+    def trained_parameters(self) -> NamedParameters:
+        """See ParallelModel: gradients have been summed."""
+        for part, gradient in zip(self.owned.parameters(), self._summed, strict=True):
             part.grad = gradient
-        return super().trained()
+        return super().trained_parameters()
 
 
 def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
@@ -168,9 +170,9 @@ def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
     def put(target: Any, name: str, value: Any) -> None:
         stack.enter_context(patch.object(target, name, value))
 
-    for team in (replicated, fsdp):  # Loading is over: the model is where it computes, and there is one member.
-        put(team, "check_same_form", lambda model, world, device: None)
-        put(team, "handed_out", lambda module, device: module)
+    for module in (replicated, fsdp):  # Loading is over: the model is where it computes, and there is one member.
+        put(module, "check_same_shapes", lambda model, world, device: None)
+        put(module, "broadcast_weights", lambda module, device: module)
     put(bnb_modules, "fix_4bit_weight_quant_state_from_module", _name_scales)
     # Shapes of whole tensors, which DTensor works out on fake tensors of its own, are no memory.
     put(ShardingPropagator, "_fake_mode_lock", _Muted(trace))

@@ -20,7 +20,7 @@ from lean_finetune.memory.trace.memory_trace import (
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.optimizers import device_state
-from lean_finetune.step.process_group import Team
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import trained_parameters
 
 FP32 = torch.float32
@@ -28,7 +28,7 @@ FP32 = torch.float32
 
 def hold_state(
     trace: MemoryTrace,
-    team: Team,
+    parallel: ParallelModel,
     optimizer: torch.optim.Optimizer,
     spec: ModelSpec,
     name: OptimizerName,
@@ -40,7 +40,7 @@ def hold_state(
 
     `parts_away` says that what is cut, and its update, is in the host's memory.
     """
-    model = team.model
+    model = parallel.model
     trained = trained_parameters(model)
     if parts_away:
         trace.leave_out(local(tensor) for tensor in model.parameters() if isinstance(tensor, DTensor))
@@ -50,7 +50,7 @@ def hold_state(
         return
     if spec.method != "full":
         trace.hold([local(tensor) for tensor in trained], ADAPTERS)
-        if spec.keeps_start and not cuda:  # In host memory, which is the device's own on a CPU.
+        if spec.keeps_first_adapters and not cuda:  # In host memory, which is the device's own on a CPU.
             start = sum(local(tensor).numel() * FP32.itemsize for tensor in trained)
             trace.hold_bytes(start, ADAPTERS)
     trace.hold(device_state(optimizer, name, cuda=cuda), OPTIMIZER)

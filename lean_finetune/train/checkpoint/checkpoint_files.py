@@ -17,8 +17,8 @@ import torch
 
 from lean_finetune.core.atomic_files import atomic_directory, bench_of, sha256_file, sync, told_in_one_line
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.control_messages import Voices
-from lean_finetune.model.safetensors_files import stored_tensors, write_held
+from lean_finetune.distributed.control_messages import ControlChannel
+from lean_finetune.model.safetensors_files import stored_tensors, write_loaded
 from lean_finetune.train.checkpoint.stored_tensor import Kept
 
 TENSORS, VALUES, SUMS = "tensors.safetensors", "values.json", "sha256.json"
@@ -115,10 +115,10 @@ class Unfinished:
 class CheckpointStore:
     """The checkpoints of one run, in one directory that all its processes see."""
 
-    def __init__(self, directory: Path, keep: int, told: Callable[[str], None], voices: Voices | None = None):
-        """Keep the last `keep`; `told` gets a line for each that is damaged; `voices` are the processes."""
+    def __init__(self, directory: Path, keep: int, told: Callable[[str], None], channel: ControlChannel | None = None):
+        """Keep the last `keep`; `told` gets a line for each that is damaged; `channel` are the processes."""
         self.directory, self.keep, self._told = directory, keep, told
-        self.voices = voices or Voices()
+        self.channel = channel or ControlChannel()
 
     def write(
         self, step: int, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], pieces: Pieces | None = None
@@ -133,22 +133,22 @@ class CheckpointStore:
         """
         path = self.directory / NAME.format(step)
         with ExitStack() as stack:
-            part = part_of(bench_of(path) / path.name, self.voices.rank)
+            part = part_of(bench_of(path) / path.name, self.channel.rank)
             refused: UserError | None = None
-            if self.voices.leads:
+            if self.channel.is_first:
                 try:
                     stack.enter_context(atomic_directory(path))
                 except UserError as error:  # Not raised before the others, who wait for the directory, know.
                     refused = error
-            if self.voices.of_first(int(refused is not None)) == [1]:
+            if self.channel.from_first(int(refused is not None)) == [1]:
                 raise refused or UserError(f"{path}: cannot be written by the first process, which says why")
-            if not self.voices.leads:
+            if not self.channel.is_first:
                 stack.enter_context(told_in_one_line(part))
             with self._left_together():
-                part.mkdir(exist_ok=self.voices.leads)
-                write_held(part / TENSORS, tensors)
+                part.mkdir(exist_ok=self.channel.is_first)
+                write_loaded(part / TENSORS, tensors)
                 saved_at = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-                more = {PIECES: pieces or {}, PARTS: self.voices.size, "saved_at": saved_at}
+                more = {PIECES: pieces or {}, PARTS: self.channel.size, "saved_at": saved_at}
                 (part / VALUES).write_text(json.dumps({**values, **more}))
             return Unfinished(self, part, stack.pop_all())
 
@@ -165,12 +165,12 @@ class CheckpointStore:
             yield
         except OSError as error:
             refused = error
-        failed = [rank for rank, (bad,) in enumerate(self.voices.each_after_work(int(refused is not None))) if bad]
+        failed = [rank for rank, (bad,) in enumerate(self.channel.gather_after_work(int(refused is not None))) if bad]
         if refused is not None:
             raise refused
         if failed:
             raise UserError(
-                f"process {failed[0]} of {self.voices.size} could not write its part, and says why in its log"
+                f"process {failed[0]} of {self.channel.size} could not write its part, and says why in its log"
             )
 
     def newest(self) -> Checkpoint | None:
@@ -182,20 +182,20 @@ class CheckpointStore:
         Raises:
             UserError: the disk refused.
         """
-        leads = self.voices.leads
+        leads = self.channel.is_first
         with told_in_one_line(self.directory):
             if leads:
                 for left in self.directory.glob(".*"):
                     _name_finished(left)
                     shutil.rmtree(left)
             while True:
-                (step,) = self.voices.of_first(-1 if (last := self.last_step()) is None else last)
+                (step,) = self.channel.from_first(-1 if (last := self.last_step()) is None else last)
                 if step < 0:
                     return None
                 path = self.directory / NAME.format(step)
-                fault = _fault(path, self.voices)
+                fault = _fault(path, self.channel)
                 damaged = [
-                    rank for rank, (bad,) in enumerate(self.voices.each_after_work(int(fault is not None))) if bad
+                    rank for rank, (bad,) in enumerate(self.channel.gather_after_work(int(fault is not None))) if bad
                 ]
                 if not damaged:
                     return Checkpoint(path=path, values=json.loads((path / VALUES).read_text()))
@@ -236,14 +236,14 @@ def _name_finished(bench: Path) -> None:
         made.rename(path)
 
 
-def _fault(path: Path, voices: Voices) -> str | None:
+def _fault(path: Path, channel: ControlChannel) -> str | None:
     """What is wrong with this process's share of a checkpoint's files; None if nothing."""
     try:
-        if voices.leads and (fault := _fault_of_part(path)):
+        if channel.is_first and (fault := _fault_of_part(path)):
             return fault
         parts = json.loads((path / VALUES).read_text())[PARTS]
         for part in range(1, parts):
-            if part % voices.size == voices.rank and (fault := _fault_of_part(part_of(path, part))):
+            if part % channel.size == channel.rank and (fault := _fault_of_part(part_of(path, part))):
                 return fault
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(path)} is missing"

@@ -61,8 +61,8 @@ class Room:
 
 def trained_bytes(run: Running) -> int:
     """Of all trained weights, as they are saved."""
-    pairs = zip(run.team.trained(), run.team.pieces(), strict=True)
-    return sum(math.prod(piece.whole) * parameter.element_size() for (_, parameter), piece in pairs)
+    pairs = zip(run.parallel.trained_parameters(), run.parallel.slices(), strict=True)
+    return sum(math.prod(piece.full_shape) * parameter.element_size() for (_, parameter), piece in pairs)
 
 
 def _free_bytes(path: Path) -> int:

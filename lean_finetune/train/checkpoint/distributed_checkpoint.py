@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from lean_finetune.config.schema import Run
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.control_messages import Voices
+from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.step.batches import Batch
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, Unfinished
 from lean_finetune.train.checkpoint.disk_space import Room
@@ -33,8 +33,8 @@ class SharedCheckpoints(Checkpoints):
     """Whether this process could not write its part of it."""
 
     @property
-    def _voices(self) -> Voices:
-        return self._store.voices
+    def _channel(self) -> ControlChannel:
+        return self._store.channel
 
     def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """All of them: the others would wait for what this process leaves out."""
@@ -43,7 +43,7 @@ class SharedCheckpoints(Checkpoints):
     def step_done(self, run: Running) -> None:
         """See Checkpoints."""
         busy = self._finishing is not None and self._finishing.is_alive()
-        said = self._voices.each(int(busy), int(self.is_due()))
+        said = self._channel.gather(int(busy), int(self.is_due()))
         if not any(is_busy for is_busy, _ in said):
             self._settle()
             if said[0][1]:
@@ -52,7 +52,7 @@ class SharedCheckpoints(Checkpoints):
 
     def check_stop(self) -> None:
         """Stop if any process was asked to."""
-        numbers = [number for (number,) in self._voices.each(self._stop.number or 0) if number]
+        numbers = [number for (number,) in self._channel.gather(self._stop.number or 0) if number]
         if numbers:
             raise Stopped(numbers[0])
 
@@ -62,14 +62,14 @@ class SharedCheckpoints(Checkpoints):
     def _keep_last(self, run: Running) -> None:
         """Make a checkpoint of what is done, and publish it."""
         self._settle()
-        if run.step and not self._voices.of_first(int(self._store.holds(run.step)))[0]:
+        if run.step and not self._channel.from_first(int(self._store.holds(run.step)))[0]:
             self._begin(run)
             self._settle()
 
     def _begin(self, run: Running) -> None:
         """Hand a part each to the system; a thread does the rest."""
         self._settle()
-        refuse_broken_weights(run.team, run.step)
+        refuse_broken_weights(run.parallel, run.step)
         start = self._clock()
         self._begun, self._failed = True, False
         try:
@@ -99,9 +99,9 @@ class SharedCheckpoints(Checkpoints):
         if not self._begun:
             return
         self.wait()
-        failed = [rank for rank, (bad,) in enumerate(self._voices.each_after_work(int(self._failed))) if bad]
+        failed = [rank for rank, (bad,) in enumerate(self._channel.gather_after_work(int(self._failed))) if bad]
         pending, self._pending, self._begun = self._pending, None, False
-        if not self._voices.leads or pending is None:
+        if not self._channel.is_first or pending is None:
             return
         if not failed:
             try:
@@ -114,7 +114,7 @@ class SharedCheckpoints(Checkpoints):
             others = [rank for rank in failed if rank]
             self._told(
                 f"warning: no checkpoint was made, what was there stays: process {others[0]} of "
-                f"{self._voices.size} could not write its part, and says why in its log"
+                f"{self._channel.size} could not write its part, and says why in its log"
             )
 
 
@@ -124,7 +124,7 @@ def opened_by_all(
     run: Run,
     stop: Stop,
     told: Callable[[str], None],
-    voices: Voices,
+    channel: ControlChannel,
     sharding: str,
     room: Room | None = None,
 ) -> AbstractContextManager[Checkpoints]:
@@ -134,9 +134,9 @@ def opened_by_all(
         UserError: another run works there, or the disk refused.
         Stopped: that was asked for; the user was told.
     """
-    if voices.size == 1:
+    if channel.size == 1:
         return opened(choice, run=run, stop=stop, told=told, room=room)
-    return _opened_together(choice, run, stop, told, voices, sharding, room)
+    return _opened_together(choice, run, stop, told, channel, sharding, room)
 
 
 @contextmanager
@@ -145,23 +145,23 @@ def _opened_together(
     run: Run,
     stop: Stop,
     told: Callable[[str], None],
-    voices: Voices,
+    channel: ControlChannel,
     sharding: str,
     room: Room | None,
 ) -> Iterator[Checkpoints]:
     """Of several processes the first holds the directories."""
     with ExitStack() as stack:
-        if voices.leads:
+        if channel.is_first:
             stack.enter_context(held_alone(choice.directory, told, choice.record))
             stack.enter_context(held_by_us(choice.earlier))
-        voices.each_after_work(0)  # From here on the first process holds the directory.
-        store = CheckpointStore(choice.directory, run.keep_checkpoints, told, voices)
+        channel.gather_after_work(0)  # From here on the first process holds the directory.
+        store = CheckpointStore(choice.directory, run.keep_checkpoints, told, channel)
         checkpoints = SharedCheckpoints(
             store,
             seconds=run.checkpoint_seconds,
             stop=stop,
             told=told,
-            cut=cut_of(voices.size, sharding),
+            cut=cut_of(channel.size, sharding),
             earlier=choice.earlier,
             room=room,
         )

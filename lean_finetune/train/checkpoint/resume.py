@@ -68,7 +68,7 @@ class Checkpoints(Keeper):
         self._stop, self._earlier, self._room = stop, earlier, room
         self._found = store.newest()
         if self._found is None and earlier is not None:
-            self._found = CheckpointStore(earlier, store.keep, told, store.voices).newest()
+            self._found = CheckpointStore(earlier, store.keep, told, store.channel).newest()
         self.first_step = 0 if self._found is None else self._found.values["step"]
         self.measures_load = self._found is None or self._found.values["cut"] != cut
         self._finishing: threading.Thread | None = None
@@ -82,9 +82,9 @@ class Checkpoints(Keeper):
             self._put_back(run, steps)
         if self._room is None:
             return
-        voices = self._store.voices
-        sizes = voices.each_after_work(sum(tensor.nbytes for tensor in tensors_of(held_by(run)).values()))
-        if voices.leads:
+        channel = self._store.channel
+        sizes = channel.gather_after_work(sum(tensor.nbytes for tensor in tensors_of(held_by(run)).values()))
+        if channel.is_first:
             self._room.check(
                 self._store.directory,
                 trained_bytes=trained_bytes(run),
@@ -167,7 +167,7 @@ class Checkpoints(Keeper):
         """Keep the end of training, alone: what is left is to publish, and a kill or a full disk costs no step."""
         self._keep_last(run)
         self.wait()
-        if self._store.voices.leads and self._store.holds(run.step):
+        if self._store.channel.is_first and self._store.holds(run.step):
             self._store.drop_old(keep=1)
 
     def is_due(self) -> bool:
@@ -241,7 +241,7 @@ class Checkpoints(Keeper):
     def _begin(self, run: Running) -> None:
         """Hand a checkpoint to the system; a thread does the rest."""
         self.wait()
-        refuse_broken_weights(run.team, run.step)
+        refuse_broken_weights(run.parallel, run.step)
         start = self._clock()
         try:
             unfinished = self._write(run)

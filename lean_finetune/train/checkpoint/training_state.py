@@ -17,7 +17,7 @@ from torch import nn
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.loss_scaling import LossScaler
-from lean_finetune.step.process_group import Piece, Team
+from lean_finetune.step.parallel_model import ParallelModel, ShardSlice
 from lean_finetune.train.checkpoint.rng_state import random_state, set_random_state
 from lean_finetune.train.checkpoint.stored_tensor import Kept
 from lean_finetune.train.monitor.measured_peak import Meter
@@ -32,7 +32,7 @@ SCALER_NUMBERS = ("scale", "good_steps", "skipped_steps")
 class Running:
     """A run between two optimizer steps."""
 
-    team: Team
+    parallel: ParallelModel
     optimizer: torch.optim.Optimizer
     scaler: LossScaler | None
     meter: Meter
@@ -46,7 +46,7 @@ class Running:
     @property
     def model(self) -> nn.Module:
         """What is trained."""
-        return self.team.model
+        return self.parallel.model
 
     @property
     def step(self) -> int:
@@ -78,7 +78,7 @@ def cut_of(size: int, sharding: str) -> dict[str, Any]:
 
 def held_by(run: Running) -> dict[str, Held]:
     """Trained weights, optimizers' tensors and random states by name, as this process holds them."""
-    trained, pieces = run.team.trained(), run.team.pieces()
+    trained, pieces = run.parallel.trained_parameters(), run.parallel.slices()
     by_name = {name: piece for (name, _), piece in zip(trained, pieces, strict=True)}
     held = {f"weights/{name}": _held(parameter.detach(), by_name[name]) for name, parameter in trained}
     shapes = {name: parameter.shape for name, parameter in trained}
@@ -91,13 +91,13 @@ def held_by(run: Running) -> dict[str, Held]:
             if value.shape == shapes[name]:
                 held[f"{prefix}/{name}/{key}"] = _held(value, piece)
             else:  # One number is every part's; blocks and sums of a part are that part's alone.
-                cut = shapes[name] != piece.whole and value.ndim
-                part = f"[{piece.first}:{piece.first + rows}]" if cut else ""
-                whole = Piece(first=0, whole=tuple(value.shape), kept_here=piece.kept_here)
+                cut = shapes[name] != piece.full_shape and value.ndim
+                part = f"[{piece.first_row}:{piece.first_row + rows}]" if cut else ""
+                whole = ShardSlice(first_row=0, full_shape=tuple(value.shape), saved_here=piece.saved_here)
                 held[f"{prefix}/{name}/{key}{part}"] = _held(value, whole)
     for kind, random in random_state(run.device).items():
-        own = Piece(first=0, whole=tuple(random.shape), kept_here=True)
-        held[f"{RANDOM}{run.team.rank}/{kind}"] = _held(random, own)
+        own = ShardSlice(first_row=0, full_shape=tuple(random.shape), saved_here=True)
+        held[f"{RANDOM}{run.parallel.rank}/{kind}"] = _held(random, own)
     return held
 
 
@@ -116,8 +116,8 @@ def values_of(run: Running) -> dict[str, Any]:
     scaler = run.scaler
     return {
         "step": run.step,
-        "cut": cut_of(run.team.size, run.sharding),
-        "curves": run.curves if run.team.rank == 0 else [],
+        "cut": cut_of(run.parallel.size, run.sharding),
+        "curves": run.curves if run.parallel.rank == 0 else [],
         "meter": run.meter.state(),
         "memory_by_phase": run.monitor.by_phase(),
         "scaler": None if scaler is None else {key: getattr(scaler, key) for key in SCALER_NUMBERS},
@@ -147,8 +147,8 @@ def put_back(run: Running, stored: Mapping[str, Kept], values: Sequence[Mapping[
             raise RuntimeError(f"a checkpoint holds {name} as {kept.dtype} {kept.shape}")
         one.tensor.copy_(kept.read_rows(one.first, len(one.tensor)) if one.is_part else kept.read())
     first = values[0]
-    same_cut = first["cut"] == cut_of(run.team.size, run.sharding)
-    if len(values) == run.team.size:
+    same_cut = first["cut"] == cut_of(run.parallel.size, run.sharding)
+    if len(values) == run.parallel.size:
         set_random_state({name.rpartition("/")[2]: stored[name].read() for name in random}, run.device)
     else:
         _redraw(run, stored)
@@ -159,8 +159,8 @@ def put_back(run: Running, stored: Mapping[str, Kept], values: Sequence[Mapping[
         for key in SCALER_NUMBERS:
             setattr(run.scaler, key, first["scaler"][key])
     if same_cut:
-        run.meter.restore(values[run.team.rank]["meter"])
-        run.monitor.restore(values[run.team.rank]["memory_by_phase"])
+        run.meter.restore(values[run.parallel.rank]["meter"])
+        run.monitor.restore(values[run.parallel.rank]["memory_by_phase"])
     run.curves.extend(first["curves"])
 
 
@@ -172,14 +172,14 @@ def _refuse_others(run: Running, held: Mapping[str, Held], stored: Mapping[str, 
         raise UserError(
             f"hardware.num_gpus: a checkpoint of this train.optimizer ({type(run.optimizer).__name__}) under "
             f"train.sharding={cut['sharding']} fits as many GPUs as wrote it alone: its state has blocks or sums of "
-            f"each GPU's part; got {run.team.size} for {cut['gpus']}; go on with those, or remove what "
+            f"each GPU's part; got {run.parallel.size} for {cut['gpus']}; go on with those, or remove what "
             "this run keeps in scratch/train"
         )
     weights = {name for name in kept if name.startswith("weights/")}
     if (
         missing
         or weights != {name for name in held if name.startswith("weights/")}
-        or (run.team.size == 1 and kept != held.keys())
+        or (run.parallel.size == 1 and kept != held.keys())
     ):
         raise RuntimeError("a checkpoint holds other tensors than the run that it was kept for")
 
@@ -187,18 +187,18 @@ def _refuse_others(run: Running, held: Mapping[str, Held], stored: Mapping[str, 
 def _redraw(run: Running, stored: Mapping[str, Kept]) -> None:
     """Draw from here on what follows from the first process's state: each of another number of GPUs its own."""
     state = stored[f"{RANDOM}0/cpu"].read().numpy().tobytes()
-    digest = hashlib.sha256(state + str(run.team.rank).encode()).digest()
+    digest = hashlib.sha256(state + str(run.parallel.rank).encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "big"))
 
 
-def _held(tensor: torch.Tensor, piece: Piece) -> Held:
+def _held(tensor: torch.Tensor, piece: ShardSlice) -> Held:
     """A tensor as a piece."""
-    return Held(tensor=tensor, first=piece.first, whole=piece.whole, kept_here=piece.kept_here)
+    return Held(tensor=tensor, first=piece.first_row, whole=piece.full_shape, kept_here=piece.saved_here)
 
 
 def _optimizer_states(run: Running) -> Iterator[tuple[str, str, dict]]:
     """The state of every tensor that this process updates: of which optimizer, of which parameter, and the state."""
-    names = {id(parameter): name for name, parameter in run.team.trained()}
+    names = {id(parameter): name for name, parameter in run.parallel.trained_parameters()}
     updated = [names[id(parameter)] for group in run.optimizer.param_groups for parameter in group["params"]]
     yield from _states_of(run.optimizer, updated, "optimizer")
 

@@ -4,7 +4,7 @@ import torch
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import MicroBatch
-from lean_finetune.step.process_group import Team
+from lean_finetune.step.parallel_model import ParallelModel
 
 
 class Diverged(UserError):
@@ -36,15 +36,15 @@ def refuse_non_finite(
     )
 
 
-def refuse_dead_adapters(team: Team) -> None:
+def refuse_dead_adapters(parallel: ParallelModel) -> None:
     """Refuse adapters without a gradient in the first step: they would learn nothing, with a normal-looking loss.
 
     Raises:
         UserError: naming the first such layer.
     """
-    adapters = {name: parameter for name, parameter in team.trained() if "lora_B." in name}
+    adapters = {name: parameter for name, parameter in parallel.trained_parameters() if "lora_B." in name}
     alive = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in adapters.values()]
-    for name, is_alive in zip(adapters, _in_any(team, alive), strict=True):
+    for name, is_alive in zip(adapters, _in_any(parallel, alive), strict=True):
         if not is_alive:
             raise UserError(
                 f"train.lora.targets: every adapter must receive a gradient; that of {name} is zero in the first step; "
@@ -52,27 +52,27 @@ def refuse_dead_adapters(team: Team) -> None:
             )
 
 
-def refuse_broken_weights(team: Team, steps: int) -> None:
+def refuse_broken_weights(parallel: ParallelModel, steps: int) -> None:
     """Refuse to save weights that are not finite: the last update can break them after its loss was checked.
 
     Raises:
         Diverged: naming the first such parameter.
     """
     # A part of a weight may be empty.
-    trained = {name: p.detach() for name, p in team.trained()}
+    trained = {name: p.detach() for name, p in parallel.trained_parameters()}
     held = {name: weight for name, weight in trained.items() if weight.numel()}
     # Smallest and largest value, which are NaN where one is: unlike isfinite they need no memory of a weight's size.
     ends = torch.stack([end.float() for weight in held.values() for end in weight.aminmax()])
     finite = dict(zip(held, torch.isfinite(ends).view(-1, 2).all(1).tolist(), strict=True))
-    broken = _in_any(team, [not finite.get(name, True) for name in trained])
+    broken = _in_any(parallel, [not finite.get(name, True) for name in trained])
     if any(broken):
         name = list(trained)[broken.index(True)]
         raise Diverged(f"train.lr: weights must be finite; {name} is not after {steps} steps; lower train.lr")
 
 
-def _in_any(team: Team, flags: list[bool]) -> list[bool]:
+def _in_any(parallel: ParallelModel, flags: list[bool]) -> list[bool]:
     """For each flag, whether it is set in any process: all then end alike."""
-    if team.size == 1 or not flags:
+    if parallel.size == 1 or not flags:
         return flags
-    device = next(team.model.parameters()).device
-    return (team.total(torch.tensor(flags, dtype=torch.float32, device=device)) > 0).tolist()
+    device = next(parallel.model.parameters()).device
+    return (parallel.sum_over_ranks(torch.tensor(flags, dtype=torch.float32, device=device)) > 0).tolist()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from lean_finetune.distributed.launch import LostOthers, WaitedInVain, launch
+from lean_finetune.distributed.launch import ConnectionLost, WaitTimedOut, launch
 from lean_finetune.distributed.processes import World, check_devices, under_torchrun
-from lean_finetune.distributed.progress_barrier import Late
-from lean_finetune.step.process_group import Team
+from lean_finetune.distributed.progress_barrier import BarrierTimeout
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.monitor.measured_peak import LOAD, Measured
 from lean_finetune.train.oom.oom_state import Whereabouts
 from lean_finetune.train.process.nccl_watchdog import TIMEOUT
@@ -63,8 +63,8 @@ def told_of_waiting(world: World, seconds: float, where: Callable[[], str] = lam
     """Inside, a process that waited too long for the others says so, and where.
 
     Raises:
-        WaitedInVain: naming the process, how long it waited and where.
-        LostOthers: the others had given up before, or ended.
+        WaitTimedOut: naming the process, how long it waited and where.
+        ConnectionLost: the others had given up before, or ended.
     """
     try:
         yield
@@ -72,13 +72,13 @@ def told_of_waiting(world: World, seconds: float, where: Callable[[], str] = lam
         if world.size == 1:
             raise
         if LINK_BROKE.search(str(error)) and not WAITED_TOO_LONG.search(str(error)):
-            raise LostOthers(str(error)) from error
+            raise ConnectionLost(str(error)) from error
         if not WAITED_TOO_LONG.search(str(error)):
             raise
-        raise WaitedInVain(
+        raise WaitTimedOut(
             f"run.rank_timeout_seconds: no process may wait longer for the others; process {world.rank} of "
             f"{world.size} waited {seconds:g} s {where()}; raise it if one may take so long",
-            absent=error.ranks if isinstance(error, Late) else (),
+            absent=error.ranks if isinstance(error, BarrierTimeout) else (),
         ) from error
 
 
@@ -87,7 +87,7 @@ def fault_of_link(error: str, world: World, seconds: float, where: Callable[[], 
     try:
         with told_of_waiting(world, seconds, where):
             raise RuntimeError("timed out" if error == TIMEOUT else f"broken pipe: NCCL's {error}")
-    except (WaitedInVain, LostOthers) as fault:
+    except (WaitTimedOut, ConnectionLost) as fault:
         return fault
 
 
@@ -97,9 +97,9 @@ def where_in_steps(place: Whereabouts) -> str:
     return f"in phase {place.phase_name} {step}"
 
 
-def most_of_all(measured: Measured, team: Team, device: torch.device) -> Measured:
+def most_of_all(measured: Measured, parallel: ParallelModel, device: torch.device) -> Measured:
     """The largest of each figure over all processes: what a GPU must have room for."""
-    if team.size == 1:
+    if parallel.size == 1:
         return measured
     by_phase = {f"phase {name}": size for name, size in measured.peak_bytes_by_phase.items()}
     figures: Mapping[str, int | None] = {
@@ -108,15 +108,15 @@ def most_of_all(measured: Measured, team: Team, device: torch.device) -> Measure
         **by_phase,
     }
     known = sorted(name for name, figure in figures.items() if figure is not None)
-    of_ranks = torch.zeros(team.size, len(known), dtype=torch.int64, device=device)
-    of_ranks[team.rank] = torch.tensor([figures[name] for name in known], dtype=torch.int64)
-    of_ranks = team.total(of_ranks)
+    of_ranks = torch.zeros(parallel.size, len(known), dtype=torch.int64, device=device)
+    of_ranks[parallel.rank] = torch.tensor([figures[name] for name in known], dtype=torch.int64)
+    of_ranks = parallel.sum_over_ranks(of_ranks)
     most = dict(zip(known, of_ranks.amax(0).tolist(), strict=True))
     steps = [place for place, name in enumerate(known) if name in by_phase and name != f"phase {LOAD}"]
     return Measured(
         peak_bytes=most.get("peak"),
         peak_bytes_by_phase={name: most[f"phase {name}"] for name in measured.peak_bytes_by_phase},
         peak_reserved_bytes=most.get("reserved"),
-        how=f"{measured.how}; the most of {team.size} processes{GLOO if device.type == 'cpu' else ''}",
+        how=f"{measured.how}; the most of {parallel.size} processes{GLOO if device.type == 'cpu' else ''}",
         peak_bytes_by_rank=tuple(of_ranks[:, steps].amax(1).tolist()) if steps else (),
     )
