@@ -48,7 +48,7 @@ else:  # As the stage: the peak taken apart, and the whole plan replayed.
     plan = Plan.of([MicroBatch(epoch=0, step=place // MICRO_BATCHES, rows=np.arange(count), length=length,
                                supervised=count * (length - 1))
                     for place, (count, length) in enumerate(zip(rows, lengths))])
-    memory, replayed = replay_plan(plan, np.full(8192, 8), config, setting, target, found, windowed=False,
+    memory, replayed = replay_plan(plan, np.full(8192, 8), config, setting, target, found,
                                    expandable=True, device=device)
     assert memory is not None, replayed
 if case["search"]:

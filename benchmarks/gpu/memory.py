@@ -17,7 +17,7 @@ from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase
 from benchmarks.gpu.random_model import free_cached, random_model
 from benchmarks.harness import Row
 from benchmarks.specs import Trainer, random_batch
-from lean_finetune.memory.allocator.reserved_memory import reserve
+from lean_finetune.memory.allocator.replay import replay
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.peak import Prediction, predict
@@ -52,9 +52,9 @@ def compare(case: GpuCase, device: torch.device) -> Row:
     if predicted.peak.bytes > (1 - SPARE_SHARE) * here.memory_bytes:
         return {**row, "skipped": "predicted not to fit this device"}
     if here.kind == "cuda":
-        events = trace_origins(config, case.setting, steps, target)
-        reserved = reserve(events, expandable=_expandable(), capacity_bytes=None)
-        row["reserved_predicted_bytes"] = reserved.peak_bytes
+        trace = trace_origins(config, case.setting, steps, target)
+        replayed = replay(trace, steps, expandable=_expandable(), capacity_bytes=None)
+        row["reserved_predicted_bytes"] = replayed.reserved_peak_bytes
     try:
         measured = run_case(case, device)
     except torch.OutOfMemoryError as error:

@@ -1,7 +1,5 @@
 """The cases this project started from, each with its figure: what users of other tools ran into on one GPU."""
 
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +10,6 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.config_variants import parts_away
-from lean_finetune.memory.allocator.replay import Replay, replay
-from lean_finetune.memory.allocator.step_units import StepKind, step_units
-from lean_finetune.memory.allocator.templates import RunModel
-from lean_finetune.memory.allocator.traced_runs import fit_run
 from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.memory.predict.peak import Setting, predict
 from lean_finetune.memory.predict.peak_explanation import host_state_bytes
@@ -55,63 +49,6 @@ def peak_gib(config: LlamaConfig, setting: Setting, gpu: str, length: int) -> fl
 
 def memory_gib(gpu: str) -> float:
     return resolve_gpu(gpu)[0].memory_bytes / GIB
-
-
-# Memory climbs in steps until it ends.
-
-LENGTHS = tuple(range(192, 1537, 96))
-"""Padded lengths of 15 batches of two rows."""
-TOKEN_BUDGET = 3072
-
-
-@pytest.fixture(scope="module")
-def wide() -> RunModel:
-    """The events of two layers of an 8B with all logits at once: LoRA in bf16, no checkpointing."""
-    config = LlamaConfig(**{**LLAMA_3_1_8B.to_dict(), "num_hidden_layers": 2})
-    setting = setting_of(method="lora", precision="bf16", lora_rank=16, loss_chunk=None)
-    return fit_run(config, setting, gpu_target("A100-80GB"), (), [shape(2, 700, 700)])
-
-
-def played(model: RunModel, batches: Sequence[tuple[int, int]], *, expandable: bool = False) -> Replay:
-    """One batch of (rows, length) in each step."""
-    kind = StepKind(loss_chunk=None, embedding_trained=False)
-    steps = [step_units([shape(rows, length, rows * length // 2)], kind) for rows, length in batches]
-    return replay(model, steps, expandable=expandable, capacity_bytes=None)
-
-
-def reserved_gib(model: RunModel, batches: Sequence[tuple[int, int]], *, expandable: bool = False) -> list[float]:
-    return [step.reserved_bytes / GIB for step in played(model, batches, expandable=expandable).steps]
-
-
-def orders() -> dict[str, list[tuple[int, int]]]:
-    """The same batches in three orders."""
-    rising = [(2, length) for length in LENGTHS]
-    return {"rising": rising, "random": random.Random(0).sample(rising, len(rising)), "falling": rising[::-1]}
-
-
-def test_reserved_memory_climbs_in_steps_and_its_order_decides_how_high(wide):
-    """The staircase unexplained: every longer batch finds no block that is large enough, and takes new segments."""
-    reserved = {name: reserved_gib(wide, batches) for name, batches in orders().items()}
-    assert reserved["rising"] == sorted(set(reserved["rising"])), "it climbs with every batch"
-    assert {name: round(steps[-1]) for name, steps in reserved.items()} == {"rising": 40, "random": 14, "falling": 10}
-    assert max(reserved["falling"]) - reserved["falling"][0] < 0.05, "the longest first: flat from the first step"
-    longest = max(step.allocated_peak_bytes for step in played(wide, orders()["rising"]).steps) / GIB
-    assert longest < 9, "its tensors alone fit easily: the rest is what is reserved and not used"
-
-
-def test_expandable_segments_flatten_the_staircase(wide):
-    """A remedy that does nothing: whatever the order, no more is reserved than the largest batch takes."""
-    last = [reserved_gib(wide, batches, expandable=True)[-1] for batches in orders().values()]
-    assert max(last) - min(last) < 0.1 and max(last) < 10
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_a_plan_by_tokens_with_the_largest_first_is_flat(wide, expandable):
-    """This project's own plan growing after its first step."""
-    rest = [(TOKEN_BUDGET // length, length) for length in LENGTHS[:-1]]
-    plan = [(TOKEN_BUDGET // LENGTHS[-1], LENGTHS[-1]), *random.Random(1).sample(rest, len(rest))]
-    reserved = reserved_gib(wide, plan, expandable=expandable)
-    assert max(reserved) == reserved[0] < 10
 
 
 # Settings that do not fit, and those that do.

@@ -1,4 +1,4 @@
-"""What a whole plan reserves: equal to what its micro-batches were predicted to hold, and a reason where it is not."""
+"""What a plan reserves on a GPU: steps sampled, replayed, and held against the device."""
 
 from dataclasses import replace
 
@@ -7,13 +7,16 @@ import pytest
 from transformers import LlamaConfig
 
 from lean_finetune.core.units import GIB, MIB
+from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.verdict import judge
 from lean_finetune.memory.advice.verdict_with_advice import other_segments
-from lean_finetune.memory.allocator import plan_memory as module
 from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan
+from lean_finetune.memory.allocator.sampled_steps import MAX_MICRO_BATCHES, MIN_MICRO_BATCHES, sample_steps
 from lean_finetune.memory.gpus import Device, context_of
 from lean_finetune.memory.predict.peak_breakdown import predict_explained
 from lean_finetune.memory.predict.traced_shapes import traced_steps
+from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.step.batches import BatchShape
 from tests.memory.common import gpu_target, plan_of, setting_of
 from tests.plan.common import cutting_of, index_of
 from tests.plan.common import plan_of as cut_plan
@@ -21,7 +24,7 @@ from tests.plan.common import plan_of as cut_plan
 CONFIG = LlamaConfig(
     hidden_size=256,
     intermediate_size=512,
-    num_hidden_layers=13,
+    num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
     vocab_size=1024,
@@ -46,46 +49,38 @@ def card(memory_bytes: int) -> Device:
 CONTEXT = context_of((9, 0))
 
 
-def played(
-    prediction, *, plan=PLAN, setting=SETTING, target=H100, windowed=False, expandable=False, capacity_bytes=80 * GIB
-):
-    return replay_plan(
-        plan,
-        LENGTHS,
-        CONFIG,
-        setting,
-        target,
-        prediction,
-        windowed=windowed,
-        expandable=expandable,
-        device=card(capacity_bytes),
-    )
+def replayed(prediction, *, setting=SETTING, capacity_bytes=80 * GIB) -> tuple[PlanMemory | None, str]:
+    device = card(capacity_bytes)
+    return replay_plan(PLAN, LENGTHS, CONFIG, setting, H100, prediction, expandable=False, device=device)
 
 
 @pytest.fixture(scope="module")
 def memory(prediction) -> PlanMemory:
-    found, told = played(prediction)
-    assert found is not None and told == "all 4 steps replayed"
+    found, description = replayed(prediction)
+    assert found is not None and description == "all 4 steps replayed"
     return found
 
 
 def test_the_replayed_tensors_are_those_of_the_prediction(memory, prediction):
-    """Two predictions of one run that disagree: here they come from other shapes and other code."""
-    assert prediction.shallow, prediction.layers_traced
+    """Two predictions of one run that disagree."""
     steps = memory.unlimited["expandable"].steps
     assert max(step.allocated_peak_bytes for step in steps) == prediction.peak.bytes
     assert memory.reserved_bytes("native") >= memory.reserved_bytes("expandable") >= prediction.peak.bytes
 
 
-def test_every_step_has_a_row_and_the_metrics_are_their_maximum(memory):
-    """A staircase whose top is not the figure that is told."""
-    rows = memory.rows()
+def test_rows_metrics_and_tiers_agree(memory):
+    """A plot whose highest point is not the reported figure."""
+    rows, metrics, tiers = memory.rows(), memory.metrics(), memory.tiers()
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    told = memory.metrics()
-    for column, name in (("reserved_gib", "_native"), ("reserved_expandable_gib", "_expandable")):
+    for column, kind in (("reserved_gib", "native"), ("reserved_expandable_gib", "expandable")):
         highest = max(row[column] for row in rows)
-        assert highest == pytest.approx(told[f"reserved_bytes_predicted{name}"] / GIB, abs=1e-6)
-        assert told[f"retries_predicted{name}"] == 0 and told[f"out_of_memory_step{name}"] is None
+        tier = tiers[kind]
+        assert highest == pytest.approx(tier["reserved_bytes"] / GIB, abs=1e-6)
+        assert max(tier["reserved_by_phase"].values()) == tier["reserved_bytes"] == memory.reserved_bytes(kind)
+        assert tier["process_bytes"] == tier["reserved_bytes"] + CONTEXT.bytes
+        assert tier["process_margin_bytes"] == CONTEXT.margin_bytes > 0
+        assert metrics[f"retries_predicted_{kind}"] == tier["retries"] == 0
+        assert metrics[f"out_of_memory_step_{kind}"] is tier["out_of_memory"] is None
 
 
 def judged(memory: PlanMemory, prediction, capacity_bytes: int):
@@ -96,10 +91,11 @@ def judged(memory: PlanMemory, prediction, capacity_bytes: int):
 def test_a_run_whose_blocks_do_not_fit_is_refused_at_its_step(memory, prediction):
     """A run that is told to fit and dies at the step that needs another kind of blocks."""
     capacity = prediction.peak.bytes + CONTEXT.max_bytes
-    found, _ = played(prediction, capacity_bytes=capacity)
+    found, _ = replayed(prediction, capacity_bytes=capacity)
     assert found is not None
     step = found.failing_step("native")
     assert step is not None and len(found.limited["native"].steps) == step
+    assert found.tiers()["native"]["out_of_memory"].startswith(f"optimizer step {step}, ")
     refusal = judged(found, prediction, capacity).refusal
     assert refusal is not None and f"out of memory at optimizer step {step} (" in refusal
     assert refusal.endswith("lower bucket.max_tokens")
@@ -111,68 +107,68 @@ def test_a_run_whose_blocks_do_not_fit_is_refused_at_its_step(memory, prediction
     assert growing.metrics()["out_of_memory_step"] is None and growing.metrics()["out_of_memory_step_native"] == step
 
 
-def test_the_figures_of_the_run_are_those_of_its_own_segments(memory):
-    """A run with segments that grow, held against what segments of fixed sizes would reserve."""
-    fixed, growing = memory.metrics(), replace(memory, chosen="expandable").metrics()
-    for name, told in (("native", fixed), ("expandable", growing)):
-        assert told["reserved_bytes_predicted"] == told[f"reserved_bytes_predicted_{name}"]
-        assert told["process_bytes_predicted"] == told["reserved_bytes_predicted"] + CONTEXT.bytes
-    assert fixed["reserved_bytes_predicted"] > growing["reserved_bytes_predicted"]
-
-
-def test_blocks_that_are_given_back_in_time_are_no_refusal(memory, prediction):
-    """Reserved bytes held against the device although the allocator would have given them back."""
+def test_a_run_with_retries_and_no_failure_fits(memory, prediction):
+    """Reserved bytes held against the device although the allocator releases cached blocks in time."""
     for spare in range(1, 64):
         capacity = memory.reserved_bytes("native") + CONTEXT.max_bytes - 2 * spare * MIB
-        found, _ = played(prediction, capacity_bytes=capacity)
+        found, _ = replayed(prediction, capacity_bytes=capacity)
         assert found is not None
         if found.failing_step("native") is None:
-            assert found.retries("native") > 0
+            assert found.metrics()["retries_predicted_native"] > 0
             assert judged(found, prediction, capacity).state == "fits"
             return
-    pytest.fail("no capacity was enough with blocks given back")
+    pytest.fail("no capacity was enough with retries")
 
 
-def test_tensors_that_do_not_fit_are_refused_at_the_step_that_has_them(memory, prediction):
-    """A refusal that leaves open when."""
+def test_a_refusal_names_the_step_whose_tensors_do_not_fit(memory, prediction):
+    """A refusal that does not say when the run would fail."""
     step = memory.first_step_above(prediction.peak.bytes - 1)
     assert step == 0 and memory.first_step_above(2 * prediction.peak.bytes) is None
     refusal = judged(memory, prediction, prediction.peak.bytes - 1).refusal
     assert refusal is not None and "micro-batch of 6 x 400 tokens, at optimizer step 0) exceeds" in refusal
 
 
-def test_a_long_plan_is_played_in_part_and_says_so(prediction, monkeypatch):
-    """An estimate that runs for hours, or one that passes a part off as the whole."""
-    monkeypatch.setattr(module, "MOST_EVENTS", 1)
-    monkeypatch.setattr(module, "MOST_EVENTS_WORST", 1)
-    found, told = played(prediction)
-    assert found is not None
-    assert told.startswith(f"{len(found.steps)} of 4 steps replayed: the first ones and those that hold a worst")
-    assert found.steps[0] == 0 and 1 < len(found.steps) < 4
+def random_plan(*, mode="bucketed", rows=300):
+    lengths = np.random.default_rng(5).integers(24, 700, rows)
+    return cut_plan(index_of(lengths), cutting_of(mode=mode, max_tokens=4096), tokens_per_step=9000), lengths
 
 
-def test_what_cannot_be_replayed_says_why(prediction):
+@pytest.mark.parametrize(("layers", "most"), [(4, MAX_MICRO_BATCHES), (32, 5), (80, MIN_MICRO_BATCHES)])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_sample_of_a_long_plan_has_its_first_micro_batch_and_the_peak(layers, most, later):
+    """An estimate that takes hours, or one that misses the micro-batch that sets the peak."""
+    plan, lengths = random_plan(rows=3000)
+    shapes = [[BatchShape.of(one, lengths) for one in step] for step in plan.steps]
+    middle = len(shapes) // 2
+    start, peak = shapes[0][0], shapes[middle][1 if later else 0]
+    sampled = sample_steps(plan, lengths, ((start, peak),) if later else ((start,), (peak,)), layers=layers)
+    assert list(sampled) == sorted(sampled) and sampled[0][0] == start
+    assert sampled[middle][: 2 if later else 1] == tuple(shapes[middle][: 2 if later else 1])
+    assert sum(map(len, sampled.values())) <= most + 1
+    if layers == 4:
+        assert len(sampled[0]) > 1 and len(sampled) >= 4 and max(sampled) == len(shapes) - 1
+    for number, step in sampled.items():
+        assert step[0] == shapes[number][0] and all(shape in shapes[number] for shape in step)
+
+
+def test_several_gpus_are_not_replayed_and_say_so(prediction):
     """Reserved memory of a few micro-batches taken for that of the plan."""
-    found, told = played(prediction, windowed=True)
-    assert found is None and told.startswith("worst micro-batches only: the model makes masks")
-    flat = replace(PLAN, flat=True)
-    found, told = played(prediction, plan=flat, target=gpu_target("T4"))
-    assert found is None and "joined rows are attended to one after the other" in told
-    found, told = played(replace(prediction, shallow=(), layers_traced="all 13 layers: they are few"))
-    assert found is None and "every shape would have to be traced with all 13 layers" in told
+    sharing = Sharing(spec=ShardSpec(mode="ddp"), gpus=2, several_turns=False)
+    found, description = replayed(prediction, setting=replace(SETTING, sharing=sharing))
+    assert found is None and description.startswith("worst micro-batches only: several GPUs share the steps")
 
 
-@pytest.mark.parametrize("mode", ["bucketed", "packed"])
+@pytest.mark.parametrize("mode", ["bucketed", pytest.param("packed", marks=pytest.mark.slow)])
 def test_reserved_memory_of_a_cut_plan_is_flat_after_its_first_step(mode: str):
     """Memory that climbs while a run goes on, and ends it hours after its start."""
-    lengths = np.random.default_rng(5).integers(24, 700, 300)
-    plan = cut_plan(index_of(lengths), cutting_of(mode=mode, max_tokens=4096), tokens_per_step=9000)
+    plan, lengths = random_plan(mode=mode)
     steps = traced_steps(plan, lengths, tiled=True, windowed=False)
     predicted = predict_explained(CONFIG, SETTING, steps, H100)[0]
-    found, told = replay_plan(
-        plan, lengths, CONFIG, SETTING, H100, predicted, windowed=False, expandable=True, device=card(80 * GIB)
+    found, description = replay_plan(
+        plan, lengths, CONFIG, SETTING, H100, predicted, expandable=True, device=card(80 * GIB)
     )
-    assert found is not None and len(found.steps) > 8, told
-    for kind, played_steps in found.unlimited.items():
-        assert len({step.reserved_bytes for step in played_steps.steps}) == 1, f"{kind}: not a byte more or less"
-        assert len({step.allocated_peak_bytes for step in played_steps.steps}) > 5, "though steps differ"
+    assert found is not None and len(found.steps) > 3, description
+    assert f" of {len(plan)} micro-batches in {len(found.steps)} of {len(plan.steps)} steps replayed" in description
+    for kind, replay in found.unlimited.items():
+        assert len({step.reserved_bytes for step in replay.steps}) == 1, f"{kind}: not a byte more or less"
+        assert len({step.allocated_peak_bytes for step in replay.steps}) > 3, "although steps differ"

@@ -1,51 +1,51 @@
-"""The ranges one pool of the caching allocator keeps: free blocks in order of best fit, and addresses without memory.
+"""One pool of the caching allocator: its free blocks in best-fit order, and address ranges that have no memory.
 
-A free block is one integer, its size above its address, so that the order of integers is the allocator's order of best
-fit. Segments never touch each other, so that blocks which touch belong to one segment and may merge.
+A free block is one integer, its size above its address, so that sorted integers are in the allocator's best-fit order.
+Segments never touch each other. Blocks that touch therefore belong to one segment and may merge.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
 
 ADDRESS_BITS = 48
 ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
 
 
 class BlockPool:
-    """Free and unmapped ranges of the small or the large pool of blocks, in the allocator's units."""
+    """Free and unmapped ranges of the pool of small or of large blocks. Addresses and sizes are in allocator units."""
 
-    __slots__ = ("fits", "free", "free_ends", "least_rest", "page", "segments", "unmapped", "unmapped_ends")
+    __slots__ = ("fits", "free", "free_ends", "min_remainder", "page", "segments", "unmapped", "unmapped_ends")
 
-    def __init__(self, *, page: int, least_rest: int):
-        """An empty pool: segments or pages of `page` units; a block is split if `least_rest` units remain."""
-        self.page, self.least_rest = page, least_rest
+    def __init__(self, *, page: int, min_remainder: int):
+        """Create an empty pool.
+
+        Args:
+            page: size of a new segment, and of the pages by which an expandable segment grows.
+            min_remainder: a block is split if at least so many units remain.
+        """
+        self.page, self.min_remainder = page, min_remainder
         self.fits: list[int] = []
         """Free blocks as size << ADDRESS_BITS | start, ascending: the first that is large enough fits best."""
         self.free: dict[int, int] = {}
         """Size of the free block at a start."""
         self.free_ends: dict[int, int] = {}
-        """Start of the free block that ends there."""
+        """Start of the free block that ends at an address."""
         self.unmapped: dict[int, int] = {}
         """Size of the range of an expandable segment that has addresses but no memory, by start."""
         self.unmapped_ends: dict[int, int] = {}
+        """Start of the unmapped range that ends at an address."""
         self.segments: dict[int, int] = {}
-        """Size of the segment (of an expandable one: its addresses) at a start."""
-
-    @property
-    def mapped(self) -> int:
-        """Memory taken from the driver."""
-        return sum(self.segments.values()) - sum(self.unmapped.values())
+        """Size of the segment at a start; for an expandable segment, the size of its address range."""
 
     def put(self, start: int, size: int) -> None:
-        """Add a free block, merged with the free blocks beside it; segments never touch each other."""
+        """Add a free block and merge it with its free neighbours."""
         before = self.free_ends.pop(start, None)
         if before is not None:
-            self._unfit(before, self.free.pop(before))
+            self._remove_fit(before, self.free.pop(before))
             size, start = size + start - before, before
         end = start + size
         after = self.free.pop(end, None)
         if after is not None:
-            self._unfit(end, after)
+            self._remove_fit(end, after)
             size += after
             end += after
         self.free[start], self.free_ends[end] = size, start
@@ -55,11 +55,11 @@ class BlockPool:
         """Remove the free block at `start` and return its size."""
         size = self.free.pop(start)
         del self.free_ends[start + size]
-        self._unfit(start, size)
+        self._remove_fit(start, size)
         return size
 
     def put_unmapped(self, start: int, size: int) -> int:
-        """Add a range without memory, merged with those beside it; returns where it starts then."""
+        """Add a range without memory, merge it with its unmapped neighbours, and return the start of the result."""
         before = self.unmapped_ends.pop(start, None)
         if before is not None:
             size, start = size + self.unmapped.pop(before), before
@@ -74,41 +74,29 @@ class BlockPool:
         del self.unmapped_ends[start + size]
         return size
 
-    def run_start(self, hole: int) -> int:
-        """Where one can allocate across the range without memory at `hole`: also from a free block before it."""
-        return self.free_ends.get(hole, hole)
+    def start_before(self, unmapped_start: int) -> int:
+        """Return where a block could begin that extends into an unmapped range: a free block before it counts."""
+        return self.free_ends.get(unmapped_start, unmapped_start)
 
     def room(self, start: int) -> int:
-        """Units from `start` on that hold no live block, mapped or not."""
+        """Return how many units from `start` on hold no live block, mapped or not."""
         end = start
         while size := self.free.get(end) or self.unmapped.get(end):
             end += size
         return end - start
 
-    def copy(self) -> "BlockPool":
-        """The same pool, to be changed on its own."""
-        other = BlockPool(page=self.page, least_rest=self.least_rest)
-        other.fits, other.free, other.free_ends = self.fits.copy(), self.free.copy(), self.free_ends.copy()
-        other.unmapped, other.unmapped_ends = self.unmapped.copy(), self.unmapped_ends.copy()
-        other.segments = self.segments.copy()
-        return other
-
-    def state(self) -> Hashable:
-        """All that decides what this pool will do."""
-        return tuple(self.fits), frozenset(self.unmapped.items()), frozenset(self.segments.items())
-
-    def least_expandable(self, place: int) -> int:
-        """Best fit from `place` on where blocks can grow: a block counts as large as it can become."""
+    def best_expandable_fit(self, place: int) -> int:
+        """Return the best fit from `place` of `fits` on, where each block counts with the room it can grow into."""
         size = self._expandable_size(place)
         while place + 1 < len(self.fits) and (after := self._expandable_size(place + 1)) < size:
             place, size = place + 1, after
         return place
 
     def _expandable_size(self, place: int) -> int:
-        """Units of the free block at a place of `fits` and of the range behind it that could be mapped."""
+        """Return the size of the free block at a place of `fits`, with the unmapped range behind it."""
         size, start = self.fits[place] >> ADDRESS_BITS, self.fits[place] & ADDRESS_MASK
         return size + self.unmapped.get(start + size, 0)
 
-    def _unfit(self, start: int, size: int) -> None:
-        """Take a block out of the order of fit."""
+    def _remove_fit(self, start: int, size: int) -> None:
+        """Remove a block from the best-fit order."""
         del self.fits[bisect_left(self.fits, size << ADDRESS_BITS | start)]

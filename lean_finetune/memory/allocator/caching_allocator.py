@@ -10,7 +10,6 @@ Sizes inside are counted in units of 512 bytes, the allocator's grain.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 
 from lean_finetune.core.units import MIB, readable_size
 from lean_finetune.memory.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, BlockPool
@@ -23,14 +22,14 @@ SMALL_UNITS = MIB_UNITS
 SMALL_SEGMENT_UNITS = 2 * MIB_UNITS
 """A segment of the small pool, and the pages in which its expandable segment grows (kSmallBuffer)."""
 LARGE_SEGMENT_UNITS = 20 * MIB_UNITS
-"""A segment for requests below WHOLE_UNITS, and the pages of the large expandable segment (kLargeBuffer)."""
-WHOLE_UNITS = 10 * MIB_UNITS
+"""A segment for requests below OWN_SEGMENT_UNITS, and the pages of the large expandable segment (kLargeBuffer)."""
+OWN_SEGMENT_UNITS = 10 * MIB_UNITS
 """From this size on a request gets a segment of its own (kMinLargeAlloc) …"""
-WHOLE_STEP_UNITS = 2 * MIB_UNITS
+OWN_SEGMENT_STEP_UNITS = 2 * MIB_UNITS
 """… rounded up to a multiple of this (kRoundLarge)."""
-LEAST_REST_UNITS = 1
+MIN_REMAINDER_UNITS = 1
 """A free block is split if at least so much remains of it, in the small pool and in expandable segments …"""
-LEAST_LARGE_REST_UNITS = MIB_UNITS + 1
+MIN_LARGE_REMAINDER_UNITS = MIB_UNITS + 1
 """… and in the large pool's segments of fixed size: more than 1 MiB."""
 UNLIMITED_SPACE_UNITS = 1 << 36
 """Addresses of an expandable segment where no capacity is given: 32 TiB."""
@@ -52,22 +51,21 @@ class OutOfMemory(Exception):
 class CachingAllocator:
     """The allocator of one GPU, one stream."""
 
-    def __init__(self, *, expandable: bool, capacity_bytes: int | None, first_segment: int = 0):
+    def __init__(self, *, expandable: bool, capacity_bytes: int | None):
         """Start with nothing reserved.
 
         Args:
             expandable: whether PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set.
             capacity_bytes: memory the driver can give, None for no end of it.
-            first_segment: from where on addresses are taken.
         """
         self.expandable, self.capacity_bytes = expandable, capacity_bytes
         self._capacity = None if capacity_bytes is None else capacity_bytes // UNIT_BYTES
-        least_large = LEAST_REST_UNITS if expandable else LEAST_LARGE_REST_UNITS
-        self._small = BlockPool(page=SMALL_SEGMENT_UNITS, least_rest=LEAST_REST_UNITS)
-        self._large = BlockPool(page=LARGE_SEGMENT_UNITS, least_rest=least_large)
+        min_large_remainder = MIN_REMAINDER_UNITS if expandable else MIN_LARGE_REMAINDER_UNITS
+        self._small = BlockPool(page=SMALL_SEGMENT_UNITS, min_remainder=MIN_REMAINDER_UNITS)
+        self._large = BlockPool(page=LARGE_SEGMENT_UNITS, min_remainder=min_large_remainder)
         self._live: dict[int, int] = {}
         self._allocated = self._peak_allocated = self._reserved = self._peak_reserved = 0
-        self._next_segment = first_segment
+        self._next_segment = 0
         self.retries = 0
         """How often all cached blocks were given back to serve a request (num_alloc_retries)."""
 
@@ -96,41 +94,6 @@ class CachingAllocator:
         """Address and size in bytes of every live block, by handle."""
         return {start: (start * UNIT_BYTES, size * UNIT_BYTES) for start, size in self._live.items()}
 
-    @property
-    def next_segment(self) -> int:
-        """From where on addresses are free for segments."""
-        return self._next_segment
-
-    def pool(self, *, small: bool) -> BlockPool:
-        """One of the two pools."""
-        return self._small if small else self._large
-
-    def load(
-        self, pool: BlockPool, *, small: bool, next_segment: int, live: Iterable[tuple[int, int]], allocated_units: int
-    ) -> None:
-        """Take over one pool of another allocator of this kind; peaks begin anew.
-
-        Args:
-            pool: is copied.
-            small: which of the two.
-            next_segment: from where on the other one had addresses left.
-            live: start and size of those blocks that will be freed.
-            allocated_units: all of its live blocks.
-        """
-        if small:
-            self._small = pool.copy()
-        else:
-            self._large = pool.copy()
-        self._live |= dict(live)
-        self._next_segment = max(next_segment, self._next_segment)
-        self._allocated += allocated_units
-        self._reserved = self._small.mapped + self._large.mapped
-        self.reset_peaks()
-
-    def size_units(self, handle: int) -> int:
-        """Size of a live block, in units."""
-        return self._live[handle]
-
     def reset_peaks(self) -> None:
         """Forget earlier peaks: torch.cuda.reset_peak_memory_stats."""
         self._peak_allocated, self._peak_reserved = self._allocated, self._reserved
@@ -147,15 +110,15 @@ class CachingAllocator:
         pool = self._small if wanted <= SMALL_UNITS else self._large
         place = bisect_left(pool.fits, wanted << ADDRESS_BITS)
         if place == len(pool.fits):
-            start, size = self.new_block(pool, wanted)
+            start, size = self._new_block(pool, wanted)
         else:
             if pool.unmapped:
-                place = pool.least_expandable(place)
+                place = pool.best_expandable_fit(place)
             fit = pool.fits.pop(place)
             start, size = fit & ADDRESS_MASK, fit >> ADDRESS_BITS
             del pool.free[start], pool.free_ends[start + size]
         rest = size - wanted
-        if rest >= pool.least_rest:  # The neighbour behind the rest is in use: nothing to merge.
+        if rest >= pool.min_remainder:  # The neighbour behind the rest is in use: nothing to merge.
             insort(pool.fits, rest << ADDRESS_BITS | (start + wanted))
             pool.free[start + wanted], pool.free_ends[start + size] = rest, start + wanted
             size = wanted
@@ -185,7 +148,7 @@ class CachingAllocator:
                     self._reserved -= pool.take(start)
                     del pool.segments[start]
 
-    def new_block(self, pool: BlockPool, wanted: int) -> tuple[int, int]:
+    def _new_block(self, pool: BlockPool, wanted: int) -> tuple[int, int]:
         """A block of at least `wanted` units from the driver: start and size.
 
         Raises:
@@ -217,7 +180,9 @@ class CachingAllocator:
 
     def _new_segment(self, pool: BlockPool, wanted: int) -> int | None:
         """A segment of fixed size, free as a whole: its start, or None without memory for it."""
-        size = pool.page if wanted < WHOLE_UNITS else -(-wanted // WHOLE_STEP_UNITS) * WHOLE_STEP_UNITS
+        size = (
+            pool.page if wanted < OWN_SEGMENT_UNITS else -(-wanted // OWN_SEGMENT_STEP_UNITS) * OWN_SEGMENT_STEP_UNITS
+        )
         if not self._reserve(size):
             return None
         start = self._addresses(size)
@@ -236,7 +201,7 @@ class CachingAllocator:
 
         As there, pages that were mapped stay mapped where a later part of the same request finds no memory.
         """
-        start = next((s for s in map(pool.run_start, sorted(pool.unmapped)) if pool.room(s) >= wanted), None)
+        start = next((s for s in map(pool.start_before, sorted(pool.unmapped)) if pool.room(s) >= wanted), None)
         if start is None:
             start = self._new_expandable_segment(pool, wanted)
         while (have := pool.free.get(start, 0)) < wanted:

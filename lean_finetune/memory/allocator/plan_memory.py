@@ -1,11 +1,11 @@
-"""What the whole plan reserves on a GPU, step by step, by either kind of segments, and the step at which it would end.
+"""Predict what the caching allocator reserves over a plan, and the optimizer step in which memory would run out.
 
-As many first steps are replayed as bounded time allows, and behind them, as far as it allows, the further steps that
-hold one of the plan's worst micro-batches. What repeats from an equal state takes no time, so a plan whose shapes come
-again is played to its end. How many steps that is, is told.
+A GPU holds more than tensors (torch.cuda.max_memory_allocated): they lie in blocks that the caching allocator reserves
+(max_memory_reserved), and the process has a CUDA context besides, which only nvidia-smi counts. Reserved memory is
+found by tracing a sample of the plan's steps and playing their allocations to the allocator's rules.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,93 +13,85 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from lean_finetune.core.units import GIB
-from lean_finetune.memory.allocator.cut import NotAffine, Unit
-from lean_finetune.memory.allocator.replay import PlanPlayer, Replay
-from lean_finetune.memory.allocator.reserved_memory import ALLOCATORS, segments_of
-from lean_finetune.memory.allocator.step_units import step_units
-from lean_finetune.memory.allocator.templates import RunModel
-from lean_finetune.memory.allocator.traced_runs import LONGEST_TRACED, fit_run, kind_of
-from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.allocator.replay import Replay, replay
+from lean_finetune.memory.allocator.reserved_memory import ALLOCATORS, kinds_by_suffix, segments_of
+from lean_finetune.memory.allocator.sampled_steps import sample_steps
+from lean_finetune.memory.gpus import CudaContext, Device
 from lean_finetune.memory.predict.peak import Prediction, Setting
-from lean_finetune.memory.trace.cuda_kernels import EMBEDDING_SORT_TOKENS, Target
-from lean_finetune.model.attention import FLASH_CAPABILITY, VARLEN_READY
-from lean_finetune.model.model_config import attention_window
+from lean_finetune.memory.predict.peak_explanation import trace_origins
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.trace.allocation_origins import OriginTrace
+from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.plan.batch_plan import Plan
-from lean_finetune.plan.worst_micro_batches import worst_steps
-from lean_finetune.step.batches import BatchShape
 
-MOST_EVENTS = 800_000
-"""Allocations and frees that are played, of the first steps by both kinds of segments together: what was met before in
-the same state is looked up and not counted. About two seconds; a number, so that it is the same on every machine."""
-MOST_EVENTS_WORST = 300_000
-"""The same for the worst steps behind them, and for each replay within the device's memory."""
-MOST_TRACED_LAYERS = 12
-"""A model whose layers do not tell of each other is traced whole up to so many."""
 RESERVED_COLUMNS = ("step", "allocated_gib", "reserved_gib", "reserved_expandable_gib", "retries")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMemory:
-    """The replay of a plan."""
+    """The replays of sampled steps, with either kind of segments."""
 
     steps: tuple[int, ...]
-    """Numbers of the optimizer steps that were played, ascending."""
-    planned_steps: int
+    """Numbers of the sampled optimizer steps, ascending."""
     chosen: str
-    """The kind of segments that the run has: train.expandable_segments."""
+    """The run's own kind of segments: train.expandable_segments."""
     unlimited: Mapping[str, Replay]
-    """By kind of segments, with all memory there is."""
+    """By kind of segments, with unlimited memory."""
     limited: Mapping[str, Replay]
-    """The same within the device's memory less the most of a context."""
-    context_bytes: int
-    """Of the process, beside what is reserved."""
+    """By kind of segments, within the device's memory less the most that a CUDA context takes."""
+    context: CudaContext
 
-    def reserved_bytes(self, allocator: str) -> int:
-        """The most that is reserved at any instant."""
-        return max(step.reserved_peak_bytes for step in self.unlimited[allocator].steps)
+    def reserved_bytes(self, kind: str) -> int:
+        """Return the peak of reserved bytes with a kind of segments."""
+        return self.unlimited[kind].reserved_peak_bytes
 
-    def failing_step(self, allocator: str) -> int | None:
-        """The optimizer step, from 0, in which memory ends; None where it does not."""
-        found = self.limited[allocator]
+    def process_bytes(self, kind: str) -> int:
+        """Return the peak of the whole process on the device, CUDA context included."""
+        return self.reserved_bytes(kind) + self.context.bytes
+
+    def failing_step(self, kind: str) -> int | None:
+        """Return the optimizer step, from 0, that runs out of memory; None if none does."""
+        found = self.limited[kind]
         return None if found.out_of_memory is None else self.steps[len(found.steps)]
 
-    def first_step_above(self, count_bytes: int) -> int | None:
-        """The optimizer step, from 0, in which tensors first take more; None where none does."""
-        played = zip(self.steps, self.unlimited["native"].steps, strict=True)
-        return next((number for number, step in played if step.allocated_peak_bytes > count_bytes), None)
-
-    def retries(self, allocator: str) -> int:
-        """How often cached blocks would be given back on the device."""
-        return sum(step.retries for step in self.limited[allocator].steps)
+    def first_step_above(self, limit_bytes: int) -> int | None:
+        """Return the first optimizer step, from 0, whose tensors exceed a limit; None if none does."""
+        replayed = zip(self.steps, self.unlimited["native"].steps, strict=True)
+        return next((number for number, step in replayed if step.allocated_peak_bytes > limit_bytes), None)
 
     def metrics(self) -> dict[str, Any]:
-        """Its part of data/estimate/figures.json, in place of what the worst micro-batches alone reserve."""
-        told: dict[str, Any] = {
-            "process_bytes_predicted": self.reserved_bytes(self.chosen) + self.context_bytes,
-            "reserved_settled_step": self.steps[self.unlimited[self.chosen].settled_step],
-        }
-        for suffix, allocator in (("", self.chosen), *((f"_{name}", name) for name in ALLOCATORS)):
-            told[f"reserved_bytes_predicted{suffix}"] = self.reserved_bytes(allocator)
-            told[f"retries_predicted{suffix}"] = self.retries(allocator)
-            told[f"out_of_memory_step{suffix}"] = self.failing_step(allocator)
-        return told
+        """Return the part of data/estimate/figures.json that only a replay knows."""
+        metrics: dict[str, Any] = {"reserved_settled_step": self.steps[self.unlimited[self.chosen].settled_step]}
+        for suffix, kind in kinds_by_suffix(ALLOCATORS[self.chosen]).items():
+            metrics[f"retries_predicted{suffix}"] = self.limited[kind].retries
+            metrics[f"out_of_memory_step{suffix}"] = self.failing_step(kind)
+        return metrics
 
-    def tiers(self, worst: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of tiers.json, in place of what the `worst` micro-batches alone reserve; phases stay theirs."""
-        told: dict[str, Any] = {}
-        for name in ALLOCATORS:
-            step, error = self.failing_step(name), self.limited[name].out_of_memory
-            told[name] = {
-                **worst[name],
-                "reserved_bytes": self.reserved_bytes(name),
-                "retries": self.retries(name),
-                "out_of_memory": None if step is None else f"optimizer step {step}: {error}",
-                "process_bytes": self.reserved_bytes(name) + self.context_bytes,
+    def tiers(self) -> dict[str, Any]:
+        """Return the content of tiers.json."""
+        return {
+            kind: {
+                "reserved_bytes": self.reserved_bytes(kind),
+                "reserved_by_phase": dict(self.unlimited[kind].reserved_by_phase),
+                "retries": self.limited[kind].retries,
+                "out_of_memory": self._failure(kind),
+                "process_bytes": self.process_bytes(kind),
+                "process_margin_bytes": self.context.margin_bytes,
             }
-        return told
+            for kind in ALLOCATORS
+        }
+
+    def _failure(self, kind: str) -> str | None:
+        """Return where and why memory runs out; None if it does not."""
+        found = self.limited[kind]
+        if found.out_of_memory is None:
+            return None
+        return (
+            f"optimizer step {self.failing_step(kind)}, {found.failed_phase or 'between phases'}: {found.out_of_memory}"
+        )
 
     def rows(self) -> list[dict[str, Any]]:
-        """The content of reserved.csv."""
+        """Return the rows of reserved.csv."""
         native, expandable = self.unlimited["native"].steps, self.unlimited["expandable"].steps
         limited = self.limited[self.chosen].steps
         return [
@@ -114,8 +106,8 @@ class PlanMemory:
         ]
 
 
-def tensors_alone(peak_bytes: int) -> dict[str, Any]:
-    """The one row of reserved.csv where no plan was replayed: a plot of an empty file fails."""
+def row_without_replay(peak_bytes: int) -> dict[str, Any]:
+    """Return the one row of reserved.csv where no plan was replayed: DVC cannot plot an empty file."""
     return {"step": 0, "allocated_gib": round(peak_bytes / GIB, 6)}
 
 
@@ -127,140 +119,67 @@ def replay_plan(
     target: Target,
     prediction: Prediction,
     *,
-    windowed: bool,
     expandable: bool,
     device: Device,
 ) -> tuple[PlanMemory | None, str]:
-    """Replay a plan; None where that cannot be done exactly. And the steps that were played, or why none were.
+    """Replay a sample of a plan on one GPU, and describe the sample; return None and the reason for several GPUs.
 
     Args:
-        plan: the run.
+        plan: what one GPU computes.
         lengths: tokens of every training row.
         config: of the model.
         setting: what is trained, and how.
-        target: the GPU's rules.
+        target: rules of the device's kernels.
         prediction: of the same run.
-        windowed: the model makes masks.
-        expandable: the kind of segments that the run has.
-        device: what the run is held against.
+        expandable: train.expandable_segments.
+        device: whose memory limits the run.
     """
-    reason = _why_not(plan, config, setting, target, prediction, windowed=windowed)
-    if reason is not None:
-        return None, f"worst micro-batches only: {reason}"
-    try:
-        model = fit_run(config, setting, target, prediction.shallow, _examples(plan, lengths, setting))
-        numbers, unlimited = _played(plan, lengths, setting, model)
-        usable = device.memory_bytes - device.context.max_bytes
-        limited = {
-            name: _within(plan, lengths, setting, model, numbers, found, ALLOCATORS[name], usable)
-            for name, found in unlimited.items()
-        }
-    except NotAffine as error:
-        return None, f"worst micro-batches only: {error}"
-    found = PlanMemory(
-        steps=numbers,
-        planned_steps=len(plan.steps),
+    if setting.sharing is not None:
+        return (
+            None,
+            "worst micro-batches only: several GPUs share the steps, and communication allocates on other streams",
+        )
+    layers = config.get_text_config().num_hidden_layers
+    sampled = sample_steps(plan, lengths, prediction.steps_of_peak, layers=layers)
+    steps = tuple(sampled.values())
+    trace = trace_origins(config, setting, steps, target)
+    memory = replay_steps(trace, steps, expandable=expandable, device=device, numbers=tuple(sampled))
+    return memory, _description(plan, steps)
+
+
+def replay_steps(
+    trace: OriginTrace, steps: TracedSteps, *, expandable: bool, device: Device, numbers: tuple[int, ...] | None = None
+) -> PlanMemory:
+    """Replay a trace with either kind of segments, without a limit and within a device's memory.
+
+    Args:
+        trace: of the steps.
+        steps: shapes of their micro-batches.
+        expandable: train.expandable_segments.
+        device: whose memory limits the run.
+        numbers: of the optimizer steps; None = 0, 1, …
+    """
+    usable_bytes = device.memory_bytes - device.context.max_bytes
+    unlimited, limited = {}, {}
+    for kind, expands in ALLOCATORS.items():
+        unlimited[kind] = limited[kind] = replay(trace, steps, expandable=expands, capacity_bytes=None)
+        if unlimited[kind].reserved_peak_bytes > usable_bytes:
+            limited[kind] = replay(trace, steps, expandable=expands, capacity_bytes=usable_bytes)
+    return PlanMemory(
+        steps=numbers or tuple(range(len(steps))),
         chosen=segments_of(expandable),
         unlimited=unlimited,
         limited=limited,
-        context_bytes=device.context.bytes,
+        context=device.context,
     )
-    return found, _told(found)
 
 
-def _told(memory: PlanMemory) -> str:
-    """How much of the plan was played."""
-    count, planned = len(memory.steps), memory.planned_steps
-    told = f"all {count} steps replayed"
-    if count < planned:
-        part = "the first ones and those that hold a worst micro-batch; the rest would take too long"
-        told = f"{count} of {planned} steps replayed: {part}"
-    for name, found in memory.limited.items():
-        if found.out_of_memory is None and len(found.steps) < count:
-            told += f"; within the device's memory {len(found.steps)} ({name} segments)"
-    return told
-
-
-def _units(plan: Plan, lengths: np.ndarray, setting: Setting, number: int) -> list[Unit]:
-    """The units of a step."""
-    return step_units([BatchShape.of(one, lengths) for one in plan.steps[number]], kind_of(setting))
-
-
-def _played(
-    plan: Plan, lengths: np.ndarray, setting: Setting, model: RunModel
-) -> tuple[tuple[int, ...], dict[str, Replay]]:
-    """The steps that are played, by number, and what they reserve by kind of segments.
-
-    Raises:
-        NotAffine: a unit is beyond what was traced.
-    """
-    players = {name: PlanPlayer(model, expandable=grows, capacity_bytes=None) for name, grows in ALLOCATORS.items()}
-    numbers: list[int] = []
-
-    def play(candidates: Iterable[int], most_events: int) -> None:
-        start = sum(player.played_events for player in players.values())
-        for number in candidates:
-            if sum(player.played_events for player in players.values()) - start >= most_events:
-                return
-            units = _units(plan, lengths, setting, number)
-            for player in players.values():
-                player.step(units)
-            numbers.append(number)
-
-    play(range(len(plan.steps)), MOST_EVENTS)
-    behind = numbers[-1]
-    play((number for number in worst_steps(plan, lengths) if number > behind), MOST_EVENTS_WORST)
-    return tuple(numbers), {name: player.replay for name, player in players.items()}
-
-
-def _within(
-    plan: Plan,
-    lengths: np.ndarray,
-    setting: Setting,
-    model: RunModel,
-    numbers: Sequence[int],
-    free: Replay,
-    expandable: bool,
-    capacity_bytes: int,
-) -> Replay:
-    """The replay within a capacity: the same as without one where that is never reached."""
-    if max(step.reserved_peak_bytes for step in free.steps) <= capacity_bytes:
-        return free
-    player = PlanPlayer(model, expandable=expandable, capacity_bytes=capacity_bytes)
-    for number in numbers:
-        player.step(_units(plan, lengths, setting, number))
-        if player.replay.out_of_memory is not None or player.played_events > MOST_EVENTS_WORST:
-            break
-    return player.replay
-
-
-def _why_not(
-    plan: Plan, config: PretrainedConfig, setting: Setting, target: Target, prediction: Prediction, *, windowed: bool
-) -> str | None:
-    """Why sizes of other shapes would not follow; None where they do."""
-    if setting.sharing is not None:
-        return "several GPUs share the steps, and what they send is made and freed on streams of its own"
-    if windowed:
-        return "the model makes masks, which grow with the square of the length"
-    window = attention_window(config)
-    if window is not None and window <= LONGEST_TRACED:
-        return f"a window of {window} tokens is shorter than the shapes that are traced"
-    one_kernel = (
-        VARLEN_READY and setting.model.precision != "fp32" and (target.capability or (0, 0)) >= FLASH_CAPABILITY
+def _description(plan: Plan, steps: TracedSteps) -> str:
+    """Say how much of the plan was replayed."""
+    replayed, planned = sum(map(len, steps)), len(plan)
+    if replayed == planned:
+        return f"all {len(steps)} steps replayed"
+    return (
+        f"{replayed} of {planned} micro-batches in {len(steps)} of {len(plan.steps)} steps replayed: the first and the "
+        "largest, and a sample of the others"
     )
-    if plan.flat and not one_kernel:
-        return "joined rows are attended to one after the other here, as many times as there are rows"
-    layers = config.get_text_config().num_hidden_layers
-    if not prediction.shallow and layers > MOST_TRACED_LAYERS:
-        return f"every shape would have to be traced with {prediction.layers_traced}"
-    return None
-
-
-def _examples(plan: Plan, lengths: np.ndarray, setting: Setting) -> list[BatchShape]:
-    """A micro-batch of every kind in the plan: the smallest, and the largest on either side of each threshold."""
-    tokens = plan.padded_tokens
-    below = np.flatnonzero(tokens <= EMBEDDING_SORT_TOKENS)
-    numbers = {int(tokens.argmin()), int(tokens.argmax())}
-    if len(below):
-        numbers.add(int(below[tokens[below].argmax()]))
-    return [BatchShape.of(plan.micro_batch(number), lengths) for number in sorted(numbers)]

@@ -13,8 +13,7 @@ from lean_finetune.memory.advice.one_change_sweep import Switch, halving_flag, t
 from lean_finetune.memory.advice.verdict import judge, usable_bytes
 from lean_finetune.memory.advice.verdict_with_advice import answer
 from lean_finetune.memory.advice.workload import Workload
-from lean_finetune.memory.allocator.plan_memory import PlanMemory
-from lean_finetune.memory.allocator.reserved_memory import tiers
+from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_steps
 from lean_finetune.memory.devices import Device
 from lean_finetune.memory.estimate.planned_inputs import Asked, read_run
 from lean_finetune.memory.estimate.planned_run import Confirmation
@@ -55,7 +54,6 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     run = asked.workload(p, prediction)
     headroom, cut = p.estimate.headroom_percent, PlanSettings.from_params(p)
     confirm = Confirmation(planned=planned, run=run, cut=cut, index=index, headroom_percent=headroom)
-    process, worst = _beside_tensors(asked, prediction)
     found = Found(
         prediction=prediction,
         explanation=explanation,
@@ -65,8 +63,8 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         replayed=replayed,
         answer=answer(run, prediction, planned.device, p, memory, lambda candidate, _: confirm(candidate.run)),
         inverse=_inverse(p, asked, run, prediction),
-        process=process,
-        reserved=worst if memory is None or worst is None else memory.tiers(worst),
+        process=_process(asked, prediction),
+        reserved=_tiers(asked, prediction, memory),
     )
     publish(asked, found, out, metrics, auto_precision=auto_precision)
     if (refusal := found.answer.verdict.refusal) is not None:
@@ -108,11 +106,23 @@ def _phases(p: Params, asked: Asked, prediction: Prediction) -> dict[str, Peak]:
     return phases
 
 
-def _beside_tensors(asked: Asked, prediction: Prediction) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """(process.json, tiers.json of the worst micro-batches) of a GPU; nothing for a CPU, which reserves nothing."""
+def _tiers(asked: Asked, prediction: Prediction, memory: PlanMemory | None) -> dict[str, Any] | None:
+    """Return the content of tiers.json for a GPU, of the worst micro-batches where no plan was replayed."""
+    planned = asked.planned
+    if planned.device.kind != "cuda":
+        return None
+    if memory is None:
+        steps = prediction.steps_of_peak
+        trace = trace_origins(asked.config, asked.setting, steps, target_of(planned.device))
+        memory = replay_steps(trace, steps, expandable=planned.expandable, device=planned.device)
+    return memory.tiers()
+
+
+def _process(asked: Asked, prediction: Prediction) -> dict[str, Any] | None:
+    """Return the content of process.json for a GPU: what its process and the host hold besides tensors."""
     config, setting, device = asked.config, asked.setting, asked.planned.device
     if device.kind != "cuda":
-        return None, None
+        return None
     host = on_host(
         config,
         setting.model,
@@ -122,10 +132,8 @@ def _beside_tensors(asked: Asked, prediction: Prediction) -> tuple[dict[str, Any
         pinned_bytes=prediction.offloaded_bytes if setting.offload_activations == "cpu" else 0,
         optimizer_bytes=host_state_bytes(config, setting),
     )
-    origins = trace_origins(config, setting, prediction.steps_of_peak, target_of(device))
     gpus = 1 if setting.sharing is None else setting.sharing.gpus
-    process = as_json(on_device(device, gpus), host, gpus, setting.model.method)
-    return process, tiers(origins, device.memory_bytes, device.context)
+    return as_json(on_device(device, gpus), host, gpus, setting.model.method)
 
 
 def _inverse(p: Params, asked: Asked, run: Workload, prediction: Prediction) -> dict[str, Any]:

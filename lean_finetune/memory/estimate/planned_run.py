@@ -1,4 +1,4 @@
-"""A planned run as the stage looks at it: its worst micro-batches traced, its whole plan replayed.
+"""A planned run as the stage looks at it: its worst micro-batches traced, a sample of its plan replayed.
 
 Advice looks at changed runs in the same way, so that what it offers is what the verdict would let through.
 """
@@ -58,7 +58,7 @@ class PlannedRun:
         return predict_explained(self.config, self.setting, steps, target_of(self.device))
 
     def replay(self, prediction: Prediction) -> tuple[PlanMemory | None, str | None]:
-        """What the plan reserves on a GPU, and how much of it was replayed or why none; a CPU reserves nothing."""
+        """Predict what the plan reserves on a GPU, and say how much of it was replayed; a CPU reserves nothing."""
         if self.device.kind != "cuda":
             return None, None
         return replay_plan(
@@ -68,7 +68,6 @@ class PlannedRun:
             self.setting,
             target_of(self.device),
             prediction,
-            windowed=self.windowed,
             expandable=self.expandable,
             device=self.device,
         )

@@ -10,7 +10,7 @@ from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.one_change_sweep import Switch, as_advice
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.verdict_with_advice import Answer
-from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, tensors_alone
+from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, row_without_replay
 from lean_finetune.memory.allocator.reserved_memory import tiers_metrics
 from lean_finetune.memory.estimate.output_tables import breakdown, metrics_of
 from lean_finetune.memory.estimate.planned_inputs import Asked
@@ -75,7 +75,7 @@ def _figures(asked: Asked, found: Found) -> dict[str, Any]:
         asked.device_reason,
         verdict=found.answer.verdict,
     )
-    told |= tiers_metrics(found.reserved, asked.planned.expandable)
+    told |= tiers_metrics(found.reserved, expandable=asked.planned.expandable)
     told |= {
         "attention": asked.attention,
         "host_bytes_predicted": None if found.process is None else found.process["host_needed_bytes"],
@@ -88,7 +88,7 @@ def _write_tables(aside: Path, found: Found) -> None:
     """Advice, and the data of the plots."""
     write_json(aside / "advice.json", {**found.answer.as_json(), "single_changes": as_advice(found.switches)})
     write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.answer.remedies])
-    alone = [tensors_alone(found.prediction.peak.bytes)]
+    alone = [row_without_replay(found.prediction.peak.bytes)]
     write_csv(aside / "reserved.csv", RESERVED_COLUMNS, alone if found.memory is None else found.memory.rows())
     write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, found.explanation.timeline)
     rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in found.switches]
