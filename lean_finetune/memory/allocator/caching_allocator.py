@@ -1,12 +1,11 @@
-"""PyTorch's CUDA caching allocator, replayed: what a sequence of allocations and frees makes it reserve.
+"""Emulate PyTorch's CUDA caching allocator: how much a sequence of allocations and frees makes it reserve.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp as PyTorch has had them since 2.1, read in the source of 2.6;
 the constants are those of the headers of 2.13. They hold for the default settings (no max_split_size_mb,
-roundup_power2_divisions or garbage_collection_threshold; expandable_segments on or off) and for one stream. No rule of
-PyTorch says at which address the driver puts a new segment, which decides only between free blocks of equal size:
-addresses are taken to rise.
+roundup_power2_divisions or garbage_collection_threshold; expandable_segments on or off) and for one stream. The driver
+chooses the address of a new segment, which only matters between free blocks of equal size. Here addresses rise.
 
-Sizes inside are counted in units of 512 bytes, the allocator's grain.
+Sizes inside are in units of 512 bytes, to which the allocator rounds every request.
 """
 
 from bisect import bisect_left, insort
@@ -18,28 +17,28 @@ UNIT_BYTES = 512
 """Every request is rounded up to a multiple of this (kMinBlockSize)."""
 MIB_UNITS = MIB // UNIT_BYTES
 SMALL_UNITS = MIB_UNITS
-"""The largest request of the pool of small blocks (kSmallSize)."""
+"""Largest request that the small pool serves (kSmallSize)."""
 SMALL_SEGMENT_UNITS = 2 * MIB_UNITS
-"""A segment of the small pool, and the pages in which its expandable segment grows (kSmallBuffer)."""
+"""Size of a segment of the small pool, and of the pages of its expandable segment (kSmallBuffer)."""
 LARGE_SEGMENT_UNITS = 20 * MIB_UNITS
-"""A segment for requests below OWN_SEGMENT_UNITS, and the pages of the large expandable segment (kLargeBuffer)."""
+"""Size of a segment for large requests below OWN_SEGMENT_UNITS, and of the pages of the large pool (kLargeBuffer)."""
 OWN_SEGMENT_UNITS = 10 * MIB_UNITS
-"""From this size on a request gets a segment of its own (kMinLargeAlloc) …"""
+"""Smallest request that gets a segment to itself (kMinLargeAlloc)."""
 OWN_SEGMENT_STEP_UNITS = 2 * MIB_UNITS
-"""… rounded up to a multiple of this (kRoundLarge)."""
+"""The size of such a segment is rounded up to a multiple of this (kRoundLarge)."""
 MIN_REMAINDER_UNITS = 1
-"""A free block is split if at least so much remains of it, in the small pool and in expandable segments …"""
+"""A block of the small pool or of an expandable segment is split if at least so much remains."""
 MIN_LARGE_REMAINDER_UNITS = MIB_UNITS + 1
-"""… and in the large pool's segments of fixed size: more than 1 MiB."""
+"""The same for fixed segments of the large pool: more than 1 MiB."""
 UNLIMITED_SPACE_UNITS = 1 << 36
-"""Addresses of an expandable segment where no capacity is given: 32 TiB."""
+"""Address range of an expandable segment if there is no capacity: 32 TiB."""
 
 
 class OutOfMemory(Exception):
-    """A request that the device cannot serve, even after every cached block was given back."""
+    """The device cannot serve a request, even after the allocator released every cached block."""
 
     def __init__(self, *, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int):
-        """Say what was asked for and what was held."""
+        """Build the message from the request and the state of the allocator."""
         super().__init__(
             f"{readable_size(requested_bytes)} requested with {readable_size(allocated_bytes)} allocated and "
             f"{readable_size(reserved_bytes)} reserved of {readable_size(capacity_bytes)}"
@@ -49,14 +48,14 @@ class OutOfMemory(Exception):
 
 
 class CachingAllocator:
-    """The allocator of one GPU, one stream."""
+    """The caching allocator of one GPU and one stream."""
 
     def __init__(self, *, expandable: bool, capacity_bytes: int | None):
-        """Start with nothing reserved.
+        """Create an allocator that has nothing reserved.
 
         Args:
             expandable: whether PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set.
-            capacity_bytes: memory the driver can give, None for no end of it.
+            capacity_bytes: device memory for the allocator; None for no limit.
         """
         self.expandable, self.capacity_bytes = expandable, capacity_bytes
         self._capacity = None if capacity_bytes is None else capacity_bytes // UNIT_BYTES
@@ -67,7 +66,7 @@ class CachingAllocator:
         self._allocated = self._peak_allocated = self._reserved = self._peak_reserved = 0
         self._next_segment = 0
         self.retries = 0
-        """How often all cached blocks were given back to serve a request (num_alloc_retries)."""
+        """How often all cached blocks were released to serve a request (num_alloc_retries)."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -76,17 +75,17 @@ class CachingAllocator:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes taken from the driver: torch.cuda.memory_reserved."""
+        """Bytes reserved from the driver: torch.cuda.memory_reserved."""
         return self._reserved * UNIT_BYTES
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The most allocated since the start or `reset_peaks`."""
+        """Most bytes allocated since the start or `reset_peaks`: torch.cuda.max_memory_allocated."""
         return self._peak_allocated * UNIT_BYTES
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most reserved since the start or `reset_peaks`."""
+        """Most bytes reserved since the start or `reset_peaks`: torch.cuda.max_memory_reserved."""
         return self._peak_reserved * UNIT_BYTES
 
     @property
@@ -95,14 +94,15 @@ class CachingAllocator:
         return {start: (start * UNIT_BYTES, size * UNIT_BYTES) for start, size in self._live.items()}
 
     def reset_peaks(self) -> None:
-        """Forget earlier peaks: torch.cuda.reset_peak_memory_stats."""
+        """Start both peaks anew: torch.cuda.reset_peak_memory_stats."""
         self._peak_allocated, self._peak_reserved = self._allocated, self._reserved
 
     def allocate(self, count_bytes: int) -> int:
-        """Serve a request of at least one byte; returns its handle, by which `free` knows it.
+        """Serve a request of at least one byte and return a handle for `free`.
 
         Raises:
-            OutOfMemory: the capacity is spent, also after cached blocks were given back.
+            OutOfMemory: the capacity is exhausted, even after cached blocks were released.
+            ValueError: the request is empty.
         """
         if count_bytes < 1:
             raise ValueError(f"a request is at least one byte, got {count_bytes}")
@@ -117,10 +117,10 @@ class CachingAllocator:
             fit = pool.fits.pop(place)
             start, size = fit & ADDRESS_MASK, fit >> ADDRESS_BITS
             del pool.free[start], pool.free_ends[start + size]
-        rest = size - wanted
-        if rest >= pool.min_remainder:  # The neighbour behind the rest is in use: nothing to merge.
-            insort(pool.fits, rest << ADDRESS_BITS | (start + wanted))
-            pool.free[start + wanted], pool.free_ends[start + size] = rest, start + wanted
+        remainder = size - wanted
+        if remainder >= pool.min_remainder:  # The block behind it is in use: nothing to merge.
+            insort(pool.fits, remainder << ADDRESS_BITS | (start + wanted))
+            pool.free[start + wanted], pool.free_ends[start + size] = remainder, start + wanted
             size = wanted
         self._live[start] = size
         self._allocated += size
@@ -129,16 +129,16 @@ class CachingAllocator:
         return start
 
     def free(self, handle: int) -> None:
-        """Take back what `allocate` gave; the block stays reserved."""
+        """Free an allocated block; it stays reserved."""
         size = self._live.pop(handle)
         self._allocated -= size
-        # A small request's block has at most SMALL_UNITS plus no rest; a large one's is always larger.
+        # Blocks of the small pool are always split, so only they are this small.
         (self._small if size <= SMALL_UNITS else self._large).put(handle, size)
 
     def release_cached(self) -> None:
-        """Give back what holds no live block: torch.cuda.empty_cache.
+        """Release memory that holds no live block to the driver: torch.cuda.empty_cache.
 
-        Segments of fixed size go whole or not at all; of an expandable segment every whole free page goes.
+        A fixed segment is released if all of it is free; of an expandable segment, every page that is free.
         """
         for pool in (self._large, self._small):
             for start in [fit & ADDRESS_MASK for fit in pool.fits]:
@@ -149,7 +149,7 @@ class CachingAllocator:
                     del pool.segments[start]
 
     def _new_block(self, pool: BlockPool, wanted: int) -> tuple[int, int]:
-        """A block of at least `wanted` units from the driver: start and size.
+        """Reserve a block of at least `wanted` units from the driver; return its start and size.
 
         Raises:
             OutOfMemory: see `allocate`.
@@ -171,7 +171,7 @@ class CachingAllocator:
         return start, pool.take(start)
 
     def _reserve(self, units: int) -> bool:
-        """Take memory from the driver if it has so much."""
+        """Count memory as reserved; return whether the capacity has room for it."""
         if self._capacity is not None and self._reserved + units > self._capacity:
             return False
         self._reserved += units
@@ -179,10 +179,10 @@ class CachingAllocator:
         return True
 
     def _new_segment(self, pool: BlockPool, wanted: int) -> int | None:
-        """A segment of fixed size, free as a whole: its start, or None without memory for it."""
-        size = (
-            pool.page if wanted < OWN_SEGMENT_UNITS else -(-wanted // OWN_SEGMENT_STEP_UNITS) * OWN_SEGMENT_STEP_UNITS
-        )
+        """Reserve a fixed segment as one free block; return its start, or None if the capacity is exhausted."""
+        size = pool.page
+        if wanted >= OWN_SEGMENT_UNITS:
+            size = -(-wanted // OWN_SEGMENT_STEP_UNITS) * OWN_SEGMENT_STEP_UNITS
         if not self._reserve(size):
             return None
         start = self._addresses(size)
@@ -191,23 +191,24 @@ class CachingAllocator:
         return start
 
     def _addresses(self, size: int) -> int:
-        """Addresses for a segment, on a page boundary and apart from every other segment."""
+        """Return the start of an address range on a page boundary, which touches no other segment."""
         start = self._next_segment
         self._next_segment = start + (size // LARGE_SEGMENT_UNITS + 2) * LARGE_SEGMENT_UNITS
         return start
 
     def _grow_expandable(self, pool: BlockPool, wanted: int) -> int | None:
-        """Map pages at the lowest address with room, so that a free block holds `wanted`: its start, or None.
+        """Map pages at the lowest address with room, so that a free block has `wanted` units.
 
-        As there, pages that were mapped stay mapped where a later part of the same request finds no memory.
+        Returns the start of that block, or None if the capacity is exhausted. As in PyTorch, pages that were already
+        mapped for the request then stay mapped.
         """
         start = next((s for s in map(pool.start_before, sorted(pool.unmapped)) if pool.room(s) >= wanted), None)
         if start is None:
             start = self._new_expandable_segment(pool, wanted)
-        while (have := pool.free.get(start, 0)) < wanted:
-            hole = start + have
+        while (free := pool.free.get(start, 0)) < wanted:
+            hole = start + free
             size = pool.unmapped[hole]
-            mapped = -(-min(wanted - have, size) // pool.page) * pool.page
+            mapped = -(-min(wanted - free, size) // pool.page) * pool.page
             if not self._reserve(mapped):
                 return None
             pool.take_unmapped(hole)
@@ -217,7 +218,7 @@ class CachingAllocator:
         return start
 
     def _new_expandable_segment(self, pool: BlockPool, wanted: int) -> int:
-        """Addresses for 9/8 of the device, as there: for where earlier pages had to be unmapped."""
+        """Add an address range of 9/8 of the device, as PyTorch does, which leaves room for holes; return its start."""
         space = UNLIMITED_SPACE_UNITS if self._capacity is None else self._capacity * 9 // 8
         size = -(-max(space, wanted) // pool.page) * pool.page
         start = self._addresses(size)
@@ -226,7 +227,7 @@ class CachingAllocator:
         return start
 
     def _unmap(self, pool: BlockPool, start: int) -> None:
-        """Give back the whole pages inside a free block, and a segment's addresses once none of it is mapped."""
+        """Release the whole pages inside a free block, and the segment itself once none of it is mapped."""
         end = start + pool.free[start]
         first, last = -(-start // pool.page) * pool.page, end // pool.page * pool.page
         if first >= last:
