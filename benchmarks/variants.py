@@ -1,9 +1,8 @@
-"""The training step as other projects write it, traced: for back-tests against figures that they measured.
+"""Trace the training step as other projects write it, to compare the prediction with figures that they published.
 
-What is trained here is `lean_finetune.step`; nothing of this file is. Published figures come from other steps: a
-forward pass through the whole model with logits of every position, padding masks, a key/value cache that nobody reads,
-outputs kept until the next step, multi-tensor updates. Each of these is an option with a name, off unless a source is
-known to have it.
+This project trains with `lean_finetune.step`. Published figures come from other steps: logits of every position, padding
+masks, an unused key/value cache, outputs that live until the next step, multi-tensor updates. Each is a field of
+`Variant`, off unless a source is known to have it.
 """
 
 from collections.abc import Sequence
@@ -26,29 +25,29 @@ from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.run_optimizer import trained_parameters
 
 CPU = torch.device("cpu")
-EAGER = "back_test_eager"
+EAGER = "variant_eager"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """How a source's step differs from the one of `lean_finetune.step`."""
+    """How the training step of a source differs from `lean_finetune.step`."""
 
     padding_mask: bool = False
-    """Rows are padded and the model is told by a mask: no flash attention, and a mask of length × length per row."""
+    """Rows are padded and masked: no flash attention, and a mask of length × length per row."""
     kv_cache: bool = False
-    """Keys and values are kept for a generation that never comes."""
+    """The model returns a key/value cache, which nothing reads."""
     kept_outputs: bool = False
-    """The outputs, logits among them, live until those of the next step replace them."""
+    """The outputs, logits included, live until the next step replaces them."""
     eager_attention: bool = False
-    """Scores of length × length are made and kept for backward."""
+    """Attention saves scores of length × length for backward."""
     foreach_update: bool = False
-    """AdamW by multi-tensor kernels, which hold a copy of the parameters for a moment."""
+    """AdamW updates with multi-tensor kernels, which need a temporary copy of the parameters."""
     upcast: bool = False
-    """peft.prepare_model_for_kbit_training: parameters that are not packed become fp32."""
+    """peft.prepare_model_for_kbit_training: parameters that are not quantised become fp32."""
     autocast: bool = False
     """The forward pass runs under autocast to bf16."""
     trained: tuple[str, ...] | None = None
-    """Only parameters whose name holds one of these are trained (norms, say); None = those of the method."""
+    """Train only parameters whose name contains one of these (norms, for example); None = those of the method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +55,17 @@ class Traced:
     """A traced run of a variant."""
 
     peak_bytes: int
-    """Of tensors, in blocks of the allocator."""
+    """Peak of allocated tensors, in blocks of the allocator."""
     events: Sequence[tuple[int, int]]
     """(storage, ± bytes)."""
     step_ends: Sequence[int]
-    """Events until the end of each step."""
+    """Number of events until the end of each step."""
 
 
 def trace_variant(
     config: PretrainedConfig, spec: ModelSpec, variant: Variant, shapes: Sequence[tuple[int, int]], target: Target
 ) -> Traced:
-    """Trace steps of one micro-batch each; `shapes` are rows and length."""
+    """Trace steps of one micro-batch each. `shapes` holds (rows, length)."""
     trace = MemoryTrace(
         granularity_bytes=target.granularity_bytes, rules=target.rules, vocab_size=config.get_text_config().vocab_size
     )
@@ -80,7 +79,7 @@ def trace_variant(
             model.config._attn_implementation = EAGER  # type: ignore[union-attr]
         model.config.use_cache = variant.kv_cache  # type: ignore[union-attr]
         trace.hold([*model.parameters(), *model.buffers(), *quantisation_tensors(model)], WEIGHTS)
-        trace.hold_bytes(target.constant_bytes // 2, WORKSPACE)  # Two handles, each with a workspace of its own.
+        trace.hold_bytes(target.constant_bytes // 2, WORKSPACE)  # Two handles, each with its own workspace.
         trace.hold_bytes(target.constant_bytes // 2, WORKSPACE)
         with trace.recording():
             ends = _run(trace, model, variant, shapes)
@@ -89,7 +88,7 @@ def trace_variant(
 
 
 def reserved_bytes(traced: Traced, *, emptied_after: Sequence[int]) -> int:
-    """The most that is reserved; the cache is emptied after the named steps, which some harnesses do."""
+    """Return the peak of reserved bytes. The cache is emptied after some steps, as a few harnesses do."""
     allocator = CachingAllocator(expandable=False, capacity_bytes=None)
     handles: dict[int, int] = {}
     for number, (storage, change) in enumerate(traced.events, start=1):
@@ -104,7 +103,7 @@ def reserved_bytes(traced: Traced, *, emptied_after: Sequence[int]) -> int:
 
 
 def _run(trace: MemoryTrace, model: nn.Module, variant: Variant, shapes: Sequence[tuple[int, int]]) -> list[int]:
-    """The steps; returns the number of events until the end of each."""
+    """Run the steps and return the number of events until the end of each."""
     trained = trained_parameters(model)
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=not variant.foreach_update, foreach=variant.foreach_update)
     outputs: Any = None
@@ -132,21 +131,21 @@ def _run(trace: MemoryTrace, model: nn.Module, variant: Variant, shapes: Sequenc
 
 
 def _upcast(model: nn.Module) -> None:
-    """Every 16-bit parameter in fp32; what is tied stays tied."""
-    made: dict[int, nn.Parameter] = {}
-    before = [parameter for parameter in model.parameters() if parameter.dtype in (torch.bfloat16, torch.float16)]
-    for half in before:
-        made[id(half)] = nn.Parameter(half.data.float(), half.requires_grad)
+    """Replace every 16-bit parameter by an fp32 one. Tied parameters stay tied."""
+    upcast: dict[int, nn.Parameter] = {}
+    halves = [parameter for parameter in model.parameters() if parameter.dtype in (torch.bfloat16, torch.float16)]
+    for half in halves:
+        upcast[id(half)] = nn.Parameter(half.data.float(), half.requires_grad)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) in made:
-                module._parameters[name] = made[id(parameter)]
+            if parameter is not None and id(parameter) in upcast:
+                module._parameters[name] = upcast[id(parameter)]
 
 
 def _train_only(model: nn.Module, names: Sequence[str]) -> None:
-    """Freeze all parameters but those whose name holds one of these."""
+    """Freeze all parameters except those whose name contains one of these."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(part in name for part in names))
+        parameter.requires_grad_(any(fragment in name for fragment in names))
 
 
 def _eager(
@@ -159,7 +158,7 @@ def _eager(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as three products, with a softmax in fp32: what transformers calls eager."""
+    """Eager attention of transformers: plain matrix products with an fp32 softmax."""
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling

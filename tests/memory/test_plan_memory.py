@@ -1,4 +1,4 @@
-"""What a plan reserves on a GPU: steps sampled, replayed, and held against the device."""
+"""Reserved memory of a plan: steps sampled, replayed, and compared with the device."""
 
 from dataclasses import replace
 
@@ -100,39 +100,40 @@ def test_memory_for_blocks_ends_where_the_cuda_context_may_begin(capability):
     assert short.out_of_memory is not None or short.retries > 0
 
 
-def judged(memory: PlanMemory, prediction, capacity_bytes: int):
+def verdict_on(memory: PlanMemory, prediction, capacity_bytes: int):
     other = other_segments(memory, prediction)
     return judge(prediction, card(capacity_bytes), other, headroom_percent=0.0, enforce=True, memory=memory)
 
 
 def test_a_run_whose_blocks_do_not_fit_is_refused_at_its_step(memory, prediction):
-    """A run that is told to fit and dies at the step that needs another kind of blocks."""
+    """A run predicted to fit that fails at a step which needs blocks of other sizes."""
     capacity = prediction.peak.bytes + CONTEXT.max_bytes
     found, _ = replayed(prediction, capacity_bytes=capacity)
     assert found is not None
     step = found.failing_step("native")
     assert step is not None and len(found.limited["native"].steps) == step
     assert found.tiers()["native"]["out_of_memory"].startswith(f"optimizer step {step}, ")
-    refusal = judged(found, prediction, capacity).refusal
+    refusal = verdict_on(found, prediction, capacity).refusal
     assert refusal is not None and f"out of memory at optimizer step {step} (" in refusal
     assert refusal.endswith("lower bucket.max_tokens")
-    eased = replace(found, limited={**found.limited, "expandable": memory.limited["expandable"]})
-    refusal = judged(eased, prediction, capacity).refusal
+    expandable_fits = replace(found, limited={**found.limited, "expandable": memory.limited["expandable"]})
+    refusal = verdict_on(expandable_fits, prediction, capacity).refusal
     assert refusal is not None and "; would fit: -S train.expandable_segments=true (" in refusal
-    growing = replace(eased, chosen="expandable")
-    assert judged(growing, prediction, capacity).state == "fits" and not other_segments(growing, prediction)
-    assert growing.metrics()["out_of_memory_step"] is None and growing.metrics()["out_of_memory_step_native"] == step
+    expandable = replace(expandable_fits, chosen="expandable")
+    assert verdict_on(expandable, prediction, capacity).state == "fits" and not other_segments(expandable, prediction)
+    metrics = expandable.metrics()
+    assert metrics["out_of_memory_step"] is None and metrics["out_of_memory_step_native"] == step
 
 
 def test_a_run_with_retries_and_no_failure_fits(memory, prediction):
-    """Reserved bytes held against the device although the allocator releases cached blocks in time."""
+    """A run refused for reserved bytes although the allocator releases cached blocks in time."""
     for spare in range(1, 64):
         capacity = memory.reserved_bytes("native") + CONTEXT.max_bytes - 2 * spare * MIB
         found, _ = replayed(prediction, capacity_bytes=capacity)
         assert found is not None
         if found.failing_step("native") is None:
             assert found.metrics()["retries_predicted_native"] > 0
-            assert judged(found, prediction, capacity).state == "fits"
+            assert verdict_on(found, prediction, capacity).state == "fits"
             return
     pytest.fail("no capacity was enough with retries")
 
@@ -141,7 +142,7 @@ def test_a_refusal_names_the_step_whose_tensors_do_not_fit(memory, prediction):
     """A refusal that does not say when the run would fail."""
     step = memory.first_step_above(prediction.peak.bytes - 1)
     assert step == 0 and memory.first_step_above(2 * prediction.peak.bytes) is None
-    refusal = judged(memory, prediction, prediction.peak.bytes - 1).refusal
+    refusal = verdict_on(memory, prediction, prediction.peak.bytes - 1).refusal
     assert refusal is not None and "micro-batch of 6 x 400 tokens, at optimizer step 0) exceeds" in refusal
 
 
@@ -169,7 +170,7 @@ def test_a_sample_of_a_long_plan_has_its_first_micro_batch_and_the_peak(layers, 
 
 
 def test_several_gpus_are_not_replayed_and_say_so(prediction):
-    """Reserved memory of a few micro-batches taken for that of the plan."""
+    """Reserved memory of a few micro-batches reported as that of the plan."""
     sharing = Sharing(spec=ShardSpec(mode="ddp"), gpus=2, several_turns=False)
     found, description = replayed(prediction, setting=replace(SETTING, sharing=sharing))
     assert found is None and description.startswith("worst micro-batches only: several GPUs share the steps")
@@ -177,7 +178,7 @@ def test_several_gpus_are_not_replayed_and_say_so(prediction):
 
 @pytest.mark.parametrize("mode", ["bucketed", pytest.param("packed", marks=pytest.mark.slow)])
 def test_reserved_memory_of_a_cut_plan_is_flat_after_its_first_step(mode: str):
-    """Memory that climbs while a run goes on, and ends it hours after its start."""
+    """Memory that grows while a run goes on, and ends it hours after its start."""
     plan, lengths = random_plan(mode=mode)
     steps = traced_steps(plan, lengths, tiled=True, windowed=False)
     predicted = predict_explained(CONFIG, SETTING, steps, H100)[0]
@@ -187,5 +188,5 @@ def test_reserved_memory_of_a_cut_plan_is_flat_after_its_first_step(mode: str):
     assert found is not None and len(found.steps) > 3, description
     assert f" of {len(plan)} micro-batches in {len(found.steps)} of {len(plan.steps)} steps replayed" in description
     for kind, replay in found.unlimited.items():
-        assert len({step.reserved_bytes for step in replay.steps}) == 1, f"{kind}: not a byte more or less"
+        assert len({step.reserved_bytes for step in replay.steps}) == 1, kind
         assert len({step.allocated_peak_bytes for step in replay.steps}) > 3, "although steps differ"
