@@ -1,8 +1,8 @@
 """Trace the training step as other projects write it, to compare the prediction with figures that they published.
 
-This project trains with `lean_finetune.step`. Published figures come from other steps: logits of every position, padding
-masks, an unused key/value cache, outputs that live until the next step, multi-tensor updates. Each is a field of
-`Variant`, off unless a source is known to have it.
+This project trains with `lean_finetune.step`. Published figures come from other steps: logits of every position,
+padding masks, an unused key/value cache, outputs that live until the next step, multi-tensor updates. Each is a field
+of `Variant`, off unless a source is known to have it.
 """
 
 from collections.abc import Sequence
