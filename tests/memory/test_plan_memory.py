@@ -13,7 +13,7 @@ from lean_finetune.memory.advice.verdict_with_advice import other_segments
 from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan, replay_steps
 from lean_finetune.memory.allocator.sampled_steps import MAX_MICRO_BATCHES, MIN_MICRO_BATCHES, sample_steps
 from lean_finetune.memory.gpus import Device, context_of
-from lean_finetune.memory.predict.peak_breakdown import predict_explained
+from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.predict.traced_shapes import traced_steps
 from lean_finetune.memory.trace.fake_distributed import Sharing
@@ -25,7 +25,7 @@ from tests.plan.common import plan_of as cut_plan
 CONFIG = LlamaConfig(
     hidden_size=256,
     intermediate_size=512,
-    num_hidden_layers=4,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     vocab_size=1024,
@@ -35,12 +35,13 @@ SETTING = setting_of(method="lora", precision="bf16", loss_chunk=256)
 PLAN = plan_of([[(4, 600, 900), (6, 400, 700)], [(3, 800, 2000)], [(20, 64, 100), (8, 296, 512)], [(4, 600, 900)]])
 LENGTHS = np.full(20, 64, np.int32)
 H100 = gpu_target("H100")
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def prediction():
     steps = traced_steps(PLAN, LENGTHS, tiled=True, windowed=False)
-    return predict_explained(CONFIG, SETTING, steps, H100)[0]
+    return predict(CONFIG, SETTING, steps, H100)
 
 
 def card(memory_bytes: int) -> Device:
@@ -146,16 +147,16 @@ def test_a_refusal_names_the_step_whose_tensors_do_not_fit(memory, prediction):
     assert refusal is not None and "micro-batch of 6 x 400 tokens, at optimizer step 0) exceeds" in refusal
 
 
-def random_plan(*, mode="bucketed", rows=300):
+def random_plan(rows: int, *, mode: str = "bucketed"):
     lengths = np.random.default_rng(5).integers(24, 700, rows)
     return cut_plan(index_of(lengths), cutting_of(mode=mode, max_tokens=4096), tokens_per_step=9000), lengths
 
 
-@pytest.mark.parametrize(("layers", "most"), [(4, MAX_MICRO_BATCHES), (32, 5), (80, MIN_MICRO_BATCHES)])
+@pytest.mark.parametrize(("layers", "most"), [(4, MAX_MICRO_BATCHES), (32, 4), (80, MIN_MICRO_BATCHES)])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_sample_of_a_long_plan_has_its_first_micro_batch_and_the_peak(layers, most, later):
     """An estimate that takes hours, or one that misses the micro-batch that sets the peak."""
-    plan, lengths = random_plan(rows=3000)
+    plan, lengths = random_plan(3000)
     shapes = [[BatchShape.of(one, lengths) for one in step] for step in plan.steps]
     middle = len(shapes) // 2
     start, peak = shapes[0][0], shapes[middle][1 if later else 0]
@@ -176,17 +177,21 @@ def test_several_gpus_are_not_replayed_and_say_so(prediction):
     assert found is None and description.startswith("worst micro-batches only: several GPUs share the steps")
 
 
-@pytest.mark.parametrize("mode", ["bucketed", pytest.param("packed", marks=pytest.mark.slow)])
-def test_reserved_memory_of_a_cut_plan_is_flat_after_its_first_step(mode: str):
+@pytest.mark.parametrize(
+    ("rows", "mode"),
+    [(60, "bucketed"), pytest.param(60, "packed", marks=SLOW), pytest.param(300, "bucketed", marks=SLOW)],
+)
+def test_reserved_memory_of_a_cut_plan_is_flat_after_its_first_step(rows, mode):
     """Memory that grows while a run goes on, and ends it hours after its start."""
-    plan, lengths = random_plan(mode=mode)
+    plan, lengths = random_plan(rows, mode=mode)
     steps = traced_steps(plan, lengths, tiled=True, windowed=False)
-    predicted = predict_explained(CONFIG, SETTING, steps, H100)[0]
+    predicted = predict(CONFIG, SETTING, steps, H100)
     found, description = replay_plan(
         plan, lengths, CONFIG, SETTING, H100, predicted, expandable=True, device=card(80 * GIB)
     )
-    assert found is not None and len(found.steps) > 3, description
-    assert f" of {len(plan)} micro-batches in {len(found.steps)} of {len(plan.steps)} steps replayed" in description
+    assert found is not None and len(found.steps) >= 3, description
+    sampled = f" of {len(plan)} micro-batches in {len(found.steps)} of {len(plan.steps)} steps replayed: "
+    assert f"all {len(plan.steps)} steps replayed" == description if rows == 60 else sampled in description
     for kind, replay in found.unlimited.items():
         assert len({step.reserved_bytes for step in replay.steps}) == 1, kind
-        assert len({step.allocated_peak_bytes for step in replay.steps}) > 3, "although steps differ"
+        assert len({step.allocated_peak_bytes for step in replay.steps}) >= 3, "although steps differ"

@@ -3,7 +3,6 @@
 import pytest
 from transformers import LlamaConfig
 
-from lean_finetune.core.units import MIB
 from lean_finetune.memory.allocator.caching_allocator import CachingAllocator
 from lean_finetune.memory.allocator.replay import Replay, StepMemory, replay
 from lean_finetune.memory.predict.peak import predict
@@ -13,10 +12,10 @@ from tests.memory.common import gpu_target, setting_of, shape
 CONFIG = LlamaConfig(
     hidden_size=256,
     intermediate_size=512,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
     num_attention_heads=4,
     num_key_value_heads=2,
-    vocab_size=8192,
+    vocab_size=1024,
     tie_word_embeddings=False,
 )
 STEPS = ((shape(2, 240, 300), shape(2, 256, 300)), (shape(4, 512, 1400),), (shape(1, 64, 30),))
@@ -66,13 +65,6 @@ def test_out_of_memory_names_the_step_and_the_phase(trace):
     found = replay(trace, STEPS, expandable=True, capacity_bytes=peaks[0])
     assert len(found.steps) == 1 and found.failed_phase in ("forward", "backward")
     assert found.out_of_memory is not None and found.out_of_memory.capacity_bytes == peaks[0]
-
-
-def test_a_tight_limit_costs_retries_before_it_fails(trace):
-    """Cached blocks that are released in time, reported as out of memory."""
-    unlimited = replay(trace, STEPS, expandable=False, capacity_bytes=None)
-    found = replay(trace, STEPS, expandable=False, capacity_bytes=unlimited.reserved_peak_bytes - MIB)
-    assert found.out_of_memory is None and found.retries >= 1
 
 
 @pytest.mark.parametrize(
