@@ -1,19 +1,165 @@
-"""The documentation names what is there."""
+"""The documentation: its commands parse, its parameters pass the schema, its paths, links and images exist."""
 
+import importlib.util
+import os
 import re
+import shlex
+import sys
+from pathlib import Path
 
+import click
 import pytest
+from dvc.cli import parse_args
+from ruamel.yaml import YAML
 
+from lean_finetune import cli
+from lean_finetune.config.load import parse_params
+from lean_finetune.config.overrides import with_flags
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BY_NAME = {"argvalues": PAGES, "ids": lambda page: page.name}
+TARGETS = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())  # type: ignore[index]
+YAML_FILES = YAML(typ="safe")
+STAGES = set(YAML_FILES.load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"])
+PARAMS = parse_params(YAML_FILES.load((ROOT / "params.yaml").read_text(encoding="utf-8")))
+OTHER_TOOLS = {"cd", "pre-commit", "git", "source", "hf", "sbatch", "nvidia-smi"}
+"""Commands that are not ours, apart from their paths."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_each_module_named_is_there(page):
-    """A page that sends its reader to a module that was renamed."""
-    tracked = run_bounded(["git", "ls-files", "--cached", "--others"], cwd=ROOT, check=True).stdout.splitlines()
-    files = {f"/{name}" for name in tracked}
-    named = re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text(encoding="utf-8"))
-    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+def documented_commands(page: Path) -> list[list[str]]:
+    """The simple commands in a page's fenced `sh` blocks and indented or inline `dvc`, `make` and `python -m` lines."""
+    text = page.read_text(encoding="utf-8")
+    lines = [
+        line
+        for block in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+    ]
+    inline = re.findall(r"`((?:dvc (?:exp run|repro|plots)|lean-finetune|make|python -m) [^`…]*)`", text)
+    lines += [line for line in inline if not re.search(r"[<>]|\.\.\.", line)]
+    commands = []
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        for part in " ".join(map(shlex.quote, words)).split(" '&&' ") if words else []:
+            commands.append(shlex.split(part))
+    return commands
+
+
+def check_command(words: list[str]) -> None:
+    """Parse a command as its program would; fail where it does not exist or does not accept the arguments."""
+    program, *arguments = words
+    if "=" in program:
+        return check_command(arguments)
+    if program == "dvc":
+        return check_dvc(arguments)
+    if program == "make":
+        assert set(arguments) <= TARGETS, f"make has no target {arguments}"
+    elif program == "lean-finetune":
+        check_click(cli.main, arguments)
+    elif program in ("python", "$BIN/python") and arguments[:1] == ["-m"]:
+        check_module(arguments[1], arguments[2:])
+    elif program == "pip":
+        assert arguments[:1] == ["install"]
+    else:
+        assert program in OTHER_TOOLS or (ROOT / program).exists(), f"unknown command {words}"
+    return None
+
+
+def check_dvc(arguments: list[str]) -> None:
+    """Let dvc parse the arguments; check stages and the parameters given to -S together."""
+    parsed = parse_args(arguments)
+    assert set(getattr(parsed, "targets", None) or []) <= STAGES, arguments
+    flags = getattr(parsed, "set_param", None) or []
+    values = [flag.partition("=")[2].split(",") if parsed.queue else [flag.partition("=")[2]] for flag in flags]
+    for number in range(max(map(len, values), default=0)):
+        with_flags(
+            PARAMS,
+            [f"{flag.partition('=')[0]}={each[number % len(each)]}" for flag, each in zip(flags, values, strict=True)],
+        )
+
+
+def check_click(command: click.Command, arguments: list[str]) -> None:
+    """Parse the arguments of a click command without running it."""
+    if isinstance(command, click.Group):
+        assert arguments[0] in command.commands, f"no command {arguments[0]}"
+        command, arguments = command.commands[arguments[0]], arguments[1:]
+    command.make_context(command.name, list(arguments), resilient_parsing="--help" in arguments)
+
+
+def check_module(module: str, arguments: list[str]) -> None:
+    """Import a module that is run by `python -m`, and parse its arguments."""
+    if module in ("pip", "venv"):
+        return
+    if module == "pytest":
+        named = [word.split("::")[0] for word in arguments if word.startswith("tests")]
+        assert all((ROOT / name).exists() for name in named), named
+        return
+    main = getattr(importlib.import_module(module), "main", None)
+    if isinstance(main, click.Command):
+        check_click(main, [re.sub(r"\$\w+/\$\w+", "0/4", word) for word in arguments])
+    else:
+        assert importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize("page", **BY_NAME)
+def test_every_command_exists_and_accepts_its_arguments(page):
+    for words in documented_commands(page):
+        try:
+            check_command(words)
+        except (Exception, SystemExit) as error:
+            pytest.fail(f"{page.name}: {' '.join(words)}: {error!r}")
+
+
+@pytest.mark.parametrize("page", **BY_NAME)
+def test_every_parameter_named_is_in_params_yaml(page):
+    """A dotted parameter in code quotes, such as `train.grad_ckpt`, that was renamed."""
+    known = YAML_FILES.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    sections = [name for name, value in known.items() if isinstance(value, dict)]
+    named = re.findall(rf"`((?:{'|'.join(sections)})(?:\.\w+)+)(?:[:=][^`]*)?`", page.read_text(encoding="utf-8"))
+    for dotted in (name for name in named if not name.endswith(".json")):
+        value = known
+        for key in dotted.split("."):
+            assert isinstance(value, dict) and key in value, f"{page.name}: {dotted}"
+            value = value[key]
+
+
+@pytest.mark.parametrize("page", **BY_NAME)
+def test_every_link_and_image_resolves(page):
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    local = [target for target in targets if not target.startswith(("http://", "https://"))]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", **BY_NAME)
+def test_every_file_named_exists(page):
+    """A page that sends its reader to a module or file that was renamed."""
+    tracked = run_bounded(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True)
+    files = {f"/{name}" for name in tracked.stdout.splitlines()}
+    text = page.read_text(encoding="utf-8")
+    modules = re.findall(r"`((?:\w+/)*\w+\.py)(?:::\w+)?`", text)
+    assert [name for name in modules if not any(file.endswith(f"/{name}") for file in files)] == []
+    paths = re.findall(r"`((?:docs|lean_finetune|stages|tests|benchmarks)/[\w./-]*)`", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("arguments", [["fit", "--list-gpus"], ["explain", "curves.csv", "--left-gib", "3"]])
+def test_cheap_commands_of_the_docs_run(arguments, tmp_path):
+    rows = "".join(f"{step},{2 + step * 0.02:.3f}\n" for step in range(60))
+    (tmp_path / "curves.csv").write_text(f"step,allocated_gib\n{rows}")
+    command = [sys.executable, "-m", "lean_finetune.cli", *arguments]
+    done = run_bounded(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert ("RTX-4090" if arguments[0] == "fit" else "leak") in done.stdout
+
+
+@pytest.mark.slow
+def test_the_prediction_in_the_readme_is_what_the_command_prints():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"```sh\n(cd docs/examples [^\n]*)\n```\n```\n(.*?)```", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    words = shlex.split(command, comments=True)
+    assert words[:3] == ["cd", "docs/examples", "&&"] and words[3] == "lean-finetune"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_bounded(
+        [sys.executable, "-m", "lean_finetune.cli", *words[4:]], cwd=ROOT / words[1], env=environment, check=True
+    )
+    assert done.stdout.strip() == shown.strip()
