@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.processes import run_bounded
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BY_NAME = {"argvalues": PAGES, "ids": lambda page: page.name}
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 TARGETS = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())  # type: ignore[index]
 YAML_FILES = YAML(typ="safe")
 STAGES = set(YAML_FILES.load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"])
@@ -102,7 +102,7 @@ def check_module(module: str, arguments: list[str]) -> None:
         assert importlib.util.find_spec(module) is not None
 
 
-@pytest.mark.parametrize("page", **BY_NAME)
+@each_page
 def test_every_command_exists_and_accepts_its_arguments(page):
     for words in documented_commands(page):
         try:
@@ -111,7 +111,7 @@ def test_every_command_exists_and_accepts_its_arguments(page):
             pytest.fail(f"{page.name}: {' '.join(words)}: {error!r}")
 
 
-@pytest.mark.parametrize("page", **BY_NAME)
+@each_page
 def test_every_parameter_named_is_in_params_yaml(page):
     """A dotted parameter in code quotes, such as `train.grad_ckpt`, that was renamed."""
     known = YAML_FILES.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
@@ -124,14 +124,14 @@ def test_every_parameter_named_is_in_params_yaml(page):
             value = value[key]
 
 
-@pytest.mark.parametrize("page", **BY_NAME)
+@each_page
 def test_every_link_and_image_resolves(page):
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     local = [target for target in targets if not target.startswith(("http://", "https://"))]
     assert [target for target in local if not (page.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("page", **BY_NAME)
+@each_page
 def test_every_file_named_exists(page):
     """A page that sends its reader to a module or file that was renamed."""
     tracked = run_bounded(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True)
