@@ -1,13 +1,13 @@
-"""Entry of the stage tokenize."""
+"""Stage tokenize: turns the pinned rows into tokens."""
 
-import lean_finetune.core.signals  # noqa: F401 - first: signals are its own from here on
+import lean_finetune.core.signals  # noqa: F401 - first: it installs the signal handlers
 
 # isort: split
 import os
 
-# Before numpy is imported: its threads are of no use here, and without them worker processes can be forks.
+# Before numpy is imported: without its threads, worker processes can be forks.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# A worker is one core's work; threads inside each would only get in each other's way.
+# Each worker uses one core.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAYON_NUM_THREADS", "1")
 
@@ -19,8 +19,8 @@ from lean_finetune.config.declared_params import read_params  # noqa: E402
 from lean_finetune.core.atomic_files import read_json  # noqa: E402
 from lean_finetune.core.errors import StageCommand, UserError  # noqa: E402
 from lean_finetune.data.shards.parts import parse_part  # noqa: E402
-from lean_finetune.data.shards.prepare import plan_job  # noqa: E402
-from lean_finetune.data.shards.tokenize_run import Work, make_all, make_part, merge_parts  # noqa: E402
+from lean_finetune.data.shards.tokenize_job import prepare_job  # noqa: E402
+from lean_finetune.data.shards.tokenize_run import TokenizeRun, merge_parts, tokenize_all, tokenize_part  # noqa: E402
 from lean_finetune.pinning.locate import tokenizer_directory, verify_files  # noqa: E402
 
 PATH = click.Path(path_type=Path)
@@ -48,24 +48,26 @@ def main(
     On several machines: `--part I/N --out DIRECTORY` on each, then `--merge DIRECTORY...` on one gives the same bytes.
     """
     if bool(directories) != merge or (merge and part):
-        raise UserError("--merge: takes the directories of the parts, and they take --merge; --part stands alone")
+        raise UserError(
+            "--merge: needs directories of parts, and directories need --merge; --part cannot be combined with them"
+        )
     chosen = None if part is None else parse_part(part)
     p = read_params()
     data, tokenizer = read_json(data_lock), read_json(tokenizer_lock)
     directory = tokenizer_directory(read_json(model_lock))
     verify_files(directory, tokenizer["files"])
-    job = plan_job(p.data, "tokenizers" if merge else p.run.tokenizer_engine, data, tokenizer, directory)
-    work = Work(job=job, workers=p.run.data_workers, pool=p.run.data_pool, progress=p.run.progress)
+    job = prepare_job(p.data, "tokenizers" if merge else p.run.tokenizer_engine, data, tokenizer, directory)
+    run = TokenizeRun(job=job, workers=p.run.data_workers, pool=p.run.data_pool, progress=p.run.progress)
     if chosen is not None:
-        notes = make_part(work, chosen, out, _note)
+        notes = tokenize_part(run, chosen, out, _note)
     else:
-        notes = merge_parts(work, directories, out) if merge else make_all(work, out, _note)
+        notes = merge_parts(run, directories, out) if merge else tokenize_all(run, out, _note)
     for note in notes:
         _note(note)
 
 
 def _note(text: str) -> None:
-    """Tell the user something that is no fault."""
+    """Print a note for the user."""
     click.echo(f"note: {text}", err=True)
 
 

@@ -7,12 +7,12 @@ MOST_SHOWN = 8
 """Sources told by name; the lock holds them all."""
 
 
-def shown_model(lock: Mapping[str, Any]) -> str:
+def describe_model(lock: Mapping[str, Any]) -> str:
     """The model of locks/model.json and, where it has one, its commit."""
     return _shown(lock["name"], lock["revision"])
 
 
-def shown_data(lock: Mapping[str, Any]) -> str:
+def describe_data(lock: Mapping[str, Any]) -> str:
     """The sources of locks/data.json, each with its commit where it has one."""
     sources = [
         _shown(one["source"], one["revision"]) + (" (held out)" if is_heldout_source(one) else "")

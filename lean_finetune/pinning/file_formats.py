@@ -53,7 +53,7 @@ def file_kind(name: str) -> FileKind | None:
     return FileKind(format=known, compression=compression) if known else None
 
 
-def lies_beside(name: str) -> bool:
+def is_documentation(name: str) -> bool:
     """Whether a file documents a data set: README, LICENSE, checksums, pictures, code."""
     path = PurePath(name.lower())
     return path.suffix in _BESIDE_SUFFIXES or path.name.split(".")[0] in _BESIDE_NAMES

@@ -11,7 +11,7 @@ from typing import Any
 from lean_finetune.config.data_schema import HUB_PREFIX
 from lean_finetune.core.atomic_files import find_source, repo_root, sha256_file
 from lean_finetune.core.errors import UserError
-from lean_finetune.pinning.file_formats import KNOWN_NAMES, file_kind, glob_base, is_hidden, lies_beside
+from lean_finetune.pinning.file_formats import KNOWN_NAMES, file_kind, glob_base, is_documentation, is_hidden
 
 # What the stages write, as dvc.yaml has it.
 OUTPUTS = (
@@ -149,7 +149,7 @@ def _data_names(parameter: str, root: Path, names: list[Path], holder: str) -> I
         except UnicodeEncodeError:
             raise UserError(f"{parameter}: {holder} holds {str(name)!r}, a name that is not UTF-8; rename it") from None
         _refuse_odd_link(parameter, root, name)
-        if lies_beside(name.name) or (root / name).is_dir():
+        if is_documentation(name.name) or (root / name).is_dir():
             continue
         if not (root / name).is_file():
             raise UserError(f"{parameter}: {root / name} is neither a file nor a directory; move it away")

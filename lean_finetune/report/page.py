@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from textwrap import indent
 from typing import Any
 
-from lean_finetune.pinning.descriptions import shown_data, shown_model
+from lean_finetune.pinning.descriptions import describe_data, describe_model
 from lean_finetune.report.markdown import NONE, cell, size, table
 from lean_finetune.report.memory_section import memory_section
 from lean_finetune.report.report_inputs import Inputs
@@ -75,8 +75,8 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
     tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
     rows = [
-        ("model", shown_model(inputs.model)),
-        ("data", f"{shown_data(inputs.data)}, format {tokenize['format']}"),
+        ("model", describe_model(inputs.model)),
+        ("data", f"{describe_data(inputs.data)}, format {tokenize['format']}"),
         ("rows", f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out"),
         ("cut rows", f"{_share(tokenize['truncated_rows'], rows_read)} lost trained tokens to data.max_length"),
         ("dropped rows", _dropped(tokenize, rows_read)),

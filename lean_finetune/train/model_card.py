@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lean_finetune.pinning.descriptions import shown_data, shown_model
+from lean_finetune.pinning.descriptions import describe_data, describe_model
 
 
 def model_card(
@@ -28,14 +28,14 @@ def model_card(
             f"- {params['train']['method']}",
             "---",
             "",
-            f"# {'Adapter' if adapter else 'Model'} fine-tuned from {shown_model(model_lock)}",
+            f"# {'Adapter' if adapter else 'Model'} fine-tuned from {describe_model(model_lock)}",
             "",
             f"Weights: `data/tuned/` ({'a peft adapter' if adapter else 'a full model'}, safetensors).",
             "",
             "## Base model",
             _json_block(model_lock),
             "## Data",
-            f"{shown_data(data_lock)}; trained on the supervised tokens only.",
+            f"{describe_data(data_lock)}; trained on the supervised tokens only.",
             "",
             _json_block(data_lock),
             "## Parameters",

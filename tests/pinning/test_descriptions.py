@@ -1,6 +1,6 @@
 """Pins as the report and the model card name them."""
 
-from lean_finetune.pinning.descriptions import shown_data, shown_model
+from lean_finetune.pinning.descriptions import describe_data, describe_model
 
 
 def source(name: str, revision: str | None = None) -> dict:
@@ -8,12 +8,12 @@ def source(name: str, revision: str | None = None) -> dict:
 
 
 def test_a_commit_is_told_where_there_is_one():
-    assert shown_model({"name": "org/base", "revision": "c0ffee"}) == "org/base at c0ffee"
-    assert shown_model({"name": "tiny", "revision": None}) == "tiny"
+    assert describe_model({"name": "org/base", "revision": "c0ffee"}) == "org/base at c0ffee"
+    assert describe_model({"name": "tiny", "revision": None}) == "tiny"
 
 
 def test_every_source_of_a_mixture_is_named_until_there_are_too_many_to_read():
     mixed = {"sources": [source("rows.jsonl"), source("hf://org/data", "c0ffee")]}
-    assert shown_data(mixed) == "rows.jsonl, hf://org/data at c0ffee"
-    many = shown_data({"sources": [source(f"{number}.jsonl") for number in range(11)]})
+    assert describe_data(mixed) == "rows.jsonl, hf://org/data at c0ffee"
+    many = describe_data({"sources": [source(f"{number}.jsonl") for number in range(11)]})
     assert many.endswith("7.jsonl and 3 more")

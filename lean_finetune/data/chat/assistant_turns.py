@@ -1,10 +1,10 @@
-"""The assistant's turns inside a rendered conversation, for templates that do not mark them.
+"""Location of assistant turns in a rendered conversation, for chat templates without generation marks.
 
-For turn i, P is the rendering of all before it followed by the header of the answer, which is what the model is given
-at inference, and Q the rendering up to and with the turn. Where the whole rendering starts with both, the turn is
-Q without P. Some templates show a turn otherwise once others follow (Qwen3 leaves out earlier thinking). Then the turn
-is found by rendering the whole once more with another text in its place: where the two differ stands its text, in front
-of it the answer's header, behind it the token that ends a turn.
+For each turn, P is the rendering of all messages before it with the generation prompt, which the model gets at
+inference, and Q is the rendering up to the end of the turn. Where the full rendering starts with both, the turn is the
+text of Q behind P. Some templates render a turn differently when others follow: Qwen3 removes earlier thinking. Then
+the conversation is rendered again with a placeholder for the turn's content. The two renderings differ at the content;
+the generation prompt ends before it, and the token that ends a turn follows it.
 """
 
 import re
@@ -14,112 +14,121 @@ from lean_finetune.data.chat.compiled_template import CompiledTemplate
 from lean_finetune.data.chat.control_tokens import any_of
 from lean_finetune.data.format.example import Conversation, RowFault
 
-# Noncharacters, which no template treats in a special way and hardly any row holds.
-STAND_IN, OTHER_STAND_IN = "\ufdd4", "\ufdd5"
+# Noncharacters, which templates do not treat specially and rows rarely have.
+PLACEHOLDER, OTHER_PLACEHOLDER = "\ufdd4", "\ufdd5"
 TAIL_CHARACTERS = 256
 
 
 class TurnFinder:
-    """Finds turns in what one template renders."""
+    """Finds the assistant turns in renderings of one template."""
 
     def __init__(self, template: CompiledTemplate, control_tokens: Iterable[str]):
         self._template = template
         self._control = re.compile(any_of(control_tokens) or r"(?!)")
-        self._header = self._answer_header()
+        self._generation_prompt = self._find_generation_prompt()
 
-    def spans(self, conversation: Conversation, whole: str, places: list[int]) -> list[tuple[int, int]]:
-        """Half-open character spans in `whole` of the assistant turns at `places`, each with its end-of-turn token.
+    def spans(self, conversation: Conversation, full: str, turns: list[int]) -> list[tuple[int, int]]:
+        """The spans of assistant turns in the full rendering, each with its end-of-turn token.
+
+        Args:
+            conversation: what was rendered.
+            full: its rendering.
+            turns: indices of messages.
+
+        Returns:
+            Half-open ranges of characters.
 
         Raises:
-            RowFault: a turn cannot be told from the rest.
+            RowFault: a turn cannot be located.
         """
         spans: list[tuple[int, int]] = []
         done = 0
-        for place in places:
-            start = self._start(conversation, whole, place, done)
-            end = None if start is None else self._end(conversation, whole, place, start)
+        for turn in turns:
+            start = self._start(conversation, full, turn, done)
+            end = None if start is None else self._end(conversation, full, turn, start)
             if start is None or end is None or not done <= start < end:
                 raise RowFault(
-                    f"the chat template shows turn {place + 1} in a way that its tokens cannot be told from the rest; "
-                    "put generation marks into a template of your own and name it in data.chat_template"
+                    f"the chat template renders turn {turn + 1} in a way that its tokens cannot be located; put "
+                    "generation marks into a copy of the template and name it in data.chat_template"
                 )
             spans.append((start, end))
             done = end
         return spans
 
-    def _start(self, conversation: Conversation, whole: str, place: int, done: int) -> int | None:
-        """Where the model's own text begins."""
+    def _start(self, conversation: Conversation, full: str, turn: int, done: int) -> int | None:
+        """Index behind the generation prompt of the turn."""
         messages = conversation.messages
-        asked = self._text(conversation, messages[:place], ask=True)
-        if asked is not None and whole.startswith(asked):
-            return len(asked)
-        differing = self._differing(conversation, whole, place)
-        if differing is None:
+        prompt = self._render(conversation, messages[:turn], add_generation_prompt=True)
+        if prompt is not None and full.startswith(prompt):
+            return len(prompt)
+        content = self._content(conversation, full, turn)
+        if content is None:
             return None
-        if self._header and (found := whole.rfind(self._header, done, differing[0])) >= 0:
-            return found + len(self._header)
-        before = self._text(conversation, messages[:place], ask=False)
-        if asked is not None and before is not None and whole.startswith(before):
-            return min(differing[0], _common_prefix(asked, whole))
+        if self._generation_prompt and (found := full.rfind(self._generation_prompt, done, content[0])) >= 0:
+            return found + len(self._generation_prompt)
+        before = self._render(conversation, messages[:turn])
+        if prompt is not None and before is not None and full.startswith(before):
+            return min(content[0], _common_prefix(prompt, full))
         return None
 
-    def _end(self, conversation: Conversation, whole: str, place: int, start: int) -> int | None:
-        """Behind the token that ends the turn."""
-        last = place + 1 == len(conversation.messages)
-        upto = whole if last else self._text(conversation, conversation.messages[: place + 1], ask=False)
-        stop = None if upto is None else self._closing(upto, start)
-        if upto is not None and whole.startswith(upto[: stop[1] if stop else len(upto)]):
+    def _end(self, conversation: Conversation, full: str, turn: int, start: int) -> int | None:
+        """Index behind the end-of-turn token."""
+        is_last = turn + 1 == len(conversation.messages)
+        upto = full if is_last else self._render(conversation, conversation.messages[: turn + 1])
+        stop = None if upto is None else self._last_control_token(upto, start)
+        if upto is not None and full.startswith(upto[: stop[1] if stop else len(upto)]):
             return stop[1] if stop else len(upto)
-        differing = self._differing(conversation, whole, place)
-        if differing is None:
+        content = self._content(conversation, full, turn)
+        if content is None:
             return None
-        following = self._differing(conversation, whole, place + 1)
-        limit = len(whole) if following is None else following[0]
+        following = self._content(conversation, full, turn + 1)
+        limit = len(full) if following is None else following[0]
         if upto is not None and stop is not None:
             token = upto[stop[0] : stop[1]]
-            if (found := whole.find(token, differing[1], limit)) >= 0:
+            if (found := full.find(token, content[1], limit)) >= 0:
                 return found + len(token)
-        match = self._control.search(whole, differing[1], limit)
+        match = self._control.search(full, content[1], limit)
         return match.end() if match else None
 
-    def _differing(self, conversation: Conversation, whole: str, place: int) -> tuple[int, int] | None:
-        """The characters of `whole` that change with the text of the message at `place`; None when none does."""
-        if place == len(conversation.messages):
+    def _content(self, conversation: Conversation, full: str, turn: int) -> tuple[int, int] | None:
+        """The span of `full` that changes with the message's content; None if nothing changes."""
+        if turn == len(conversation.messages):
             return None
         messages = list(conversation.messages)
-        stand_in = OTHER_STAND_IN if STAND_IN in messages[place]["content"] else STAND_IN
-        messages[place] = {**messages[place], "content": stand_in}
-        other = self._text(conversation, messages, ask=False)
-        if other is None or other == whole:
+        placeholder = OTHER_PLACEHOLDER if PLACEHOLDER in messages[turn]["content"] else PLACEHOLDER
+        messages[turn] = {**messages[turn], "content": placeholder}
+        other = self._render(conversation, messages)
+        if other is None or other == full:
             return None
-        before = _common_prefix(other, whole)
-        behind = min(_common_prefix(other[::-1], whole[::-1]), len(whole) - before)
-        return before, len(whole) - behind
+        before = _common_prefix(other, full)
+        behind = min(_common_prefix(other[::-1], full[::-1]), len(full) - before)
+        return before, len(full) - behind
 
-    def _closing(self, text: str, start: int) -> tuple[int, int] | None:
-        """The control token at or behind `start` that closes the text; None when more than blanks follow the last."""
+    def _last_control_token(self, text: str, start: int) -> tuple[int, int] | None:
+        """The span of the control token that ends the text, from `start` on; None if more than blanks follow it."""
         for begin in (max(start, len(text) - TAIL_CHARACTERS), start):
             if found := list(self._control.finditer(text, begin)):
                 end = found[-1].end()
                 return None if text[end:].strip() else found[-1].span()
         return None
 
-    def _text(self, conversation: Conversation, messages: list, *, ask: bool) -> str | None:
+    def _render(self, conversation: Conversation, messages: list, *, add_generation_prompt: bool = False) -> str | None:
         """A rendering; None where the template refuses it."""
         try:
-            return self._template.text(messages, conversation.tools, ask=ask)
+            return self._template.text(messages, conversation.tools, add_generation_prompt=add_generation_prompt)
         except RowFault:
             return None
 
-    def _answer_header(self) -> str:
-        """What the template puts in front of an answer; empty where it has no such header, or refuses a question."""
+    def _find_generation_prompt(self) -> str:
+        """The text before an answer; empty where there is none or the template refuses a lone question."""
         question = Conversation(messages=[{"role": "user", "content": "Q"}], tools=None)
-        asked, told = (self._text(question, question.messages, ask=ask) for ask in (True, False))
-        return asked[len(told) :] if asked and told and asked.startswith(told) else ""
+        prompt = self._render(question, question.messages, add_generation_prompt=True)
+        text = self._render(question, question.messages)
+        return prompt[len(text) :] if prompt and text and prompt.startswith(text) else ""
 
 
 def _common_prefix(a: str, b: str) -> int:
-    """Characters with which both texts begin alike, found by halving: comparing slices is quick."""
+    """Length of the common prefix, by bisection: comparing slices is fast."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

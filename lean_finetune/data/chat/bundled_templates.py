@@ -1,4 +1,4 @@
-"""Templates of our own writing with generation marks, for families whose published templates have none."""
+"""Bundled chat templates with generation marks, for model families whose published templates have none."""
 
 from collections.abc import Set
 from pathlib import Path
@@ -7,7 +7,6 @@ from lean_finetune.data.chat.compiled_template import CompiledTemplate
 from lean_finetune.data.chat.template_probes import PROBES, parts_of, rendering
 
 DIRECTORY = Path(__file__).parent / "templates"
-# A text without which a template cannot be of the family, so that few are compiled.
 FAMILIES = {
     "chatml": "im_start",
     "qwen2.5": "im_start",
@@ -19,6 +18,7 @@ FAMILIES = {
     "gemma": "start_of_turn",
     "zephyr": "<|assistant|>",
 }
+"""A text that every template of the family contains, so that others need not be compiled."""
 
 
 def read_bundled(family: str) -> str:
@@ -26,18 +26,18 @@ def read_bundled(family: str) -> str:
     return (DIRECTORY / f"{family}.jinja").read_text(encoding="utf-8")
 
 
-def find_twin(own: CompiledTemplate, hidden: Set[str]) -> CompiledTemplate | None:
-    """The bundled template that renders every test conversation as `own` does.
+def find_bundled(own: CompiledTemplate, omitted: Set[str]) -> CompiledTemplate | None:
+    """The bundled template that renders every test conversation like `own`; None if there is none.
 
-    Those that `own` refuses or shows in part (`hidden`) do not count: such rows are faults under any template. There is
-    no twin of a template that refuses the plainest one, since too little would be compared.
+    Conversations that `own` refuses or does not show completely (`omitted`) are not compared: such rows are refused
+    anyway. A template that refuses the basic conversation has no match, because too little would be compared.
     """
     if rendering(own, PROBES[0]) is None:
         return None
-    probes = [(probe, rendering(own, probe)) for probe in PROBES if not parts_of(probe) & hidden]
+    probes = [(probe, rendering(own, probe)) for probe in PROBES if not parts_of(probe) & omitted]
     for family, needed in FAMILIES.items():
         if needed in own.source:
-            twin = own.like(read_bundled(family), f"the bundled {family} template")
-            if all(text is None or text == rendering(twin, probe) for probe, text in probes):
-                return twin
+            bundled = own.with_source(read_bundled(family), f"the bundled {family} template")
+            if all(text is None or text == rendering(bundled, probe) for probe, text in probes):
+                return bundled
     return None

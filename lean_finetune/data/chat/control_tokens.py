@@ -1,4 +1,4 @@
-"""Keeps a row's own text from acting as control tokens, as marks of ours, or from breaking the encoder."""
+"""Protection against control tokens, sentinels and lone surrogates in the text of rows."""
 
 import os.path
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-# Four of the noncharacters that Unicode reserves for a program's inner use.
+# Four of the noncharacters that Unicode reserves for internal use.
 TRAINED_START = "\ufdd0"
 TRAINED_END = "\ufdd1"
 LITERAL_START = "\ufdd2"
@@ -19,38 +19,38 @@ REPLACEMENT = "\ufffd"
 
 
 class Guard:
-    """Replaces every control token in a row's strings by a placeholder that is later encoded as plain text.
+    """Replaces control tokens in a row's strings by placeholders, which are later encoded as plain text.
 
-    So a user who writes `<|im_end|>` ends no turn: the model sees the characters, never the token. A lone surrogate,
-    which no encoder accepts, becomes U+FFFD. Both are counted.
+    A row that contains `<|im_end|>` as text then ends no turn: the model gets its characters, not the token. A lone
+    surrogate, which no encoder accepts, becomes U+FFFD. Both are counted.
     """
 
     def __init__(self, control_tokens: Sequence[str]):
-        """Guard against these tokens, and against our own marks."""
-        marks = (TRAINED_START, TRAINED_END, LITERAL_START, _LITERAL_END)
-        self._literals = sorted({*control_tokens, *marks} - {""})
+        """Guard against these tokens and the sentinels."""
+        sentinels = (TRAINED_START, TRAINED_END, LITERAL_START, _LITERAL_END)
+        self._literals = sorted({*control_tokens, *sentinels} - {""})
         self._number = {token: str(number) for number, token in enumerate(self._literals)}
         self._pattern = re.compile(any_of(self._literals))
-        # Rows are searched as JSON, in which a token's quotes and line ends are escaped.
+        # Rows are searched as JSON, which escapes quotes and line ends in tokens.
         escaped = sorted(orjson.dumps(token)[1:-1] for token in self._literals)
         self._scans = [_scan(list(tokens)) for _, tokens in groupby(escaped, key=lambda token: token[0])]
         self.control_tokens = 0
         self.surrogates = 0
 
     def is_clean(self, value: Any) -> bool:
-        """Whether a JSON value surely holds nothing to protect from: one pass over its bytes."""
+        """Whether a JSON value surely needs no protection, by one pass over its bytes."""
         try:
             data = orjson.dumps(value)
-        except orjson.JSONEncodeError:  # a lone surrogate, or a value that only `protect` can judge
+        except orjson.JSONEncodeError:  # A lone surrogate, or a value that is not JSON.
             return False
         for prefix, search in self._scans:
-            # One byte is looked for several times as fast as two.
+            # Searching one byte is several times as fast as searching two.
             if prefix[0] in data and prefix in data and search(data) is not None:
                 return False
         return True
 
     def protect(self, value: Any) -> Any:
-        """A copy of a JSON value whose strings (keys too) hold no control token."""
+        """A copy of a JSON value with placeholders for the control tokens in its strings and keys."""
         if isinstance(value, str):
             return self._protect_text(value)
         if isinstance(value, list):
@@ -72,17 +72,17 @@ class Guard:
         self.control_tokens += found
         return text
 
-    def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """Cut guarded text into (text, literal): literal pieces are control tokens to be encoded as plain text."""
-        cut = _LITERAL.split(text)
-        pieces = [(self._literals[int(part)], True) if odd % 2 else (part, False) for odd, part in enumerate(cut)]
-        return [piece for piece in pieces if piece[0]]
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """Split guarded text into (text, is_literal); a literal is a control token to be encoded as plain text."""
+        parts = _LITERAL.split(text)
+        pairs = [(self._literals[int(part)], True) if n % 2 else (part, False) for n, part in enumerate(parts)]
+        return [pair for pair in pairs if pair[0]]
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """A regular expression for any of the texts, the longest of those that stand at a place.
+    """A regular expression for any of the texts, which prefers the longest at each position.
 
-    It branches by character, so that hundreds of tokens of one beginning cost a search hardly more than one does.
+    It branches by character, so that searching hundreds of tokens with a common prefix costs little more than one.
     """
     texts = set(texts)
     prefix = os.path.commonprefix(list(texts))
@@ -93,7 +93,7 @@ def any_of(texts: Iterable[str]) -> str:
 
 
 def _scan(tokens: list[bytes]) -> tuple[bytes, Any]:
-    """What all of some tokens begin with, which is fast to look for, and the search for one of them."""
+    """The common prefix of tokens, which is fast to find, and the search for one of them."""
     letters = [token.decode("latin-1") for token in tokens]
     prefix, pattern = os.path.commonprefix(letters), any_of(letters)
     return prefix.encode("latin-1"), re.compile(pattern.encode("latin-1")).search

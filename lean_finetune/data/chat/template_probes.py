@@ -1,4 +1,4 @@
-"""Test conversations that show what a chat template does before any row is rendered."""
+"""Test conversations that check a chat template before any row is rendered."""
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
@@ -32,11 +32,11 @@ _RESULT = _turn("tool", "zqresult", tool_call_id="a1B2c3D4e", name="zqcall")
 _BASIC = Conversation(messages=[_ASK, _ANSWER], tools=None)
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names under which messages hold reasoning: of Qwen, DeepSeek and GLM, of OpenRouter and Gemma, of gpt-oss and LFM."""
+"""Keys of reasoning: of Qwen, DeepSeek and GLM; of OpenRouter and Gemma; of gpt-oss and LFM."""
 MESSAGE_FIELDS = (*REASONING_FIELDS, "channel", "refusal")
-"""Keys of a message without which its text means something else."""
+"""Keys that change the meaning of a message."""
 
-# Conversation and the text that must be seen, by the part of a row that it shows.
+# By part of a row: a conversation with that part, and a text that its rendering must contain.
 _PARTS = {
     "tools": (Conversation(messages=[_ASK, _ANSWER], tools=_TOOLS), "zqtools"),
     "tool_calls": (Conversation(messages=[_ASK, _CALLING], tools=_TOOLS), "zqcall"),
@@ -61,22 +61,22 @@ PROBES = (
 
 
 def rendering(template: CompiledTemplate, conversation: Conversation) -> str | None:
-    """The rendering; None where the template refuses the conversation, which is no silent loss."""
+    """The rendering; None where the template refuses the conversation."""
     try:
         return template.text(conversation.messages, conversation.tools)
     except RowFault:
         return None
 
 
-def hidden_parts(template: CompiledTemplate) -> frozenset[str]:
-    """Which of tools, tool_calls and messages of the rarer roles the template leaves out without a word."""
+def omitted_parts(template: CompiledTemplate) -> frozenset[str]:
+    """The parts of a row that the template silently omits: tools, tool_calls, rare roles, keys of messages."""
     texts = {part: rendering(template, conversation) for part, (conversation, _) in _PARTS.items()}
-    hidden = {part for part, text in texts.items() if text is not None and _PARTS[part][1] not in text}
-    return frozenset(hidden | {field for field in MESSAGE_FIELDS if not _shows_field(template, field)})
+    omitted = {part for part, text in texts.items() if text is not None and _PARTS[part][1] not in text}
+    return frozenset(omitted | {field for field in MESSAGE_FIELDS if not _shows_field(template, field)})
 
 
 def _shows_field(template: CompiledTemplate, field: str) -> bool:
-    """Whether the key of a message changes the rendering of an answer or a call; True where both are refused."""
+    """Whether a message key changes the rendering of an answer or a call; True where both are refused."""
     shown = []
     for message in (_ANSWER, _CALLING):
         texts = [
@@ -88,7 +88,7 @@ def _shows_field(template: CompiledTemplate, field: str) -> bool:
 
 
 def parts_of(conversation: Conversation) -> set[str]:
-    """The roles of a conversation's messages, and what else it has that a template may leave out."""
+    """The roles of a conversation's messages, and its other parts that a template may omit."""
     parts = {message["role"] for message in conversation.messages}
     if conversation.tools:
         parts.add("tools")
@@ -101,12 +101,12 @@ def parts_of(conversation: Conversation) -> set[str]:
 
 
 def has_text(value: Any) -> bool:
-    """Whether a value says something: blank text does not."""
+    """Whether a value is neither blank text nor empty."""
     return bool(value.strip() if isinstance(value, str) else value)
 
 
 def reasoning_of(message: Message) -> str:
-    """A message's reasoning, in a key of its own or in <think> tags of its content; empty where it has none."""
+    """A message's reasoning, from a separate key or from <think> tags in its content; empty where it has none."""
     for field in REASONING_FIELDS:
         if isinstance(value := message.get(field), str) and value.strip():
             return value.strip()
@@ -114,8 +114,8 @@ def reasoning_of(message: Message) -> str:
     return before.rpartition("<think>")[2].strip() if closing else ""
 
 
-def check_turns(template: CompiledTemplate, hidden: Set[str], name: str, train_on: str) -> None:
-    """Refuse a template that leaves out a message's text, or whose generation marks are not around the assistant's.
+def check_roles(template: CompiledTemplate, omitted: Set[str], name: str, train_on: str) -> None:
+    """Refuse a template that omits the text of messages, or whose generation marks are not around the assistant's.
 
     Raises:
         UserError: naming the role.
@@ -126,9 +126,9 @@ def check_turns(template: CompiledTemplate, hidden: Set[str], name: str, train_o
             for number, message in enumerate(probe.messages)
         ]
         conversation = replace(probe, messages=distinct)
-        if parts_of(conversation) & hidden or (text := rendering(template, conversation)) is None:
+        if parts_of(conversation) & omitted or (text := rendering(template, conversation)) is None:
             continue
-        # Templates may leave out what is said beside a call.
+        # Templates may omit the text of a message with tool calls.
         messages = [message for message in distinct if message["content"] and "tool_calls" not in message]
         for message in messages:
             if message["content"] not in text.casefold():
@@ -138,14 +138,14 @@ def check_turns(template: CompiledTemplate, hidden: Set[str], name: str, train_o
                 )
         if template.has_marks and train_on != "all":
             try:
-                segments = split_segments(template.pieces(distinct, probe.tools))
+                segments = split_segments(template.parts(distinct, probe.tools))
             except RowFault as fault:
                 raise UserError(f"{name} cannot be used: {fault}") from None
             _check_marks(segments, messages, name, train_on)
 
 
 def _check_marks(segments: list[Segment], messages: list[Message], name: str, train_on: str) -> None:
-    """Compare the texts inside generation marks with the turns whose they are."""
+    """Check that generation marks contain the assistant's texts and no others."""
     marked = " ".join(segment.text for segment in segments if segment.trained).casefold()
     last = messages[-1]
     for message in messages:
@@ -153,23 +153,25 @@ def _check_marks(segments: list[Segment], messages: list[Message], name: str, tr
         if is_marked and not is_answer:
             raise UserError(
                 f"{name} has generation marks around the text of {message['role']} messages, which would be trained; "
-                "put them around the assistant's text alone"
+                "put them around the assistant's text only"
             )
         if is_answer and not is_marked and (message is last or train_on == "assistant"):
             raise UserError(
                 f"{name} has generation marks, but not around the text of "
-                f"{'the last' if message is last else 'each'} assistant message; mend them"
+                f"{'the last' if message is last else 'each'} assistant message; correct them"
                 f"{'' if message is last else ', or set data.train_on to last_assistant'}"
             )
 
 
-def check_probe(
+def check_end_of_turn(
     render: Callable[[Conversation], list[Segment]],
     name: str,
     special_tokens: Mapping[str, str],
     control: Iterable[str],
 ) -> None:
-    """Refuse a template that trains no end of turn, or that doubles the BOS token; a refused question is let pass.
+    """Refuse a template that trains no end of turn, or that doubles the BOS token.
+
+    A template that refuses the basic conversation passes.
 
     Raises:
         UserError: naming the fault.
@@ -177,7 +179,7 @@ def check_probe(
     try:
         segments = render(_BASIC)
     except RowFault:
-        return  # a template that needs other rows than this one: they are told row by row
+        return  # It needs other rows than this one; each row that it refuses is reported.
     text = "".join(segment.text for segment in segments)
     bos = special_tokens.get("bos_token")
     if bos and text.startswith(bos + bos):
@@ -185,6 +187,6 @@ def check_probe(
     last = next(segment.text for segment in reversed(segments) if segment.trained)
     if not last.rstrip().endswith(tuple(control)):
         raise UserError(
-            f"{name} trains no end-of-turn token after the answer, so the model would not learn to stop; let it write "
+            f"{name} trains no end-of-turn token after the answer, so the model would not learn to stop; add "
             "one, inside its generation marks where it has them"
         )

@@ -1,25 +1,25 @@
-"""A row's text, cut into what is trained and what is not."""
+"""Segments of a row's text that are trained or not."""
 
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lean_finetune.data.chat.control_tokens import TRAINED_END, TRAINED_START
-from lean_finetune.data.format.example import Plain, RowFault
+from lean_finetune.data.format.example import PlainText, RowFault
 
 _SENTINELS = (TRAINED_START, TRAINED_END)
 _SENTINEL = re.compile(f"([{TRAINED_START}{TRAINED_END}])")
 
 
 class Segment(NamedTuple):
-    """A stretch of a row's text that is trained as a whole or not at all."""
+    """A part of a row's text that is trained completely or not at all."""
 
     text: str
     trained: bool
 
 
-def plain_segments(example: Plain, *, bos: str, eos: str, train_on: str) -> list[Segment]:
-    """Prompt and completion as the tokenizer itself would start and end a text: BOS where it adds one, then EOS.
+def plain_segments(example: PlainText, *, bos: str, eos: str, train_on: str) -> list[Segment]:
+    """Prompt and completion, with BOS in front where the tokenizer adds one, and EOS at the end.
 
     `bos` is empty where the tokenizer adds none. With `train_on` all, the prompt is trained too.
     """
@@ -30,37 +30,37 @@ def plain_segments(example: Plain, *, bos: str, eos: str, train_on: str) -> list
     return [segment for segment in segments if segment.text]
 
 
-def split_segments(pieces: Sequence[str]) -> list[Segment]:
-    """Join the pieces of a rendering, cut at the sentinels; trained stretches that touch become one.
+def split_segments(parts: Sequence[str]) -> list[Segment]:
+    """The segments of a rendering; trained segments without text between them become one.
 
-    A sentinel is a piece of its own, or no piece holds one. Looking for them in the joined text would cost more than
-    rendering it: they widen every character of it.
+    Each sentinel must be one element of `parts`. Searching the joined text would cost more than rendering it: with a
+    sentinel in it, Python stores every character in two bytes.
 
     Raises:
-        RowFault: generation blocks lie inside each other.
+        RowFault: generation blocks are nested or not closed.
     """
     segments: list[Segment] = []
     trained, start = False, 0
-    for place, piece in enumerate(pieces):
-        if piece not in _SENTINELS:
+    for index, part in enumerate(parts):
+        if part not in _SENTINELS:
             continue
-        if trained == (piece == TRAINED_START):
-            raise RowFault("the chat template puts a generation block inside another; mend its generation marks")
-        _add(segments, "".join(pieces[start:place]), trained)
-        trained, start = not trained, place + 1
+        if trained == (part == TRAINED_START):
+            raise RowFault("the chat template puts a generation block inside another; correct its generation marks")
+        _add(segments, "".join(parts[start:index]), trained)
+        trained, start = not trained, index + 1
     if trained:
-        raise RowFault("the chat template opens a generation block and does not close it; mend its generation marks")
-    _add(segments, "".join(pieces[start:]), trained)
+        raise RowFault("the chat template opens a generation block and does not close it; correct its generation marks")
+    _add(segments, "".join(parts[start:]), trained)
     return segments
 
 
-def set_apart(pieces: Iterable[str]) -> list[str]:
-    """The pieces, with the sentinels inside them as pieces of their own."""
-    return [part for piece in pieces for part in _SENTINEL.split(piece)]
+def split_at_marks(parts: Iterable[str]) -> list[str]:
+    """The parts of a rendering, with each sentinel inside them as a separate part."""
+    return [text for part in parts for text in _SENTINEL.split(part)]
 
 
 def _add(segments: list[Segment], text: str, trained: bool) -> None:
-    """Add text to the last segment, or as a new one where that is of the other kind."""
+    """Append text to the last segment if that is of the same kind, else as a new segment."""
     if not text:
         return
     if segments and segments[-1].trained == trained:
@@ -69,7 +69,7 @@ def _add(segments: list[Segment], text: str, trained: bool) -> None:
 
 
 def segments_of_spans(text: str, spans: list[tuple[int, int]]) -> list[Segment]:
-    """Cut text at half-open character spans, which are trained, ascending and disjoint."""
+    """The segments of a text whose trained spans, half-open ranges of characters, are ascending and disjoint."""
     segments: list[Segment] = []
     done = 0
     for start, end in spans:

@@ -1,4 +1,4 @@
-"""Rows as tokens, held together as flat arrays: no object per row."""
+"""Encoded rows as flat arrays, without a Python object per row."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,28 +7,28 @@ import numpy as np
 
 
 class EncodedRow(NamedTuple):
-    """One row as tokens."""
+    """The tokens of one row."""
 
     ids: np.ndarray
     """int32, shape (tokens,)."""
     spans: np.ndarray
-    """int64, shape (spans, 2): half-open token positions that are trained, ascending and disjoint."""
+    """int64, shape (spans, 2): half-open ranges of trained token positions, ascending and disjoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedRows:
-    """Token ids of some rows, and the half-open spans of them that are trained."""
+    """Token ids of rows, and their trained spans."""
 
     ids: np.ndarray
-    """int32: all rows' ids, one row after the other."""
+    """int32: the ids of all rows, concatenated."""
     offsets: np.ndarray
-    """int64, shape (rows + 1,): where each row begins in `ids`, and their end."""
+    """int64, shape (rows + 1,): where each row starts in `ids`, and the end of the last."""
     span_rows: np.ndarray
     """int64, shape (spans,): the row of each span, ascending."""
     spans: np.ndarray
-    """int64, shape (spans, 2): positions in the row; ascending, disjoint, and none touches the next."""
+    """int64, shape (spans, 2): half-open ranges of positions in the row; ascending, with gaps between them."""
     failed: frozenset[int]
-    """Rows with text that the faster engine gave up on."""
+    """Rows with text that the engine could not encode, so that the tokenizers library did."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -36,34 +36,38 @@ class EncodedRows:
         return np.diff(self.offsets)
 
     def __getitem__(self, number: int) -> EncodedRow:
-        """One row, counted from 0."""
+        """One row."""
         ids = self.ids[self.offsets[number] : self.offsets[number + 1]]
         return EncodedRow(ids=ids, spans=self.spans[self.span_rows == number])
 
 
-def from_units(
-    ids: np.ndarray, unit_lengths: np.ndarray, unit_trained: np.ndarray, unit_counts: np.ndarray, failed: list[int]
+def from_segments(
+    ids: np.ndarray,
+    segment_lengths: np.ndarray,
+    segment_trained: np.ndarray,
+    segment_counts: np.ndarray,
+    failed: list[int],
 ) -> EncodedRows:
-    """Rows of units, which are trained as a whole or not at all.
+    """Rows from the ids of their segments, each trained completely or not at all.
 
     Args:
-        ids: int32, of all units.
-        unit_lengths: int64, tokens of each unit.
-        unit_trained: bool, of each unit.
-        unit_counts: int64, units of each row.
-        failed: units that the faster engine gave up on.
+        ids: int32, of all segments.
+        segment_lengths: int64, tokens of each segment.
+        segment_trained: bool, of each segment.
+        segment_counts: int64, segments of each row.
+        failed: indices of segments that the engine could not encode.
     """
-    unit_rows = np.repeat(np.arange(len(unit_counts)), unit_counts)
-    bounds = np.concatenate(([0], np.cumsum(unit_lengths)))
-    offsets = bounds[np.concatenate(([0], np.cumsum(unit_counts)))]
-    trained = np.flatnonzero(unit_trained & (unit_lengths > 0))
-    starts, ends, rows = bounds[trained], bounds[trained + 1], unit_rows[trained]
-    # Units that touch are one span.
-    apart = (starts[1:] != ends[:-1]) | (rows[1:] != rows[:-1])
-    any_span = np.ones(min(len(trained), 1), bool)
-    first, last = np.concatenate((any_span, apart)), np.concatenate((apart, any_span))
+    segment_rows = np.repeat(np.arange(len(segment_counts)), segment_counts)
+    bounds = np.concatenate(([0], np.cumsum(segment_lengths)))
+    offsets = bounds[np.concatenate(([0], np.cumsum(segment_counts)))]
+    trained = np.flatnonzero(segment_trained & (segment_lengths > 0))
+    starts, ends, rows = bounds[trained], bounds[trained + 1], segment_rows[trained]
+    # Trained segments that touch become one span.
+    is_gap = (starts[1:] != ends[:-1]) | (rows[1:] != rows[:-1])
+    one = np.ones(min(len(trained), 1), bool)
+    first, last = np.concatenate((one, is_gap)), np.concatenate((is_gap, one))
     rows = rows[first]
     spans = np.stack((starts[first], ends[last]), axis=1) - offsets[rows][:, None]
     return EncodedRows(
-        ids=ids, offsets=offsets, span_rows=rows, spans=spans, failed=frozenset(unit_rows[failed].tolist())
+        ids=ids, offsets=offsets, span_rows=rows, spans=spans, failed=frozenset(segment_rows[failed].tolist())
     )

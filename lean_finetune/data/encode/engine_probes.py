@@ -1,4 +1,4 @@
-"""Texts that tell two engines of one tokenizer apart, if anything does."""
+"""Texts on which two engines of a tokenizer are compared: edge cases and every kind of character."""
 
 import random
 import unicodedata
@@ -13,15 +13,15 @@ SCRIPTS = (
     *((0x20, 0x7F), (0x20, 0x7F), (0xA0, 0x250), (0x300, 0x530), (0x590, 0xE80), (0x1E00, 0x2C00)),
     *((0x3000, 0x3100), (0x4E00, 0x9FFF), (0xAC00, 0xD7A0), (0xF900, 0xFFF0), (0x1F000, 0x1FB00)),
 )
-"""Half-open ranges of characters; plain ASCII comes up more often."""
+"""Half-open ranges of characters. ASCII is listed twice, so it is drawn more often."""
 
 ASSIGNED = (
     *(range(0x40000), range(0xDFFFE, 0xE0200), range(0xEFFFE, 0xF0002)),
     *(range(0xFFFFD, 0x100002), range(0x10FFFD, 0x110000)),
 )
-"""Where one character's category differs from the next one's; between these lie planes of one category each."""
+"""Ranges in which categories of characters change. The planes between them have one category each."""
 
-HARD_TEXTS = (
+EDGE_CASES = (
     "",
     " ",
     "  ",
@@ -52,12 +52,12 @@ HARD_TEXTS = (
 
 
 def probe_texts(added_tokens: Sequence[str]) -> list[str]:
-    """Texts of hard cases, every kind of character, all bytes, the tokens added to the vocabulary, and chance."""
+    """Edge cases, every kind of character, all bytes, the tokens added to the vocabulary, and random texts."""
     every_byte = bytes(range(256)).decode("latin-1")
     kinds = "".join(f"a{one}1{one}A {one}! {one}\n" for one in _characters_of_every_kind())
     step = CHARACTERS_PER_TEXT * len("a_1_A _! _\n")
-    texts = [*HARD_TEXTS, every_byte, " ".join(every_byte)]
-    texts += [unicodedata.normalize(form, text) for form in ("NFC", "NFD") for text in HARD_TEXTS]
+    texts = [*EDGE_CASES, every_byte, " ".join(every_byte)]
+    texts += [unicodedata.normalize(form, text) for form in ("NFC", "NFD") for text in EDGE_CASES]
     texts += [kinds[start : start + step] for start in range(0, len(kinds), step)]
     for token in added_tokens:
         texts += [token, f"a{token}b", f" {token} {token}{token}\n{token}"]
@@ -67,16 +67,16 @@ def probe_texts(added_tokens: Sequence[str]) -> list[str]:
 def _characters_of_every_kind() -> list[str]:
     """The first and the last character of each run of characters of one category; no surrogates.
 
-    Regular expressions cut text by category, and two libraries may follow different versions of Unicode.
+    Regular expressions split text by category, and two libraries may use different versions of Unicode.
     """
     characters = [chr(code) for some in ASSIGNED for code in some if not 0xD800 <= code <= 0xDFFF]
     runs = (list(run) for _, run in groupby(characters, key=unicodedata.category))
-    # A set would lose the order, and with it the same reason in each run.
+    # Not a set, whose order differs between runs.
     return [one for run in runs for one in dict.fromkeys((run[0], run[-1]))]
 
 
 def _random_texts() -> list[str]:
-    """Texts of characters that seldom meet, the same each time."""
+    """Texts of random characters from different scripts, the same in every run."""
     source = random.Random(SEED)
 
     def text() -> str:

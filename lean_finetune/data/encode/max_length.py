@@ -1,6 +1,6 @@
-"""Encoded rows brought to data.max_length: cut there, left out, or split into several."""
+"""Encoded rows limited to data.max_length: truncated, left out, or split into chunks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,53 +10,50 @@ DROP, SPLIT = "drop", "split"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutRows:
-    """What goes into the token files: pieces of encoded rows, each no longer than data.max_length."""
+class Chunks:
+    """Parts of encoded rows of at most data.max_length tokens, as the token files store them."""
 
     rows: np.ndarray
-    """int64, shape (pieces,): the encoded row of each piece, ascending; one row has several only when split."""
+    """int64, shape (chunks,): the encoded row of each chunk, ascending. Only split rows have several."""
     starts: np.ndarray
-    """int64: where the piece begins in the ids of all rows."""
+    """int64, shape (chunks,): index of its first token in the ids of all rows."""
     lengths: np.ndarray
-    """int64: its tokens; the last one is trained."""
+    """int64, shape (chunks,): its tokens; the last one is trained."""
     supervised: np.ndarray
-    """int64: its trained tokens that have a token before them to be predicted from; at least 1."""
-    span_pieces: np.ndarray
-    """int64, shape (spans,): the piece of each span, ascending."""
+    """int64, shape (chunks,): its trained tokens except the first of the chunk, which nothing predicts; at least 1."""
+    span_chunks: np.ndarray
+    """int64, shape (spans,): the chunk of each span, ascending."""
     spans: np.ndarray
-    """int64, shape (spans, 2): positions in the piece."""
+    """int64, shape (spans, 2): token positions in the chunk."""
     truncated: np.ndarray
-    """Rows that lost trained tokens to truncation, those that lost all of them too."""
+    """Rows that lost trained tokens to truncation."""
     dropped_long: np.ndarray
-    """Rows left out for their length."""
+    """Rows left out because of their length."""
     split: np.ndarray
-    """Rows cut into several."""
+    """Rows split into several chunks."""
     no_answer: np.ndarray
-    """Rows of which no piece has a supervised token; of a split row such pieces are left out alone."""
+    """Rows without a supervised token in any chunk."""
 
-    def of(self, wanted: np.ndarray) -> "CutRows":
-        """The pieces for which `wanted`, bool of shape (pieces,), is true."""
-        number = np.cumsum(wanted) - 1
-        kept = wanted[self.span_pieces]
-        return CutRows(
+    def select(self, wanted: np.ndarray) -> "Chunks":
+        """The chunks for which `wanted`, bool of shape (chunks,), is true."""
+        new_index = np.cumsum(wanted) - 1
+        wanted_spans = wanted[self.span_chunks]
+        return replace(
+            self,
             rows=self.rows[wanted],
             starts=self.starts[wanted],
             lengths=self.lengths[wanted],
             supervised=self.supervised[wanted],
-            span_pieces=number[self.span_pieces[kept]],
-            spans=self.spans[kept],
-            truncated=self.truncated,
-            dropped_long=self.dropped_long,
-            split=self.split,
-            no_answer=self.no_answer,
+            span_chunks=new_index[self.span_chunks[wanted_spans]],
+            spans=self.spans[wanted_spans],
         )
 
 
-def cut_rows(encoded: EncodedRows, max_length: int, over_length: str) -> CutRows:
-    """Cut rows at `max_length`, and take away what stands behind the last trained token.
+def limit_lengths(encoded: EncodedRows, max_length: int, over_length: str) -> Chunks:
+    """Truncate, drop or split rows over `max_length`, and remove tokens behind the last trained one.
 
-    Attention is causal, so tokens behind the last trained one change no loss: they would only cost memory. A row is
-    long when it is longer than `max_length` without them.
+    Attention is causal, so tokens behind the last trained one change no loss and only cost memory. They do not count
+    towards a row's length.
     """
     row_count = len(encoded.offsets) - 1
     rows, spans = encoded.span_rows, encoded.spans
@@ -65,47 +62,46 @@ def cut_rows(encoded: EncodedRows, max_length: int, over_length: str) -> CutRows
     long = np.flatnonzero(ends > max_length)
     none = long[:0]
     if len(long) == 0:
-        pieces = np.zeros(len(rows), np.int64)
+        number = np.zeros(len(rows), np.int64)  # Of each span's chunk in its row.
     else:
         if over_length == DROP:
-            kept = ends[rows] <= max_length
-            rows, spans = rows[kept], spans[kept]
-        rows, spans, pieces = _cut_spans(rows, spans, max_length)
+            fits = ends[rows] <= max_length
+            rows, spans = rows[fits], spans[fits]
+        rows, spans, number = _split_spans(rows, spans, max_length)
         if over_length != SPLIT:
-            kept = pieces == 0
-            rows, spans, pieces = rows[kept], spans[kept], pieces[kept]
-    new = np.ones(len(rows), bool)
-    new[1:] = (rows[1:] != rows[:-1]) | (pieces[1:] != pieces[:-1])
-    first = np.flatnonzero(new)
-    span_pieces = np.cumsum(new) - 1
-    supervised = np.bincount(
-        span_pieces, weights=spans[:, 1] - np.maximum(spans[:, 0], 1), minlength=len(first)
-    ).astype(np.int64)
+            fits = number == 0
+            rows, spans, number = rows[fits], spans[fits], number[fits]
+    is_new = np.ones(len(rows), bool)
+    is_new[1:] = (rows[1:] != rows[:-1]) | (number[1:] != number[:-1])
+    first = np.flatnonzero(is_new)
     last = np.append(first[1:], len(rows)) - 1
-    answered = np.zeros(row_count, bool)
-    answered[rows[first][supervised > 0]] = True
+    span_chunks = np.cumsum(is_new) - 1
+    span_supervised = spans[:, 1] - np.maximum(spans[:, 0], 1)
+    supervised = np.bincount(span_chunks, weights=span_supervised, minlength=len(first)).astype(np.int64)
+    is_answered = np.zeros(row_count, bool)
+    is_answered[rows[first][supervised > 0]] = True
     if over_length == DROP:
-        answered[long] = True
-    found = CutRows(
+        is_answered[long] = True
+    chunks = Chunks(
         rows=rows[first],
-        starts=encoded.offsets[rows[first]] + pieces[first] * max_length,
+        starts=encoded.offsets[rows[first]] + number[first] * max_length,
         lengths=spans[last, 1] if len(first) else none,
         supervised=supervised,
-        span_pieces=span_pieces,
+        span_chunks=span_chunks,
         spans=spans,
         truncated=none if over_length in (DROP, SPLIT) else long,
         dropped_long=long if over_length == DROP else none,
         split=long if over_length == SPLIT else none,
-        no_answer=np.flatnonzero(~answered),
+        no_answer=np.flatnonzero(~is_answered),
     )
-    return found.of(supervised > 0)
+    return chunks.select(supervised > 0)
 
 
-def _cut_spans(rows: np.ndarray, spans: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spans cut where each row's pieces of `size` tokens meet: (rows, spans in their piece, piece in the row)."""
+def _split_spans(rows: np.ndarray, spans: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Split spans at multiples of `size`: (rows, spans in their chunk, number of the chunk in its row)."""
     first, last = spans[:, 0] // size, (spans[:, 1] - 1) // size
     parts = last - first + 1
-    whole = np.repeat(np.arange(len(rows)), parts)
-    pieces = first[whole] + np.arange(len(whole)) - np.repeat(np.cumsum(parts) - parts, parts)
-    cut = np.clip(spans[whole] - (pieces * size)[:, None], 0, size)
-    return rows[whole], cut, pieces
+    span = np.repeat(np.arange(len(rows)), parts)
+    number = first[span] + np.arange(len(span)) - np.repeat(np.cumsum(parts) - parts, parts)
+    inside = np.clip(spans[span] - (number * size)[:, None], 0, size)
+    return rows[span], inside, number

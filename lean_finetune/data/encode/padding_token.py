@@ -1,27 +1,27 @@
-"""Which id fills the rest of a padded row: one that is never trained, so that nobody can take padding for an answer."""
+"""Choice of the padding token: one that is never trained, so that padding cannot be mistaken for an answer."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-# Words by which tokenizers name control tokens that stand for nothing.
+# Words in the names of control tokens without a use.
 UNUSED_WORDS = ("pad", "reserved", "unused", "extra_id")
 TRAINED_ROLES = ("bos_token", "eos_token")
 
 
 class Pad(NamedTuple):
-    """What rows are padded with."""
+    """The padding token."""
 
     number: int
-    """Its token id."""
+    """Its id."""
     reason: str
     is_spare: bool
-    """Whether the token has no other use, so that training it is a fault."""
+    """Whether the token has no other use, so that a trained one is an error."""
 
 
 def choose_pad(
     control: Mapping[int, str], special_tokens: Mapping[str, str], id_of: Callable[[str], int | None]
 ) -> Pad:
-    """The padding, and why that.
+    """The padding token, and the reason.
 
     Args:
         control: the tokenizer's control tokens by id.
@@ -39,12 +39,12 @@ def choose_pad(
     for word in UNUSED_WORDS:
         for number, token in sorted(control.items()):
             if word in token.lower() and token not in taken:
-                return Pad(number, f"the tokenizer has no pad_token of its own, but a control token {token!r}", True)
+                return Pad(number, f"the tokenizer has no pad_token, but a control token {token!r}", True)
     if (number := spare("unk_token")) is not None:
         return Pad(number, f"it is the tokenizer's unk_token {special_tokens['unk_token']!r}", True)
     reason = (
-        "the tokenizer has no token to spare for padding; this one is trained too, which changes nothing here, since "
-        "what is trained is told by spans, never by id"
+        "the tokenizer has no unused token for padding; this one is trained too, which changes nothing here: "
+        "trained tokens are stored as spans, never found by id"
     )
     eos = special_tokens.get("eos_token")
     return Pad((None if eos is None else id_of(eos)) or 0, reason, False)

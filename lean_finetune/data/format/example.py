@@ -8,58 +8,59 @@ from typing import Any
 import orjson
 
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
-ASKING_ROLES = frozenset(("user", "tool"))
+PROMPT_ROLES = frozenset(("user", "tool"))
+"""Roles that an assistant's turn answers."""
 
 Message = dict[str, Any]
 
 
 class RowFault(Exception):
-    """What is wrong with a row and what mends it, without its place, which the caller knows."""
+    """A row that cannot be used: the rule and the remedy. The caller adds file and line."""
 
 
 class EmptyAnswer(RowFault):
-    """Only the end of a trained turn would be learnt."""
+    """A trained turn is empty, so the model would learn only to end it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """A row for the chat template; every assistant turn but those in `context` is trained."""
+    """A row for the chat template. Every assistant turn that is not in `context` is trained."""
 
     messages: list[Message]
     """Each with a known `role` and text in `content`."""
     tools: list[Any] | None
     context: frozenset[int] = frozenset()
-    """Places in `messages` of assistant turns that are shown but not trained (weight 0, or part of a prompt)."""
+    """Indices in `messages` of assistant turns that are shown but not trained (weight 0, or part of a prompt)."""
 
     def trained_turns(self) -> list[int]:
-        """Places in `messages` of the turns that are trained."""
+        """Indices in `messages` of the turns that are trained."""
         return [n for n in self.turns() if n not in self.context]
 
     def turns(self) -> list[int]:
-        """Places in `messages` of the assistant's turns."""
+        """Indices in `messages` of the assistant's turns."""
         return [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def prompt_key(self) -> bytes:
-        """All before the first answer, which a conversation shares with all it begins with or goes on to.
+        """Everything before the first answer to a question: conversations that begin alike have equal keys.
 
-        A greeting that nobody asked for is part of that; a row where nobody asks is told by the whole of it.
+        A greeting before the first question belongs to the key. Without any question the key is the whole row.
         """
-        first, asked = None, False
-        for place, message in enumerate(self.messages):
-            if message["role"] in ASKING_ROLES:
-                asked = True
-            elif asked and message["role"] == "assistant":
-                first = place
+        first, has_question = None, False
+        for index, message in enumerate(self.messages):
+            if message["role"] in PROMPT_ROLES:
+                has_question = True
+            elif has_question and message["role"] == "assistant":
+                first = index
                 break
         return canonical({"messages": self.messages[:first], "tools": self.tools})
 
     def has_empty_answer(self) -> bool:
-        """Whether a trained turn says and calls nothing, so that only its end would be learnt."""
-        return any(_says_nothing(self.messages[n]) for n in self.trained_turns())
+        """Whether a trained turn has neither text, nor tool calls, nor another value that a template may show."""
+        return any(_is_empty(self.messages[n]) for n in self.trained_turns())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plain:
+class PlainText:
     """A row without a chat template: `completion` and the end-of-sequence token are trained."""
 
     prompt: str
@@ -70,31 +71,29 @@ class Plain:
         return canonical({"prompt": self.prompt} if self.prompt else {"text": self.completion})
 
     def has_empty_answer(self) -> bool:
-        """Whether only the end of the text would be learnt."""
+        """Whether there is no text to train."""
         return not self.completion.strip()
 
 
-def is_heldout(example: Conversation | Plain, fraction: float, seed: int) -> bool:
-    """Whether a hash of `seed` and of what precedes the first answer holds the row out.
+def is_heldout(example: Conversation | PlainText, fraction: float, seed: int) -> bool:
+    """Whether the hash of `seed` and the prompt key falls into the held-out fraction.
 
-    Rows with equal beginnings share a side, and no row moves when others are added.
+    Rows with equal prompts are on the same side, and adding rows moves no other row.
     """
     digest = hashlib.blake2b(example.prompt_key(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
 def canonical(value: Any) -> bytes:
-    """A JSON value as bytes that depend on no order of keys."""
+    """A JSON value as bytes that do not depend on the order of keys."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:
-        # Lone surrogates and integers past 64 bits take the slow way, and so do the values of column formats that JSON
-        # has no like for (bytes, decimals, durations): as text they are told apart as well.
+        # orjson refuses lone surrogates, integers past 64 bits, and what Parquet has and JSON lacks (bytes, decimals).
         return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
 
 
-def _says_nothing(message: Message) -> bool:
-    """Whether a message has neither text nor tool calls nor another value, which the template may show or not."""
+def _is_empty(message: Message) -> bool:
     content = message["content"]
     if content and not content.isspace():
         return False

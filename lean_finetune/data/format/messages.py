@@ -1,14 +1,14 @@
-"""One message, tool call or list of tools, as chat templates expect it."""
+"""Messages, tool calls and tools in the form that chat templates expect."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from lean_finetune.data.format.example import ROLES, Message, RowFault
-from lean_finetune.data.format.row_values import json_of, show, without_nulls
-from lean_finetune.data.format.unread_columns import is_given, refuse_media
+from lean_finetune.data.format.row_values import is_given, parse_json, show, without_nulls
+from lean_finetune.data.format.unread_columns import refuse_media
 
-# OpenAI's old name of tool results, and Gemma's of the assistant.
+# OpenAI's former name of the role tool, and Gemma's of the role assistant.
 OTHER_ROLES = {"function": "tool", "model": "assistant"}
 KNOWN_ROLES = ", ".join(("system", "developer", "user", "assistant", "tool", *OTHER_ROLES))
 # Whether a turn is trained, as 0 or 1 (OpenAI, ms-swift) and as true or false (axolotl, ms-swift).
@@ -20,16 +20,16 @@ TEXT_PARTS, TEXT_KEYS = ("text", "input_text", "output_text"), ("text", "value",
 _USUAL_KEYS = {"role", "content"}
 
 
-def parse_turns(given: list[Any], where: str) -> tuple[list[Message], frozenset[int]]:
-    """Messages, and the places of assistant turns that are not trained.
+def parse_messages(given: list[Any], where: str) -> tuple[list[Message], frozenset[int]]:
+    """The parsed messages, and the indices of assistant turns that are not trained.
 
     Raises:
-        RowFault: one of them is no message.
+        RowFault: one of them is not a message.
     """
     messages: list[Message] = []
     context: list[int] = []
     for number, message in enumerate(given):
-        # Most messages are just this; they are taken as they are.
+        # Most messages need no parsing.
         if (
             type(message) is dict
             and message.keys() == _USUAL_KEYS
@@ -47,10 +47,10 @@ def parse_turns(given: list[Any], where: str) -> tuple[list[Message], frozenset[
 
 
 def parse_message(message: Any, where: str) -> tuple[Message, bool]:
-    """A message with other keys, typed content or tool calls; and whether it is an assistant turn that is not trained.
+    """The parsed message, and whether it is an assistant turn that is not trained.
 
     Raises:
-        RowFault: it is no message, or holds what cannot be trained.
+        RowFault: it is not a message, or holds what cannot be trained.
     """
     if not isinstance(message, dict):
         raise RowFault(f"{where} must be an object with 'role' and 'content', got {show(message)}; change it")
@@ -61,7 +61,7 @@ def parse_message(message: Any, where: str) -> tuple[Message, bool]:
     refuse_media(message, where)
     parsed = {key: without_nulls(value) for key, value in message.items() if value is not None}
     parsed["role"] = role
-    is_context = _take_untrained(parsed, role, where)
+    is_context = _pop_weights(parsed, role, where)
     calls = parsed.pop("tool_calls", None)
     if legacy := parsed.pop("function_call", None):
         if calls:
@@ -70,20 +70,18 @@ def parse_message(message: Any, where: str) -> tuple[Message, bool]:
     if calls is not None and (not isinstance(calls, list) or (calls and role != "assistant")):
         raise RowFault(f"{where}: tool_calls must be a list in an assistant message, got {show(calls)}; change it")
     if calls:
-        parsed["tool_calls"] = [tool_call(call, where) for call in calls]
+        parsed["tool_calls"] = [parse_tool_call(call, where) for call in calls]
     parsed["content"] = "" if calls and "content" not in parsed else content_text(parsed.get("content"), where)
     return parsed, is_context
 
 
-def _take_untrained(message: Message, role: str, where: str) -> bool:
-    """Take out of a message what says whether it is trained; whether it makes an assistant turn one that is not.
-
-    Raises:
-        RowFault: it is a fraction, or trains a part of the turn or another role: none of them could be followed.
-    """
+def _pop_weights(message: Message, role: str, where: str) -> bool:
+    """Remove the keys that say whether a message is trained; return whether it is an untrained assistant turn."""
     for key in DETAIL_KEYS:
         if is_given(message.pop(key, None)):
-            raise RowFault(f"{where}: {key} trains parts of a turn, and turns are trained as a whole; remove the row")
+            raise RowFault(
+                f"{where}: {key} selects parts of a turn, but only complete turns can be trained; remove the row"
+            )
     given = {key: message.pop(key) for key in (*WEIGHT_KEYS, *SWITCH_KEYS) if key in message}
     known: tuple[float, ...] = (0, 1) if role == "assistant" else (0,)
     for key, value in given.items():
@@ -99,10 +97,10 @@ def _take_untrained(message: Message, role: str, where: str) -> bool:
 
 
 def content_text(content: Any, where: str) -> str:
-    """A message's text; typed parts are joined when all are text.
+    """A message's text; a list of typed parts is joined when all parts are text.
 
     Raises:
-        RowFault: it is neither text nor such parts.
+        RowFault: it is neither.
     """
     if isinstance(content, str):
         return content
@@ -118,28 +116,28 @@ def content_text(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call as {type, function: {name, arguments: object}}, from that or from the bare {name, arguments}.
+def parse_tool_call(call: Any, where: str) -> dict[str, Any]:
+    """A tool call as {type, function: {name, arguments}}, given so or as the bare {name, arguments}.
 
     Raises:
-        RowFault: it has no name, or arguments that are no object.
+        RowFault: it has no name, or its arguments are not an object.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowFault(f"{where} has a tool call without a name: {show(call)}; add it")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = json_of(arguments, f"{where} (arguments of {function['name']})") if arguments.strip() else {}
+        arguments = parse_json(arguments, f"{where} (arguments of {function['name']})") if arguments.strip() else {}
     if not isinstance(arguments, dict):
         raise RowFault(f"{where}: arguments of {function['name']} must be an object, got {show(arguments)}; change it")
-    kept = {key: value for key, value in call.items() if key not in ("name", "arguments", "function")}
-    return {"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}}
+    others = {key: value for key, value in call.items() if key not in ("name", "arguments", "function")}
+    return {"type": "function", **others, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """The row's tools as {type, function: {...}}, from a list or a JSON string of one; None when there are none.
+def parse_tools(row: Mapping[str, Any]) -> list[Any] | None:
+    """The row's tools as {type, function: {...}}, from a list or its JSON text; None when there are none.
 
-    `functions` is OpenAI's old name of them.
+    `functions` is OpenAI's former name of `tools`.
 
     Raises:
         RowFault: they are something else.
@@ -152,7 +150,7 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     if tools is None:
         return None
     if isinstance(tools, str):
-        tools = json_of(tools, "'tools'") if tools.strip() else None
+        tools = parse_json(tools, "'tools'") if tools.strip() else None
     else:
         tools = without_nulls(tools)
     if not tools:

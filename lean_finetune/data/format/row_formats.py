@@ -1,26 +1,12 @@
-"""A row of a known shape, read into what it means."""
+"""The row formats: messages, sharegpt, alpaca, prompt_completion and text, one class each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from lean_finetune.data.format.example import ASKING_ROLES, Conversation, Message, Plain, RowFault, is_heldout
-from lean_finetune.data.format.format_detection import check_columns, detect_format, named_keys
-from lean_finetune.data.format.messages import parse_message, parse_turns, tool_call, tools_of
-from lean_finetune.data.format.row_values import json_of, list_of, show, text_of, text_or_nothing
-from lean_finetune.data.format.token_settings import SourceShape
-from lean_finetune.data.format.unread_columns import is_given
-
-__all__ = [
-    "ASKING_ROLES",
-    "Conversation",
-    "Plain",
-    "RowFault",
-    "check_columns",
-    "detect_format",
-    "is_heldout",
-    "parse_row",
-    "row_family",
-]
+from lean_finetune.data.format.example import Conversation, Message, PlainText, RowFault
+from lean_finetune.data.format.format_base import RowFormat, SourceFormat, register
+from lean_finetune.data.format.messages import parse_message, parse_messages, parse_tool_call, parse_tools
+from lean_finetune.data.format.row_values import is_given, list_of, parse_json, show, text_of, text_or_nothing
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -35,61 +21,167 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "function_response": "tool",
 }
-_USUAL_SHAREGPT_KEYS = {"from", "value"}
-# What {prompt, completion} as plain text cannot show, as no chat template renders it.
-_OF_CONVERSATIONS = ("system", "tools", "functions")
+_SHAREGPT_KEYS = {"from", "value"}
+_CONVERSATION_KEYS = ("system", "tools", "functions", "family")
 
 
-def parse_row(row: Mapping[str, Any], shape: SourceShape) -> Conversation | Plain:
-    """Read a row of the given shape; `unread_columns` judges the columns that it does not have.
+def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Conversation | PlainText:
+    """The example of a row. `unread_columns` judges the columns that its format does not read.
 
     Raises:
         RowFault: a key is missing, has the wrong type, or there is nothing to train on.
     """
-    example = _PARSERS[shape.format](named_keys(row, shape))
+    row_format = source.row_format
+    example = row_format.parse(row_format.rename_columns(row, source.columns))
     if isinstance(example, Conversation) and not example.trained_turns():
         found = "every assistant turn is marked as not trained" if example.context else "no assistant turn"
         raise RowFault(f"{found}, so nothing to train on; remove the row or add one")
     return example
 
 
-def row_family(row: Mapping[str, Any], shape: SourceShape) -> str | None:
-    """The row's task family, if it names one; `shape` says in which column.
+def row_family(row: Mapping[str, Any], source: SourceFormat) -> str | None:
+    """The task family that a row names, None where it names none.
 
     Raises:
         RowFault: `family` is neither text nor null.
     """
-    family = row.get(shape.columns.get("family", "family"))
+    family = row.get(source.column("family"))
     if family is not None and not isinstance(family, str):
         raise RowFault(f"'family' must be text, got {show(family)}; change it")
     return family
 
 
-def _parse_messages(row: Mapping[str, Any]) -> Conversation:
-    """System, tools, messages of {role, content, tool_calls, weight}; other keys reach the template as they are."""
-    return _conversation(row, *_turns(list_of(row, "messages"), "messages", default="role"), "messages")
+@register
+class Messages(RowFormat):
+    """`messages`: a list of {role, content, tool_calls, weight}. Other keys of a message reach the template."""
+
+    name = "messages"
+    required = ("messages",)
+    optional = _CONVERSATION_KEYS
+
+    def parse(self, row: Mapping[str, Any]) -> Conversation:
+        """See the base class."""
+        turns = list_of(row, "messages")
+        is_sharegpt = _turn_keys(turns) == {"from"}
+        parsed = _parse_sharegpt_turns(turns, "messages") if is_sharegpt else parse_messages(turns, "messages")
+        return _conversation(row, *parsed, "messages")
 
 
-def _parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
-    """System, tools, conversations of {from, value, weight, …}, with function_call and observation turns."""
-    return _conversation(row, *_turns(list_of(row, "conversations"), "conversations", default="from"), "conversations")
+@register
+class ShareGpt(RowFormat):
+    """`conversations`: a list of {from, value, weight}, with function_call and observation turns."""
+
+    name = "sharegpt"
+    required = ("conversations",)
+    optional = _CONVERSATION_KEYS
+
+    def parse(self, row: Mapping[str, Any]) -> Conversation:
+        """See the base class."""
+        turns, key = list_of(row, "conversations"), "conversations"
+        has_roles = _turn_keys(turns) == {"role"}
+        parsed = parse_messages(turns, key) if has_roles else _parse_sharegpt_turns(turns, key)
+        return _conversation(row, *parsed, key)
 
 
-def _turns(given: list[Any], key: str, *, default: str) -> tuple[list[Message], frozenset[int]]:
-    """Messages and the places of untrained ones; the first turn tells whether they are {role, …} or {from, …}."""
-    first = given[0] if given and isinstance(given[0], dict) else {}
-    known = [style for style in ("role", "from") if first.get(style) is not None]
-    if (known[0] if len(known) == 1 else default) == "role":
-        return parse_turns(given, key)
-    turns = [_sharegpt_turn(turn, f"{key} {n}") for n, turn in enumerate(given, start=1)]
-    return [message for message, _ in turns], frozenset(n for n, (_, is_context) in enumerate(turns) if is_context)
+@register
+class Alpaca(RowFormat):
+    """`instruction`, `input`, `output`, and `history`: pairs of earlier questions and answers."""
+
+    name = "alpaca"
+    required = ("instruction", "output")
+    optional = ("input", "history", *_CONVERSATION_KEYS)
+    context_key = "input"
+
+    def parse(self, row: Mapping[str, Any]) -> Conversation:
+        """See the base class."""
+        messages: list[Message] = []
+        for number, pair in enumerate(list_of(row, "history"), start=1):
+            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise RowFault(f"history {number} must be a pair of texts, got {show(pair)}; change it")
+            messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+        question = (text_of(row, "instruction"), text_or_nothing(row, "input"))
+        messages.append({"role": "user", "content": "\n".join(filter(None, question))})
+        messages.append({"role": "assistant", "content": text_of(row, "output")})
+        return _conversation(row, messages, frozenset(), "history")
 
 
-def _sharegpt_turn(turn: Any, where: str) -> tuple[Message, bool]:
-    """The message of a {from, value} turn, and whether it is an assistant turn that is not trained.
+@register
+class PromptCompletion(RowFormat):
+    """`prompt` and `completion`: two texts, or two lists of messages. Only the completion is trained."""
 
-    Other keys reach the template as they are, as those of messages do.
-    """
+    name = "prompt_completion"
+    required = ("prompt", "completion")
+    optional = _CONVERSATION_KEYS
+
+    def parse(self, row: Mapping[str, Any]) -> Conversation | PlainText:
+        """See the base class."""
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            for key in ("system", "tools", "functions"):  # No chat template renders plain text.
+                if is_given(row.get(key)):
+                    raise RowFault(
+                        f"{key!r} cannot be used with a prompt and a completion of plain text; read the row as a "
+                        "conversation (data.format=alpaca with data.columns={instruction: prompt, output: "
+                        "completion}), or name it in data.ignore_columns"
+                    )
+            return PlainText(prompt=prompt, completion=completion)
+        if not (isinstance(prompt, list) and isinstance(completion, list)):
+            for key in self.required:
+                if not isinstance(row[key], list):
+                    text_of(row, key)
+            raise RowFault(
+                "'prompt' and 'completion' must both be text or both be lists of messages; change one of them"
+            )
+        before, _ = parse_messages(prompt, "prompt")
+        trained, untrained = parse_messages(completion, "completion")
+        context = {n for n, message in enumerate(before) if message["role"] == "assistant"}
+        if not any(message["role"] == "assistant" for message in trained):
+            raise RowFault("'completion' has no assistant turn, so nothing to train on; remove the row or add one")
+        context |= {len(before) + n for n in untrained}
+        return _conversation(row, before + trained, frozenset(context), "prompt")
+
+
+@register
+class Text(RowFormat):
+    """`text`: plain text, all of it trained."""
+
+    name = "text"
+    required = ("text",)
+    optional = ("family",)
+    has_answer = False
+
+    def parse(self, row: Mapping[str, Any]) -> PlainText:
+        """See the base class."""
+        return PlainText(prompt="", completion=text_of(row, "text"))
+
+
+def _conversation(row: Mapping[str, Any], messages: list[Message], context: frozenset[int], key: str) -> Conversation:
+    """The messages with the row's system text in front, and its tools; `key` names the messages in faults."""
+    if not messages:
+        raise RowFault(f"{key!r} is empty, so nothing to train on; remove the row or add turns")
+    system = text_or_nothing(row, "system")
+    if system:
+        if any(message["role"] in ("system", "developer") for message in messages):
+            raise RowFault(f"'system' and a system message in {key!r}; keep one of them")
+        messages = [{"role": "system", "content": system}, *messages]
+        context = frozenset(place + 1 for place in context)
+    return Conversation(messages=messages, tools=parse_tools(row), context=context)
+
+
+def _turn_keys(turns: list[Any]) -> set[str]:
+    """Which of `role` and `from` the first turn has: data sets use either under either name of the list."""
+    first = turns[0] if turns and isinstance(turns[0], dict) else {}
+    return {key for key in ("role", "from") if first.get(key) is not None}
+
+
+def _parse_sharegpt_turns(turns: list[Any], key: str) -> tuple[list[Message], frozenset[int]]:
+    """The messages of {from, value} turns, and the indices of assistant turns that are not trained."""
+    parsed = [_parse_sharegpt_turn(turn, f"{key} {n}") for n, turn in enumerate(turns, start=1)]
+    return [message for message, _ in parsed], frozenset(n for n, (_, is_context) in enumerate(parsed) if is_context)
+
+
+def _parse_sharegpt_turn(turn: Any, where: str) -> tuple[Message, bool]:
+    """The message of a turn, and whether it is an assistant turn that is not trained."""
     if not isinstance(turn, dict):
         raise RowFault(f"{where} must be an object with 'from' and 'value', got {show(turn)}; change it")
     sender = turn.get("from")
@@ -101,79 +193,10 @@ def _sharegpt_turn(turn: Any, where: str) -> tuple[Message, bool]:
         raise RowFault(f"{where} needs text in 'value', got {show(value)}; change it")
     message: Message = {"role": role, "content": value}
     if role == "call":
-        calls = json_of(value, f"{where} ({sender})")
-        calls = [tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+        calls = parse_json(value, f"{where} ({sender})")
+        calls = [parse_tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
         message = {"role": "assistant", "content": "", "tool_calls": calls}
-    if turn.keys() == _USUAL_SHAREGPT_KEYS:
+    if turn.keys() == _SHAREGPT_KEYS:
         return message, False
-    others = {key: item for key, item in turn.items() if key not in _USUAL_SHAREGPT_KEYS}
+    others = {key: item for key, item in turn.items() if key not in _SHAREGPT_KEYS}
     return parse_message({**others, **message}, where)
-
-
-def _conversation(row: Mapping[str, Any], messages: list[Message], context: frozenset[int], key: str) -> Conversation:
-    """Messages with the row's system text in front, and its tools.
-
-    Raises:
-        RowFault: there is no message, or a second system text.
-    """
-    if not messages:
-        raise RowFault(f"{key!r} is empty, so nothing to train on; remove the row or add turns")
-    system = text_or_nothing(row, "system")
-    if system:
-        if any(message["role"] in ("system", "developer") for message in messages):
-            raise RowFault(f"'system' and a system message in {key!r}; keep one of them")
-        messages = [{"role": "system", "content": system}, *messages]
-        context = frozenset(place + 1 for place in context)
-    return Conversation(messages=messages, tools=tools_of(row), context=context)
-
-
-def _parse_alpaca(row: Mapping[str, Any]) -> Conversation:
-    """instruction, input, output, and where present system, tools and history (pairs of earlier turns)."""
-    messages: list[Message] = []
-    for number, pair in enumerate(list_of(row, "history"), start=1):
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise RowFault(f"history {number} must be a pair of texts, got {show(pair)}; change it")
-        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    parts = (text_of(row, "instruction"), text_or_nothing(row, "input"))
-    messages.append({"role": "user", "content": "\n".join(part for part in parts if part)})
-    messages.append({"role": "assistant", "content": text_of(row, "output")})
-    return _conversation(row, messages, frozenset(), "history")
-
-
-def _parse_prompt_completion(row: Mapping[str, Any]) -> Conversation | Plain:
-    """Two texts, or two lists of messages, of which only the completion's assistant turns are trained."""
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        for key in _OF_CONVERSATIONS:
-            if is_given(row.get(key)):
-                raise RowFault(
-                    f"{key!r} has no place beside a prompt and a completion of plain text; read the row as a "
-                    "conversation (data.format=alpaca with data.columns={instruction: prompt, output: completion}), or "
-                    "name it in data.ignore_columns"
-                )
-        return Plain(prompt=prompt, completion=completion)
-    if not (isinstance(prompt, list) and isinstance(completion, list)):
-        for key in ("prompt", "completion"):
-            if not isinstance(row[key], list):
-                text_of(row, key)
-        raise RowFault("'prompt' and 'completion' must both be text or both be lists of messages; change one of them")
-    asked, _ = parse_turns(prompt, "prompt")
-    answered, untrained = parse_turns(completion, "completion")
-    shown = {n for n, message in enumerate(asked) if message["role"] == "assistant"}
-    context = frozenset(shown | {len(asked) + n for n in untrained})
-    if not any(message["role"] == "assistant" for message in answered):
-        raise RowFault("'completion' has no assistant turn, so nothing to train on; remove the row or add one")
-    return _conversation(row, asked + answered, context, "prompt")
-
-
-def _parse_text(row: Mapping[str, Any]) -> Plain:
-    return Plain(prompt="", completion=text_of(row, "text"))
-
-
-_PARSERS: dict[str, Callable[[Mapping[str, Any]], Conversation | Plain]] = {
-    "messages": _parse_messages,
-    "sharegpt": _parse_sharegpt,
-    "alpaca": _parse_alpaca,
-    "prompt_completion": _parse_prompt_completion,
-    "text": _parse_text,
-}

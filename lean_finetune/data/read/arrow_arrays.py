@@ -1,6 +1,6 @@
-"""Arrow arrays from numpy's memory and back.
+"""Conversion between numpy and Arrow without pandas.
 
-pyarrow's own `pa.array` and `to_numpy` import pandas wherever it is installed: 40 MB more in each process, for nothing.
+`pa.array` and `to_numpy` import pandas wherever it is installed, which costs 40 MB in each process.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import pyarrow as pa
 
 
 def from_numpy(values: np.ndarray, kind: pa.DataType) -> pa.Array:
-    """Numbers or truth values as an Arrow array of a type of that width; numbers are not copied."""
+    """Numbers or booleans as an Arrow array of a type of the same width. Numbers are not copied."""
     if pa.types.is_boolean(kind):
         packed = np.packbits(values, bitorder="little")
     else:
@@ -20,21 +20,25 @@ def from_numpy(values: np.ndarray, kind: pa.DataType) -> pa.Array:
 
 
 def from_texts(texts: Sequence[str | None]) -> pa.Array:
-    """Texts as an Arrow array of strings; None is null.
+    """Texts as an Arrow array of strings. None is null.
 
     Raises:
-        UnicodeEncodeError: a text holds a lone surrogate.
+        UnicodeEncodeError: a text has a lone surrogate.
     """
     if all(text is None for text in texts):
         return pa.nulls(len(texts), pa.string())
     encoded = [b"" if text is None else text.encode() for text in texts]
     offsets = np.fromiter(accumulate(map(len, encoded), initial=0), np.int32, len(texts) + 1)
-    known = np.packbits([text is not None for text in texts], bitorder="little") if None in texts else None
-    buffers = [None if known is None else pa.py_buffer(known), pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    validity = np.packbits([text is not None for text in texts], bitorder="little") if None in texts else None
+    buffers = [
+        None if validity is None else pa.py_buffer(validity),
+        pa.py_buffer(offsets),
+        pa.py_buffer(b"".join(encoded)),
+    ]
     return pa.Array.from_buffers(pa.string(), len(texts), buffers)
 
 
 def to_numpy(numbers: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Numbers without nulls as a numpy array; of an array, a view."""
-    whole = numbers.combine_chunks() if isinstance(numbers, pa.ChunkedArray) else numbers
-    return np.from_dlpack(whole)
+    """Numbers without nulls as a numpy array: a view of an array, a copy of a chunked array."""
+    contiguous = numbers.combine_chunks() if isinstance(numbers, pa.ChunkedArray) else numbers
+    return np.from_dlpack(contiguous)

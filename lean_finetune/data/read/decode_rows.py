@@ -1,4 +1,4 @@
-"""A block as rows, each with its line or with what is wrong with it. Runs in the workers: imports nothing heavy."""
+"""Parsing of a block into rows, each with its line and value or fault. Runs in the workers, so imports stay light."""
 
 import json
 import sys
@@ -9,39 +9,39 @@ import orjson
 import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.read.row_block import Block, RawRow
+from lean_finetune.data.read.row_block import RawRow, RowBlock, from_payload
 
 NOT_UTF8 = "not UTF-8 (byte {}); save the file as UTF-8"
 NOT_JSON = "not JSON ({}); a row must be one JSON object a line, or an element of one array"
-NO_VALUE = "{!r} holds what is no value ({}); mend it, or leave that column out of the file"
-LONG_NUMBER = f"holds an integer of more than {sys.get_int_max_str_digits()} digits; write it as text"
+NO_VALUE = "{!r} has an unreadable value ({}); correct it, or leave that column out of the file"
+LONG_NUMBER = f"has an integer of more than {sys.get_int_max_str_digits()} digits; write it as text"
 TOO_DEEP = "JSON nested too deep; make the row flatter"
-# Any integer of 18 digits fits 64 bits; orjson reads one that does not as the nearest float, without a word.
+# Any integer of 18 digits fits 64 bits. orjson silently reads a larger one as the nearest float.
 EXACT_DIGITS = 18
 _MAYBE_LARGE = b"0" * (EXACT_DIGITS + 1)
 _SPACED_COLON = b" :"
-# One pass makes every digit a 0 and every white space a blank, so that two searches find either.
-_COARSE = bytes.maketrans(b"123456789\t\r\n", b"000000000   ")
+# Maps every digit to 0 and white space to a blank, so that two searches find both cases.
+_SIMPLIFY = bytes.maketrans(b"123456789\t\r\n", b"000000000   ")
 
-# What Arrow raises for text that is not UTF-8, a time beyond Python's years, an unknown time zone, a struct with two
-# fields of one name.
+# Arrow raises these for text that is not UTF-8, a time outside Python's range, an unknown time zone, and a struct with
+# two fields of one name.
 _UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
 
-Decoded = tuple[dict[str, Any] | None, str | None, int]
-"""(value, fault, lines below the row's first at which the fault is)."""
+Parsed = tuple[dict[str, Any] | None, str | None, int]
+"""(value, fault, line of the fault counted from the row's first)."""
 
 
-def decode(block: Block) -> Iterator[RawRow]:
-    """Yield every row of a block in order of its number; blank lines are no rows.
+def decode(block: RowBlock) -> Iterator[RawRow]:
+    """Yield every row of a block in order. Blank lines are not rows.
 
     Raises:
-        UserError: the payload of an Arrow block is no record batch, which only a fault of memory can cause.
+        UserError: the payload of an Arrow block is damaged, which only faulty memory can cause.
     """
     rows = _DECODERS[block.kind](block)
     if not block.faults:
         yield from rows
         return
-    # Only blocks whose rows are numbered one by one hold both rows and faults.
+    # A block with both rows and faults numbers its rows one by one.
     faults = {number: RawRow(number, line, None, fault) for number, line, fault in block.faults}
     number = block.first_row
     for row in rows:
@@ -53,8 +53,8 @@ def decode(block: Block) -> Iterator[RawRow]:
     yield from faults.values()
 
 
-def _decode_lines(block: Block) -> Iterator[RawRow]:
-    """JSON Lines."""
+def _decode_lines(block: RowBlock) -> Iterator[RawRow]:
+    """See `RowBlock.kind`."""
     parse = _parser(block.payload)
     for number, line in enumerate(block.payload.split(b"\n"), start=block.first_row):
         if line and not line.isspace():
@@ -62,8 +62,7 @@ def _decode_lines(block: Block) -> Iterator[RawRow]:
             yield RawRow(number, number + 1, value, fault)
 
 
-def _decode_values(block: Block) -> Iterator[RawRow]:
-    """Elements of a JSON array."""
+def _decode_values(block: RowBlock) -> Iterator[RawRow]:
     parse = _parser(block.payload)
     start = 0
     for k, end in enumerate(block.ends):
@@ -72,8 +71,7 @@ def _decode_values(block: Block) -> Iterator[RawRow]:
         start = end
 
 
-def _decode_text(block: Block) -> Iterator[RawRow]:
-    """Plain text: a line is a row."""
+def _decode_text(block: RowBlock) -> Iterator[RawRow]:
     for number, line in enumerate(block.payload.split(b"\n"), start=block.first_row):
         if not line or line.isspace():
             continue
@@ -82,16 +80,17 @@ def _decode_text(block: Block) -> Iterator[RawRow]:
         except UnicodeDecodeError as error:
             yield RawRow(number, number + 1, None, NOT_UTF8.format(error.start + 1))
             continue
-        fault = "holds a NUL byte, which no text does; is the file text?" if "\0" in text else None
+        fault = "has a NUL byte; is the file text?" if "\0" in text else None
         yield RawRow(number, number + 1, None if fault else {"text": text}, fault)
 
 
-def _decode_arrow(block: Block) -> Iterator[RawRow]:
-    """A record batch."""
+def _decode_arrow(block: RowBlock) -> Iterator[RawRow]:
     try:
-        batch = pa.ipc.open_stream(block.payload).read_next_batch()
+        batch = from_payload(block.payload)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"block {block.number}: is no record batch ({error}); check this machine's memory") from error
+        raise UserError(
+            f"block {block.number}: is not a record batch ({error}); check this machine's memory"
+        ) from error
     lines = block.lines or range(block.first_row + 1, block.first_row + 1 + batch.num_rows)
     try:
         values = batch.to_pylist()
@@ -103,7 +102,7 @@ def _decode_arrow(block: Block) -> Iterator[RawRow]:
 
 
 def _row_by_row(batch: pa.RecordBatch) -> tuple[list[Any], list[str | None]]:
-    """The rows of a batch in which something cannot be read, and what is wrong with each."""
+    """(values, faults) of a batch with an unreadable value somewhere."""
     values: list[Any] = []
     faults: list[str | None] = []
     for k in range(batch.num_rows):
@@ -121,7 +120,7 @@ def _row_by_row(batch: pa.RecordBatch) -> tuple[list[Any], list[str | None]]:
     return values, faults
 
 
-_DECODERS: dict[str, Callable[[Block], Iterator[RawRow]]] = {
+_DECODERS: dict[str, Callable[[RowBlock], Iterator[RawRow]]] = {
     "lines": _decode_lines,
     "values": _decode_values,
     "text": _decode_text,
@@ -129,67 +128,49 @@ _DECODERS: dict[str, Callable[[Block], Iterator[RawRow]]] = {
 }
 
 
-def _parser(payload: bytes) -> Callable[[bytes], Decoded]:
-    """What parses the rows of this payload: the fast way where it gives what the exact way gives.
+def _parser(payload: bytes) -> Callable[[bytes], Parsed]:
+    """A parser for the rows of this payload: orjson where it is exact, else the standard library.
 
-    The fast parser keeps the last of several equal keys and rounds large integers, both in silence. Looking for what
-    may be either costs little per payload; rows that hold such a thing are parsed the exact way.
+    orjson silently keeps the last of several equal keys and rounds large integers. Rows that may have either are found
+    by cheap searches and parsed by the standard library.
     """
-    coarse = payload.translate(_COARSE)
-    is_odd = _MAYBE_LARGE in coarse or _SPACED_COLON in coarse
+    needs_check = _may_be_inexact(payload)
 
-    def parse(row: bytes) -> Decoded:
+    def parse(row: bytes) -> Parsed:
         try:
             value = orjson.loads(row)
         except orjson.JSONDecodeError:
             return _parse_exactly(row)
         if type(value) is not dict:
             return None, f"a row must be a JSON object, got {_kind(value)}; make it one", 0
-        if row.count(b'":') != _count_keys(value) or (is_odd and _is_odd(row)):
+        if row.count(b'":') != _count_keys(value) or (needs_check and _may_be_inexact(row)):
             return _parse_exactly(row)
         return value, None, 0
 
     return parse
 
 
-def _is_odd(row: bytes) -> bool:
-    """Whether keys cannot be counted by their colons, or an integer may be too large for the fast parser."""
-    coarse = row.translate(_COARSE)
-    return _MAYBE_LARGE in coarse or _SPACED_COLON in coarse
+def _may_be_inexact(content: bytes) -> bool:
+    """Whether an integer may exceed 64 bits, or a space before a colon prevents counting keys by `":`."""
+    simplified = content.translate(_SIMPLIFY)
+    return _MAYBE_LARGE in simplified or _SPACED_COLON in simplified
 
 
-def _count_keys(value: dict[str, Any]) -> int:
-    """Keys of an object and of all objects in it."""
-    keys = len(value)
-    for inner in value.values():
-        if type(inner) is dict:
+def _count_keys(value: dict[str, Any] | list[Any]) -> int:
+    """Keys of all objects in a JSON value."""
+    is_object = type(value) is dict
+    keys = len(value) if is_object else 0
+    for inner in value.values() if is_object else value:  # type: ignore[union-attr]
+        if type(inner) is dict or type(inner) is list:
             keys += _count_keys(inner)
-        elif type(inner) is list:
-            keys += _count_keys_in(inner)
-    return keys
-
-
-def _count_keys_in(values: list[Any]) -> int:
-    """Keys of all objects in an array."""
-    keys = 0
-    for inner in values:
-        if type(inner) is dict:
-            keys += _count_keys(inner)
-        elif type(inner) is list:
-            keys += _count_keys_in(inner)
     return keys
 
 
 class _DuplicateKey(ValueError):
-    """An object names a key twice."""
+    """A key comes twice in one object."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs.
-
-    Raises:
-        _DuplicateKey: a key comes twice.
-    """
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -200,8 +181,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _EXACT = json.JSONDecoder(object_pairs_hook=_unique)
 
 
-def _parse_exactly(row: bytes) -> Decoded:
-    """As the standard library reads it: NaN, lone surrogates and integers of any size are taken as they are."""
+def _parse_exactly(row: bytes) -> Parsed:
+    """The standard library's reading: it accepts NaN, lone surrogates and integers of any size."""
     try:
         value = _EXACT.decode(row.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -1,7 +1,8 @@
-"""JSON values of a file, cut apart by counting brackets; they are parsed later, by someone else.
+"""JSON files that are not one object a line: split into values without parsing them, so that workers can parse.
 
 The values are the elements of an array, of an array inside an object such as {"data": […]}, or objects that follow each
-other, each over several lines.
+other, each over several lines. Streaming parsers such as ijson give neither the bytes nor the line of a value, which
+workers and refusals need; they also refuse NaN and keep the last of two equal keys.
 """
 
 import json
@@ -10,29 +11,31 @@ from collections.abc import Iterator
 from typing import Literal
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.read.row_range import MAX_ROW_BYTES, TOO_LONG, Read, Stretch
+from lean_finetune.data.read.row_block import MAX_ROW_BYTES, TOO_LONG, Read, RowBlock
 
-QUOTE = ord('"')
-CLOSERS = {ord("{"): ord("}"), ord("["): ord("]")}
+LAYOUT_BYTES = 1 << 16
+"""Bytes at the file's start that `json_layout` needs."""
+TAIL_BYTES = 1 << 20
+"""Bytes that may follow the rows inside an object."""
+Layout = Literal["lines", "array", "wrapped", "objects"]
+FILE_RULE = 'the file must be one array of JSON objects, {"data": […]}, or one object a line'
+_QUOTE = ord('"')
+_CLOSING = {ord("{"): ord("}"), ord("["): ord("]")}
 _SPACE = re.compile(rb"[ \t\r\n]*+")
-# Inside an element only brackets matter; between elements commas do too. Whole strings are passed over.
+# Up to the next bracket, or up to the next bracket or comma; complete strings are skipped.
 _TO_BRACKET = re.compile(rb'[^{}\[\]"]*+(?:"[^"]*+"[^{}\[\]"]*+)*+')
-# Where rows are inside one object: the key that holds them may follow others that hold single values.
+_TO_BRACKET_OR_COMMA = re.compile(rb'[^,{}\[\]"]*+(?:"[^"]*+"[^,{}\[\]"]*+)*+')
+# The start of an object whose key for the rows may follow keys with single values.
 _WRAPPED = re.compile(
     rb'\s*+\{\s*+(?:"[^"\\]*+"\s*+:\s*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\w.+-]++)\s*+,\s*+)*'
     rb'"(?:data|rows|train|examples|instances)"\s*+:\s*+\[(?=\s*+\{)'
 )
-FILE_RULE = 'the file must be one array of JSON objects, {"data": […]}, or one object a line'
-# Bytes of the file's start that tell its form, and bytes that may follow the array inside an object.
-FORM_BYTES = 1 << 16
-TAIL_BYTES = 1 << 20
-Form = Literal["lines", "array", "wrapped", "objects"]
 
 
-def json_form(start: bytes) -> tuple[Form, int]:
-    """(how rows are in a JSON file that begins with `start`, the bytes in front of the first).
+def json_layout(start: bytes) -> tuple[Layout, int]:
+    """How a JSON file that begins with `start` lays out its rows, and the bytes before the first row.
 
-    lines: one object a line | array | wrapped: an array inside one object | objects: one after another, over several
+    lines: one object a line | array | wrapped: an array inside an object | objects: one after another, over several
     lines each, as pretty-printers write them.
     """
     text = start.lstrip()
@@ -42,13 +45,12 @@ def json_form(start: bytes) -> tuple[Form, int]:
     following = rest.lstrip()
     if (match := _WRAPPED.match(start)) and not (following and _is_json(first)):
         return "wrapped", match.end()
-    # A line that was cut off is followed by another row.
+    # After an incomplete line, another row means a damaged line, and anything else a pretty-printed object.
     is_open = first.rstrip().endswith((b"{", b"[", b",")) and not _is_json(first)
     return ("objects" if is_open and following and following[:1] != b"{" else "lines"), 0
 
 
 def _is_json(line: bytes) -> bool:
-    """Whether a line is JSON by itself."""
     try:
         json.loads(line)
     except ValueError:
@@ -56,185 +58,176 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-_TO_COMMA = re.compile(rb'[^,{}\[\]"]*+(?:"[^"]*+"[^,{}\[\]"]*+)*+')
-
-
-class _Text:
-    """The piece of the file at hand, a place in it, and the line of that place."""
+class _Window:
+    """The part of the file in memory, with a position in it and that position's line."""
 
     def __init__(self, read: Read, name: str, block_bytes: int, before: bytes):
-        self.name, self.piece, self.at = name, b"", 0
-        self.bare = b""
-        """The piece with escapes blanked out: each quote in it starts or ends a string."""
-        self._read, self._block_bytes, self._cut_escape = read, block_bytes, b""
+        self.name, self.content, self.position = name, b"", 0
+        self.unescaped = b""
+        """`content` with escape sequences blanked out, so that every quote starts or ends a string."""
+        self._read, self._block_bytes, self._split_escape = read, block_bytes, b""
         self._line, self._counted = 1 + before.count(b"\n"), 0
 
-    def more(self) -> bool:
-        """Drop what lies before the place and read on; False at the file's end."""
+    def read_more(self) -> bool:
+        """Drop what lies before the position and append a block of the file; False at the file's end."""
         self.line()
-        read = self._read(self._block_bytes)
-        piece = self.piece[self.at :] + self._cut_escape + read
-        backslashes = len(piece) - len(piece.rstrip(b"\\"))
-        self._cut_escape = b"\\" if read and backslashes % 2 else b""
-        self.piece, self.at, self._counted = piece[: len(piece) - len(self._cut_escape)], 0, 0
-        self.bare = self.piece.replace(rb"\\", b"__").replace(rb"\"", b"__")
-        return bool(read)
+        block = self._read(self._block_bytes)
+        content = self.content[self.position :] + self._split_escape + block
+        # A backslash at the end may escape the first byte of the next block: it waits for that block.
+        backslashes = len(content) - len(content.rstrip(b"\\"))
+        self._split_escape = b"\\" if block and backslashes % 2 else b""
+        self.content, self.position, self._counted = content[: len(content) - len(self._split_escape)], 0, 0
+        self.unescaped = self.content.replace(rb"\\", b"__").replace(rb"\"", b"__")
+        return bool(block)
 
     def line(self) -> int:
-        """The line of the place; each line break is counted once."""
-        self._line += self.piece.count(b"\n", self._counted, self.at)
-        self._counted = self.at
+        """Line of the position, from 1. Each line break is counted once."""
+        self._line += self.content.count(b"\n", self._counted, self.position)
+        self._counted = self.position
         return self._line
 
     def peek(self) -> bytes:
-        """The next byte that is not white space, or b"" at the file's end."""
+        """The next byte that is not white space, without passing it; b"" at the file's end."""
         while True:
-            self.at = _SPACE.match(self.piece, self.at).end()  # type: ignore[union-attr]
-            if self.at < len(self.piece) or not self.more():
-                return self.piece[self.at : self.at + 1]
+            self.position = _SPACE.match(self.content, self.position).end()  # type: ignore[union-attr]
+            if self.position < len(self.content) or not self.read_more():
+                return self.content[self.position : self.position + 1]
 
     def rest(self) -> bytes:
-        """What is left of the file, up to about TAIL_BYTES."""
-        parts = [self.piece[self.at :]]
+        """The rest of the file, up to about TAIL_BYTES."""
+        parts = [self.content[self.position :]]
         while sum(map(len, parts)) < TAIL_BYTES and (part := self._read(self._block_bytes)):
             parts.append(part)
         return b"".join(parts)
 
-    def fault(self, rule: str) -> UserError:
-        """A `UserError` at the place."""
-        return UserError(f"{self.name}:{self.line()}: not JSON ({rule}); {FILE_RULE}")
+    def error(self, rule: str, line: int | None = None) -> UserError:
+        """The refusal of the file at the position, or at another line."""
+        return UserError(f"{self.name}:{line or self.line()}: not JSON ({rule}); {FILE_RULE}")
 
 
-def cut_values(read: Read, name: str, block_bytes: int, form: Form, before: int) -> Iterator[Stretch]:
-    """Whole values of about `block_bytes`, each with its line; `form` and `before` are what `json_form` said.
+def read_json_values(read: Read, name: str, block_bytes: int, layout: Layout, before: int) -> Iterator[RowBlock]:
+    """Blocks of complete values of about `block_bytes`, each value with its line.
+
+    Args:
+        read: reads the file from its start.
+        name: of the file, for refusals.
+        block_bytes: bytes of a block.
+        layout: of `json_layout`, except lines.
+        before: of `json_layout`, bytes before the first row.
 
     Raises:
-        UserError: the brackets do not match, or something else than commas stands between elements.
+        UserError: the brackets do not match, or there is something else than a comma between two values.
     """
-    text = _Text(read, name, block_bytes, read(before))
-    if form == "array":
-        text.peek()
-        text.at += 1
-    values_with_lines = _objects(text) if form == "objects" else _elements(text, form)
-    number = 0
+    window = _Window(read, name, block_bytes, read(before))
+    if layout == "array":
+        window.peek()
+        window.position += 1
+    number, size_bytes = 0, 0
     values: list[bytes] = []
+    ends: list[int] = []
     lines: list[int] = []
-    held_bytes = 0
-
-    def held() -> Stretch:
-        ends, end = [], 0
-        for value in values:
-            end += len(value)
-            ends.append(end)
-        return Stretch("values", b"".join(values), number, tuple(ends), tuple(lines))
-
-    for line, value in values_with_lines:
-        if value is None or held_bytes >= block_bytes:
-            if values:
-                yield held()
-            number += len(values)
-            values, lines, held_bytes = [], [], 0
+    for line, value in _objects(window) if layout == "objects" else _elements(window, layout):
+        if values and (value is None or size_bytes >= block_bytes):
+            payload = b"".join(values)
+            yield RowBlock(kind="values", payload=payload, first_row=number, ends=tuple(ends), lines=tuple(lines))
+            number, size_bytes = number + len(values), 0
+            values, ends, lines = [], [], []
         if value is None:
-            yield Stretch("values", b"", number, faults=((number, line, TOO_LONG),))
+            yield RowBlock(kind="values", payload=b"", first_row=number, faults=((number, line, TOO_LONG),))
             number += 1
             continue
+        size_bytes += len(value)
         values.append(value)
+        ends.append(size_bytes)
         lines.append(line)
-        held_bytes += len(value)
     if values:
-        yield held()
+        payload = b"".join(values)
+        yield RowBlock(kind="values", payload=payload, first_row=number, ends=tuple(ends), lines=tuple(lines))
 
 
-def _objects(text: _Text) -> Iterator[tuple[int, bytes | None]]:
+def _objects(window: _Window) -> Iterator[tuple[int, bytes | None]]:
     """(line, bytes) of each object up to the file's end; None for one that is too long."""
-    while opener := text.peek():
-        if opener != b"{":
-            raise text.fault(f"unexpected {opener.decode('utf-8', 'replace')!r} between rows")
-        line = text.line()
-        yield line, _next_element(text, line)
+    while first := window.peek():
+        if first != b"{":
+            raise window.error(f"unexpected {first.decode('utf-8', 'replace')!r} between rows")
+        line = window.line()
+        yield line, _next_value(window, line)
 
 
-def _elements(text: _Text, form: Form) -> Iterator[tuple[int, bytes | None]]:
-    """(line, bytes) of each element of an array whose bracket was read; None for one that is too long."""
-    if text.peek() != b"]":
-        while True:
-            opener = text.peek()
-            if not opener:
-                raise text.fault("the file ends inside the array")
-            if opener in b"]},:":
-                raise text.fault(f"unexpected {opener.decode()!r}")
-            line = text.line()
-            yield line, _next_element(text, line)
-            separator = text.peek()
-            if separator == b"]":
-                break
-            if separator != b",":
-                raise text.fault("expecting ',' or ']' after a row")
-            text.at += 1
-    text.at += 1
-    if form == "wrapped":
-        _check_tail(text)
-    elif text.peek():
-        raise text.fault("text after the array's end")
+def _elements(window: _Window, layout: Layout) -> Iterator[tuple[int, bytes | None]]:
+    """(line, bytes) of each element of an array, from behind its bracket; None for one that is too long."""
+    separator = window.peek()
+    while separator != b"]":
+        first = window.peek()
+        if not first:
+            raise window.error("the file ends inside the array")
+        if first in b"]},:":
+            raise window.error(f"unexpected {first.decode()!r}")
+        line = window.line()
+        yield line, _next_value(window, line)
+        separator = window.peek()
+        if separator not in (b",", b"]"):
+            raise window.error("expecting ',' or ']' after a row")
+        if separator == b",":
+            window.position += 1
+    window.position += 1
+    if layout == "wrapped":
+        _check_end_of_wrapper(window)
+    elif window.peek():
+        raise window.error("text after the array's end")
 
 
-def _check_tail(text: _Text) -> None:
-    """What follows the array inside an object must close it, after no more than single values.
-
-    Raises:
-        UserError: there is something else, such as a second list of rows.
-    """
+def _check_end_of_wrapper(window: _Window) -> None:
+    """Refuse an object with more rows behind its first array, or without its closing bracket."""
     try:
-        others = json.loads(b'{"": 0' + text.rest())
+        others = json.loads(b'{"": 0' + window.rest())
     except ValueError:
-        raise text.fault("the object that holds the rows is not closed behind them") from None
+        raise window.error("the object that holds the rows is not closed behind them") from None
     if lists := [key for key, value in others.items() if isinstance(value, list | dict) and value]:
         raise UserError(
-            f"{text.name}:{text.line()}: the object holds {lists[0]!r} beside the rows; put each into a file of its own"
+            f"{window.name}:{window.line()}: the object holds {lists[0]!r} beside the rows; put each into its own file"
         )
 
 
-def _next_element(text: _Text, line: int) -> bytes | None:
-    """The element that starts here. Each byte is looked at once, however the file was cut into pieces."""
+def _next_value(window: _Window, line: int) -> bytes | None:
+    """The value at the position; None if it is too long.
+
+    Goes from bracket to bracket and remembers which closing brackets are due. Every byte is visited once, in however
+    many blocks the value is read, and a value that is too long is not collected.
+    """
     parts: list[bytes] = []
-    held_bytes, start = 0, text.at
-    closers = bytearray()
-    in_string = False
+    size_bytes, start = 0, window.position
+    due = bytearray()  # Closing brackets that must follow, the next one last.
+    in_string = False  # Only of a string that reaches into the next block; the patterns skip the others.
     while True:
         if in_string:
-            end = text.bare.find(b'"', text.at)
+            end = window.unescaped.find(b'"', window.position)
         else:
-            end = (_TO_BRACKET if closers else _TO_COMMA).match(text.bare, text.at).end()  # type: ignore[union-attr]
-        text.at = len(text.bare) if end < 0 else end
-        if text.at == len(text.bare):
-            parts.append(text.piece[start : text.at])
-            held_bytes, start = held_bytes + len(parts[-1]), 0
-            if held_bytes > MAX_ROW_BYTES:
+            pattern = _TO_BRACKET if due else _TO_BRACKET_OR_COMMA
+            end = pattern.match(window.unescaped, window.position).end()  # type: ignore[union-attr]
+        window.position = len(window.unescaped) if end < 0 else end
+        if window.position == len(window.unescaped):
+            parts.append(window.content[start : window.position])
+            size_bytes, start = size_bytes + len(parts[-1]), 0
+            if size_bytes > MAX_ROW_BYTES:
                 parts.clear()
-            if not text.more():
-                raise _never_closed(text, line, in_string)
+            if not window.read_more():
+                what = "a string" if in_string else "the array"
+                raise window.error(f"the file ends inside {what}, in the row that starts here", line)
             continue
-        byte = text.bare[text.at]
-        if byte == QUOTE:  # A string that is cut by the piece's end was not passed over: this is where it starts.
+        byte = window.unescaped[window.position]
+        if byte == _QUOTE:
             in_string = not in_string
-        elif byte in CLOSERS:
-            if not closers and held_bytes + text.at - start:
-                raise text.fault("expecting ',' or ']' after a row")
-            closers.append(CLOSERS[byte])
-        elif not closers:
-            break  # What ends a plain value is no part of it.
-        elif closers.pop() != byte:
-            raise text.fault(f"unexpected {chr(byte)!r}")
-        text.at += 1
-        if byte != QUOTE and not closers:
+        elif byte in _CLOSING:
+            if not due and size_bytes + window.position - start:
+                raise window.error("expecting ',' or ']' after a row")
+            due.append(_CLOSING[byte])
+        elif not due:
+            break  # The comma or bracket behind a number or a string is not part of it.
+        elif due.pop() != byte:
+            raise window.error(f"unexpected {chr(byte)!r}")
+        window.position += 1
+        if byte != _QUOTE and not due:
             break
-    parts.append(text.piece[start : text.at])
-    return None if held_bytes + len(parts[-1]) > MAX_ROW_BYTES else b"".join(parts).rstrip()
-
-
-def _never_closed(text: _Text, line: int, in_string: bool) -> UserError:
-    """The fault of a row that the file's end cuts."""
-    what = "a string" if in_string else "the array"
-    return UserError(
-        f"{text.name}:{line}: not JSON (the file ends inside {what}, in the row that starts here); {FILE_RULE}"
-    )
+    parts.append(window.content[start : window.position])
+    return None if size_bytes + len(parts[-1]) > MAX_ROW_BYTES else b"".join(parts).rstrip()

@@ -1,4 +1,4 @@
-"""Pinned files opened for reading: hashed as they are read, decompressed, moved to where one can seek."""
+"""Reading of pinned files: hashed while they are read, decompressed, and seekable where the format needs it."""
 
 import codecs
 import io
@@ -19,10 +19,10 @@ Progress = Callable[[int], Any]
 
 
 class PinnedBytes(io.RawIOBase):
-    """The bytes of a pinned file from front to back, hashed on the way."""
+    """The bytes of a pinned file, read forward and hashed."""
 
     def __init__(self, file: DataFile, progress: Progress):
-        """Open it.
+        """Open the file.
 
         Raises:
             UserError: it is gone, or on a hub that cannot be reached.
@@ -52,7 +52,7 @@ class PinnedBytes(io.RawIOBase):
         super().close()
 
     def read(self, size: int = -1) -> bytes:
-        """The next `size` bytes; fewer only at the end or where the system gives fewer.
+        """The next `size` bytes, or fewer as the system returns them.
 
         Raises:
             UserError: the disk or the network fails.
@@ -74,14 +74,14 @@ class PinnedBytes(io.RawIOBase):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether as many bytes were read as were pinned."""
+        """Whether all pinned bytes were read."""
         return self._read_bytes >= self._file.size_bytes
 
     def finish(self) -> None:
-        """Read what is left and compare the hash of the whole file with the lock.
+        """Read to the end and compare the file's hash with the lock.
 
         Raises:
-            UserError: the file is not what was pinned.
+            UserError: the file differs from what was pinned.
         """
         while self.read(READ_BLOCK_BYTES):
             pass
@@ -89,25 +89,25 @@ class PinnedBytes(io.RawIOBase):
             return
         if self._file.path is None:
             raise UserError(
-                f"{self._file.name}: what the hub sent is not what was pinned ({self._read_bytes} of "
+                f"{self._file.name}: the hub sent other bytes than were pinned ({self._read_bytes} of "
                 f"{self._file.size_bytes} bytes came); run `dvc repro` again"
             )
         raise UserError(f"{self._file.name}: changed since it was pinned; run `dvc repro` again")
 
 
-class Content:
-    """What a pinned file holds, decompressed, without a byte order mark."""
+class DecompressedFile:
+    """The content of a pinned file, decompressed and without a byte order mark."""
 
     def __init__(self, source: PinnedBytes, file: DataFile):
-        """Read from `source`, whose bytes are those of `file`."""
+        """Decompress `source`, the bytes of `file`."""
         self._source, self._file = source, file
         compression = file.kind.compression
-        # Arrow's reader tells a file that ends too early, where others return what there was.
+        # Unlike others, Arrow's reader raises on a truncated file.
         self._stream = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), compression) if compression else source
         self._ahead = b""
 
     def peek(self, size: int) -> bytes:
-        """The first bytes, without the mark; they are read again.
+        """The first bytes without the byte order mark; `read` returns them again.
 
         Raises:
             UserError: the text is UTF-16.
@@ -124,31 +124,31 @@ class Content:
         Raises:
             UserError: the compressed data is damaged.
         """
-        parts, held_bytes = [self._ahead[:size]], min(len(self._ahead), size)
+        parts, parts_bytes = [self._ahead[:size]], min(len(self._ahead), size)
         self._ahead = self._ahead[size:]
-        while held_bytes < size and (part := self._read_once(size - held_bytes)):
+        while parts_bytes < size and (part := self._read_once(size - parts_bytes)):
             parts.append(part)
-            held_bytes += len(part)
+            parts_bytes += len(part)
         return parts[-1] if len(parts) == 2 and not parts[0] else b"".join(parts)
 
     def _read_once(self, size: int) -> bytes:
         try:
             return cast(bytes, self._stream.read(size))
         except OSError as error:
-            self._source.finish()  # A file that changed is told as that.
+            self._source.finish()  # Reports a changed file as changed.
             raise UserError(
-                f"{self._file.name}: the compressed data is damaged or cut short ({error}); write or download it again"
+                f"{self._file.name}: the compressed data is damaged or truncated ({error}); write or download it again"
             ) from error
 
 
 @contextmanager
 def open_seekable(file: DataFile, progress: Progress) -> Iterator[BinaryIO]:
-    """A pinned file in which one can move about, checked as a whole before anything is read from it.
+    """A seekable pinned file, compared with the lock before anything is read from it.
 
-    One on the hub, or a compressed one, is written to a temporary file without a name first.
+    A file on the hub, or a compressed one, is first copied to an unnamed temporary file.
 
     Raises:
-        UserError: it is gone, is not what was pinned, is damaged, or cannot be reached.
+        UserError: it is gone, changed, damaged, or cannot be reached.
     """
     with ExitStack() as stack:
         source = stack.enter_context(PinnedBytes(file, progress))
@@ -156,7 +156,7 @@ def open_seekable(file: DataFile, progress: Progress) -> Iterator[BinaryIO]:
             source.finish()
             yield stack.enter_context(open(file.path, "rb"))
             return
-        content = Content(source, file)
+        content = DecompressedFile(source, file)
         try:
             copy = cast(BinaryIO, stack.enter_context(tempfile.TemporaryFile()))
             shutil.copyfileobj(cast(Any, content), copy, READ_BLOCK_BYTES)

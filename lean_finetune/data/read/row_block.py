@@ -1,30 +1,68 @@
-"""A bounded stretch of rows, cut from the source in one process and turned into tokens in another."""
+"""A bounded block of rows: what the readers make of a file, and what workers turn into tokens."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
+
+import pyarrow as pa
+
+BLOCK_BYTES = 1 << 20
+# A larger row is more often a mistake than an example. Skipping it needs no more memory than this.
+MAX_ROW_BYTES = 64 << 20
+TOO_LONG = f"the row is longer than {MAX_ROW_BYTES >> 20} MiB; shorten or remove it"
+
+Read = Callable[[int], bytes]
+"""Reads the given number of bytes, fewer only at the end of the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """Whole rows of one file, still as bytes. The cut depends on the source's bytes alone."""
+class RowBlock:
+    """Complete rows of one file, not parsed yet. How a file is split depends on its bytes alone."""
 
-    number: int
-    """Place in the whole stream, from 0."""
-    source: int
-    """Place of its source in the data lock."""
-    file: int
-    """Place of its file among all files of the data lock."""
     kind: Literal["lines", "values", "text", "arrow"]
-    """lines: JSON Lines | values: JSON values of an array | text: plain lines | arrow: a record batch."""
+    """lines: JSON Lines | values: JSON values of an array | text: plain lines | arrow: a record batch (IPC stream)."""
     payload: bytes
     first_row: int
-    """Number of its first row in the file, from 0; lines and text number their lines, empty ones too."""
+    """Number of its first row in the file, from 0. In lines and text, empty lines count."""
     ends: tuple[int, ...] = ()
     """values: end of each value in the payload."""
     lines: tuple[int, ...] = ()
-    """values, arrow of a CSV: line of each row's first character, from 1."""
+    """values, and arrow of a CSV: line of each row's first character, from 1."""
     faults: tuple[tuple[int, int, str], ...] = ()
-    """(number, line, fault) of rows that are not in the payload: too long, or with too many cells. Ascending."""
+    """(number, line, fault) of rows that are not in the payload, ascending: too long, or with too many cells."""
+    number: int = 0
+    """Index among all blocks of the data lock. The file's reader does not set it, nor `source` and `file`."""
+    source: int = 0
+    """Index of its source in the data lock."""
+    file: int = 0
+    """Index of its file among all files of the data lock."""
+
+    def count_rows(self) -> int:
+        """Rows of the block, without blank lines."""
+        if self.kind in ("lines", "text"):
+            payload_rows = sum(1 for line in self.payload.split(b"\n") if line.strip())
+        elif self.kind == "values":
+            payload_rows = len(self.ends)
+        else:
+            payload_rows = from_payload(self.payload).num_rows
+        return payload_rows + len(self.faults)
+
+    def first_rows(self, rows: int) -> "RowBlock":
+        """The block's first `rows` rows, at least one and fewer than it has."""
+        if self.kind in ("lines", "text"):
+            end = 0
+            for _ in range(rows):
+                line = b""
+                while not line.strip():
+                    start, end = end, self.payload.index(b"\n", end) + 1
+                    line = self.payload[start:end]
+            return replace(self, payload=self.payload[:end])
+        if self.kind == "values":
+            ends = self.ends[:rows]
+            return replace(self, payload=self.payload[: ends[-1]], ends=ends, lines=self.lines[:rows])
+        faults = tuple(fault for fault in self.faults if fault[0] < self.first_row + rows)
+        batch = from_payload(self.payload).slice(0, rows - len(faults))
+        return replace(self, payload=to_payload(batch), lines=self.lines[: batch.num_rows], faults=faults)
 
 
 class RawRow(NamedTuple):
@@ -33,8 +71,21 @@ class RawRow(NamedTuple):
     number: int
     """In its file, from 0."""
     line: int
-    """For people, from 1: the line in the file, or the row's place where the format has no lines."""
+    """Line in the file, from 1; where the format has no lines, `number` + 1."""
     value: dict[str, Any] | None
     """None when it has a fault."""
     fault: str | None
-    """What is wrong with it and what mends it."""
+    """The rule that the row breaks, and the remedy."""
+
+
+def to_payload(batch: pa.RecordBatch) -> bytes:
+    """A record batch as an Arrow IPC stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def from_payload(payload: bytes) -> pa.RecordBatch:
+    """The record batch of `to_payload`."""
+    return pa.ipc.open_stream(payload).read_next_batch()

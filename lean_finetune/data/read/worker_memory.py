@@ -1,4 +1,4 @@
-"""What keeps the memory of tokenize's processes small; it changes no result."""
+"""Allocator settings and limits that keep the memory of tokenize's processes small."""
 
 import ctypes
 import gc
@@ -10,30 +10,30 @@ from pathlib import Path
 
 import pyarrow as pa
 
-# Of glibc's mallopt.
+# Options of glibc's mallopt.
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
-# Blocks and their tokens are larger: each is mapped by itself and given back when freed. By default glibc raises the
-# threshold to 32 MiB as soon as one is freed, and then keeps them on its heap.
+# Blocks and their tokens are larger than this, so each has its own mapping, which ends when it is freed. By default
+# glibc raises the threshold to 32 MiB after the first free, and then keeps freed blocks on its heap.
 MAPPED_BYTES = 1 << 18
-# Sizes of this process in pages, its address space first; only Linux has it.
+# Memory sizes of this process in pages, address space first. Linux only.
 STATM = Path("/proc/self/statm")
 
 
-def keep_memory_small() -> None:
-    """Have freed buffers given back to the system, by malloc and by Arrow: 20 MB less over three processes."""
+def return_freed_memory() -> None:
+    """Make malloc and Arrow return freed buffers to the system: 20 MB less over three processes."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
         mallopt(M_ARENA_MAX, 1)
-    # Arrow's own allocator keeps what it frees.
+    # Arrow's default allocator does not return memory.
     pa.set_memory_pool(pa.system_memory_pool())
 
 
-def give_back_free_memory() -> None:
-    """Return to the system what malloc keeps for later, before each fork counts it as its own.
+def prepare_fork() -> None:
+    """Return free heap memory to the system (glibc only), and keep the pages that forks share unwritten.
 
-    Building a tokenizer leaves 24 MB of it for a vocabulary of 32,000, in each process. Only glibc has a call for it.
-    Until `gc.unfreeze`, the collector passes over what lives now: it would write to each page of it that forks share.
+    Building a tokenizer with a vocabulary of 32,000 leaves 24 MB of free heap, which every fork would have.
+    Until `gc.unfreeze`, the garbage collector skips existing objects: visiting one writes to its page.
     """
     gc.collect()
     gc.freeze()
@@ -43,11 +43,11 @@ def give_back_free_memory() -> None:
 
 
 @contextmanager
-def bounded_growth(size_bytes: int) -> Iterator[None]:
-    """Inside, this process can take at most `size_bytes` more: past that, Python raises MemoryError.
+def limited_memory_growth(size_bytes: int) -> Iterator[None]:
+    """Raise MemoryError in the block when this process allocates more than `size_bytes`.
 
-    Jinja's documentation asks for such a limit: its sandbox bounds what a template may touch, not what it may fill.
-    The limit is the process's own, so it is set only where the main thread renders, and no worker thread beside it.
+    Jinja's sandbox restricts what a template may access, not the memory it may use; its documentation recommends such
+    a limit. The limit counts the whole process, so it is set only in the main thread, never beside worker threads.
     """
     if threading.current_thread() is not threading.main_thread() or not STATM.exists():
         yield

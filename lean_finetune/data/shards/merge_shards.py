@@ -1,4 +1,4 @@
-"""Shards joined to the directory that later stages read: index files, duplicates, totals. No Python object per row."""
+"""Merging of shards: token files, index files, duplicates and totals, without a Python object per row."""
 
 import os
 import shutil
@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.data.read.arrow_arrays import from_numpy, to_numpy
-from lean_finetune.data.shards.shard_files import REJECTS_LISTED, SIDES, Reject, Shard, shard_name
+from lean_finetune.data.shards.shard_files import MAX_REJECTS, SIDES, Reject, Shard, shard_name
 
-# 3 bytes a row instead of 10; 10 million rows are unpacked in 0.2 s. Arrow's threads would forbid a later fork.
+# 3 bytes a row instead of 10, and 10 million rows decompress in 0.2 s. No threads: they would make forks unsafe.
 INDEX_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
 INDEX = pa.schema(
     [
@@ -26,8 +26,8 @@ INDEX = pa.schema(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
-    """A finished shard and the directory that holds its files."""
+class LocatedShard:
+    """A finished shard and the directory of its files."""
 
     root: Path
     shard: Shard
@@ -35,7 +35,7 @@ class Placed:
 
 @dataclass(kw_only=True)
 class SourceTotals:
-    """The rows of one source on one side, duplicates left out."""
+    """Totals of one source on one side of the split, without duplicates."""
 
     rows_by_length: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
     supervised: int = 0
@@ -43,35 +43,35 @@ class SourceTotals:
 
     @property
     def rows(self) -> int:
-        """Rows that are trained or evaluated."""
+        """Number of rows."""
         return int(self.rows_by_length.sum())
 
     @property
     def tokens(self) -> int:
-        """Tokens of these rows."""
+        """Tokens of all rows."""
         return int(self.rows_by_length @ np.arange(len(self.rows_by_length)))
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row; 0 where there is none."""
-        found = np.flatnonzero(self.rows_by_length)
-        return int(found[-1]) if len(found) else 0
+        lengths = np.flatnonzero(self.rows_by_length)
+        return int(lengths[-1]) if len(lengths) else 0
 
     def quantile(self, share: float) -> int:
-        """The length that this share of the rows does not exceed; 0 where there is none."""
+        """The smallest length that at least this share of the rows does not exceed; 0 where there is no row."""
         if self.rows == 0:
             return 0
         return int(np.searchsorted(np.cumsum(self.rows_by_length), share * self.rows))
 
     def add(self, lengths: np.ndarray, supervised: np.ndarray, dropped: np.ndarray) -> None:
-        """Count rows."""
+        """Add rows; those with `dropped` are duplicates."""
         self.duplicates += int(dropped.sum())
         self.supervised += int(supervised[~dropped].sum())
         self.rows_by_length = _added(self.rows_by_length, np.bincount(lengths[~dropped]))
 
 
 def _added(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The sum of two histograms."""
+    """The sum of two histograms of different lengths."""
     total = np.zeros(max(len(one), len(other)), np.int64)
     total[: len(one)] += one
     total[: len(other)] += other
@@ -80,47 +80,47 @@ def _added(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 @dataclass(kw_only=True)
 class Totals:
-    """What all shards add up to."""
+    """Totals over all shards."""
 
     sides: dict[str, list[SourceTotals]]
-    """Side → by source."""
+    """By side, then by source."""
     counts: list[Counter[str]]
-    """By source: the figures of `settings.COUNTS`."""
+    """By source, then by name of `COUNTS`."""
     rejects: list[Reject] = field(default_factory=list)
     first: dict[str, tuple[int, int]] = field(default_factory=dict)
     unread: dict[int, set[str]] = field(default_factory=dict)
-    """By source: columns that no row is read from."""
+    """By source: columns that its format does not read."""
 
     def side(self, name: str) -> SourceTotals:
         """One side over all sources."""
-        whole = SourceTotals()
+        total = SourceTotals()
         for one in self.sides[name]:
-            whole.rows_by_length = _added(whole.rows_by_length, one.rows_by_length)
-            whole.supervised += one.supervised
-            whole.duplicates += one.duplicates
-        return whole
+            total.rows_by_length = _added(total.rows_by_length, one.rows_by_length)
+            total.supervised += one.supervised
+            total.duplicates += one.duplicates
+        return total
 
     def count(self, name: str) -> int:
-        """One figure over all sources."""
+        """One count over all sources."""
         return sum(counts[name] for counts in self.counts)
 
 
-def merge(placed: Sequence[Placed], out: Path, sources: int, drop_duplicates: bool) -> Totals:
-    """Put the shards' token files into `out`, write the index files there, and add everything up."""
+def merge(located: Sequence[LocatedShard], out: Path, sources: int, drop_duplicates: bool) -> Totals:
+    """Link the shards' token files into `out`, write the index files, and compute the totals."""
     totals = Totals(
         sides={side: [SourceTotals() for _ in range(sources)] for side in SIDES},
         counts=[Counter() for _ in range(sources)],
     )
-    for one in placed:
+    for one in located:
         _add_counts(totals, one.shard)
-    dropped = _duplicates(placed) if drop_duplicates else None
+    dropped = _duplicates(located) if drop_duplicates else None
     for side in SIDES:
         (out / side).mkdir()
-        for one in placed:
+        for one in located:
             name = f"{side}/{shard_name(one.shard.number)}.arrow"
             _link(one.root / name, out / name)
-        mine = None if dropped is None else dropped[side]
-        _write_index(placed, side, out / f"{side}-index.arrow", totals.sides[side], mine)
+        side_dropped = None if dropped is None else dropped[side]
+        _write_index(located, side, out / f"{side}-index.arrow", totals.sides[side], side_dropped)
     return totals
 
 
@@ -129,39 +129,38 @@ def _add_counts(totals: Totals, shard: Shard) -> None:
         totals.counts[int(source)].update(counts)
     for source, names in shard.unread.items():
         totals.unread.setdefault(int(source), set()).update(names)
-    totals.rejects += shard.rejects[: REJECTS_LISTED - len(totals.rejects)]
+    totals.rejects += shard.rejects[: MAX_REJECTS - len(totals.rejects)]
     for name, place in shard.first.items():
         totals.first.setdefault(name, place)
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file a second name, so that the work it is taken from stays whole; copy it to another file system."""
+    """Hard-link a file, so that the shard stays complete where it is; copy it where links are impossible."""
     try:
         os.link(source, target)
-    except OSError:
-        # Other file systems, and some that know no links; a copy that cannot be made says so itself.
+    except OSError:  # Another file system, or one without links.
         shutil.copyfile(source, target)
 
 
-def _index_parts(placed: Sequence[Placed], side: str) -> Iterator[pa.Table]:
-    """The index of each shard in order."""
-    for one in placed:
+def _index_parts(located: Sequence[LocatedShard], side: str) -> Iterator[pa.Table]:
+    """The index of each shard, in order."""
+    for one in located:
         path = one.root / f"{side}-index" / f"{shard_name(one.shard.number)}.arrow"
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
             yield reader.read_all()
 
 
-def _duplicates(placed: Sequence[Placed]) -> dict[str, np.ndarray]:
-    """By side, whether each row's tokens are those of an earlier row; held-out rows come before all training rows.
+def _duplicates(located: Sequence[LocatedShard]) -> dict[str, np.ndarray]:
+    """By side, bool of shape (rows,): whether an earlier row has the same tokens.
 
-    So a training row that equals a held-out one goes, too. 8 bytes of digest per row are held at a time: that two
-    of 10 million different rows share one has a chance of 1 in 370,000.
+    Held-out rows count as earlier than training rows, so a training row that equals a held-out row is dropped. Memory
+    has 8 bytes for each row. Two of 10 million different rows have equal digests with probability 1 in 370,000.
     """
     order = tuple(reversed(SIDES))
-    parts = {side: [to_numpy(part["digest"]) for part in _index_parts(placed, side)] for side in order}
+    parts = {side: [to_numpy(part["digest"]) for part in _index_parts(located, side)] for side in order}
     rows = {side: sum(map(len, parts[side])) for side in order}
     digests = np.concatenate([part for side in order for part in parts[side]]).astype(np.uint64, copy=False)
-    # A stable sort keeps equal digests in order of row: all but the first of a run are duplicates.
+    # A stable sort leaves equal digests in row order: all but the first of a run are duplicates.
     by_digest = np.argsort(digests, kind="stable")
     again = np.flatnonzero(np.diff(digests[by_digest]) == 0) + 1
     dropped = np.zeros(len(digests), bool)
@@ -170,19 +169,19 @@ def _duplicates(placed: Sequence[Placed]) -> dict[str, np.ndarray]:
 
 
 def _write_index(
-    placed: Sequence[Placed], side: str, path: Path, totals: list[SourceTotals], dropped: np.ndarray | None
+    located: Sequence[LocatedShard], side: str, path: Path, totals: list[SourceTotals], dropped: np.ndarray | None
 ) -> None:
-    """One record per row of a side's shards, in order, one record batch per shard."""
+    """Write one record for each row of a side, with one record batch for each shard."""
     start = 0
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, INDEX, options=INDEX_OPTIONS) as writer:
-        for part in _index_parts(placed, side):
+        for part in _index_parts(located, side):
             end = start + part.num_rows
-            out = np.zeros(part.num_rows, bool) if dropped is None else dropped[start:end]
+            part_dropped = np.zeros(part.num_rows, bool) if dropped is None else dropped[start:end]
             start = end
             columns = {name: to_numpy(part[name]) for name in ("length", "supervised", "source")}
             for source in np.unique(columns["source"]):
-                mine = columns["source"] == source
-                totals[source].add(columns["length"][mine], columns["supervised"][mine], out[mine])
+                rows = columns["source"] == source
+                totals[source].add(columns["length"][rows], columns["supervised"][rows], part_dropped[rows])
             if part.num_rows:
-                arrays = map(from_numpy, [*columns.values(), out], INDEX.types)
+                arrays = map(from_numpy, [*columns.values(), part_dropped], INDEX.types)
                 writer.write_batch(pa.record_batch(list(arrays), schema=INDEX))

@@ -1,4 +1,4 @@
-"""Tokenize on several machines: each makes a part of the shards and a manifest; one joins them."""
+"""Tokenizing on several machines: each makes a part of the shards with a manifest, and one merges them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 
 from lean_finetune.core.atomic_files import read_json, sha256_file, sha256_json, write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.shards.merge_shards import Placed
-from lean_finetune.data.shards.shard_files import Shard, is_whole, marker_name, read_marker
+from lean_finetune.data.shards.merge_shards import LocatedShard
+from lean_finetune.data.shards.shard_files import Shard, is_complete, marker_name, read_marker
 
 MANIFEST_SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -17,33 +17,37 @@ PART = re.compile(r"([0-9]+)/([0-9]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Part `number` (from 0) of `of` equal parts: the shards whose number leaves `number` when divided by `of`."""
+class TokenizePart:
+    """Part `number` (from 0) of `of` parts: the shards whose number modulo `of` is `number`."""
 
     number: int
     of: int
 
+    def includes(self, shard: int) -> bool:
+        """Whether a shard belongs to this part."""
+        return shard % self.of == self.number
+
     def directory(self, out: Path) -> Path:
-        """Where this part is made below `out`, which parts may share."""
+        """The part's directory below `out`, which parts may share."""
         return out / f"part-{self.number}-of-{self.of}"
 
 
-def parse_part(text: str) -> Part:
-    """A part written as `i/n`.
+def parse_part(text: str) -> TokenizePart:
+    """The part written as `i/n`.
 
     Raises:
-        UserError: it is written otherwise, or there is no such part.
+        UserError: the text has another form, or there is no such part.
     """
     match = PART.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
         raise UserError(f"--part: must be i/n with 0 <= i < n, as 0/4 for the first of four; got {text!r}")
-    return Part(number=int(match[1]), of=int(match[2]))
+    return TokenizePart(number=int(match[1]), of=int(match[2]))
 
 
 def write_manifest(
-    root: Path, part: Part, made_of: Mapping[str, str], key: str, shards: Sequence[Shard], all_shards: int
+    root: Path, part: TokenizePart, inputs: Mapping[str, str], key: str, shards: Sequence[Shard], all_shards: int
 ) -> None:
-    """Say what the finished part holds: shards, files, sizes, hashes, and what they are made of."""
+    """Write the manifest of a finished part: its shards, the sizes and hashes of its files, and their inputs."""
     files: dict[str, Any] = {}
     for shard in shards:
         marker = root / marker_name(shard.number)
@@ -52,7 +56,7 @@ def write_manifest(
     manifest = {
         "schema": MANIFEST_SCHEMA,
         "key": key,
-        "made_of": dict(made_of),
+        "made_of": dict(inputs),
         "part": part.number,
         "parts": part.of,
         "all_shards": all_shards,
@@ -62,51 +66,51 @@ def write_manifest(
     write_json(root / MANIFEST, {**manifest, "sha256": sha256_json(manifest)})
 
 
-def collect(directories: Sequence[Path], made_of: Mapping[str, str], key: str) -> list[Placed]:
-    """All shards of the source from the parts below these directories, in order, each checked against its manifest.
+def collect(directories: Sequence[Path], inputs: Mapping[str, str], key: str) -> list[LocatedShard]:
+    """All shards in order, from the parts below these directories; each part is compared with its manifest.
 
     Raises:
-        UserError: a part is missing, damaged, there twice, or made of something else than this checkout would make.
+        UserError: a part is missing, damaged, named twice, or has other inputs than this checkout.
     """
-    placed: dict[int, Placed] = {}
+    located: dict[int, LocatedShard] = {}
     all_shards = 0
     for directory in directories:
         manifests = sorted(directory.glob(f"part-*/{MANIFEST}"))
         if not manifests:
-            raise UserError(f"{directory}: holds no finished part; make one with --part i/n --out {directory}")
+            raise UserError(f"{directory}: has no finished part; make one with --part i/n --out {directory}")
         for path in manifests:
             manifest = read_json(path)
-            _check(path, manifest, made_of, key)
+            _check(path, manifest, inputs, key)
             all_shards = manifest["all_shards"]
             for number in manifest["shards"]:
-                if number in placed:
+                if number in located:
                     raise UserError(
-                        f"{path.parent}: shard {number} is also in {placed[number].root}; name each part once"
+                        f"{path.parent}: shard {number} is also in {located[number].root}; name each part once"
                     )
                 shard = read_marker(path.parent, number)
-                assert shard is not None, "the marker was held to its hash"
-                placed[number] = Placed(root=path.parent, shard=shard)
-    missing = sorted(set(range(all_shards)) - set(placed))
+                assert shard is not None, "is_complete compared its hash"
+                located[number] = LocatedShard(root=path.parent, shard=shard)
+    missing = sorted(set(range(all_shards)) - set(located))
     if missing:
         raise UserError(
             f"--merge: {len(missing)} of {all_shards} shards are missing (first {missing[0]}); name the directories of "
             "all parts, and run the parts that are not finished"
         )
-    return [placed[number] for number in sorted(placed)]
+    return [located[number] for number in sorted(located)]
 
 
-def _check(path: Path, manifest: Mapping[str, Any], made_of: Mapping[str, str], key: str) -> None:
+def _check(path: Path, manifest: Mapping[str, Any], inputs: Mapping[str, str], key: str) -> None:
     """Hold a part to its manifest, and the manifest to this checkout."""
     if not isinstance(manifest, dict) or manifest.get("schema") != MANIFEST_SCHEMA:
         raise UserError(f"{path}: is of another version of this project; make the part again")
     values = {name: value for name, value in manifest.items() if name != "sha256"}
     if manifest.get("sha256") != sha256_json(values):
-        raise UserError(f"{path}: is not as it was written; run this part again, which mends it")
+        raise UserError(f"{path}: is damaged; run this part again")
     if manifest["key"] != key:
-        other = [name for name, value in made_of.items() if manifest["made_of"].get(name) != value]
+        other = [name for name, value in inputs.items() if manifest["made_of"].get(name) != value]
         raise UserError(
             f"{path}: made with other {' and '.join(other)} than here; use the same on all machines, then make the "
             "part again, or remove it"
         )
-    if not is_whole(path.parent, manifest["files"]):
-        raise UserError(f"{path.parent}: a file is missing or damaged; run this part again, which mends it")
+    if not is_complete(path.parent, manifest["files"]):
+        raise UserError(f"{path.parent}: a file is missing or damaged; run this part again")

@@ -1,4 +1,4 @@
-"""The token directory that later stages read, put together from finished shards in one step."""
+"""Publishing of the token directory from finished shards, in one atomic step."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,19 +9,19 @@ from lean_finetune.config.data_schema import HELDOUT_SOURCE
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_json, write_json, write_text
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.bundled_templates import read_bundled
-from lean_finetune.data.format.token_settings import UNREAD_LISTED
-from lean_finetune.data.shards.merge_shards import Placed, Totals, merge
-from lean_finetune.data.shards.prepare import Job
+from lean_finetune.data.shards.block_tokens import MAX_UNREAD_COLUMNS
+from lean_finetune.data.shards.merge_shards import LocatedShard, Totals, merge
 from lean_finetune.data.shards.statistics import figures, notes, source_figures, write_histogram, write_rejects
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer
+from lean_finetune.data.shards.tokenize_job import TokenizeJob
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
 
 SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
-    """What meta.json says of the tokenizer and its template."""
+class TokenizerMeta:
+    """The tokenizer and its chat template as meta.json describes them."""
 
     vocab_size: int
     pad_id: int
@@ -33,13 +33,13 @@ class About:
     chat_template_reason: str | None
 
     @classmethod
-    def of(cls, tokenize: BlockTokenizer, has_conversations: bool) -> "About":
-        """What a worker's tokenizer says of itself.
+    def of(cls, block_tokenizer: BlockTokenizer, has_conversations: bool) -> "TokenizerMeta":
+        """Describe a block tokenizer.
 
         Raises:
-            UserError: there are conversations and no chat template for them.
+            UserError: there are conversations but no chat template.
         """
-        tokenizer, template = tokenize.tokenizer, tokenize.template if has_conversations else None
+        tokenizer, template = block_tokenizer.tokenizer, block_tokenizer.template if has_conversations else None
         return cls(
             vocab_size=tokenizer.vocab_size,
             pad_id=tokenizer.pad_id,
@@ -51,86 +51,82 @@ class About:
         )
 
     def notes(self) -> list[str]:
-        """How the trained text is told from the rest."""
+        """How the trained text is found, as a note."""
         if self.chat_template_method is None:
             return []
         return [f"trained text is found by {self.chat_template_method}: {self.chat_template_reason}"]
 
 
-def publish(job: Job, about: About, placed: Sequence[Placed], out: Path) -> list[str]:
+def publish(job: TokenizeJob, tokenizer: TokenizerMeta, located: Sequence[LocatedShard], out: Path) -> list[str]:
     """Write the token directory `out` in one step; return notes for the user.
 
     Raises:
-        UserError: one side of the split is empty, or the disk refused.
+        UserError: one side of the split is empty, or the disk cannot be written.
     """
     settings, sources = job.settings, job.data_lock["sources"]
     with atomic_directory(out) as aside:
-        totals = merge(placed, aside, len(sources), settings.drop_duplicates)
+        totals = merge(located, aside, len(sources), settings.drop_duplicates)
         _check_sides(totals, job)
         train, heldout = totals.side("train"), totals.side("heldout")
         longest = max(train.longest, heldout.longest)
         write_histogram(aside / "lengths.csv", train)
         write_rejects(aside / "rejects.jsonl", totals, job.file_names)
-        if about.chat_template_sha256 is not None and settings.chat_template != "tokenizer":
-            # For the tuned model, which is to be asked with it.
+        if tokenizer.chat_template_sha256 is not None and settings.chat_template != "tokenizer":
+            # For the tuned model, whose users must apply the same template.
             text = read_bundled("chatml") if settings.chat_template == "chatml" else settings.chat_template
             write_text(aside / CHAT_TEMPLATE, text)
         meta = {
             "schema": SCHEMA,
-            **asdict(about),
+            **asdict(tokenizer),
             "max_length": settings.max_length,
             "train_rows": train.rows,
             "heldout_rows": heldout.rows,
             "longest": longest,
-            "shards": len(placed),
+            "shards": len(located),
             "files": list(job.file_names),
-            "sources": [_about_source(job, totals, place) for place in range(len(sources))],
+            "sources": [_source_meta(job, totals, index) for index in range(len(sources))],
             "tokenizer_sha256": sha256_json(job.tokenizer_lock["files"]),
             "data_sha256": sha256_json([source["files"] for source in sources]),
         }
         write_json(aside / "meta.json", meta)
-        write_json(aside / FIGURES, figures(totals, [shape.format for shape in settings.sources], longest))
-    return [
-        *job.notes(),
-        *about.notes(),
-        *_unread_notes(job, totals),
-        *notes(totals, settings, job.file_names),
-    ]
+        write_json(aside / FIGURES, figures(totals, [source.format for source in settings.sources], longest))
+    row_notes = notes(totals, settings, job.file_names)
+    return [*job.notes(), *tokenizer.notes(), *_unread_notes(job, totals), *row_notes]
 
 
-def _unread_notes(job: Job, totals: Totals) -> list[str]:
-    """By source, the columns of its rows that are not read."""
+def _unread_notes(job: TokenizeJob, totals: Totals) -> list[str]:
+    """For each source, the columns that are not read."""
     found = []
-    for place, names in sorted(totals.unread.items()):
+    for index, names in sorted(totals.unread.items()):
         if names:
-            listed = sorted(names)[:UNREAD_LISTED]
-            more = " and more" if len(names) >= UNREAD_LISTED else ""
-            source = job.data_lock["sources"][place]["source"]
+            listed = sorted(names)[:MAX_UNREAD_COLUMNS]
+            more = " and more" if len(names) >= MAX_UNREAD_COLUMNS else ""
+            source = job.data_lock["sources"][index]["source"]
             found.append(f"columns of {source} that are not read: {', '.join(listed)}{more}")
     return found
 
 
-def _about_source(job: Job, totals: Totals, place: int) -> dict[str, Any]:
-    """A source's entry in meta.json."""
-    shape = job.settings.sources[place]
+def _source_meta(job: TokenizeJob, totals: Totals, index: int) -> dict[str, Any]:
+    """The entry of a source in meta.json."""
+    source = job.settings.sources[index]
     return {
-        "source": job.data_lock["sources"][place]["source"],
-        "format": shape.format,
-        "format_reason": job.format_reasons[place],
-        "columns": dict(shape.columns),
-        "unread_columns": sorted(totals.unread.get(place, ()))[:UNREAD_LISTED],
-        **source_figures(totals, place),
+        "source": job.data_lock["sources"][index]["source"],
+        "format": source.format,
+        "format_reason": job.format_reasons[index],
+        "columns": dict(source.columns),
+        "unread_columns": sorted(totals.unread.get(index, ()))[:MAX_UNREAD_COLUMNS],
+        **source_figures(totals, index),
     }
 
 
-def _check_sides(totals: Totals, job: Job) -> None:
-    """There must be rows to train on, and rows to evaluate on where some were to be held out."""
+def _check_sides(totals: Totals, job: TokenizeJob) -> None:
+    """Refuse a result without training rows, or without held-out rows where some were requested."""
     settings = job.settings
     rows = {"train on": totals.side("train").rows, "evaluate on": totals.side("heldout").rows}
-    has_source = any(shape.is_heldout for shape in settings.sources)
+    has_source = any(source.is_heldout for source in settings.sources)
     lost = {
-        "no_answer_rows": f"lost their answer to data.max_length={job.settings.max_length}",
-        "dropped_long_rows": f"are longer than data.max_length={job.settings.max_length}",
+        "no_answer_rows": f"lost their answer to data.max_length={settings.max_length}",
+        "dropped_long_rows": f"are longer than data.max_length={settings.max_length}",
         "empty_answer_rows": "have an empty answer",
         "bad_rows": "cannot be used",
     }

@@ -1,6 +1,7 @@
-"""Shards: the tokens of 64 consecutive blocks each, whole or not there at all.
+"""Files of a shard: the tokens of 64 consecutive blocks, and a marker that makes them valid.
 
-A shard's files count once its marker exists; the marker names their sizes and hashes and is written last, in one step.
+The marker is written last, atomically, with the sizes and hashes of the shard's files. A shard without
+a marker is made again.
 """
 
 import json
@@ -16,14 +17,14 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.core.atomic_files import sha256_file, sha256_json, write_json
-from lean_finetune.data.format.token_settings import UNREAD_LISTED, BlockTokens
 from lean_finetune.data.read.arrow_arrays import from_numpy, to_numpy
-from lean_finetune.data.read.row_block import Block
+from lean_finetune.data.read.row_block import RowBlock
+from lean_finetune.data.shards.block_tokens import MAX_UNREAD_COLUMNS, BlockTokens
 
 BLOCKS_PER_SHARD = 64
 SIDES = ("train", "heldout")
-# Of all rejected rows the first ones are listed; a broken source would else write itself out once more.
-REJECTS_LISTED = 100
+MAX_REJECTS = 100
+"""Rejected rows that are listed: a broken source would fill the list with all its rows."""
 SHARD_INDEX = pa.schema(
     [
         pa.field("length", pa.int32(), nullable=False),
@@ -45,33 +46,33 @@ class Reject(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What a shard's marker says."""
+    """The content of a shard's marker."""
 
     key: str
-    """Of all that decides the bytes."""
+    """Of everything that decides the bytes, see `token_inputs`."""
     number: int
     blocks: int
     input_crc32: int
-    """Of the blocks' payloads: the source is read again on a rerun, and has to be the same."""
+    """Of the blocks' payloads. A rerun reads them again and compares."""
     files: dict[str, dict[str, Any]]
-    """Path below the root → bytes and sha256."""
+    """Size and hash by path below the root: {"bytes": …, "sha256": …}."""
     counts: dict[str, dict[str, int]]
-    """Source's number as text (JSON has no other keys) → figures."""
+    """By index of the source as text (a JSON key): counts by name."""
     rejects: list[Reject]
-    """The first REJECTS_LISTED rows that were not used."""
+    """The first rows that were not used, at most MAX_REJECTS."""
     first: dict[str, tuple[int, int]]
-    """Count → (file, line) of the first row it met."""
+    """By count: (file, line) of its first row."""
     unread: dict[str, list[str]]
-    """Source's number as text → columns that no row is read from."""
+    """By index of the source as text: columns that its format does not read."""
 
 
 def shard_name(number: int) -> str:
-    """Name of a shard, in order of number when sorted as text for up to 100,000 shards (6 TB of source)."""
+    """File name of a shard. Names sort in the order of shards up to 100,000 shards (6 TB of rows)."""
     return f"{number:05d}"
 
 
-def shard_of(block: Block) -> int:
-    """The number of the shard that holds a block."""
+def shard_of(block: RowBlock) -> int:
+    """The number of the shard that a block belongs to."""
     return block.number // BLOCKS_PER_SHARD
 
 
@@ -81,7 +82,7 @@ def marker_name(number: int) -> str:
 
 
 def read_marker(root: Path, number: int) -> Shard | None:
-    """What the marker of a shard below `root` says, without a look at its files; None where there is none to trust."""
+    """A shard's marker, without checking the shard's files; None where there is no valid marker."""
     try:
         values = json.loads((root / marker_name(number)).read_text(encoding="utf-8"))
         if values.pop("sha256") != sha256_json(values):
@@ -90,12 +91,11 @@ def read_marker(root: Path, number: int) -> Shard | None:
         first = {name: (file, line) for name, (file, line) in values.pop("first").items()}
         return Shard(**values, rejects=rejects, first=first)
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
-        # Absent, damaged, or of another version: it vouches for nothing, and the shard is made anew.
-        return None
+        return None  # Absent, damaged, or of another version: the shard is made again.
 
 
-def is_whole(root: Path, files: dict[str, dict[str, Any]]) -> bool:
-    """Whether all these files are below `root` with the size and content that were written."""
+def is_complete(root: Path, files: dict[str, dict[str, Any]]) -> bool:
+    """Whether all these files are below `root` with their recorded size and hash."""
     for name, expected in files.items():
         path = root / name
         if not path.is_file() or path.stat().st_size != expected["bytes"] or sha256_file(path) != expected["sha256"]:
@@ -104,20 +104,20 @@ def is_whole(root: Path, files: dict[str, dict[str, Any]]) -> bool:
 
 
 def finished_shard(root: Path, number: int, key: str) -> Shard | None:
-    """The shard when it was finished with this key and is undamaged, else None."""
+    """The shard if it was finished with this key and is undamaged, else None."""
     shard = read_marker(root, number)
-    return shard if shard is not None and shard.key == key and is_whole(root, shard.files) else None
+    return shard if shard is not None and shard.key == key and is_complete(root, shard.files) else None
 
 
 def discard_all(root: Path) -> None:
-    """Take every marker below `root` away, so that its shards are made anew."""
+    """Delete every marker below `root`, so that its shards are made again."""
     for marker in (root / "done").glob("*.json"):
         marker.unlink()
 
 
 @dataclass(kw_only=True)
 class _Tally:
-    """What a shard's blocks add up to."""
+    """Sums over a shard's blocks."""
 
     blocks: int = 0
     input_crc32: int = 0
@@ -126,37 +126,37 @@ class _Tally:
     first: dict[str, tuple[int, int]] = field(default_factory=dict)
     unread: dict[int, set[str]] = field(default_factory=dict)
 
-    def add(self, block: Block, tokens: BlockTokens) -> None:
+    def add(self, block: RowBlock, tokens: BlockTokens) -> None:
         self.blocks += 1
         self.input_crc32 = zlib.crc32(block.payload, self.input_crc32)
         self.counts.setdefault(block.source, Counter()).update(tokens.counts)
         self.unread.setdefault(block.source, set()).update(tokens.unread)
-        room = REJECTS_LISTED - len(self.rejects)
+        room = MAX_REJECTS - len(self.rejects)
         self.rejects += [Reject(block.file, row, line, reason) for row, line, reason in tokens.rejects[:room]]
         for name, (_, line) in tokens.first.items():
             self.first.setdefault(name, (block.file, line))
 
 
 class ShardWriter:
-    """Writes one shard's files, then its marker; a `with` block that ends by a fault leaves no marker."""
+    """Context manager that writes one shard's files. `finish` writes the marker; after an error there is none."""
 
     def __init__(self, root: Path, number: int, key: str):
-        """Write below `root`; an old marker goes first, so that no moment has it beside new files."""
+        """Write below `root`. An old marker is deleted first, so that it never vouches for new files."""
         (root / marker_name(number)).unlink(missing_ok=True)
         self._root, self._number, self._key = root, number, key
         self._files: dict[str, _ArrowFile] = {}
         self._tally = _Tally()
 
     def __enter__(self) -> "ShardWriter":
-        """Begin to write."""
+        """Return self."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Close the files; they are no shard yet."""
+        """Close the files."""
         for file in self._files.values():
             file.abandon()
 
-    def add(self, block: Block, tokens: BlockTokens) -> None:
+    def add(self, block: RowBlock, tokens: BlockTokens) -> None:
         """Append a block's tokens."""
         self._tally.add(block, tokens)
         sides = (
@@ -180,7 +180,7 @@ class ShardWriter:
         return self._files[name]
 
     def finish(self) -> Shard:
-        """Make the files durable, then write the marker."""
+        """Sync the files to disk, then write the marker."""
         files = {}
         for name, file in sorted(self._files.items()):
             file.close()
@@ -195,7 +195,7 @@ class ShardWriter:
             counts={str(source): dict(sorted(counts.items())) for source, counts in sorted(tally.counts.items())},
             rejects=tally.rejects,
             first=tally.first,
-            unread={str(source): sorted(names)[:UNREAD_LISTED] for source, names in sorted(tally.unread.items())},
+            unread={str(source): sorted(names)[:MAX_UNREAD_COLUMNS] for source, names in sorted(tally.unread.items())},
         )
         values = asdict(shard)
         write_json(self._root / marker_name(self._number), {**values, "sha256": sha256_json(values)})
@@ -203,7 +203,7 @@ class ShardWriter:
 
 
 class _ArrowFile:
-    """An Arrow IPC file that is written batch by batch."""
+    """An Arrow IPC file, written batch by batch."""
 
     def __init__(self, path: Path, schema: pa.Schema):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,17 +212,17 @@ class _ArrowFile:
         self._writer = pa.ipc.new_file(self._sink, schema)
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Append a batch; one without rows is left out."""
+        """Append a batch unless it is empty."""
         if batch.num_rows:
             self._writer.write_batch(batch)
 
     def close(self) -> None:
-        """Write the footer and have all bytes on the disk."""
+        """Write the footer and sync the file to disk."""
         self._writer.close()
         self._sink.close()
         with open(self.path, "rb") as file:
             os.fsync(file.fileno())
 
     def abandon(self) -> None:
-        """Let go of the file, whole or not."""
+        """Close the file without a footer."""
         self._sink.close()

@@ -1,4 +1,4 @@
-"""What tokenize tells about its result: figures, notes for the user, the histogram of lengths, the rejected rows."""
+"""Reports of tokenize: figures, notes for the user, the histogram of lengths, and the list of rejected rows."""
 
 import json
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from lean_finetune.core.atomic_files import write_csv, write_text
-from lean_finetune.data.format.token_settings import Settings
 from lean_finetune.data.shards.merge_shards import SourceTotals, Totals
+from lean_finetune.data.shards.token_settings import TokenSettings
 
 HISTOGRAM_BINS = 50
-# Rows that no later stage sees, by reason.
 LEFT_OUT = ("bad_rows", "empty_answer_rows", "dropped_long_rows", "no_answer_rows")
-# Independent of the engine, of workers and of the machine.
+"""Counts of rows that later stages do not get."""
+# Equal for every engine, number of workers and machine.
 REPORTED = (
     *("rows", "bad_rows", "empty_answer_rows", "truncated_rows", "dropped_long_rows", "split_rows", "no_answer_rows"),
     *("control_tokens_as_text", "surrogates_replaced", "sampled_rows", "sampled_rows_differing"),
@@ -22,7 +22,7 @@ REPORTED = (
 
 
 def figures(totals: Totals, formats: Sequence[str], longest: int) -> dict[str, Any]:
-    """figures.json: those of the whole, none of them from the machine or `run`."""
+    """The content of figures.json, over all sources."""
     train, heldout = totals.side("train"), totals.side("heldout")
     return {
         "format": ", ".join(dict.fromkeys(formats)),
@@ -41,7 +41,7 @@ def figures(totals: Totals, formats: Sequence[str], longest: int) -> dict[str, A
 
 
 def source_figures(totals: Totals, source: int) -> dict[str, Any]:
-    """The figures of one source, for meta.json."""
+    """The figures of one source for meta.json."""
     train, heldout = totals.sides["train"][source], totals.sides["heldout"][source]
     return {
         "train_rows": train.rows,
@@ -58,24 +58,24 @@ def source_figures(totals: Totals, source: int) -> dict[str, Any]:
 
 
 def write_histogram(path: Path, train: SourceTotals) -> None:
-    """Training rows by length in equal bins: `length` is a bin's upper edge in tokens."""
+    """Write the histogram of training rows by length; `length` is a bin's upper edge in tokens."""
     width = -(-train.longest // HISTOGRAM_BINS)
-    # Bin k holds lengths in (k * width, (k + 1) * width]; no row has length 0.
+    # Bin k counts lengths in (k * width, (k + 1) * width]. No row has length 0.
     lengths = np.arange(1, train.longest + 1)
     rows = np.bincount((lengths - 1) // width, weights=train.rows_by_length[1 : train.longest + 1])
     write_csv(path, ("length", "rows"), ({"length": (k + 1) * width, "rows": int(n)} for k, n in enumerate(rows)))
 
 
 def write_rejects(path: Path, totals: Totals, file_names: Sequence[str]) -> None:
-    """The first rows that were not used: file, line, row in the file (from 0) and reason, one JSON object a line."""
+    """Write the rejected rows as JSON Lines: file, line, row in the file (from 0) and reason."""
     lines = (
         {"file": file_names[one.file], "line": one.line, "row": one.row, "reason": one.reason} for one in totals.rejects
     )
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
-def notes(totals: Totals, settings: Settings, file_names: Sequence[str]) -> list[str]:
-    """What the user should know about rows that were left out or changed."""
+def notes(totals: Totals, settings: TokenSettings, file_names: Sequence[str]) -> list[str]:
+    """Notes for the user on rows that were left out or changed."""
     rows, limit = totals.count("rows"), f"data.max_length={settings.max_length}"
 
     def share(name: str) -> str:
@@ -88,10 +88,10 @@ def notes(totals: Totals, settings: Settings, file_names: Sequence[str]) -> list
         return f" (first at {file_names[file]}:{line})"
 
     duplicates = totals.side("train").duplicates + totals.side("heldout").duplicates
-    told = {
+    texts = {
         "bad_rows": f"{share('bad_rows')} were left out because they cannot be used{first('bad_rows')}; the first are "
         "listed in data/tokens/rejects.jsonl",
-        "truncated_rows": f"{share('truncated_rows')} were cut at {limit}; raise data.max_length",
+        "truncated_rows": f"{share('truncated_rows')} were truncated at {limit}; raise data.max_length",
         "no_answer_rows": f"{share('no_answer_rows')} were dropped because no answer was left within {limit}"
         f"{first('no_answer_rows')}; raise data.max_length",
         "dropped_long_rows": f"{share('dropped_long_rows')} were dropped because they are longer than {limit}"
@@ -100,7 +100,7 @@ def notes(totals: Totals, settings: Settings, file_names: Sequence[str]) -> list
         "empty_answer_rows": f"{share('empty_answer_rows')} were dropped because an answer in them is empty"
         f"{first('empty_answer_rows')}; fill or remove them",
         "reasoning_left_out_rows": f"{share('reasoning_left_out_rows')} have earlier answers whose reasoning "
-        f"the chat template leaves out{first('reasoning_left_out_rows')}, so those are trained without it; "
+        f"the chat template omits{first('reasoning_left_out_rows')}, so they are trained without it; "
         "data.train_on=last_assistant trains each row's last answer alone",
         "control_tokens_as_text": f"{totals.count('control_tokens_as_text')} control tokens in the rows' own text"
         f"{first('control_tokens_as_text')} were encoded as plain characters",
@@ -112,10 +112,12 @@ def notes(totals: Totals, settings: Settings, file_names: Sequence[str]) -> list
         "rows have other ids when encoded as one text: a token would cross from the prompt into the answer there, "
         "which never happens at inference",
     }
-    lines = [line for name, line in told.items() if totals.count(name)]
+    lines = [line for name, line in texts.items() if totals.count(name)]
     if duplicates:
-        # Pieces of split rows are told apart one by one, so these are not counted by the rows that were read.
-        whole = duplicates + totals.side("train").rows + totals.side("heldout").rows
-        kind = "rows and pieces of split rows" if totals.count("split_rows") else "rows"
-        lines.append(f"{duplicates} of {whole} {kind} were dropped because their tokens equal those of an earlier one")
+        # Chunks of split rows are compared one by one, so there may be more duplicates than rows.
+        compared = duplicates + totals.side("train").rows + totals.side("heldout").rows
+        kind = "rows and chunks of split rows" if totals.count("split_rows") else "rows"
+        lines.append(
+            f"{duplicates} of {compared} {kind} were dropped because their tokens equal those of an earlier one"
+        )
     return lines

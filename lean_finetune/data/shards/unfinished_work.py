@@ -1,6 +1,6 @@
-"""Where unfinished work is kept: below the user's checkout, since DVC deletes a stage's outputs before it runs.
+"""Directories of unfinished work: one for each key of `token_inputs`, locked by the process that works in it.
 
-One directory for each key of all that decides the bytes, locked by the process that works in it.
+They are in the user's checkout because DVC deletes a stage's outputs before it runs.
 """
 
 import os
@@ -13,24 +13,23 @@ from lean_finetune.core.file_locks import clear, hold, leave
 
 
 def scratch_root() -> Path:
-    """The directory of all unfinished work of tokenize; runs in temporary copies share the checkout's."""
+    """The directory of all unfinished work of tokenize. Temporary experiments share the checkout's."""
     return repo_root() / "scratch" / "tokenize"
 
 
 @contextmanager
-def workplace(root: Path, key: str, told: Callable[[str], None]) -> Iterator[Path]:
-    """The directory `root/key`, held by this process alone; it is removed when the block ends well.
+def work_directory(root: Path, key: str, notify: Callable[[str], None]) -> Iterator[Path]:
+    """The directory `root/key`, locked; it is removed when the block succeeds.
 
-    After a fault it stays if it holds a finished shard. Directories of other keys that no living process holds are
-    removed: what was begun with other data, parameters or code is of no use. `told` gets a note when another process
-    has to be waited for.
+    After an error it stays if it has a finished shard. Directories of other keys are removed unless they are locked:
+    they belong to other data, parameters or code. `notify` is called when another process has to be waited for.
 
     Raises:
-        UserError: the disk refused.
+        UserError: the disk cannot be written.
     """
     directory = root / key
     with told_in_one_line(directory):
-        held = _hold(directory, told)
+        lock = _lock(directory, notify)
         try:
             _remove_stale(root, key)
             yield directory
@@ -40,36 +39,35 @@ def workplace(root: Path, key: str, told: Callable[[str], None]) -> Iterator[Pat
                 clear(directory)
             raise
         finally:
-            leave(directory, held)
+            leave(directory, lock)
 
 
 @contextmanager
-def held_alone(directory: Path, told: Callable[[str], None]) -> Iterator[None]:
+def locked_directory(directory: Path, notify: Callable[[str], None]) -> Iterator[None]:
     """Let no other process of tokenize work in a directory during the block.
 
     Raises:
-        UserError: the disk refused.
+        UserError: the disk cannot be written.
     """
     with told_in_one_line(directory):
-        held = _hold(directory, told)
+        lock = _lock(directory, notify)
         try:
             yield
         finally:
-            os.close(held)
+            os.close(lock)
 
 
-def _hold(directory: Path, told: Callable[[str], None]) -> int:
-    """Hold a directory, once its holder has ended."""
-    held = hold(directory, lambda: told(f"another tokenize works in {directory}; waiting for it to end"))
-    assert held is not None, "it was waited for"
-    return held
+def _lock(directory: Path, notify: Callable[[str], None]) -> int:
+    """The descriptor of the directory's lock; waits until it is free."""
+    lock = hold(directory, lambda: notify(f"another tokenize works in {directory}; waiting for it to end"))
+    assert lock is not None, "hold waits"
+    return lock
 
 
 def _remove_stale(root: Path, key: str) -> None:
-    """Remove the unfinished work of other keys, but for that of living processes."""
     for other in sorted(root.iterdir()):
         if other.name != key and other.is_dir():
-            held = hold(other)
-            if held is not None:
+            lock = hold(other)
+            if lock is not None:
                 clear(other)
-                leave(other, held)
+                leave(other, lock)

@@ -1,4 +1,4 @@
-"""Blocks turned into tokens by several workers, handed back in order, with a bounded number of them in memory."""
+"""A pool of workers that tokenize blocks, with results in order and a bounded number of blocks in memory."""
 
 import gc
 import multiprocessing
@@ -17,34 +17,34 @@ from pathlib import Path
 from lean_finetune.core import parent_death
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.signals import ENDINGS
-from lean_finetune.data.format.token_settings import BlockTokens
-from lean_finetune.data.read.row_block import Block
-from lean_finetune.data.read.worker_memory import give_back_free_memory, keep_memory_small
+from lean_finetune.data.read.row_block import RowBlock
+from lean_finetune.data.read.worker_memory import prepare_fork, return_freed_memory
+from lean_finetune.data.shards.block_tokens import BlockTokens
 
-Tokenize = Callable[[Block], BlockTokens]
-# Enough that no worker waits for the next block while the oldest one is slow.
+Tokenize = Callable[[RowBlock], BlockTokens]
+# So that no worker waits for a block while the oldest one is slow.
 BLOCKS_IN_FLIGHT_PER_WORKER = 2
-# Threads with which a fork is safe: pyarrow starts jemalloc's at import, and jemalloc prepares itself for forks; the
-# one that watches the parent holds no lock.
+# Threads that do not make a fork unsafe: jemalloc's, which pyarrow starts and which handles forks, and the one that
+# watches the parent process, which takes no lock.
 FORK_SAFE_THREADS = {"jemalloc_bg_thd", parent_death.THREAD}
 
-_own = threading.local()
+_worker = threading.local()
 
 
 class Pool:
     """Maps blocks to tokens in order."""
 
-    def __init__(self, submit: Callable[[Block], "Future[BlockTokens]"], bound: int):
-        """Hold at most `bound` blocks."""
+    def __init__(self, submit: Callable[[RowBlock], "Future[BlockTokens]"], bound: int):
+        """Have at most `bound` blocks in memory."""
         self._submit, self._bound = submit, bound
 
-    def map(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, BlockTokens]]:
-        """Each block with its tokens, in the blocks' order; the bytes do not depend on how many workers there are.
+    def map(self, blocks: Iterable[RowBlock]) -> Iterator[tuple[RowBlock, BlockTokens]]:
+        """Each block with its tokens, in the order of the blocks.
 
         Raises:
             UserError: a worker was killed.
         """
-        waiting: deque[tuple[Block, Future[BlockTokens]]] = deque()
+        waiting: deque[tuple[RowBlock, Future[BlockTokens]]] = deque()
         try:
             for block in blocks:
                 waiting.append((block, self._submit(block)))
@@ -57,31 +57,31 @@ class Pool:
         except BrokenProcessPool:
             raise UserError(
                 "run.data_workers: a worker of tokenize was killed, most often because memory ran out; set fewer "
-                "workers or run.data_pool=threads, then run again: finished shards are kept"
+                "workers or run.data_pool=threads, then run again: finished shards are reused"
             ) from None
 
 
 @contextmanager
-def open_pool(own: Tokenize, make: Callable[[], Tokenize], workers: int, kind: str) -> Iterator[Pool]:
-    """A pool of `workers` `processes` or `threads`; one worker is this process itself, with its `own`.
+def open_pool(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int, kind: str) -> Iterator[Pool]:
+    """A pool of `workers` processes or threads, as `kind` says. A single worker is this process itself.
 
-    Others `make()` one each, which has to be picklable, but for forks, which share memory with `own` and start at
-    once: enter the pool before this process has threads that forbid to fork it.
+    Forked processes share the memory of `tokenize`, and so start at once. They need a process without other threads.
+    Threads and spawned processes call `make`, which must be picklable.
     """
     if workers == 1:
-        yield Pool(_Serial(own).submit, 1)
+        yield Pool(_Serial(tokenize).submit, 1)
         return
     if kind == "processes":
-        executor, task = _processes(own, make, workers), _work_alone
+        executor, task = _processes(tokenize, make, workers), _work_in_process
     else:
         executor, task = ThreadPoolExecutor(workers, "", _start, (make,)), _work
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of any thread, also of those that a fork is safe with.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            # The first task starts the workers: now, before a progress bar's thread exists. A signal waits until they
-            # handle signals as workers do.
-            with _endings_wait():
+            # The first task starts the workers, before a progress bar starts a thread. Signals are blocked until the
+            # workers have their own handlers.
+            with _signals_blocked():
                 executor.submit(os.getpid)
         yield Pool(lambda block: executor.submit(task, block), BLOCKS_IN_FLIGHT_PER_WORKER * workers)
     finally:
@@ -90,8 +90,8 @@ def open_pool(own: Tokenize, make: Callable[[], Tokenize], workers: int, kind: s
 
 
 @contextmanager
-def _endings_wait() -> Iterator[None]:
-    """Inside, signals that end a stage wait; so they do in processes forked inside, until these let them in."""
+def _signals_blocked() -> Iterator[None]:
+    """Block the signals that end a stage, also in processes forked in the block, until they unblock them."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
     try:
         yield
@@ -100,28 +100,28 @@ def _endings_wait() -> Iterator[None]:
 
 
 class _Serial:
-    """Work done in this process when it is asked for."""
+    """Tokenizes in this process."""
 
     def __init__(self, tokenize: Tokenize):
         self._tokenize = tokenize
 
-    def submit(self, block: Block) -> "Future[BlockTokens]":
+    def submit(self, block: RowBlock) -> "Future[BlockTokens]":
         done: Future[BlockTokens] = Future()
         done.set_result(self._tokenize(block))
         return done
 
 
-def _processes(own: Tokenize, make: Callable[[], Tokenize], workers: int) -> Executor:
-    """Worker processes: forks of this one where that is safe, else new interpreters."""
+def _processes(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int) -> Executor:
+    """Worker processes: forks where that is safe, else new interpreters."""
     if is_safe_to_fork():
-        give_back_free_memory()
+        prepare_fork()
         context = multiprocessing.get_context("fork")
-        return ProcessPoolExecutor(workers, context, _start_process, (lambda: own,))
+        return ProcessPoolExecutor(workers, context, _start_process, (lambda: tokenize,))
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (make,))
 
 
 def is_safe_to_fork() -> bool:
-    """Whether this process has no thread that might hold a lock which a fork would inherit forever locked."""
+    """Whether no other thread can have a lock, which would stay locked forever in a fork."""
     tasks = Path("/proc/self/task")
     if not tasks.is_dir():
         return False
@@ -130,7 +130,7 @@ def is_safe_to_fork() -> bool:
 
 
 def available_workers() -> int:
-    """Cores that this process may use: those it is bound to, less what a container's quota takes away."""
+    """Cores that this process may use: its CPU affinity, limited by a container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.is_file():
@@ -141,37 +141,37 @@ def available_workers() -> int:
 
 
 def _start_process(make: Callable[[], Tokenize]) -> None:
-    """Make a worker process ready: Ctrl-C is its parent's business, and it never outlives the parent."""
+    """Initialize a worker process: it ignores Ctrl-C, which its parent handles, and ends with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(parent_death.PARENT_ENDED, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
-    keep_memory_small()
+    return_freed_memory()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _start(make)
 
 
 def _start(make: Callable[[], Tokenize]) -> None:
-    """Make this worker's own tokenizer: it counts as it goes, so threads must not share one."""
-    _own.tokenize = make()
+    """Make this worker's tokenizer, which has counters and so cannot be shared by threads."""
+    _worker.tokenize = make()
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent is gone, however that came about (SIGKILL runs no cleanup)."""
+    """End this process when its parent has ended, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "only a worker process watches its parent"
     wait([parent.sentinel])
     os._exit(1)
 
 
-def _work(block: Block) -> BlockTokens:
-    """One block, in a worker."""
-    tokens: BlockTokens = _own.tokenize(block)
+def _work(block: RowBlock) -> BlockTokens:
+    """Tokenize one block in a worker thread."""
+    tokens: BlockTokens = _worker.tokenize(block)
     return tokens
 
 
-def _work_alone(block: Block) -> BlockTokens:
-    """One block, in a worker process: the collector looks once, at the end, when hardly anything is left to look at."""
+def _work_in_process(block: RowBlock) -> BlockTokens:
+    """Tokenize one block in a worker process, with one garbage collection at the end, when few objects are left."""
     gc.disable()
     try:
         return _work(block)

@@ -5,7 +5,7 @@ from typing import Any
 
 from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.data.read.decode_rows import decode
-from lean_finetune.data.read.row_block import Block, RawRow
+from lean_finetune.data.read.row_block import RawRow, RowBlock
 from lean_finetune.data.read.source_blocks import BLOCK_BYTES, read_blocks
 
 
@@ -20,7 +20,7 @@ def lock_of(*sources: dict[str, Any]) -> dict[str, Any]:
     return {"schema": 2, "sources": list(sources)}
 
 
-def blocks_of(lock: dict[str, Any], max_rows: int | None = None, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+def blocks_of(lock: dict[str, Any], max_rows: int | None = None, block_bytes: int = BLOCK_BYTES) -> list[RowBlock]:
     return list(read_blocks(lock, max_rows=max_rows, progress=lambda _: None, block_bytes=block_bytes))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lean_finetune.data.read.row_range import MAX_ROW_BYTES
+from lean_finetune.data.read.row_block import MAX_ROW_BYTES
 
 GOOD = b'{"text": "good"}'
 ARRAY_RULE = "the file must be one array of JSON objects"

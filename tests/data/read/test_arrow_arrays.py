@@ -14,15 +14,15 @@ ALL_OF_IT = """
 import sys
 import numpy as np
 import pyarrow as pa
-from lean_finetune.data.read.row_block import Block
+from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.read.decode_rows import decode
-from lean_finetune.data.shards.token_columns import digests, record_batch, token_schema
-from lean_finetune.data.encode.max_length import cut_rows
+from lean_finetune.data.shards.block_tokens import digests, record_batch, token_schema
+from lean_finetune.data.encode.max_length import limit_lengths
 from lean_finetune.data.encode.encoded_rows import EncodedRows
 row = EncodedRows(ids=np.arange(4, dtype=np.int32), offsets=np.array([0, 4]), span_rows=np.array([0]),
                   spans=np.array([[1, 4]]), failed=frozenset())
-digests(record_batch(token_schema(9, 9, 1), cut_rows(row, 9, "drop"), row.ids, ["a"], 0, np.zeros(1, np.uint32)))
-list(decode(Block(number=0, source=0, file=0, kind="lines", payload=b'{"text": "a"}', first_row=0)))
+digests(record_batch(token_schema(9, 9, 1), limit_lengths(row, 9, "drop"), row.ids, ["a"], 0, np.zeros(1, np.uint32)))
+list(decode(RowBlock(number=0, source=0, file=0, kind="lines", payload=b'{"text": "a"}', first_row=0)))
 print([name for name in ("pandas", "pyarrow.parquet") if name in sys.modules])
 """
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_finetune.data.read.decode_rows import decode
-from lean_finetune.data.read.row_block import Block
-from lean_finetune.data.read.row_range import to_payload
+from lean_finetune.data.read.row_block import RowBlock, to_payload
 from tests.processes import run_bounded
 
 TEXT = st.text(st.sampled_from('a":, \t\\{}[]é\ud83d0123456789'), max_size=30)
@@ -21,8 +20,8 @@ JSON = st.recursive(
 )
 
 
-def lines(*rows: bytes) -> Block:
-    return Block(number=0, source=0, file=0, kind="lines", payload=b"\n".join(rows) + b"\n", first_row=7)
+def lines(*rows: bytes) -> RowBlock:
+    return RowBlock(number=0, source=0, file=0, kind="lines", payload=b"\n".join(rows) + b"\n", first_row=7)
 
 
 @given(row=st.dictionaries(TEXT, JSON), ascii_only=st.booleans(), separators=st.sampled_from([None, (" ,", "\t: ")]))
@@ -60,7 +59,7 @@ def test_lines_are_numbered_with_the_empty_ones_between_them():
 
 
 def test_faults_stand_between_the_rows_in_order():
-    block = Block(
+    block = RowBlock(
         number=0,
         source=0,
         file=0,
@@ -97,7 +96,7 @@ UNREADABLE = {
 @pytest.mark.parametrize("column, faults", UNREADABLE.values(), ids=UNREADABLE)
 def test_a_value_that_arrow_cannot_give_is_the_fault_of_its_row(column, faults):
     batch = pa.record_batch({"text": pa.array(["one", "two"]), "when": column})
-    block = Block(number=0, source=0, file=0, kind="arrow", payload=to_payload(batch), first_row=5)
+    block = RowBlock(number=0, source=0, file=0, kind="arrow", payload=to_payload(batch), first_row=5)
     for place, (row, expected) in enumerate(zip(decode(block), faults, strict=True)):
         assert row.line == 6 + place
         if expected is None:

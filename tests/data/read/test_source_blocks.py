@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.read import source_blocks
 from lean_finetune.data.read.decode_rows import decode
-from lean_finetune.data.read.row_block import Block
+from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from tests.conftest import ROOT
 from tests.data.read.common import blocks_of, lock_of, rows_of, source, values_of
@@ -306,13 +306,13 @@ def test_a_block_travels_between_processes():
     """Workers get blocks by pickle; a field that cannot be sent would stop them all."""
     import pickle
 
-    block = Block(number=1, source=0, file=2, kind="lines", payload=b"{}\n", first_row=0, faults=((3, 4, "why"),))
+    block = RowBlock(number=1, source=0, file=2, kind="lines", payload=b"{}\n", first_row=0, faults=((3, 4, "why"),))
     assert pickle.loads(pickle.dumps(block)) == block
 
 
 def test_a_file_with_more_rows_than_the_token_files_can_number_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(source_blocks, "MOST_ROWS_OF_A_FILE", 3)
+    monkeypatch.setattr(source_blocks, "MAX_ROWS_OF_A_FILE", 3)
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}] * 4)
-    with pytest.raises(UserError, match="rows.jsonl: must hold no more than 3 rows; cut it into several files"):
+    with pytest.raises(UserError, match="rows.jsonl: must have at most 3 rows; split it into several files"):
         rows_of(path, block_bytes=1)
     assert len(rows_of(path, max_rows=3, block_bytes=1)) == 3

@@ -8,10 +8,11 @@ from tokenizers import Tokenizer
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.data.chat.trained_segments import Segment
-from lean_finetune.data.encode.encode_rows import RowTokenizer
-from lean_finetune.data.encode.engine_choice import open_engine
-from lean_finetune.data.format.row_formats import Conversation, parse_row
-from lean_finetune.data.format.token_settings import SourceShape
+from lean_finetune.data.encode.engine_choice import load_tokenizer
+from lean_finetune.data.encode.row_tokenizer import RowTokenizer
+from lean_finetune.data.format.example import Conversation
+from lean_finetune.data.format.format_base import SourceFormat
+from lean_finetune.data.format.row_formats import parse_row
 
 DATE = "2024-07-26"
 """data.template_date."""
@@ -29,8 +30,8 @@ def chat_row(prompt: str = "Hi", answer: str = "Hello") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
 
 
-def shape_of(name: str, **columns: str) -> SourceShape:
-    return SourceShape(format=name, columns=columns)
+def shape_of(name: str, **columns: str) -> SourceFormat:
+    return SourceFormat(format=name, columns=columns)
 
 
 def conversation(row: dict[str, Any], shape: str) -> Conversation:
@@ -53,7 +54,7 @@ def spans_of(row: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def row_tokenizer(directory: Path, engine: str = "tokenizers") -> RowTokenizer:
-    return RowTokenizer(directory, open_engine(engine, directory))
+    return RowTokenizer(directory, load_tokenizer(engine, directory))
 
 
 def encode_one(tokenizer: RowTokenizer, segments: list[Segment]):

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from lean_finetune.data.chat.chat_template import Template, open_template
+from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from tests.data.tokens.common import DATE
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -101,5 +101,5 @@ def save_tokenizer(directory: Path, name: str) -> Path:
     return directory
 
 
-def open_family(directory: Path, name: str, train_on: str = "assistant", template: str = "tokenizer") -> Template:
-    return open_template(template, directory, FAMILIES[name].special_tokens, train_on, DATE)
+def open_family(directory: Path, name: str, train_on: str = "assistant", template: str = "tokenizer") -> ChatTemplate:
+    return load_template(template, directory, FAMILIES[name].special_tokens, train_on, DATE)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.data.format.token_settings import COUNTS, BlockTokens
-from lean_finetune.data.read.row_block import Block
+from lean_finetune.data.read.row_block import RowBlock
+from lean_finetune.data.shards.block_tokens import COUNTS, BlockTokens
 
 SCHEMA = pa.schema(
     [
@@ -25,12 +25,12 @@ SCHEMA = pa.schema(
 )
 
 
-def text_blocks(count: int, rows: int = 3, source_of=lambda number: 0) -> Iterator[Block]:
+def text_blocks(count: int, rows: int = 3, source_of=lambda number: 0) -> Iterator[RowBlock]:
     """Blocks of `rows` lines each."""
     for number in range(count):
         lines = [f"row {number * rows + k} " + "x" * (k % 7) for k in range(rows)]
         source = source_of(number)
-        yield Block(
+        yield RowBlock(
             number=number,
             source=source,
             file=source,
@@ -40,7 +40,7 @@ def text_blocks(count: int, rows: int = 3, source_of=lambda number: 0) -> Iterat
         )
 
 
-def tokenize_bytes(block: Block) -> BlockTokens:
+def tokenize_bytes(block: RowBlock) -> BlockTokens:
     """Each line's bytes as ids, all of them trained; a fifth of the lines, by hash, are held out; `bad` is no row.
 
     The line `die` kills its process, `slow` takes a while.
@@ -76,7 +76,7 @@ def tokenize_bytes(block: Block) -> BlockTokens:
     )
 
 
-def _batch(block: Block, rows: list[tuple[int, bytes]]) -> tuple[pa.RecordBatch, np.ndarray, np.ndarray]:
+def _batch(block: RowBlock, rows: list[tuple[int, bytes]]) -> tuple[pa.RecordBatch, np.ndarray, np.ndarray]:
     columns = [
         pa.array([list(line) for _, line in rows], pa.list_(pa.uint16())),
         pa.array([[0, len(line)] for _, line in rows], pa.list_(pa.uint16())),

@@ -45,7 +45,7 @@ def test_the_longest_of_the_texts_at_a_place_is_found(texts, text):
 def test_pieces_give_back_the_text_with_its_control_tokens_apart():
     guard = Guard(TOKENS)
     text = f"a<s>b[INST]{TRAINED_START}é¥\ud800"
-    pieces = guard.pieces(guard.protect(text))
+    pieces = guard.split(guard.protect(text))
     assert pieces == [
         ("a", False),
         ("<s>", True),

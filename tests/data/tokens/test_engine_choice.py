@@ -13,10 +13,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.encode import engine_choice as engine_module
 from lean_finetune.data.encode import tiktoken_engine
-from lean_finetune.data.encode.encoder import TokenizersEngine
-from lean_finetune.data.encode.engine_choice import choose_engine, open_engine
-from lean_finetune.data.encode.engine_probes import HARD_TEXTS, probe_texts
+from lean_finetune.data.encode.engine_choice import choose_engine, load_tokenizer
+from lean_finetune.data.encode.engine_probes import EDGE_CASES, probe_texts
 from lean_finetune.data.encode.tiktoken_engine import TiktokenEngine
+from lean_finetune.data.encode.tokenizers_engine import TokenizersEngine
 from tests.data.tokens.built import LLAMA3_CUT, byte_level, sample_texts, save, sentencepiece
 
 STYLES = ("gpt2", "llama3", "qwen2")
@@ -37,7 +37,7 @@ def test_byte_level_tokenizers_are_proven_equal(directories, style):
 @pytest.mark.parametrize("style", [*STYLES, "tiny"])
 @given(
     texts=st.lists(
-        st.one_of(st.text(), st.sampled_from(HARD_TEXTS), st.sampled_from(("<|im_end|>", "<tool_call>"))), max_size=6
+        st.one_of(st.text(), st.sampled_from(EDGE_CASES), st.sampled_from(("<|im_end|>", "<tool_call>"))), max_size=6
     )
 )
 @settings(max_examples=40, deadline=None)
@@ -54,7 +54,7 @@ def test_both_engines_give_the_same_ids_of_any_text(directories, engines, style,
 def engines(directories):
     """(the tokenizers library's engine, tiktoken's) of a style."""
     return {
-        style: tuple(open_engine(name, directory).engine for name in ("tokenizers", "tiktoken"))
+        style: tuple(load_tokenizer(name, directory).engine for name in ("tokenizers", "tiktoken"))
         for style, directory in directories.items()
     }.__getitem__
 

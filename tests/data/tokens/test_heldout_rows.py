@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.pinning.descriptions import shown_data
+from lean_finetune.pinning.descriptions import describe_data
 from lean_finetune.step.token_rows import TokenRows
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize
@@ -42,7 +42,7 @@ def test_a_source_is_held_out_whole_and_no_other_row_is(run):
     found = TokenRows(OUT, "heldout")
     assert [(found.source_file(n), found.source_row(n)) for n in range(len(found))] == [(1, n) for n in range(5)]
     assert [source["heldout_rows"] for source in meta(OUT)["sources"]] == [0, 5]
-    assert shown_data(read_json(Path("locks/data.json"))) == "rows.jsonl, test.jsonl (held out)"
+    assert describe_data(read_json(Path("locks/data.json"))) == "rows.jsonl, test.jsonl (held out)"
 
 
 def test_a_lock_without_a_held_out_source_is_as_it_was(run):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, processors
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.chat_template import Template, open_template, read_template
+from lean_finetune.data.chat.chat_template import ChatTemplate, load_template, read_template
 from lean_finetune.data.chat.control_tokens import REPLACEMENT, TRAINED_END, TRAINED_START, Guard
 from lean_finetune.data.chat.trained_segments import Segment, split_segments
-from lean_finetune.data.encode.encode_rows import RowTokenizer
 from lean_finetune.data.encode.encoded_rows import EncodedRow
-from lean_finetune.data.format.row_formats import Conversation, Plain, RowFault
+from lean_finetune.data.encode.row_tokenizer import RowTokenizer
+from lean_finetune.data.format.row_formats import Conversation, PlainText, RowFault
 from tests.data.tokens.common import DATE, MESSAGES, chat_row, decoder, encode_one, row_tokenizer
 
 CONTROL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -40,8 +40,8 @@ def control_ids(tiny_dir) -> set[int]:
 
 
 @cache
-def template_of(tokenizer: RowTokenizer) -> Template:
-    return open_template("tokenizer", tokenizer.directory, tokenizer.special_tokens, "assistant", DATE)
+def template_of(tokenizer: RowTokenizer) -> ChatTemplate:
+    return load_template("tokenizer", tokenizer.directory, tokenizer.special_tokens, "assistant", DATE)
 
 
 def encode_chat(tokenizer: RowTokenizer, messages, tools=None) -> EncodedRow:
@@ -143,7 +143,7 @@ def test_lone_surrogates_are_replaced_and_counted():
 
 def test_the_longest_control_token_wins():
     guard = Guard(["<|end|>", "<|end|>_of_turn"])
-    assert guard.pieces(guard.protect("a<|end|>_of_turn<|end|>")) == [
+    assert guard.split(guard.protect("a<|end|>_of_turn<|end|>")) == [
         ("a", False),
         ("<|end|>_of_turn", True),
         ("<|end|>", True),
@@ -151,11 +151,11 @@ def test_the_longest_control_token_wins():
 
 
 def test_plain_rows_end_in_eos_and_train_the_completion_alone(tokenizer, decode):
-    row = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="Q: ", completion="A"), "assistant"))
+    row = encode_one(tokenizer, tokenizer.plain_segments(PlainText(prompt="Q: ", completion="A"), "assistant"))
     assert decode(row.ids) == "Q: A<|im_end|>" and trained_texts(row, decode) == ["A<|im_end|>"]
-    text = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="", completion="A text."), "assistant"))
+    text = encode_one(tokenizer, tokenizer.plain_segments(PlainText(prompt="", completion="A text."), "assistant"))
     assert decode(text.ids) == "A text.<|im_end|>" and text.spans.tolist() == [[0, len(text.ids)]]
-    both = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="Q: ", completion="A"), "all"))
+    both = encode_one(tokenizer, tokenizer.plain_segments(PlainText(prompt="Q: ", completion="A"), "all"))
     assert trained_texts(both, decode) == ["Q: A<|im_end|>"]
 
 
@@ -185,7 +185,7 @@ def test_bos_stands_once_in_chat_and_plain_rows(own):
     template.write_text("{{- bos_token }}" + template.read_text())
     tokenizer = row_tokenizer(own)
     chat = encode_chat(tokenizer, chat_row("<s>Hi")["messages"])
-    plain = encode_one(tokenizer, tokenizer.plain_segments(Plain(prompt="", completion="A"), "assistant"))
+    plain = encode_one(tokenizer, tokenizer.plain_segments(PlainText(prompt="", completion="A"), "assistant"))
     for row in (chat, plain):
         assert row.ids[0] == bos_id and (row.ids == bos_id).sum() == 1
     assert plain.spans.tolist() == [[1, len(plain.ids)]]
@@ -204,7 +204,7 @@ def test_a_saved_cut_and_padding_are_not_applied(own, tokenizer):
 def test_a_tokenizer_without_eos_cannot_end_plain_text(own):
     (own / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="has no eos_token, so the model could not learn to stop"):
-        row_tokenizer(own).plain_segments(Plain(prompt="", completion="A"), "assistant")
+        row_tokenizer(own).plain_segments(PlainText(prompt="", completion="A"), "assistant")
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def render(tiny_dir):
     """Render one question and answer with the template of data.chat_template."""
 
     def segments(source: str, messages=None) -> list[Segment]:
-        template = open_template(source, tiny_dir, {"eos_token": "<|im_end|>"}, "assistant", DATE)
+        template = load_template(source, tiny_dir, {"eos_token": "<|im_end|>"}, "assistant", DATE)
         return template.render(Conversation(messages=messages or chat_row()["messages"], tools=None))
 
     return segments

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_finetune.data.encode.encoded_rows import EncodedRows, from_units
-from lean_finetune.data.encode.max_length import CutRows, cut_rows
+from lean_finetune.data.encode.encoded_rows import EncodedRows, from_segments
+from lean_finetune.data.encode.max_length import Chunks, limit_lengths
 
 
 def rows_of(*rows: list[tuple[int, bool]]) -> EncodedRows:
@@ -15,13 +15,13 @@ def rows_of(*rows: list[tuple[int, bool]]) -> EncodedRows:
     lengths = np.array([length for length, _ in units], np.int64)
     trained = np.array([is_trained for _, is_trained in units], bool)
     counts = np.array([len(row) for row in rows], np.int64)
-    return from_units(np.arange(lengths.sum(), dtype=np.int32), lengths, trained, counts, [])
+    return from_segments(np.arange(lengths.sum(), dtype=np.int32), lengths, trained, counts, [])
 
 
-def listed(cut: CutRows) -> list[tuple[int, int, int, list[list[int]]]]:
+def listed(cut: Chunks) -> list[tuple[int, int, int, list[list[int]]]]:
     """(row, start, length, spans) of each piece."""
     return [
-        (int(row), int(start), int(length), cut.spans[cut.span_pieces == number].tolist())
+        (int(row), int(start), int(length), cut.spans[cut.span_chunks == number].tolist())
         for number, (row, start, length) in enumerate(zip(cut.rows, cut.starts, cut.lengths, strict=True))
     ]
 
@@ -44,7 +44,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("over_length", EXPECTED)
 def test_long_rows_are_cut_dropped_or_split_and_every_row_ends_with_a_trained_token(over_length):
-    cut = cut_rows(rows_of(LONG, SHORT, LATE), 10, over_length)
+    cut = limit_lengths(rows_of(LONG, SHORT, LATE), 10, over_length)
     pieces, truncated, dropped, split, no_answer = EXPECTED[over_length]
     assert listed(cut) == pieces
     found = [list(rows) for rows in (cut.truncated, cut.dropped_long, cut.split, cut.no_answer)]
@@ -52,14 +52,14 @@ def test_long_rows_are_cut_dropped_or_split_and_every_row_ends_with_a_trained_to
 
 
 def test_a_row_is_long_only_by_what_is_trained_and_before_it():
-    cut = cut_rows(rows_of([(5, False), (5, True), (100, False)]), 10, "drop")
+    cut = limit_lengths(rows_of([(5, False), (5, True), (100, False)]), 10, "drop")
     assert listed(cut) == [(0, 0, 10, [[5, 10]])] and not len(cut.dropped_long)
 
 
 def test_a_first_token_alone_is_not_supervised():
     """Nothing stands before it to predict it from."""
     for over_length in ("truncate", "drop", "split"):
-        cut = cut_rows(rows_of([(1, True)], [(2, True)]), 10, over_length)
+        cut = limit_lengths(rows_of([(1, True)], [(2, True)]), 10, over_length)
         assert listed(cut) == [(1, 1, 2, [[0, 2]])]
         assert (cut.supervised.tolist(), cut.no_answer.tolist()) == ([1], [0])
 
@@ -88,9 +88,9 @@ def test_pieces_are_those_of_a_plain_loop(rows, max_length, over_length):
                 lost.append(number)
         expected += pieces
         start += len(mask)
-    cut = cut_rows(encoded, max_length, over_length)
+    cut = limit_lengths(encoded, max_length, over_length)
     found = list(zip(*(part.tolist() for part in (cut.rows, cut.starts, cut.lengths, cut.supervised)), strict=True))
     assert found == expected
     assert cut.no_answer.tolist() == lost
     wanted = cut.rows % 2 == 0
-    assert listed(cut.of(wanted)) == [piece for piece in listed(cut) if piece[0] % 2 == 0]
+    assert listed(cut.select(wanted)) == [piece for piece in listed(cut) if piece[0] % 2 == 0]

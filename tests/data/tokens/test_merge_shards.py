@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.shards.merge_shards import Placed, merge
-from lean_finetune.data.shards.parts import Part, collect, parse_part, write_manifest
+from lean_finetune.data.shards.merge_shards import LocatedShard, merge
+from lean_finetune.data.shards.parts import TokenizePart, collect, parse_part, write_manifest
 from lean_finetune.data.shards.statistics import write_histogram
 from tests.data.tokens import standin
 from tests.data.tokens.standin import read_records, text_blocks
@@ -22,7 +22,7 @@ def merged(root, blocks=None, drop_duplicates=False, sources=1):
     _, shards, _ = make(root / "work", blocks)
     (root / "out").mkdir(parents=True)
     totals = merge(
-        [Placed(root=root / "work", shard=shard) for shard in shards], root / "out", sources, drop_duplicates
+        [LocatedShard(root=root / "work", shard=shard) for shard in shards], root / "out", sources, drop_duplicates
     )
     return totals, root / "out"
 
@@ -118,7 +118,7 @@ def test_a_part_written_wrong_is_told(text):
 
 def make_parts(root, of):
     for number in range(of):
-        part = Part(number=number, of=of)
+        part = TokenizePart(number=number, of=of)
         directory = part.directory(root)
         _, shards, all_shards = make(directory, part=number, parts=of)
         write_manifest(directory, part, MADE_OF, "k", shards, all_shards)

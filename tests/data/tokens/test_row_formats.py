@@ -8,16 +8,9 @@ from typing import Any
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.row_formats import (
-    Conversation,
-    Plain,
-    RowFault,
-    check_columns,
-    detect_format,
-    is_heldout,
-    parse_row,
-    row_family,
-)
+from lean_finetune.data.format.example import Conversation, PlainText, RowFault, is_heldout
+from lean_finetune.data.format.format_base import FORMATS, detect_format
+from lean_finetune.data.format.row_formats import parse_row, row_family
 from tests.data.tokens.common import CALL, MESSAGES, conversation, shape_of
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {}}
@@ -85,10 +78,10 @@ def test_typed_text_parts_are_joined_and_other_keys_reach_the_template():
 
 
 def test_plain_shapes():
-    assert parse_row({"prompt": "Q", "completion": "A"}, shape_of("prompt_completion")) == Plain(
+    assert parse_row({"prompt": "Q", "completion": "A"}, shape_of("prompt_completion")) == PlainText(
         prompt="Q", completion="A"
     )
-    assert parse_row({"text": "T"}, shape_of("text")) == Plain(prompt="", completion="T")
+    assert parse_row({"text": "T"}, shape_of("text")) == PlainText(prompt="", completion="T")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +300,7 @@ def test_an_answer_of_nothing_is_known(row, shape, empty):
 
 def test_columns_give_the_keys_of_a_shape_other_names():
     qa = shape_of("prompt_completion", prompt="question", completion="answer")
-    assert parse_row({"question": "Q", "answer": "A", "prompt": "other"}, qa) == Plain(prompt="Q", completion="A")
+    assert parse_row({"question": "Q", "answer": "A", "prompt": "other"}, qa) == PlainText(prompt="Q", completion="A")
     dialog = shape_of("messages", messages="dialog", tools="functions")
     row = {"dialog": [USER, ANSWER], "functions": [TOOL]}
     assert parse_row(row, dialog) == Conversation(messages=[USER, ANSWER], tools=WRAPPED)
@@ -327,7 +320,7 @@ def test_auto_follows_the_column_map():
 def test_a_column_for_a_key_that_the_shape_has_not_is_refused(columns, known):
     """It could take no effect."""
     with pytest.raises(UserError, match=f"^data.columns: rows of data.format prompt_completion have no key .*{known}"):
-        check_columns("prompt_completion", columns)
+        FORMATS["prompt_completion"].check_columns(columns)
     with pytest.raises(UserError, match="^data.columns: "):
         detect_format({"prompt": "", "completion": ""}, columns | {"family": "prompt", "text": "none", "x": "y"})
 
@@ -399,11 +392,11 @@ def test_consecutive_turns_of_one_role_are_left_to_the_template():
 
 def test_other_columns_are_ignored():
     row = {"text": "T", "id": 7, "meta": {"a": [None]}}
-    assert parse_row(row, shape_of("text")) == Plain(prompt="", completion="T")
+    assert parse_row(row, shape_of("text")) == PlainText(prompt="", completion="T")
 
 
 def test_the_seed_chooses_other_rows_and_a_row_never_moves():
-    rows = [Plain(prompt=f"{n}", completion="A") for n in range(400)]
+    rows = [PlainText(prompt=f"{n}", completion="A") for n in range(400)]
     first, again, other = ([is_heldout(row, 0.25, seed) for row in rows] for seed in (0, 0, 1))
     assert first == again != other
     assert 60 < sum(first) < 140 and 60 < sum(other) < 140
@@ -412,7 +405,7 @@ def test_the_seed_chooses_other_rows_and_a_row_never_moves():
 
 def test_a_prompt_that_the_fast_encoder_refuses_has_a_key():
     """A lone surrogate or a number of many digits in a tool call must not end the run."""
-    keys = {Plain(prompt=text, completion="A").prompt_key() for text in ("a\ud83d", "a\ud83e", "a")}
+    keys = {PlainText(prompt=text, completion="A").prompt_key() for text in ("a\ud83d", "a\ud83e", "a")}
     assert len(keys) == 3
 
 

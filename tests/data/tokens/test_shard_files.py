@@ -9,9 +9,10 @@ import pytest
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import LOCK_FILE
-from lean_finetune.data.shards.make_shards import Task, make_shards
+from lean_finetune.data.shards.parts import TokenizePart
 from lean_finetune.data.shards.shard_files import BLOCKS_PER_SHARD, read_marker
-from lean_finetune.data.shards.unfinished_work import held_alone, workplace
+from lean_finetune.data.shards.tokenize_run import make_shards
+from lean_finetune.data.shards.unfinished_work import locked_directory, work_directory
 from lean_finetune.data.shards.worker_pool import open_pool
 from tests.data.tokens import standin
 from tests.data.tokens.standin import make_byte_tokenizer, text_blocks
@@ -24,7 +25,9 @@ def make(root, blocks=None, key="k", part=0, parts=1, fails=True):
     tokenized: list[object] = []
     with open_pool(standin.tokenize_bytes, make_byte_tokenizer, 1, "threads") as pool:
         result = make_shards(
-            Task(root=root, key=key, part=part, parts=parts),
+            root,
+            key,
+            TokenizePart(number=part, of=parts),
             text_blocks(BLOCKS) if blocks is None else blocks,
             pool,
             ["rows.txt"],
@@ -125,13 +128,13 @@ def refuse(text):
 
 
 def test_a_workplace_is_removed_when_done_and_kept_with_its_finished_shards_after_a_fault(tmp_path):
-    with workplace(tmp_path, "k", refuse) as root:
+    with work_directory(tmp_path, "k", refuse) as root:
         (root / "half").write_text("")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(KeyboardInterrupt), workplace(tmp_path, "k", refuse):
+    with pytest.raises(KeyboardInterrupt), work_directory(tmp_path, "k", refuse):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(KeyboardInterrupt), workplace(tmp_path, "k", refuse) as root:
+    with pytest.raises(KeyboardInterrupt), work_directory(tmp_path, "k", refuse) as root:
         (root / "done").mkdir()
         (root / "done/00000.json").write_text("{}")
         raise KeyboardInterrupt
@@ -141,12 +144,12 @@ def test_a_workplace_is_removed_when_done_and_kept_with_its_finished_shards_afte
 def test_stale_work_goes_but_not_that_of_a_living_process(tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old/file").write_text("")
-    with workplace(tmp_path, "live", refuse), workplace(tmp_path, "new", refuse):
+    with work_directory(tmp_path, "live", refuse), work_directory(tmp_path, "new", refuse):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["live", "new"]
 
 
 def hold(root, ready, release):
-    with workplace(root, "k", refuse):
+    with work_directory(root, "k", refuse):
         ready.set()
         release.wait(30)
 
@@ -164,7 +167,7 @@ def test_a_second_run_of_the_same_work_waits_and_says_so(tmp_path):
         told.append(text)
         release.set()
 
-    with workplace(tmp_path, "k", note) as root:
+    with work_directory(tmp_path, "k", note) as root:
         assert (root / LOCK_FILE).exists()
     other.join(30)
     assert other.exitcode == 0
@@ -174,7 +177,10 @@ def test_a_second_run_of_the_same_work_waits_and_says_so(tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file/part: cannot be written"), held_alone(tmp_path / "file" / "part", refuse):
+    with (
+        pytest.raises(UserError, match="file/part: cannot be written"),
+        locked_directory(tmp_path / "file" / "part", refuse),
+    ):
         pass
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat import bundled_templates
 from lean_finetune.data.chat.bundled_templates import read_bundled
-from lean_finetune.data.chat.chat_template import Template, open_template
+from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
 from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.format.example import Conversation, RowFault
@@ -62,7 +62,7 @@ def directories(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bundled(directories) -> dict[str, Template]:
+def bundled(directories) -> dict[str, ChatTemplate]:
     return {name: open_family(directories[name], name) for name in FAMILIES}
 
 
@@ -71,9 +71,9 @@ def no_twin(*_: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def by_segments(directories) -> dict[str, Template]:
+def by_segments(directories) -> dict[str, ChatTemplate]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lean_finetune.data.chat.chat_template.find_twin", no_twin)
+        patch.setattr("lean_finetune.data.chat.chat_template.find_bundled", no_twin)
         return {name: open_family(directories[name], name) for name in FAMILIES}
 
 
@@ -237,7 +237,7 @@ def test_an_end_of_turn_token_counts_though_it_is_not_called_special(directories
         token["special"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
     for source in ("chatml", template_source("chatml")):
-        template = open_template(source, tmp_path, {"eos_token": "<|im_end|>"}, "assistant", DATE)
+        template = load_template(source, tmp_path, {"eos_token": "<|im_end|>"}, "assistant", DATE)
         assert trained(template.render(chat("Q", "A"))) == ["A<|im_end|>"]
 
 
@@ -256,7 +256,7 @@ def test_a_part_that_the_template_leaves_out_is_a_fault(part, bundled):
         bundled["zephyr"].render(HIDDEN[part])
 
 
-def custom(directories, source: str, name: str = "chatml", train_on: str = "assistant") -> Template:
+def custom(directories, source: str, name: str = "chatml", train_on: str = "assistant") -> ChatTemplate:
     return open_family(directories[name], name, train_on, source)
 
 
@@ -270,7 +270,7 @@ ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 def test_a_greeting_before_any_question_is_found(directories, monkeypatch):
     """Templates that look at the first message cannot render what is before it."""
-    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_twin", no_twin)
+    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_bundled", no_twin)
     template = custom(directories, "{{ '' if messages[0].role.strip() else '' }}" + LOOP + ASK)
     greeting = Conversation(messages=[turn("assistant", "Welcome!"), *chat("Q", "A").messages], tools=None)
     assert trained(template.render(greeting)) == ["Welcome!<|im_end|>", "A<|im_end|>"]
@@ -287,7 +287,7 @@ def test_a_greeting_before_any_question_is_found(directories, monkeypatch):
     ids=["text behind the last turn", "a header that history has not", "a count in front", "a filter on earlier turns"],
 )
 def test_turns_are_found_where_a_prefix_is_rendered_otherwise(source, directories, monkeypatch):
-    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_twin", no_twin)
+    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_bundled", no_twin)
     template = custom(directories, source)
     found = trained(template.render(chat("q1", "<b>a1", "q2", "a2", "q3", "a3")))
     assert [text.removesuffix("\n<pad>") for text in found] == ["<b>a1<|im_end|>", "a2<|im_end|>", "a3<|im_end|>"]
@@ -336,7 +336,7 @@ def test_a_turn_ends_at_its_own_token_where_calls_end_otherwise(directories, mon
         "{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     )
-    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_twin", no_twin)
+    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_bundled", no_twin)
     segments = custom(directories, source, "llama-3").render(Conversation(messages=CALLING.messages, tools=None))
     assert trained(segments) == ["<|python_tag|>add<|eom_id|>", "It is 3.<|eot_id|>", "Bye<|eot_id|>"]
 
@@ -380,10 +380,10 @@ def test_the_marked_template_of_each_family_shows_what_the_unmarked_one_shows():
         assert twin.has_marks and not own.has_marks
         for ask in (False, True):
             messages = chat("Q", "A", "R").messages
-            expected = own.text(messages, None, ask=ask)
-            assert twin.text(messages, None, ask=ask) == expected, name
+            expected = own.text(messages, None, add_generation_prompt=ask)
+            assert twin.text(messages, None, add_generation_prompt=ask) == expected, name
 
 
 def test_a_directory_without_a_tokenizer_is_told(tmp_path):
     with pytest.raises(UserError, match="^model.name: .*tokenizer.json cannot be read"):
-        open_template("tokenizer", tmp_path, {}, "assistant", DATE)
+        load_template("tokenizer", tmp_path, {}, "assistant", DATE)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.token_settings import COUNTS, BlockTokens, Settings, SourceShape
-from lean_finetune.data.read.row_block import Block
-from lean_finetune.data.shards.token_columns import token_schema
+from lean_finetune.data.format.format_base import SourceFormat
+from lean_finetune.data.read.row_block import RowBlock
+from lean_finetune.data.shards.block_tokens import COUNTS, BlockTokens, token_schema
+from lean_finetune.data.shards.token_settings import TokenSettings
 from lean_finetune.data.shards.tokenize_block import ROWS_PER_SAMPLED_ROW, BlockTokenizer
 from tests.conftest import ROOT
 from tests.data.tokens.built import byte_level, save, sentencepiece
@@ -22,10 +23,10 @@ from tests.processes import run_bounded
 ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(70)]
 
 
-def settings_of(directory: Path, **values: Any) -> Settings:
+def settings_of(directory: Path, **values: Any) -> TokenSettings:
     shared: dict[str, Any] = {
         "tokenizer_directory": directory,
-        "sources": (SourceShape(format="messages", columns={}), SourceShape(format="prompt_completion", columns={})),
+        "sources": (SourceFormat(format="messages", columns={}), SourceFormat(format="prompt_completion", columns={})),
         "files": 8,
         "ignore_columns": (),
         "chat_template": "tokenizer",
@@ -39,14 +40,14 @@ def settings_of(directory: Path, **values: Any) -> Settings:
         "heldout_seed": 0,
         "engine": "tokenizers",
     }
-    return Settings(**(shared | values))
+    return TokenSettings(**(shared | values))
 
 
-def block_of(rows: list[Any], source: int = 0, first_row: int = 0) -> Block:
+def block_of(rows: list[Any], source: int = 0, first_row: int = 0) -> RowBlock:
     """Rows as JSON lines; text is a line as it is."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     payload = "".join(f"{line}\n" for line in lines).encode()
-    return Block(number=3, source=source, file=7, kind="lines", payload=payload, first_row=first_row)
+    return RowBlock(number=3, source=source, file=7, kind="lines", payload=payload, first_row=first_row)
 
 
 def both_sides(tokens: BlockTokens) -> list[dict[str, Any]]:

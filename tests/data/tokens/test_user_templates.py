@@ -9,7 +9,7 @@ import pytest
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.bundled_templates import read_bundled
-from lean_finetune.data.chat.chat_template import Template, open_template
+from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.format.example import Conversation, RowFault
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize
@@ -70,7 +70,7 @@ TOO_LARGE = {
 def test_a_template_that_fills_the_memory_is_refused_before_it_does(tiny_dir, source):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match="^data.chat_template: the template needs too much memory for a conversation"):
-        open_template(source, tiny_dir, {}, "assistant", DATE)
+        load_template(source, tiny_dir, {}, "assistant", DATE)
     grown_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert grown_bytes < 1 << 30
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY or grown_bytes == 0
@@ -147,7 +147,7 @@ def test_a_template_that_loses_or_trains_the_wrong_text_is_refused(run, source, 
 
 def test_marks_that_leave_out_a_turn_of_one_row_are_that_rows_fault(tiny_dir):
     source = ASSISTANT_MARKED.replace("CONDITION", "(loop.last or messages[0].content != 'Q')")
-    template = open_template(source, tiny_dir, {}, "assistant", DATE)
+    template = load_template(source, tiny_dir, {}, "assistant", DATE)
     assert trained(template, chat("P", "A", "R", "B")) == ["A<|im_end|>", "B<|im_end|>"]
     with pytest.raises(RowFault, match="marks 1 of the row's 2 assistant turns"):
         template.render(chat("Q", "A", "R", "B"))
@@ -155,9 +155,9 @@ def test_marks_that_leave_out_a_turn_of_one_row_are_that_rows_fault(tiny_dir):
 
 def test_marks_around_the_last_answer_serve_where_that_alone_is_trained(tiny_dir):
     source = ASSISTANT_MARKED.replace("CONDITION", "loop.last") + LOOP[LOOP.index("{% if add") :]
-    template = open_template(source, tiny_dir, {}, "last_assistant", DATE)
+    template = load_template(source, tiny_dir, {}, "last_assistant", DATE)
     assert trained(template, chat("Q", "A", "R", "B")) == ["B<|im_end|>"]
-    assert open_template(MARKED, tiny_dir, {}, "all", DATE).method == "all"
+    assert load_template(MARKED, tiny_dir, {}, "all", DATE).method == "all"
 
 
 # As Qwen3's and gpt-oss' do: reasoning is shown of the last message alone.
@@ -173,13 +173,13 @@ def chat(*texts: str, **fields: str) -> Conversation:
     return Conversation(messages=[m for pair in zip(turns, answers, strict=True) for m in pair], tools=None)
 
 
-def trained(template: Template, conversation: Conversation) -> list[str]:
+def trained(template: ChatTemplate, conversation: Conversation) -> list[str]:
     return [segment.text for segment in template.render(conversation) if segment.trained]
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_trained_where_the_template_shows_it(tiny_dir, field):
-    template = open_template(REASONING.replace("FIELD", field), tiny_dir, {}, "assistant", DATE)
+    template = load_template(REASONING.replace("FIELD", field), tiny_dir, {}, "assistant", DATE)
     assert trained(template, chat("Q", "A", **{field: " Hm.\n"})) == ["<think>Hm.</think>A<|im_end|>"]
     assert trained(template, chat("Q", "", **{field: "Hm."})) == ["<think>Hm.</think><|im_end|>"]
     assert trained(template, chat("Q", "A", **{field: ""})) == ["A<|im_end|>"]
@@ -187,7 +187,7 @@ def test_reasoning_is_trained_where_the_template_shows_it(tiny_dir, field):
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking", "channel", "refusal"])
 def test_what_the_template_does_not_show_is_a_fault_of_the_row(tiny_dir, field):
-    template = open_template(LOOP, tiny_dir, {}, "assistant", DATE)
+    template = load_template(LOOP, tiny_dir, {}, "assistant", DATE)
     for answer in ("A", ""):
         with pytest.raises(
             RowFault, match=f"does not show '{field}', which the row has; .*, write it into 'content', or"
@@ -205,7 +205,7 @@ def test_a_row_with_reasoning_alone_ends_the_run_or_is_listed(run):
 
 
 def test_reasoning_under_another_name_than_the_templates_is_told_its_name(tiny_dir):
-    template = open_template(REASONING.replace("FIELD", "thinking"), tiny_dir, {}, "assistant", DATE)
+    template = load_template(REASONING.replace("FIELD", "thinking"), tiny_dir, {}, "assistant", DATE)
     with pytest.raises(
         RowFault, match="does not show 'reasoning_content', .* rename it 'thinking', which it shows, or"
     ):

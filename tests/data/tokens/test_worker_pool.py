@@ -70,7 +70,7 @@ def test_a_process_with_another_thread_is_not_forked():
 def test_a_fresh_process_with_the_workers_libraries_can_be_forked():
     """Else each worker would import them anew, and share no memory."""
     code = (
-        "import stages.tokenize, lean_finetune.data.encode.encode_rows\n"
+        "import stages.tokenize, lean_finetune.data.encode.row_tokenizer\n"
         "from lean_finetune.data.shards.worker_pool import is_safe_to_fork\n"
         "print(is_safe_to_fork())"
     )

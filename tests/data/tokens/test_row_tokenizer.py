@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.trained_segments import Segment
-from lean_finetune.data.encode.encode_rows import RowTokenizer
-from lean_finetune.data.encode.encoded_rows import from_units
+from lean_finetune.data.encode.encoded_rows import from_segments
 from lean_finetune.data.encode.padding_token import choose_pad
+from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from tests.data.tokens.built import byte_level, save, sentencepiece
 from tests.data.tokens.common import row_tokenizer
 
@@ -42,7 +42,7 @@ def tokenizers(tmp_path_factory) -> Callable[[str], tuple[RowTokenizer, Tokenize
 
 
 def test_only_tokenizers_that_put_a_space_first_encode_rows_as_one_text(tokenizers):
-    assert {style for style in STYLES if tokenizers(style)[0].encodes_whole_text} == WHOLE
+    assert {style for style in STYLES if tokenizers(style)[0].joins_segments} == WHOLE
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -112,7 +112,7 @@ def test_units_become_the_rows_and_spans_that_a_plain_loop_finds(units):
     lengths = np.array([length for length, _ in flat], np.int64)
     trained = np.array([is_trained for _, is_trained in flat], bool)
     ids = np.arange(lengths.sum(), dtype=np.int32)
-    encoded = from_units(ids, lengths, trained, np.array([len(row) for row in units], np.int64), [])
+    encoded = from_segments(ids, lengths, trained, np.array([len(row) for row in units], np.int64), [])
     start = 0
     for number, row in enumerate(units):
         mask = np.array([is_trained for length, is_trained in row for _ in range(length)], bool)

@@ -1,8 +1,7 @@
-"""Rows encoded as one text each, for tokenizers that put a space before each text they are given (SentencePiece's way).
+"""Encoding of rows as one text each, for tokenizers that add a space before every text, as SentencePiece does.
 
-What is trained is then told by the characters that a token stands for. A token is trained when it lies inside a trained
-stretch; the spaces before the stretch count as inside, because these tokenizers join a space to the word behind it. Any
-other token across a boundary is not trained.
+A token is trained if its characters are inside a trained segment. The spaces before the segment count as inside,
+because these tokenizers join a space to the following word. Other tokens across a boundary are not trained.
 """
 
 from collections.abc import Sequence
@@ -15,56 +14,56 @@ from tokenizers import Encoding, Tokenizer
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard
 from lean_finetune.data.chat.trained_segments import Segment
-from lean_finetune.data.encode.encoded_rows import EncodedRows, from_units
+from lean_finetune.data.encode.encoded_rows import EncodedRows, from_segments
 
 TEXTS_PER_CALL = 128
 PROBE = "Hello  world: é 你好.\n\nEnd of it"
 
 
-class WholeTextEncoder:
-    """Encodes rows with a tokenizer whose segments cannot be encoded apart."""
+class JoinedRowEncoder:
+    """Encodes each row as one text."""
 
     def __init__(self, tokenizer: Tokenizer, guard: Guard, directory: Path):
         """Encode with this tokenizer.
 
         Raises:
-            UserError: decoding what it encodes gives another text.
+            UserError: the tokenizer changes text when it encodes and decodes it.
         """
         self._tokenizer, self._guard = tokenizer, guard
         decoded = tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False).ids, skip_special_tokens=False)
         if decoded.removeprefix(" ") != PROBE:
             raise UserError(
                 f"model.name: {directory / 'tokenizer.json'} decodes its tokens of {PROBE!r} to {decoded!r}, so the "
-                "model could not learn the answers as they are; only tokenizers that keep the text are supported"
+                "model could not learn the exact answers; only tokenizers that preserve text are supported"
             )
 
     def encode_rows(self, rows: Sequence[Sequence[Segment]]) -> EncodedRows:
-        """Encode rows of guarded segments, each row as one text."""
+        """Encode rows of guarded segments."""
         ids, trained, lengths = [], [], []
         for start in range(0, len(rows), TEXTS_PER_CALL):
-            some = [_Row(row, self._guard) for row in rows[start : start + TEXTS_PER_CALL]]
-            encodings = self._tokenizer.encode_batch([row.text for row in some], add_special_tokens=False)
-            for row, encoding in zip(some, encodings, strict=True):
+            batch = [_Row(row, self._guard) for row in rows[start : start + TEXTS_PER_CALL]]
+            encodings = self._tokenizer.encode_batch([row.text for row in batch], add_special_tokens=False)
+            for row, encoding in zip(batch, encodings, strict=True):
                 row_ids, row_trained = self._tokens(row, encoding)
                 ids.append(row_ids)
                 trained.append(row_trained)
                 lengths.append(len(row_ids))
         flat = np.concatenate([np.zeros(0, np.int32), *ids])
         each = np.ones(len(flat), np.int64)
-        return from_units(flat, each, np.concatenate([np.zeros(0, bool), *trained]), np.array(lengths, np.int64), [])
+        return from_segments(flat, each, np.concatenate([np.zeros(0, bool), *trained]), np.array(lengths, np.int64), [])
 
     def _tokens(self, row: "_Row", encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, whether each is trained) of a row."""
+        """(ids, whether each is trained) of a row; placeholders become the ids of their text."""
         ids = np.array(encoding.ids, np.int32)
         characters = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         trained = row.trained(characters)
-        # From the last, so that places before it stay true.
+        # From the last, so that indices before it stay valid.
         for place, token in reversed(row.literals):
             here = np.flatnonzero((characters[:, 0] <= place) & (characters[:, 1] > place))
             if not (characters[here] == (place, place + 1)).all():
                 raise UserError(
-                    f"data.source: a row holds the control token {token!r} as text, which this tokenizer cannot "
-                    "encode as plain characters beside what stands next to it; remove it from the row"
+                    f"data.source: a row has the control token {token!r} as text, which this tokenizer cannot "
+                    "encode as plain characters next to the text around it; remove it from the row"
                 )
             plain = np.array(self._plain_ids(token), np.int32)
             first, last = int(here[0]), int(here[-1]) + 1
@@ -73,9 +72,9 @@ class WholeTextEncoder:
             trained = np.concatenate((trained[:first], filled, trained[last:]))
         return ids, trained
 
-    @cache  # noqa: B019 - one tokenizer lives as long as its process
+    @cache  # noqa: B019 - the tokenizer lives as long as the process
     def _plain_ids(self, token: str) -> list[int]:
-        """The ids of a control token's characters inside a text, never its own id."""
+        """The ids of a control token's characters inside a text, without the control token's id."""
         self._tokenizer.encode_special_tokens = True
         try:
             encoding = self._tokenizer.encode(LITERAL_START + token, add_special_tokens=False)
@@ -85,7 +84,7 @@ class WholeTextEncoder:
 
 
 class _Row:
-    """A row's text, with one character that no token has in the place of each control token that is only text."""
+    """A row's text, in which control tokens that are text are one placeholder character each."""
 
     def __init__(self, segments: Sequence[Segment], guard: Guard):
         parts: list[str] = []
@@ -94,10 +93,10 @@ class _Row:
         starts, ends, length = [], [], 0
         for text, is_trained in segments:
             start = length
-            for piece, is_literal in guard.pieces(text):
+            for part, is_literal in guard.split(text):
                 if is_literal:
-                    self.literals.append((length, piece))
-                parts.append(LITERAL_START if is_literal else piece)
+                    self.literals.append((length, part))
+                parts.append(LITERAL_START if is_literal else part)
                 length += len(parts[-1])
             if is_trained and length > start:
                 starts.append(start)
@@ -108,10 +107,10 @@ class _Row:
         self._reach = self._starts - np.array(spaces, np.int64)
 
     def trained(self, characters: np.ndarray) -> np.ndarray:
-        """Whether each token, standing for the half-open stretch of characters, is trained."""
+        """Whether each token is trained; `characters` has its half-open range of characters."""
         if len(self._starts) == 0:
             return np.zeros(len(characters), bool)
-        # The stretch in which a token ends.
-        stretch = np.searchsorted(self._starts, characters[:, 1], side="left") - 1
-        known = np.maximum(stretch, 0)
-        return (stretch >= 0) & (characters[:, 0] >= self._reach[known]) & (characters[:, 1] <= self._ends[known])
+        # The trained segment in which a token ends.
+        segment = np.searchsorted(self._starts, characters[:, 1], side="left") - 1
+        known = np.maximum(segment, 0)
+        return (segment >= 0) & (characters[:, 0] >= self._reach[known]) & (characters[:, 1] <= self._ends[known])

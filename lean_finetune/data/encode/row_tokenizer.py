@@ -1,4 +1,4 @@
-"""A pinned tokenizer, and rows of text segments as token ids with the spans that are trained."""
+"""The tokenizer of a model directory: rows of text segments become token ids with trained spans."""
 
 import json
 from collections.abc import Sequence
@@ -11,29 +11,28 @@ import numpy as np
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard
 from lean_finetune.data.chat.trained_segments import Segment, plain_segments
-from lean_finetune.data.encode.encode_joined import WholeTextEncoder
-from lean_finetune.data.encode.encoded_rows import EncodedRows, from_units
-from lean_finetune.data.encode.engine_choice import Opened
+from lean_finetune.data.encode.encoded_rows import EncodedRows, from_segments
+from lean_finetune.data.encode.engine_choice import LoadedTokenizer
+from lean_finetune.data.encode.joined_encoder import JoinedRowEncoder
 from lean_finetune.data.encode.padding_token import choose_pad
-from lean_finetune.data.format.example import Plain
+from lean_finetune.data.format.example import PlainText
 
 
 class RowTokenizer:
-    """The tokenizer of a model directory; transformers is not needed for it.
+    """Encodes rows without importing transformers.
 
-    Each segment is encoded by itself, so no token crosses from the prompt into the answer, and the prompt's tokens
-    are those the model is given at inference. A tokenizer that puts a space before each text it is given encodes the
-    row as one text instead: see `whole`.
+    Each segment is encoded separately, so no token crosses from the prompt into the answer, and the prompt's tokens
+    are the same as at inference. Tokenizers that add a space before every text use `JoinedRowEncoder` instead.
     """
 
-    def __init__(self, directory: Path, opened: Opened):
-        """Take what was opened from tokenizer.json, and load tokenizer_config.json.
+    def __init__(self, directory: Path, loaded: LoadedTokenizer):
+        """Use the loaded tokenizer.json, and read tokenizer_config.json.
 
         Raises:
-            UserError: a special token is unknown to the tokenizer, or decoding its ids does not give the text.
+            UserError: a special token is not in the vocabulary, or the tokenizer changes text.
         """
         self.directory = directory
-        self._tokenizer, self._engine = opened.tokenizer, opened.engine
+        self._tokenizer, self._engine = loaded.tokenizer, loaded.engine
         self.special_tokens = _special_tokens(directory)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
@@ -41,10 +40,10 @@ class RowTokenizer:
         self.guard = Guard(list(control.values()))
         self.bos_id = self._id_of("bos_token")
         self.eos_id = self._id_of("eos_token")
-        self._id_of("pad_token")  # one that is named has to be known
+        self._id_of("pad_token")  # Refuses a pad_token that is not in the vocabulary.
         pad = choose_pad(control, self.special_tokens, self._tokenizer.token_to_id)
         self.pad_id, self.pad_reason, self.pad_is_spare = pad
-        self._whole = None if self._joins() else WholeTextEncoder(self._tokenizer, self.guard, directory)
+        self._joined = JoinedRowEncoder(self._tokenizer, self.guard, directory) if self._adds_spaces() else None
 
     def _id_of(self, role: str) -> int | None:
         """The id of bos_token, eos_token or pad_token; None when the tokenizer has none."""
@@ -59,24 +58,18 @@ class RowTokenizer:
             )
         return int(number)
 
-    def _joins(self) -> bool:
-        """Whether texts encoded apart decode to the same as one: not where a space is put before each."""
-        parts = ["Hello", "world"]
-        ids = [number for part in parts for number in self._encode(part)]
-        return bool(self._tokenizer.decode(ids, skip_special_tokens=False) == "".join(parts))
-
-    @property
-    def encodes_whole_text(self) -> bool:
-        """Whether a row is encoded as one text."""
-        return self._whole is not None
+    def _adds_spaces(self) -> bool:
+        """Whether the tokenizer adds a space before every text, so that separate segments decode to another text."""
+        ids = [*self._encode("Hello"), *self._encode("world")]
+        return bool(self._tokenizer.decode(ids, skip_special_tokens=False) != "Helloworld")
 
     def _encode(self, text: str) -> list[int]:
-        """One text's ids, control tokens as such, nothing added."""
+        """The ids of a text; control tokens in it become their ids, and nothing is added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    @cache  # noqa: B019 - one tokenizer lives as long as its process
+    @cache  # noqa: B019 - the tokenizer lives as long as the process
     def _plain_ids(self, token: str) -> list[int]:
-        """The ids of a control token's characters, never its own id."""
+        """The ids of a control token's characters, without the control token's id."""
         self._tokenizer.encode_special_tokens = True
         try:
             return self._encode(token)
@@ -100,12 +93,12 @@ class RowTokenizer:
 
     @cached_property
     def bos_text(self) -> str:
-        """The BOS token when the tokenizer puts it in front of a text by itself, else nothing."""
+        """The BOS token if the tokenizer itself adds it before a text, else an empty text."""
         first = self._tokenizer.encode("Hello", add_special_tokens=True).ids[0]
         return self.special_tokens["bos_token"] if self.bos_id is not None and first == self.bos_id else ""
 
-    def plain_segments(self, example: Plain, train_on: str) -> list[Segment]:
-        """Guarded plain text as the tokenizer itself would start and end it.
+    def plain_segments(self, example: PlainText, train_on: str) -> list[Segment]:
+        """Segments of guarded plain text, with BOS where the tokenizer adds it, and with EOS.
 
         Raises:
             UserError: the tokenizer has no end-of-sequence token.
@@ -114,54 +107,54 @@ class RowTokenizer:
 
     def encode_rows(self, rows: Sequence[Sequence[Segment]]) -> EncodedRows:
         """Encode rows of guarded segments."""
-        if self._whole is not None:
-            return self._whole.encode_rows(rows)
-        units: list[str] = []
+        if self._joined is not None:
+            return self._joined.encode_rows(rows)
+        texts: list[str] = []
         trained: list[bool] = []
         counts: list[int] = []
         literals: dict[int, list[int]] = {}
         for row in rows:
-            before = len(units)
+            before = len(texts)
             for text, is_trained in row:
                 if LITERAL_START not in text:
-                    units.append(text)
+                    texts.append(text)
                     trained.append(is_trained)
                     continue
-                for piece, is_literal in self.guard.pieces(text):
+                for part, is_literal in self.guard.split(text):
                     if is_literal:
-                        literals[len(units)] = self._plain_ids(piece)
-                    units.append("" if is_literal else piece)
+                        literals[len(texts)] = self._plain_ids(part)
+                    texts.append("" if is_literal else part)
                     trained.append(is_trained)
-            counts.append(len(units) - before)
-        ids, lengths, failed = self._engine.encode(units)
+            counts.append(len(texts) - before)
+        ids, lengths, failed = self._engine.encode(texts)
         if literals:
             ids, lengths = _insert(ids, lengths, literals)
-        return from_units(ids, lengths, np.array(trained, bool), np.array(counts, np.int64), failed)
+        return from_segments(ids, lengths, np.array(trained, bool), np.array(counts, np.int64), failed)
 
-    def encodes_otherwise(self, segments: Sequence[Segment], ids: np.ndarray) -> bool | None:
-        """Whether a row's text has other ids when encoded as one; None where that says nothing.
+    def differs_when_joined(self, segments: Sequence[Segment], ids: np.ndarray) -> bool | None:
+        """Whether a row has other ids when encoded as one text.
 
-        It says nothing of rows with control tokens as text, and of tokenizers that encode rows as one text anyway.
+        None where they cannot be compared: rows with control tokens as text, and rows that are one text anyway.
         """
         text = "".join(segment.text for segment in segments)
-        if self._whole is not None or LITERAL_START in text:
+        if self._joined is not None or LITERAL_START in text:
             return None
         return not np.array_equal(self._engine.encode([text]).values, ids)
 
 
 def _insert(ids: np.ndarray, lengths: np.ndarray, literals: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, lengths) with the ids of literals put in the place of their empty units."""
-    units = np.fromiter(literals, np.int64, len(literals))
+    """(ids, lengths) with the ids of literals inserted at their empty texts; `literals` maps a text's index to ids."""
+    indices = np.fromiter(literals, np.int64, len(literals))
     sizes = np.fromiter(map(len, literals.values()), np.int64, len(literals))
     starts = np.cumsum(lengths) - lengths
     values = np.array([number for literal in literals.values() for number in literal], np.int32)
     lengths = lengths.copy()
-    lengths[units] = sizes
-    return np.insert(ids, np.repeat(starts[units], sizes), values), lengths
+    lengths[indices] = sizes
+    return np.insert(ids, np.repeat(starts[indices], sizes), values), lengths
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """bos_token, eos_token, pad_token, … as text; older tokenizers keep them in a file of their own."""
+    """bos_token, eos_token, pad_token, … as text; older tokenizers have them in special_tokens_map.json."""
     named: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = directory / name

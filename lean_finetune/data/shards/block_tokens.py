@@ -1,0 +1,121 @@
+"""The tokens of one block: Arrow columns filled from flat arrays, row digests, and counts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import pyarrow as pa
+
+from lean_finetune.data.encode.max_length import Chunks
+from lean_finetune.data.read.arrow_arrays import from_numpy, from_texts, to_numpy
+
+LARGEST_UINT16 = (1 << 16) - 1
+DIGEST_BYTES = 8
+MAX_UNREAD_COLUMNS = 32
+"""Unread columns listed for a source: rows may have any number of keys."""
+COUNTS = (
+    "rows",  # read, without empty lines
+    "bad_rows",  # left out by on_bad_row: skip
+    "empty_answer_rows",  # left out: a trained answer is empty
+    "reasoning_left_out_rows",  # the template shows an earlier trained turn without its reasoning
+    "truncated_rows",  # lost trained tokens to max_length
+    "dropped_long_rows",  # longer than max_length, over_length: drop
+    "split_rows",  # split into several, over_length: split
+    "no_answer_rows",  # left out: no trained token is left (of a split row, in none of its chunks)
+    "control_tokens_as_text",
+    "surrogates_replaced",
+    "engine_fallback_rows",  # which tiktoken could not encode
+    "sampled_rows",  # also encoded as one text, to see whether the ids differ
+    "sampled_rows_differing",
+)
+
+
+@dataclass(kw_only=True)
+class BlockTokens:
+    """The tokens of one block, and the counts of its rows."""
+
+    train: pa.RecordBatch
+    """Rows in order, of `token_schema`; may be empty."""
+    heldout: pa.RecordBatch
+    train_supervised: np.ndarray
+    """int32, shape (rows of `train`,): trained tokens of each row."""
+    heldout_supervised: np.ndarray
+    train_digests: np.ndarray
+    """uint64, shape (rows of `train`,): hash of each row's ids and spans; empty unless `drop_duplicates`."""
+    heldout_digests: np.ndarray
+    counts: dict[str, int]
+    """By name of `COUNTS`."""
+    rejects: list[tuple[int, int, str]] = field(default_factory=list)
+    """(row number, line, reason) of rows that were not used, in order."""
+    first: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(row number, line) of the first row of each count."""
+    unread: list[str] = field(default_factory=list)
+    """Columns that the source's format does not read, sorted, at most MAX_UNREAD_COLUMNS."""
+
+
+def token_schema(vocab_size: int, max_length: int, files: int) -> pa.Schema:
+    """Columns of the token files. Ids, positions and files take two bytes each where the largest value fits."""
+    return pa.schema(
+        [
+            pa.field("input_ids", pa.list_(_narrowest(vocab_size - 1)), nullable=False),
+            pa.field("loss_spans", pa.list_(_narrowest(max_length)), nullable=False),
+            pa.field("family", pa.string()),
+            pa.field("source_file", _narrowest(files - 1), nullable=False),
+            pa.field("source_row", pa.uint32(), nullable=False),  # read_blocks refuses files with more rows.
+        ]
+    )
+
+
+def _narrowest(largest: int) -> pa.DataType:
+    return pa.uint16() if largest <= LARGEST_UINT16 else pa.int32()
+
+
+def record_batch(
+    schema: pa.Schema,
+    chunks: Chunks,
+    ids: np.ndarray,
+    families: Sequence[str | None],
+    source_file: int,
+    source_rows: np.ndarray,
+) -> pa.RecordBatch:
+    """The chunks of a block as one record batch.
+
+    Args:
+        schema: of `token_schema`.
+        chunks: what to store.
+        ids: int32, the ids that `chunks.starts` points into.
+        families: of each encoded row.
+        source_file: `RowBlock.file`.
+        source_rows: uint32, the number of each encoded row in its file.
+    """
+    starts, ends = chunks.starts.tolist(), (chunks.starts + chunks.lengths).tolist()
+    parts = [ids[start:end] for start, end in zip(starts, ends, strict=True)]
+    values = np.concatenate(parts) if parts else ids[:0]
+    span_counts = np.bincount(chunks.span_chunks, minlength=len(chunks.rows))
+    columns = [
+        _lists(values, chunks.lengths, schema.field("input_ids").type),
+        _lists(chunks.spans.ravel(), 2 * span_counts, schema.field("loss_spans").type),
+        from_texts([families[row] for row in chunks.rows.tolist()]),
+        from_numpy(np.full(len(chunks.rows), source_file), schema.field("source_file").type),
+        from_numpy(source_rows[chunks.rows], schema.field("source_row").type),
+    ]
+    return pa.record_batch(columns, schema=schema)
+
+
+def digests(batch: pa.RecordBatch) -> np.ndarray:
+    """64-bit hash of each row's ids and spans, uint64. Equal rows have equal hashes."""
+    hashes = [blake2b(digest_size=DIGEST_BYTES) for _ in range(len(batch))]
+    for column in (batch.column("input_ids"), batch.column("loss_spans")):
+        values = to_numpy(column.flatten()).data.cast("B")
+        offsets = (to_numpy(column.offsets) * column.type.value_type.byte_width).tolist()
+        for digest, start, end in zip(hashes, offsets, offsets[1:], strict=False):
+            digest.update(values[start:end])
+    return np.frombuffer(b"".join(digest.digest() for digest in hashes), np.dtype("<u8"))
+
+
+def _lists(values: np.ndarray, lengths: np.ndarray, list_type: pa.ListType) -> pa.ListArray:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    flat = from_numpy(values, list_type.value_type)
+    return pa.ListArray.from_arrays(from_numpy(offsets, pa.int32()), flat, type=list_type)
