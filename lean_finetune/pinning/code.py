@@ -1,4 +1,4 @@
-"""Hashes of the code that a stage runs, equal for edits that change nothing: comments, docstrings, formatting."""
+"""Hashes of the code that a stage runs. Edits of comments, docstrings and formatting do not change them."""
 
 import ast
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ PACKAGES = (PACKAGE.name, "stages")
 
 
 def code_hashes(module: str, root: Path = ROOT) -> dict[str, str]:
-    """Hashes of what running a module depends on in this project, by path below `root`, sorted.
+    """Hashes of the project files that running a module depends on, by path below `root`, sorted.
 
-    These are the modules it imports, directly or not, also inside of functions, and their packages' data: files that
-    are not Python, such as chat templates. Packages must have an empty `__init__.py`.
+    These are the modules it imports, directly or indirectly, also inside functions, and the data files of their
+    packages, such as chat templates. Packages must have an empty `__init__.py`.
 
     Args:
-        module: dotted name of the module, itself included.
+        module: dotted name of the module, whose own hash is included.
         root: directory of the packages.
     """
     modules = _import_closure(module, root)
@@ -31,7 +31,7 @@ def code_hashes(module: str, root: Path = ROOT) -> dict[str, str]:
 
 
 def _import_closure(module: str, root: Path) -> set[Path]:
-    """Files of a module and of all that it imports of this project."""
+    """Files of a module and of everything that it imports from this project."""
     found: set[Path] = set()
     pending = [_file_of(module, root)]
     while pending:
@@ -44,13 +44,12 @@ def _import_closure(module: str, root: Path) -> set[Path]:
 
 
 def _file_of(module: str, root: Path) -> Path:
-    """The file of a module."""
     return root.joinpath(*module.split(".")).with_suffix(".py")
 
 
 @cache
 def _imported_names(source: bytes) -> list[str]:
-    """Dotted names that a module imports of this project; of `from a import b` both `a` and `a.b`: one is a file."""
+    """Dotted names that a module imports from this project. `from a import b` gives `a` and `a.b`; either is a file."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -64,7 +63,7 @@ def _imported_names(source: bytes) -> list[str]:
 
 
 def _package_data(package: Path) -> Iterator[Path]:
-    """Files that are not Python in a package, and in its directories that are not packages."""
+    """Files of a package that are not Python, also in its directories that are not packages."""
     for path in package.iterdir():
         if path.is_dir() and path.name != "__pycache__" and not (path / "__init__.py").exists():
             yield from (file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
@@ -74,14 +73,14 @@ def _package_data(package: Path) -> Iterator[Path]:
 
 @cache
 def _syntax_hash(source: bytes) -> str:
-    """A hash of a module's syntax tree without docstrings; comments and positions are not in it."""
+    """A hash of a module's syntax tree without docstrings, comments and positions."""
     return sha256_json(_plain(ast.parse(source)))
 
 
 def _plain(value: Any) -> Any:
-    """Part of a syntax tree as JSON, equal in all versions of Python.
+    """A syntax tree as JSON, equal in all versions of Python.
 
-    Empty fields are left out: later versions have more of them.
+    Empty fields are omitted: later versions have more of them.
     """
     if isinstance(value, ast.AST):
         fields = {name: _plain(field) for name, field in ast.iter_fields(value)}
@@ -92,5 +91,5 @@ def _plain(value: Any) -> Any:
 
 
 def _is_docstring(node: Any) -> bool:
-    """Whether a statement is a string that nothing uses, as below a function's or a field's name."""
+    """Whether a statement is an unused string, such as a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

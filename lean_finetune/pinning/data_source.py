@@ -1,4 +1,4 @@
-"""Pin the data: which files, of which content, every later stage reads."""
+"""Pinning of the data: locks/data.json names the files that later stages read, with their content hashes."""
 
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ def pin_data(
     chat_template: str,
     locks: Path,
 ) -> str | None:
-    """Write `locks/data.json` for data.source and data.heldout_source, and point the links beside it at what is local.
+    """Write locks/data.json for data.source and data.heldout_source, and link local files so that DVC watches them.
 
-    `revision`, `config` and `split` are those of the section: they hold for the entries of a list that can take them
-    and have none of their own. A source's weight is not pinned: it changes how often rows are taken, never the rows.
+    `revision`, `config` and `split` are the section's: a list entry that can have them inherits them unless it sets its
+    own. A source's weight is not pinned, because it does not change the rows.
 
     Returns:
-        What the user should know, in one line.
+        A note for the user, None for none.
 
     Raises:
         UserError: a source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
@@ -71,24 +71,20 @@ def pin_data(
 
 
 def _hold_out(trained: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
-    """Mark the entries that are held out.
-
-    Raises:
-        UserError: one of their files is trained as well.
-    """
+    """Mark the held-out entries, and refuse one with a file that is also trained."""
     digests = {file.get("sha256") or file["blob_id"]: one["source"] for one in trained for file in one["files"]}
     for entry in heldout:
         entry["heldout"] = True
         for file in entry["files"]:
             if (digest := file.get("sha256") or file["blob_id"]) in digests:
                 raise UserError(
-                    f"{HELDOUT_SOURCE}: {file['path']} holds what a file of data.source holds ({digests[digest]}), so "
+                    f"{HELDOUT_SOURCE}: {file['path']} has the content of a data.source file ({digests[digest]}), so "
                     f"held-out rows would be trained; got {entry['source']!r}; name other files or another split"
                 )
 
 
 def _pin_hub(parameter: str, source: Source) -> dict[str, Any]:
-    """The entry of a hub data set: the files of one split at the commit that its revision names now."""
+    """The entry of a hub data set: the files of one split at the current commit of its revision."""
     repo_id = source.source.removeprefix(HUB_PREFIX)
     if not HUB_ID.fullmatch(repo_id):
         raise UserError(f"{parameter}: a hub data set is {HUB_PREFIX}org/name; got {source.source!r}")
@@ -98,7 +94,7 @@ def _pin_hub(parameter: str, source: Source) -> dict[str, Any]:
     for path in paths:
         if path not in by_path or file_kind(path) is None:
             raise UserError(
-                f"{parameter}: {source.source} at {commit[:12]} keeps split {split!r} in {path}, which is none of its "
+                f"{parameter}: {source.source} at {commit[:12]} has split {split!r} in {path}, which is not one of its "
                 f"files of a known kind ({KNOWN_NAMES}); download and convert it, then name that file"
             )
     files = [{"path": path, "bytes": by_path[path].size_bytes, "blob_id": by_path[path].blob_id} for path in paths]
@@ -108,7 +104,7 @@ def _pin_hub(parameter: str, source: Source) -> dict[str, Any]:
 def _entry(
     source: Source, kind: str, files: list[dict[str, Any]], *, split: str | None, revision: str | None = None
 ) -> dict[str, Any]:
-    """One source of the lock."""
+    """An entry of the lock."""
     return {
         "source": source.source,
         "kind": kind,

@@ -1,4 +1,4 @@
-"""Which files hold rows, told by their names: .jsonl, .parquet.zst and so on."""
+"""File formats of rows by file name, such as .jsonl and .parquet.zst."""
 
 import glob
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ FileFormat = Literal["json", "csv", "tsv", "parquet", "arrow", "txt"]
 Compression = Literal["gzip", "zstd"]
 
 FORMATS: dict[str, FileFormat] = {
-    # JSON Lines and JSON arrays are told apart by their first byte, as either is found under each name.
+    # The content decides between JSON Lines and a JSON array: data sets use each name for both.
     ".jsonl": "json",
     ".ndjson": "json",
     ".json": "json",
@@ -21,11 +21,11 @@ FORMATS: dict[str, FileFormat] = {
 }
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 KNOWN_NAMES = f"{', '.join(FORMATS)}, each also {' or '.join(COMPRESSIONS)}"
-# What lies beside rows in published data sets and never holds any.
-_BESIDE_SUFFIXES = frozenset(
+# Files of published data sets that never contain rows.
+_DOCUMENTATION_SUFFIXES = frozenset(
     ".md .rst .py .ipynb .sh .yaml .yml .toml .cfg .log .html .pdf .png .jpg .svg .md5 .sha256 .dvc .lock".split()
 )
-_BESIDE_NAMES = frozenset(
+_DOCUMENTATION_NAMES = frozenset(
     "authors changelog citation contributing copying dataset_infos license licence makefile md5sums notice readme "
     "sha256sums _success".split()
 )
@@ -33,19 +33,19 @@ _BESIDE_NAMES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class FileKind:
-    """How the bytes of a file become rows."""
+    """Format and compression of a file."""
 
     format: FileFormat
     compression: Compression | None
 
     @property
     def is_seekable(self) -> bool:
-        """Whether its rows can be found only by moving about in the file."""
+        """Whether reading its rows needs seeking."""
         return self.format in ("parquet", "arrow")
 
 
 def file_kind(name: str) -> FileKind | None:
-    """What a file's name says of its content; None where it says nothing known."""
+    """The format and compression that a file name says; None where it is unknown."""
     path = PurePath(name.lower())
     compression = COMPRESSIONS.get(path.suffix)
     format_suffix = path.with_suffix("").suffix if compression else path.suffix
@@ -54,9 +54,9 @@ def file_kind(name: str) -> FileKind | None:
 
 
 def is_documentation(name: str) -> bool:
-    """Whether a file documents a data set: README, LICENSE, checksums, pictures, code."""
+    """Whether a file documents a data set: README, LICENSE, checksums, images, code."""
     path = PurePath(name.lower())
-    return path.suffix in _BESIDE_SUFFIXES or path.name.split(".")[0] in _BESIDE_NAMES
+    return path.suffix in _DOCUMENTATION_SUFFIXES or path.name.split(".")[0] in _DOCUMENTATION_NAMES
 
 
 def is_hidden(path: PurePath) -> bool:
@@ -65,7 +65,7 @@ def is_hidden(path: PurePath) -> bool:
 
 
 def glob_base(source: str) -> str:
-    """The directory below which a glob's matches lie: all before its first part with a wildcard."""
+    """The directory of a glob: its parts before the first one with a wildcard."""
     parts = Path(source).parts
     plain = next(k for k, part in enumerate(parts) if glob.has_magic(part))
     return str(Path(*parts[:plain]))

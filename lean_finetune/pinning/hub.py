@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: which commit a revision is, which files it holds, and those files on this machine."""
+"""Access to the Hugging Face Hub: commits of revisions, lists of files, and the files themselves."""
 
 import logging
 import re
@@ -26,8 +26,8 @@ class HubFile:
 
 
 @contextmanager
-def told_in_one_line(parameter: str, repo_id: str) -> Iterator[None]:
-    """Turn what the hub client raises for an unreachable, unknown or closed repository into a `UserError`.
+def hub_errors(parameter: str, repo_id: str) -> Iterator[None]:
+    """Turn the hub client's exceptions into a `UserError`.
 
     Raises:
         UserError: the network, the repository, the revision or the disk is at fault.
@@ -38,7 +38,7 @@ def told_in_one_line(parameter: str, repo_id: str) -> Iterator[None]:
         yield
     except errors.GatedRepoError:
         raise UserError(
-            f"{parameter}: {repo_id} asks for consent; accept its terms on its page, then run `hf auth login`"
+            f"{parameter}: {repo_id} requires consent; accept its terms on its page, then run `hf auth login`"
         ) from None
     except errors.RevisionNotFoundError:
         raise UserError(
@@ -67,7 +67,7 @@ def told_in_one_line(parameter: str, repo_id: str) -> Iterator[None]:
 
 
 def _is_transport_fault(error: Exception) -> bool:
-    """Whether the network is at fault. The client moved from httpx to httpx2, which share no base class."""
+    """Whether the network failed. The client moved from httpx to httpx2, which have no common base class."""
     from huggingface_hub import errors
 
     if isinstance(error, ConnectionError | TimeoutError | errors.HfHubHTTPError | errors.LocalEntryNotFoundError):
@@ -76,14 +76,14 @@ def _is_transport_fault(error: Exception) -> bool:
 
 
 def list_files(parameter: str, repo_id: str, repo_type: RepoType, revision: str | None) -> tuple[str, list[HubFile]]:
-    """The commit that `revision` (None: main) names now, and the files of that commit in order of path.
+    """The current commit of `revision` (None: main), and its files in order of path.
 
     Raises:
         UserError: the hub cannot be reached, or has no such repository or revision.
     """
     from huggingface_hub import HfApi
 
-    with told_in_one_line(parameter, repo_id):
+    with hub_errors(parameter, repo_id):
         ask = HfApi().model_info if repo_type == "model" else HfApi().dataset_info
         info = ask(repo_id, revision=revision, files_metadata=True)
     files = [
@@ -98,15 +98,15 @@ def list_files(parameter: str, repo_id: str, repo_type: RepoType, revision: str 
 
 
 def download(parameter: str, repo_id: str, repo_type: RepoType, commit: str, paths: Sequence[str]) -> Path:
-    """The directory of one commit on this machine with at least `paths` in it, downloaded unless already there.
+    """The local directory of a commit with at least `paths` in it; missing files are downloaded.
 
     Raises:
-        UserError: a file is not here and the hub cannot be reached.
+        UserError: a file is missing and the hub cannot be reached.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    # snapshot_download reads its patterns as fnmatch does; brackets are the only such signs a file name may hold.
+    # snapshot_download takes fnmatch patterns; of their special characters, file names may have only brackets.
     patterns = [path.replace("[", "[[]") for path in paths]
     try:
         here = Path(
@@ -118,14 +118,14 @@ def download(parameter: str, repo_id: str, repo_type: RepoType, commit: str, pat
             return here
     except LocalEntryNotFoundError:
         logging.getLogger(__name__).info("%s at %s is not on this machine yet", repo_id, commit)
-    with told_in_one_line(parameter, repo_id):
-        # Asked first because an unreachable hub answers this at once, while a download retries for 20 seconds.
+    with hub_errors(parameter, repo_id):
+        # First a small request: it fails at once if the hub is unreachable, while a download retries for 20 seconds.
         HfApi().repo_info(repo_id, repo_type=repo_type, revision=commit)
         return Path(snapshot_download(repo_id, repo_type=repo_type, revision=commit, allow_patterns=patterns))
 
 
 def cached_file(repo_id: str, commit: str, path: str) -> Path | None:
-    """A data file of one commit where the local cache has it."""
+    """A data file of a commit in the local cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo_id, path, revision=commit, repo_type="dataset")
@@ -133,15 +133,13 @@ def cached_file(repo_id: str, commit: str, path: str) -> Path | None:
 
 
 def open_stream(parameter: str, repo_id: str, commit: str, path: str) -> BinaryIO:
-    """A data file of one commit, read front to back from the hub; nothing is stored.
-
-    Its `read` raises what `told_in_one_line` tells.
+    """A data file of a commit, streamed from the hub without storing it. Wrap its `read` in `hub_errors`.
 
     Raises:
         UserError: the hub cannot be reached.
     """
     from huggingface_hub import HfFileSystem
 
-    with told_in_one_line(parameter, repo_id):
+    with hub_errors(parameter, repo_id):
         file = HfFileSystem().open(f"datasets/{repo_id}@{commit}/{path}", "rb", block_size=0)
     return cast(BinaryIO, file)

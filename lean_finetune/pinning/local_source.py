@@ -1,4 +1,4 @@
-"""Local data sources: a file, a glob, a directory, or a folder that `datasets.save_to_disk` wrote."""
+"""Pinning of local data: a file, a glob, a directory, or a folder written by `datasets.save_to_disk`."""
 
 import glob
 import json
@@ -13,11 +13,11 @@ from lean_finetune.core.atomic_files import find_source, repo_root, sha256_file
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import KNOWN_NAMES, file_kind, glob_base, is_documentation, is_hidden
 
-# What the stages write, as dvc.yaml has it.
 OUTPUTS = (
     *("data/tokens", "data/batches", "data/estimate", "data/train", "data/tuned", "data/evaluate", "data/report"),
     *("locks", "metrics"),
 )
+"""Paths that the stages write, as in dvc.yaml."""
 DEFAULT_SPLIT = "train"
 SAVED_STATE = "state.json"
 SAVED_SPLITS = "dataset_dict.json"
@@ -25,25 +25,25 @@ SAVED_SPLITS = "dataset_dict.json"
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSource:
-    """What a path of the user's turned out to be."""
+    """A local source and its files."""
 
     kind: str
     """`file`, `glob`, `directory` or `saved`."""
     root: Path
-    """What has to be watched to notice every change."""
+    """Path that DVC must watch to notice every change."""
     files: list[dict[str, Any]]
     split: str | None
 
     @property
     def paths(self) -> list[Path]:
-        """Its files."""
+        """Paths of its files."""
         return [self.root if self.kind == "file" else self.root / file["path"] for file in self.files]
 
 
 def pin_local(parameter: str, source: str, split: str | None, shared_split: str | None) -> LocalSource:
     """Pin a path by the content of its files, in order of path.
 
-    `split` is the source's own; `shared_split` is that of the section, taken only where there are splits.
+    `split` is the source's; `shared_split` is the section's, used only for sources that have splits.
 
     Raises:
         UserError: it is missing, empty, of an unknown kind, or written by the pipeline itself.
@@ -59,7 +59,7 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
             "permissions of the directories above it"
         ) from error
     if split is not None and not is_saved:
-        refuse_split(_beside(parameter, "split"), split, repr(source))
+        refuse_split(_sibling(parameter, "split"), split, repr(source))
     if not path.exists() and glob.has_magic(source):
         return _pin_glob(parameter, source)
     _refuse_outputs(parameter, source, path)
@@ -71,7 +71,7 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
         return LocalSource(kind="file", root=path, files=[_pin_file(parameter, path, path.name)], split=None)
     if not path.exists():
         if source.startswith("~"):
-            raise UserError(f"{parameter}: ~ is not expanded; got {source!r}; write the whole path")
+            raise UserError(f"{parameter}: ~ is not expanded; got {source!r}; write the full path")
         raise UserError(
             f"{parameter}: no such file or directory; got {source!r}; name a file ({KNOWN_NAMES}), a directory of "
             f"such files, or a hub data set as {HUB_PREFIX}org/name"
@@ -83,42 +83,39 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
     names = sorted(_names_below(parameter, path, deep=True), key=Path.as_posix)
     files = _pin_matches(parameter, path, names, "the directory")
     if not files:
-        raise UserError(f"{parameter}: the directory holds no data file ({KNOWN_NAMES}); got {source!r}")
+        raise UserError(f"{parameter}: the directory has no data file ({KNOWN_NAMES}); got {source!r}")
     return LocalSource(kind="directory", root=path, files=files, split=None)
 
 
 def _url_remedy(source: str) -> str:
-    """What to name in place of an address, which is never fetched."""
+    """The remedy for a URL, which is never fetched."""
     hub = source.partition("huggingface.co/datasets/")[2].split("?")[0].split("/")
     if len(hub) >= 2:
         return f"name the data set as {HUB_PREFIX}{hub[0]}/{hub[1]}"
-    return (
-        f"addresses are not fetched, but for data sets of the hub ({HUB_PREFIX}org/name); download the file and name it"
-    )
+    return f"URLs are not fetched, except data sets of the hub ({HUB_PREFIX}org/name); download the file and name it"
 
 
 def _pin_glob(parameter: str, source: str) -> LocalSource:
-    """The files that a glob matches."""
+    """Pin the files that a glob matches."""
     base = glob_base(source)
     root = find_source(base)
     if not root.is_dir():
-        raise UserError(f"{parameter}: no such directory {base!r}; got {source!r}; mend the glob")
+        raise UserError(f"{parameter}: no such directory {base!r}; got {source!r}; correct the glob")
     _refuse_outputs(parameter, source, root)
     pattern = str(Path(source).relative_to(base))
-    # glob passes over directories that it may not list, so all that it may have to list are listed first.
+    # glob silently skips directories without permission, so all of them are listed first.
     _names_below(parameter, root, deep=len(Path(pattern).parts) > 1 or "**" in pattern)
     names = sorted({Path(name) for name in glob.glob(pattern, root_dir=root, recursive=True)}, key=Path.as_posix)
     files = _pin_matches(parameter, root, names, f"{source!r}")
     if not files:
-        raise UserError(f"{parameter}: the glob matches no data file ({KNOWN_NAMES}); got {source!r}; mend it")
+        raise UserError(f"{parameter}: the glob matches no data file ({KNOWN_NAMES}); got {source!r}; correct it")
     return LocalSource(kind="glob", root=root, files=files, split=None)
 
 
 def _names_below(parameter: str, root: Path, *, deep: bool) -> list[Path]:
-    """The relative names of all in a directory and, when `deep`, in those below it that are not hidden.
+    """Relative names of everything in a directory and, if `deep`, below it, except in hidden directories.
 
-    Raises:
-        UserError: one of the directories cannot be listed: its rows would be lost in silence.
+    A directory that cannot be listed is refused: its rows would be silently missing.
     """
 
     def refuse(error: OSError) -> None:
@@ -135,19 +132,19 @@ def _names_below(parameter: str, root: Path, *, deep: bool) -> list[Path]:
 
 
 def _pin_matches(parameter: str, root: Path, names: list[Path], holder: str) -> list[dict[str, Any]]:
-    """The data files among relative names; whatever might hold rows that nobody would read is refused."""
+    """Pin the data files among relative names."""
     return [_pin_file(parameter, root / name, name.as_posix()) for name in _data_names(parameter, root, names, holder)]
 
 
 def _data_names(parameter: str, root: Path, names: list[Path], holder: str) -> Iterator[Path]:
-    """The names of data files, in order."""
+    """The names of data files, in order. A file that may have rows but cannot be read is refused."""
     for name in names:
         if is_hidden(name):
             continue
         try:
             name.as_posix().encode()
         except UnicodeEncodeError:
-            raise UserError(f"{parameter}: {holder} holds {str(name)!r}, a name that is not UTF-8; rename it") from None
+            raise UserError(f"{parameter}: {holder} has {str(name)!r}, a name that is not UTF-8; rename it") from None
         _refuse_odd_link(parameter, root, name)
         if is_documentation(name.name) or (root / name).is_dir():
             continue
@@ -155,32 +152,32 @@ def _data_names(parameter: str, root: Path, names: list[Path], holder: str) -> I
             raise UserError(f"{parameter}: {root / name} is neither a file nor a directory; move it away")
         if file_kind(name.name) is None:
             raise UserError(
-                f"{parameter}: {holder} holds {name.as_posix()}, which is not of a known kind ({KNOWN_NAMES}); move it "
+                f"{parameter}: {holder} has {name.as_posix()}, which is of no known kind ({KNOWN_NAMES}); move it "
                 "away, convert it, or name the files to read by a glob such as data/*.jsonl"
             )
         yield name
 
 
 def _pin_saved(parameter: str, source: str, path: Path, own_split: str | None, shared_split: str | None) -> LocalSource:
-    """The Arrow files of a saved Dataset, or of one split of a saved DatasetDict, in the order its state names."""
+    """Pin the Arrow files of a saved Dataset or of one split of a saved DatasetDict, in the order of state.json."""
     folder, split = Path(), None
     if (path / SAVED_SPLITS).is_file():
         splits = _saved_list(parameter, path / SAVED_SPLITS, "splits")
         split = own_split or shared_split or DEFAULT_SPLIT
         if split not in splits:
             raise UserError(
-                f"{_beside(parameter, 'split')}: {source!r} has no split {split!r}; "
+                f"{_sibling(parameter, 'split')}: {source!r} has no split {split!r}; "
                 f"name one of {', '.join(map(str, splits))}"
             )
         folder = Path(split)
     elif own_split is not None:
-        refuse_split(_beside(parameter, "split"), own_split, repr(source))
+        refuse_split(_sibling(parameter, "split"), own_split, repr(source))
     files = []
     for entry in _saved_list(parameter, path / folder / SAVED_STATE, "_data_files"):
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or Path(name).name != name or file_kind(name) is None:
             raise UserError(
-                f"{parameter}: {path / folder / SAVED_STATE} names {name!r}, not an .arrow file beside it; save again"
+                f"{parameter}: {path / folder / SAVED_STATE} names {name!r}, not an .arrow file there; save again"
             )
         files.append(_pin_file(parameter, path / folder / name, (folder / name).as_posix()))
     if not files:
@@ -189,7 +186,7 @@ def _pin_saved(parameter: str, source: str, path: Path, own_split: str | None, s
 
 
 def _saved_list(parameter: str, path: Path, key: str) -> list[Any]:
-    """A list in one of the files that save_to_disk writes."""
+    """A list in a JSON file written by save_to_disk."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -200,7 +197,7 @@ def _saved_list(parameter: str, path: Path, key: str) -> list[Any]:
 
 
 def refuse_split(dotted: str, split: str, shown: str) -> None:
-    """Refuse a split of something that has none: it would be ignored in silence.
+    """Refuse a split of a source without splits: it would be silently ignored.
 
     Raises:
         UserError: always.
@@ -210,27 +207,26 @@ def refuse_split(dotted: str, split: str, shown: str) -> None:
     )
 
 
-def _beside(parameter: str, key: str) -> str:
-    """The dotted name of a key beside `data.source` or beside `data.source.<k>.source`."""
+def _sibling(parameter: str, key: str) -> str:
+    """The dotted name of another key in the section or list entry of `parameter`."""
     return f"{parameter.rpartition('.')[0]}.{key}"
 
 
 def _refuse_outputs(parameter: str, source: str, path: Path) -> None:
-    """Refuse a source that a stage writes into: each run would change what the next one reads."""
+    """Refuse a source inside an output of the pipeline, or around one: each run would change it."""
     for root in (Path(), repo_root()):
         for output in OUTPUTS:
-            written, read = (
-                Path(os.path.realpath(one)) for one in (root / output, path)
-            )  # unlike resolve, takes loops
+            # realpath, unlike resolve, accepts loops of links.
+            written, read = (Path(os.path.realpath(one)) for one in (root / output, path))
             if written == read or written in read.parents or read in written.parents:
                 raise UserError(
-                    f"{parameter}: must not hold, or lie in, {output}, which the pipeline writes; got {source!r}; name "
+                    f"{parameter}: must not contain or be in {output}, which the pipeline writes; got {source!r}; name "
                     "another path, or copy the rows there first"
                 )
 
 
 def _refuse_odd_link(parameter: str, root: Path, name: Path) -> None:
-    """Refuse a link that would be skipped in silence, or not be watched: to nothing, or to another directory."""
+    """Refuse a link to nothing or to a directory, which would be silently skipped or not watched."""
     for part in (name, *name.parents[:-1]):
         path = root / part
         if not path.is_symlink() or path.is_file():
@@ -238,12 +234,12 @@ def _refuse_odd_link(parameter: str, root: Path, name: Path) -> None:
         if path.exists():
             found = "a link to a directory, which is not followed; put the directory itself there, or name it"
         else:
-            found = f"a link to {os.readlink(path)}, which does not exist; mend or remove it"
+            found = f"a link to {os.readlink(path)}, which does not exist; correct or remove it"
         raise UserError(f"{parameter}: {path} is {found}")
 
 
 def _pin_file(parameter: str, path: Path, name: str) -> dict[str, Any]:
-    """One local file's entry in the lock."""
+    """The lock's entry of a local file."""
     try:
         size_bytes = path.stat().st_size
         digest = sha256_file(path)

@@ -1,4 +1,4 @@
-"""Where pinned files are on this machine, and whether they still are what was pinned. Imports nothing heavy."""
+"""Local paths of pinned files, and checks that they are unchanged. Its imports are light."""
 
 import hashlib
 import os
@@ -18,9 +18,9 @@ TINY = "tiny"
 TINY_DIRECTORY = Path(__file__).parents[1] / "tiny"
 TINY_IN_CHECKOUT = Path("lean_finetune/tiny")
 CHAT_TEMPLATE = "chat_template.jinja"
-"""Where transformers looks for a chat template first."""
+"""File in which transformers looks for a chat template first."""
 CONFIG_FILE = "config.json"
-# What makes a tokenizer: the first is required, the others are pinned where they exist.
+# The files of a tokenizer. The first is required, the others are optional.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,11 +34,11 @@ TOKENIZER_FILES = (
 READ_BLOCK_BYTES = 1 << 20
 DATA_SCHEMA = 2
 NAMED_TEMPLATES = ("tokenizer", "chatml")
-"""What data.chat_template can be besides the path of a file."""
+"""Values of data.chat_template that are not the path of a file."""
 
 
 def template_file(chat_template: str) -> Path | None:
-    """The user's template file that data.chat_template names; None for a named template.
+    """The file that data.chat_template names; None for a named template.
 
     Raises:
         UserError: there is no such file.
@@ -55,7 +55,7 @@ def template_file(chat_template: str) -> Path | None:
 
 
 def model_directory(lock: Mapping[str, Any]) -> Path:
-    """The directory of the model pinned in `locks/model.json`, with config, weights and tokenizer in it.
+    """The directory of the model pinned in locks/model.json, with config, weights and tokenizer.
 
     Raises:
         UserError: it is gone, or it is on a hub that cannot be reached.
@@ -64,7 +64,7 @@ def model_directory(lock: Mapping[str, Any]) -> Path:
 
 
 def tokenizer_directory(lock: Mapping[str, Any]) -> Path:
-    """As `model_directory`, but of a hub model only the tokenizer's files need to be here.
+    """Like `model_directory`, but of a hub model only the tokenizer's files are downloaded.
 
     Raises:
         UserError: it is gone, or it is on a hub that cannot be reached.
@@ -73,7 +73,7 @@ def tokenizer_directory(lock: Mapping[str, Any]) -> Path:
 
 
 def config_directory(lock: Mapping[str, Any]) -> Path:
-    """As `model_directory`, but of a hub model only config.json needs to be here, and is checked.
+    """Like `model_directory`, but of a hub model only config.json is downloaded. Its hash is checked.
 
     Raises:
         UserError: it is gone or changed, or it is on a hub that cannot be reached.
@@ -84,7 +84,7 @@ def config_directory(lock: Mapping[str, Any]) -> Path:
 
 
 def _directory(lock: Mapping[str, Any], paths: list[str]) -> Path:
-    """The local directory of a model lock, holding at least `paths` when it comes from a hub."""
+    """The local directory of a model lock; of a hub model with at least `paths`."""
     if lock["kind"] == TINY:
         return TINY_DIRECTORY
     if lock["kind"] == "hub":
@@ -96,9 +96,9 @@ def _directory(lock: Mapping[str, Any], paths: list[str]) -> Path:
 
 
 def model_address(lock: Mapping[str, Any]) -> str:
-    """What loads the pinned model from any directory of this machine: its hub id, or its absolute path.
+    """The name that loads the pinned model from any directory: its hub id, or its absolute path.
 
-    In the copy that a temporary experiment runs in, the path is that in the user's checkout, which outlives it.
+    In a temporary experiment it is the path in the user's checkout, which outlives the experiment's copy.
     """
     if lock["kind"] == "hub":
         return str(lock["name"])
@@ -112,15 +112,15 @@ class DataFile:
     """One file of the data lock."""
 
     source: int
-    """Place of its source in the lock."""
+    """Index of its source in the lock."""
     name: str
-    """To show, as the user would write its path."""
+    """For messages: the path as the user writes it."""
     kind: FileKind
     size_bytes: int
     digest: str
     """Hex sha256 of its content, or git's blob sha1."""
     path: Path | None
-    """Where it is on this machine; None: on the hub only."""
+    """Its local path; None if it is on the hub only."""
     repo_id: str = ""
     revision: str = ""
     path_in_repo: str = ""
@@ -136,7 +136,7 @@ def data_files(lock: Mapping[str, Any]) -> list[DataFile]:
         raise UserError("locks/data.json: was written by another version of pin_data; run `dvc repro pin_data`")
     located = []
     for number, source in enumerate(lock["sources"]):
-        # What the files' paths are relative to; found once, as in a temporary experiment that takes a walk.
+        # The files' paths are relative to `base`, which is looked up once: in a temporary experiment that is slow.
         base = glob_base(source["source"]) if source["kind"] == "glob" else source["source"]
         root = Path() if source["kind"] == "hub" else find_source(base)
         located += [_locate(number, source, file, base, root) for file in source["files"]]
@@ -144,7 +144,7 @@ def data_files(lock: Mapping[str, Any]) -> list[DataFile]:
 
 
 def _locate(number: int, source: Mapping[str, Any], file: Mapping[str, Any], base: str, root: Path) -> DataFile:
-    """Where one file of a source is; `base` is what its path is relative to, as given, `root` where that is."""
+    """Locate one file of a source. Its path is relative to `base`, as the user wrote it, which is at `root`."""
     given = source["source"]
     hub: dict[str, str] = {}
     path: Path | None
@@ -163,17 +163,17 @@ def _locate(number: int, source: Mapping[str, Any], file: Mapping[str, Any], bas
 
 
 def new_digest(pinned: str, size_bytes: int) -> "hashlib._Hash":
-    """A hash object of the kind `pinned` is: sha256 of the content (64 hex digits) or git's blob sha1 (40)."""
+    """A hash object for the kind of `pinned`: sha256 of the content (64 hex digits) or git's blob sha1 (40)."""
     if len(pinned) == 64:
         return hashlib.sha256()
     return hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
 
 
 def verify_files(directory: Path, files: Mapping[str, str]) -> None:
-    """Check files (name → sha256 or git blob id) against their content; git's ids need no network either.
+    """Compare files with their pinned hashes, sha256 or git blob ids by name.
 
     Raises:
-        UserError: a file is missing or is not what was pinned.
+        UserError: a file is missing or changed.
     """
     for name in sorted(files):
         path = directory / name
@@ -184,14 +184,13 @@ def verify_files(directory: Path, files: Mapping[str, str]) -> None:
                 progress.made()
         except OSError as error:
             raise UserError(
-                f"model.name: {path} cannot be read ({error.strerror}); run `dvc repro` again to pin it anew"
+                f"model.name: {path} cannot be read ({error.strerror}); run `dvc repro` again to pin it again"
             ) from error
         if digest.hexdigest() != files[name]:
             raise UserError(f"model.name: {path} changed since it was pinned; run `dvc repro` again")
 
 
 def _blocks(path: Path) -> Iterable[bytes]:
-    """A file's bytes in blocks."""
     with open(path, "rb") as file:
         while block := file.read(READ_BLOCK_BYTES):
             yield block

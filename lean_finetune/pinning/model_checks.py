@@ -1,4 +1,4 @@
-"""Checks of a local model directory, each ending in one line that names the file."""
+"""Checks of a model's files: config, tokenizer, index and weights."""
 
 import json
 from pathlib import Path
@@ -11,17 +11,17 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_config(directory: Path) -> dict[str, Any]:
-    """Read config.json.
+    """Read and check config.json.
 
     Raises:
-        UserError: it is not a JSON object, names no model type, or asks for code of its own.
+        UserError: it is not a JSON object, names no model type, or requires its own code.
     """
     path = directory / "config.json"
     config = _json_object(path)
     for file in (path, directory / "tokenizer_config.json"):
         if file.exists() and "auto_map" in _json_object(file):
             raise UserError(
-                f"model.name: {file} asks for code of its own (auto_map), which is never run; use a model whose "
+                f"model.name: {file} requires its own code (auto_map), which is never run; use a model whose "
                 "architecture is part of transformers, or remove auto_map if it is"
             )
     if not isinstance(config.get("model_type"), str):
@@ -30,10 +30,10 @@ def check_config(directory: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
-    """Load tokenizer.json, compare its ids with the model's vocabulary, and read the files beside it.
+    """Load the tokenizer's files, and compare its ids with the size of the model's vocabulary.
 
     Raises:
-        UserError: one of them cannot be read, or the tokenizer makes ids that the model has no embedding for.
+        UserError: a file cannot be read, or the model has no embedding for an id.
     """
     from tokenizers import Tokenizer
 
@@ -42,7 +42,7 @@ def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises a plain Exception
         raise UserError(f"model.name: {path} is not a tokenizer ({error}); save or download it again") from error
-    _check_beside(directory)
+    _check_other_files(directory)
     largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     text_config = config.get("text_config")
     vocab_size = (text_config if isinstance(text_config, dict) else config).get("vocab_size")
@@ -53,8 +53,8 @@ def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _check_beside(directory: Path) -> None:
-    """Read what stage tokenize reads beside tokenizer.json; it is not damaged then, as it is pinned."""
+def _check_other_files(directory: Path) -> None:
+    """Read the other files that stage tokenize needs, so that damaged ones are not pinned."""
     special = directory / "special_tokens_map.json"
     if special.exists():
         _json_object(special)
@@ -67,10 +67,10 @@ def _check_beside(directory: Path) -> None:
 
 
 def shard_names(directory: Path) -> list[str]:
-    """The names of a model's weight files in order: those of the index where there is one.
+    """The names of a model's weight files in order, from the index where there is one.
 
     Raises:
-        UserError: the index is not one, or names anything but safetensors files beside it.
+        UserError: the index is damaged, or names other files than safetensors files in its directory.
     """
     index = directory / INDEX
     if not index.exists():
@@ -81,15 +81,15 @@ def shard_names(directory: Path) -> list[str]:
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"model.name: {index} names {name!r}; shards must be .safetensors files beside it")
+            raise UserError(f"model.name: {index} names {name!r}; shards must be .safetensors files in its directory")
     return names
 
 
 def check_weights(path: Path) -> None:
-    """Let safetensors check the header, that the tensors leave no gap, and that the file ends with the last one.
+    """Check the header of a safetensors file: its tensors must cover the file without gaps.
 
     Raises:
-        UserError: the file is missing, damaged or holds nothing.
+        UserError: the file is missing, damaged or has no tensors.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -101,15 +101,15 @@ def check_weights(path: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise UserError(f"model.name: {path} is damaged ({error}); download or save it again") from error
     if tensors == 0:
-        raise UserError(f"model.name: {path} holds no tensors; download or save it again")
+        raise UserError(f"model.name: {path} has no tensors; download or save it again")
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """A JSON object read from a model's file."""
+    """The JSON object in a file."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, OSError) as error:
         raise UserError(f"model.name: {path} is not JSON ({error}); download or save it again") from error
     if not isinstance(value, dict):
-        raise UserError(f"model.name: {path} must hold a JSON object, got {type(value).__name__}")
+        raise UserError(f"model.name: {path} must be a JSON object, got {type(value).__name__}")
     return value

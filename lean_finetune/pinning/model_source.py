@@ -1,4 +1,4 @@
-"""Pin the model: a directory by the content of its files, a hub id by its commit, both checked before anything runs."""
+"""Pinning of the model: a local directory by the content of its files, a hub id by its commit."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +14,9 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 
 
 def pin_model(name: str, revision: str | None, locks: Path) -> None:
-    """Write `locks/model.json` and `locks/tokenizer.json` for `name` and point `locks/watched-model` at it.
+    """Write locks/model.json and locks/tokenizer.json, and link the model as locks/watched-model.
 
-    The tokenizer's lock holds content only, so that a model with the same tokenizer does not tokenize again.
+    The tokenizer's lock has only content hashes, so that a model with the same tokenizer does not tokenize again.
 
     Raises:
         UserError: the model is missing, unsafe (pickle, custom code), incomplete, damaged, cannot be reached, or is in
@@ -33,7 +33,7 @@ def pin_model(name: str, revision: str | None, locks: Path) -> None:
         if name != TINY:
             refuse_unignored("model.name", name, (path for path in local.iterdir() if path.is_file()))
         files, tokenizer = _pin_directory(local)
-        # The working directory's copy is what DVC runs and watches, wherever this package was imported from.
+        # DVC runs and watches the working directory's copy, even if this package was imported from elsewhere.
         watched = Path("lean_finetune/tiny") if name == TINY else local
     else:
         kind, watched = "hub", NOTHING_LOCAL
@@ -45,7 +45,7 @@ def pin_model(name: str, revision: str | None, locks: Path) -> None:
 
 
 def _pin_directory(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The content hashes of a checked local directory: (model files, tokenizer files)."""
+    """Check a local directory; return the hashes of (model files, tokenizer files)."""
     names = {path.name for path in directory.iterdir() if path.is_file()}
     _check_names(names, str(directory))
     config = check_config(directory)
@@ -61,7 +61,7 @@ def _pin_directory(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _pin_hub(name: str, revision: str | None) -> tuple[str, dict[str, str], dict[str, str]]:
-    """A hub model's (commit, model files, tokenizer files); small files are fetched and checked, weights are not."""
+    """A hub model's (commit, model files, tokenizer files). Small files are downloaded and checked, weights are not."""
     if not HUB_ID.fullmatch(name):
         raise UserError(
             f"model.name: must be {TINY}, an existing directory, or a hub id org/name; got {name!r}; check the path"
@@ -80,7 +80,7 @@ def _pin_hub(name: str, revision: str | None) -> tuple[str, dict[str, str], dict
 
 
 def _check_names(names: set[str], where: str) -> None:
-    """Refuse a model that lacks a file it needs, or whose weights are pickles."""
+    """Refuse a model without a required file, or with pickled weights."""
     if "config.json" not in names:
         raise UserError(f"model.name: {where} has no config.json; name a directory that transformers saved")
     if "tokenizer.json" not in names:

@@ -1,4 +1,4 @@
-"""Links that let DVC watch a local source wherever it lies: DVC follows a link when it hashes a dependency.
+"""Links that let DVC watch local sources anywhere: DVC follows a link when it hashes a dependency.
 
 `dvc exp run` adds the files below such a link to git unless .gitignore names the link; ours does, so weights and data
 stay out of git.
@@ -13,24 +13,23 @@ from lean_finetune.core.atomic_files import repo_root, told_in_one_line
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.local_source import LocalSource
 
-# Where a link leads when nothing local is watched (a hub id): a page that says so.
+# Target of a link when nothing local is watched, as for a hub id.
 NOTHING_LOCAL = Path("locks/README.md")
-# DVC follows a link to a directory only where the link is itself a dependency: dvc.yaml lists these four.
+# DVC follows a link to a directory only if the link itself is a dependency: dvc.yaml lists these four.
 DIRECTORY_LINKS = ("watched-data", "watched-data-1", "watched-data-2", "watched-data-3")
-# It follows links to files in a directory that is a dependency, any number of them.
+# In a directory that is a dependency, DVC follows any number of links to files.
 FILE_LINKS = "watched-files"
 
 
 def watch_sources(locks: Path, sources: Sequence[LocalSource], template: Path | None) -> list[Path]:
-    """Point the links of pin_data at the local sources: `watched-data` at the only one, else each where it fits.
-
-    A chat template of the user's is watched as one more file.
+    """Link the local sources and the user's chat template.
 
     Returns:
-        The directories beyond the links for them: their files are watched one by one, files added there are not.
+        The directories for which no directory link is left. Their files are linked one by one, so that DVC does not
+        notice files added to them.
 
     Raises:
-        UserError: the disk refused.
+        UserError: the disk cannot be written.
     """
     roots = list(dict.fromkeys(source.root for source in sources))
     folders = roots if len(roots) == 1 else [root for root in roots if not root.is_file()]
@@ -39,29 +38,29 @@ def watch_sources(locks: Path, sources: Sequence[LocalSource], template: Path | 
     files = list(dict.fromkeys(paths))
     for link, target in zip(DIRECTORY_LINKS, directories + [NOTHING_LOCAL] * len(DIRECTORY_LINKS), strict=False):
         watch(locks / link, target)
-    kept = {f"{k}": path for k, path in enumerate(files or [NOTHING_LOCAL])}
+    links = {f"{k}": path for k, path in enumerate(files or [NOTHING_LOCAL])}
     if template is not None:
-        kept["template"] = template
-    for name, path in kept.items():
+        links["template"] = template
+    for name, path in links.items():
         watch(locks / FILE_LINKS / name, path)
     with told_in_one_line(locks / FILE_LINKS):
         for old in (locks / FILE_LINKS).iterdir():
-            if old.name not in kept:
+            if old.name not in links:
                 old.unlink()
     return others
 
 
 def watch(link: Path, target: Path) -> None:
-    """Point `link` at `target`: relatively when it travels with the repository, else absolutely.
+    """Point `link` at `target`: by a relative path if copies of the repository have the target too, else absolute.
 
-    Links in `target` are not followed: repointing one must be noticed as an edit is. The link is replaced in one step,
-    and left alone when it is right already.
+    Links in `target` are not resolved, so that DVC notices when they change. The link is replaced atomically, and not
+    touched if it is right already.
 
     Raises:
-        UserError: the disk refused.
+        UserError: the disk cannot be written.
     """
     absolute = Path(os.path.abspath(target))
-    text = os.path.relpath(absolute, link.parent.resolve()) if _travels(absolute) else str(absolute)
+    text = os.path.relpath(absolute, link.parent.resolve()) if _is_in_copies(absolute) else str(absolute)
     if link.is_symlink() and os.readlink(link) == text:
         return
     with told_in_one_line(link):
@@ -97,12 +96,12 @@ def refuse_unignored(parameter: str, source: str, paths: Iterable[Path]) -> None
             )
 
 
-def _travels(path: Path) -> bool:
-    """Whether a clone or a temporary experiment has the path too: it is in the working directory and tracked by git.
+def _is_in_copies(path: Path) -> bool:
+    """Whether a clone or a temporary experiment has the path: it is in the working directory and tracked by git.
 
-    A relative link to any other file, one under `dvc add` too, would dangle in the copy of the repository that
-    `dvc exp run --temp` and `--queue` run in. Of a path through links, git tracks the first one, which must lead to a
-    file that is tracked as well, or out of the repository.
+    A relative link to any other file, also to one added by `dvc add`, would dangle in the copy of the repository in
+    which `dvc exp run --temp` and `--queue` run. On a path through links, git tracks the first link; its target must be
+    tracked too, or be outside the repository.
     """
     here, resolved = Path.cwd().resolve(), path.resolve()
     if not path.is_relative_to(here):
@@ -112,9 +111,9 @@ def _travels(path: Path) -> bool:
 
 
 def _tracked(path: Path) -> bool:
-    """Whether git keeps the path, or there is no git."""
+    """Whether git tracks the path; True without git, where there are no copies."""
     try:
         untracked = subprocess.run(["git", "ls-files", "--others", "--", path], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return True  # Without git there are no copies.
+        return True
     return not untracked

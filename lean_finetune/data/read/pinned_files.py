@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.pinning.hub import open_stream, told_in_one_line
+from lean_finetune.pinning.hub import hub_errors, open_stream
 from lean_finetune.pinning.locate import READ_BLOCK_BYTES, DataFile, new_digest
 
 Progress = Callable[[int], Any]
@@ -58,7 +58,7 @@ class PinnedBytes(io.RawIOBase):
             UserError: the disk or the network fails.
         """
         if self._file.path is None:
-            with told_in_one_line("data.source", self._file.repo_id):
+            with hub_errors("data.source", self._file.repo_id):
                 block = self._stream.read(size)
         else:
             try:
