@@ -123,7 +123,7 @@ def test_a_relative_source_is_found_in_the_users_checkout_from_a_copy(pin, tmp_p
 BAD_SOURCES = {
     "address": (
         "https://example.org/rows.jsonl?x=1",
-        "data.source: addresses are not fetched, but for data sets of the",
+        "data.source: URLs are not fetched, except data sets of the",
     ),
     "page of the hub": (
         "https://huggingface.co/datasets/org/name/tree/main",
@@ -132,13 +132,13 @@ BAD_SOURCES = {
     "missing": ("missing.jsonl", "data.source: no such file or directory; got 'missing.jsonl'"),
     "empty": ("empty.jsonl", "data.source: empty.jsonl is empty"),
     "other format": ("rows.xlsx", "data.source: a file must be .jsonl, .ndjson, .json, .csv, .tsv, .parquet, "),
-    "empty folder": ("folder", "data.source: the directory holds no data file (.jsonl, "),
-    "folder with more": ("mixed", "data.source: the directory holds rows.xlsx, which is not of a known kind ("),
-    "glob of nothing": ("*.csv", "data.source: must not hold, or lie in, data/tokens"),
+    "empty folder": ("folder", "data.source: the directory has no data file (.jsonl, "),
+    "folder with more": ("mixed", "data.source: the directory has rows.xlsx, which is of no known kind ("),
+    "glob of nothing": ("*.csv", "data.source: must not contain or be in data/tokens"),
     "glob of nothing below": ("folder/**/*.csv", "data.source: the glob matches no data file (.jsonl, "),
-    "glob in nowhere": ("none/*.csv", "data.source: no such directory 'none'; got 'none/*.csv'; mend the glob"),
-    "glob of more": ("mixed/*", "data.source: 'mixed/*' holds rows.xlsx, which is not of a known kind ("),
-    "home": ("~/rows.jsonl", "data.source: ~ is not expanded; got '~/rows.jsonl'; write the whole path"),
+    "glob in nowhere": ("none/*.csv", "data.source: no such directory 'none'; got 'none/*.csv'; correct the glob"),
+    "glob of more": ("mixed/*", "data.source: 'mixed/*' has rows.xlsx, which is of no known kind ("),
+    "home": ("~/rows.jsonl", "data.source: ~ is not expanded; got '~/rows.jsonl'; write the full path"),
     "half a hub id": ("hf://only-a-name", "data.source: a hub data set is hf://org/name; got 'hf://only-a-name'"),
 }
 
@@ -166,7 +166,7 @@ def test_a_source_that_the_pipeline_writes_into_is_refused(pin, source):
     write_rows(Path("data/tokens/rows.jsonl"), ROWS)
     Path("alias").symlink_to("data")
     pin("data/raw")
-    assert told(pin(source)).startswith("data.source: must not hold, or lie in, ")
+    assert told(pin(source)).startswith("data.source: must not contain or be in ")
     assert pinned("source") == ["data/raw"]
 
 
@@ -241,7 +241,7 @@ def test_a_saved_data_set_that_names_files_elsewhere_is_refused(pin, tmp_path):
     save(tmp_path / "saved", ROWS)
     state = tmp_path / "saved/state.json"
     state.write_text(json.dumps({"_data_files": [{"filename": "../../secret.arrow"}]}))
-    assert "names '../../secret.arrow', not an .arrow file beside it" in told(pin(tmp_path / "saved"))
+    assert "names '../../secret.arrow', not an .arrow file there" in told(pin(tmp_path / "saved"))
     state.write_text("{")
     assert "state.json is not JSON" in told(pin(tmp_path / "saved"))
 

@@ -15,7 +15,6 @@ from lean_finetune.core.atomic_files import read_json
 from tests.conftest import ROOT
 from tests.pinning.hub_server import COMMIT, blob, serve
 from tests.processes import run_bounded
-from tests.workspace import lay_out, run_module
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}]} for n in range(40)
@@ -68,33 +67,54 @@ def hub(tiny_dir):
         yield served
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A function that sets values and runs a stage as a process that knows only the given hub."""
+CALLS = """
+import json, os, sys
+from pathlib import Path
+from lean_finetune.core.atomic_files import read_json
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.read.decode_rows import decode
+from lean_finetune.data.read.source_blocks import read_blocks
+from stages import pin, tokenize
+from tests.workspace import invoke, lay_out
 
-    def run_stage(module, *arguments, url, **values):
-        lay_out(tmp_path, **values)
-        environment = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        return run_module(module, *arguments, cwd=tmp_path, env=environment)
+def read():
+    try:
+        blocks = read_blocks(read_json(Path("locks/data.json")), max_rows=1000, progress=lambda n: None)
+        return [row.value["messages"][0]["content"] for block in blocks for row in decode(block)]
+    except UserError as error:
+        return str(error)
 
-    return run_stage
-
-
-def told(process) -> str:
-    assert process.returncode == 1, process.stdout + process.stderr
-    [line] = process.stderr.splitlines()
-    return line.removeprefix("error: ")
-
-
+results = []
+for command, values in json.loads(sys.argv[1]):
+    if command == "read":
+        results.append(read())
+        continue
+    lay_out(Path.cwd(), **values)
+    module, *arguments = command.split()
+    result = invoke({"pin": pin, "tokenize": tokenize}[module].main, *arguments)
+    [*_, line] = ["", *result.stderr.splitlines()]
+    results.append(line.removeprefix("error: ") if result.exit_code else "")
+print(json.dumps(results))
+"""
 NOWHERE = "http://127.0.0.1:9"
 
 
-def test_a_hub_model_and_data_set_are_pinned_by_commit_and_tokenized_from_the_pin(run, hub, tmp_path):
-    named = {"model__name": "org/model", "model__revision": "v1", "data__source": "hf://org/rows"}
-    for what in ("model", "data"):
-        process = run("stages.pin", what, url=hub.url, data__heldout_fraction=0.2, **named)
-        assert process.returncode == 0, process.stderr
+def call(directory: Path, url: str, *calls: tuple[str, dict]) -> list:
+    """Run stages in one process that knows only the hub at `url`; each result is the refusal, empty on success."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environment |= {"HF_ENDPOINT": url, "HF_HOME": str(directory / "cache")}
+    environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    for name in ("DVC_STAGE", "DVC_ROOT"):
+        environment.pop(name, None)
+    done = run_bounded([sys.executable, "-c", CALLS, json.dumps(calls)], cwd=directory, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_hub_model_and_data_are_pinned_by_commit_and_tokenized(hub, tmp_path):
+    values = {"model__name": "org/model", "model__revision": "v1", "data__source": "hf://org/rows"}
+    values["data__heldout_fraction"] = 0.2
+    assert call(tmp_path, hub.url, ("pin model", values), ("pin data", values), ("tokenize", values)) == [""] * 3
     files = hub.repositories["models/org/model"]
     lock = read_json(tmp_path / "locks/model.json")
     assert (lock["kind"], lock["name"], lock["revision"]) == ("hub", "org/model", COMMIT)
@@ -103,35 +123,32 @@ def test_a_hub_model_and_data_set_are_pinned_by_commit_and_tokenized_from_the_pi
     assert "onnx/model.safetensors" not in lock["files"]
     [source] = read_json(tmp_path / "locks/data.json")["sources"]
     assert (source["kind"], source["revision"], source["split"]) == ("hub", COMMIT, "train")
+    array = json.dumps(ROWS[:9]).encode()
     assert source["files"] == [
         {"path": "data/a.jsonl", "bytes": len(LINES), "blob_id": blob(LINES)["oid"]},
-        {
-            "path": "data/b.json",
-            "bytes": len(json.dumps(ROWS[:9])),
-            "blob_id": blob(json.dumps(ROWS[:9]).encode())["oid"],
-        },
+        {"path": "data/b.json", "bytes": len(array), "blob_id": blob(array)["oid"]},
     ]
-    assert not any("safetensors" in path for path in hub.asked), "pinning needs no weights"
-    process = run("stages.tokenize", url=hub.url, data__heldout_fraction=0.2, **named)
-    assert process.returncode == 0, process.stderr
     metrics = read_json(tmp_path / "data/tokens/figures.json")
     assert metrics["train_rows"] + metrics["heldout_rows"] == 49
-    assert not any("safetensors" in path for path in hub.asked), "tokenizing needs no weights"
-    assert not list((tmp_path / "cache").rglob("a.jsonl")), "rows are read as they come, and not stored"
-    line = told(run("stages.tokenize", url=NOWHERE, data__heldout_fraction=0.2, **named))
-    assert line.startswith("data.source: the Hugging Face Hub cannot be reached for org/rows")
+    assert not any("safetensors" in path for path in hub.asked), "neither pinning nor tokenizing needs weights"
+    assert not list((tmp_path / "cache").rglob("a.jsonl")), "rows are streamed, not stored"
+    [refusal] = call(tmp_path, NOWHERE, ("tokenize", values))
+    assert refusal.startswith("data.source: the Hugging Face Hub cannot be reached for org/rows")
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    [refusal] = call(tmp_path, NOWHERE, ("tokenize", values))
+    assert refusal.startswith("model.name: the Hugging Face Hub cannot be reached for org/model")
 
 
 REFUSED = {
     "unknown model": ("model", {"model__name": "org/other"}, "model.name: the hub has no org/other that you may read"),
-    "gated": ("model", {"model__name": "gated/model"}, "model.name: gated/model asks for consent; accept its terms"),
+    "gated": ("model", {"model__name": "gated/model"}, "model.name: gated/model requires consent; accept its terms"),
     "revision": (
         "model",
         {"model__name": "org/model", "model__revision": "v9"},
         "model.name: org/model has no such revision; name a branch, tag or commit of it in model.revision",
     ),
     "pickle": ("model", {"model__name": "org/pickled"}, "model.name: org/pickled at 0123456789ab has no model.safe"),
-    "custom code": ("model", {"model__name": "org/code"}, "asks for code of its own (auto_map)"),
+    "custom code": ("model", {"model__name": "org/code"}, "requires its own code (auto_map)"),
     "unknown data": ("data", {"data__source": "hf://org/none"}, "data.source: the hub has no org/none that you may"),
     "split": (
         "data",
@@ -146,103 +163,54 @@ REFUSED = {
     "pictures": (
         "data",
         {"data__source": "hf://org/pictures"},
-        "data.source: hf://org/pictures at 0123456789ab keeps split 'train' in train/cat.png, which is none of its",
+        "data.source: hf://org/pictures at 0123456789ab has split 'train' in train/cat.png, which is not one of its",
     ),
-    "code of its own": ("data", {"data__source": "hf://org/script"}, "which is never run"),
+    "own code": ("data", {"data__source": "hf://org/script"}, "which is never run"),
 }
 
 
-@pytest.mark.parametrize("what, values, rule", REFUSED.values(), ids=REFUSED)
-def test_what_the_hub_cannot_give_is_told_in_one_line(run, hub, tmp_path, what, values, rule):
-    line = told(run("stages.pin", what, url=hub.url, **values))
-    assert rule in line
+@pytest.fixture(scope="module")
+def refusals(hub, tmp_path_factory) -> dict[str, str]:
+    """The refusal of each case of REFUSED."""
+    directory = tmp_path_factory.mktemp("refused")
+    lines = call(directory, hub.url, *((f"pin {what}", values) for what, values, _ in REFUSED.values()))
+    assert not (directory / "locks").exists()
+    return dict(zip(REFUSED, lines, strict=True))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_hub_refuses_is_one_line_with_a_remedy(refusals, name):
+    assert REFUSED[name][2] in refusals[name]
+
+
+def test_without_a_network_one_line_names_the_remedy(tmp_path):
+    values = {"model__name": "org/model", "data__source": "hf://org/rows"}
+    for refusal in call(tmp_path, NOWHERE, ("pin model", values), ("pin data", values)):
+        assert "the Hugging Face Hub cannot be reached for org/" in refusal and "name a local path instead" in refusal
     assert not (tmp_path / "locks").exists()
 
 
-@pytest.mark.parametrize(
-    "what, values", [("model", {"model__name": "org/model"}), ("data", {"data__source": "hf://org/rows"})]
-)
-def test_without_a_network_one_line_names_the_remedy(run, tmp_path, what, values):
-    line = told(run("stages.pin", what, url=NOWHERE, **values))
-    assert "the Hugging Face Hub cannot be reached for org/" in line and "name a local path instead" in line
-    assert not (tmp_path / "locks").exists()
-
-
-def test_a_pinned_model_that_is_not_here_is_told_without_a_network(run, hub, tmp_path):
-    values = {"model__name": "org/model", "data__source": "rows.jsonl", "data__heldout_fraction": 0.2}
-    (tmp_path / "rows.jsonl").write_bytes(LINES)
-    for what in ("model", "data"):
-        assert run("stages.pin", what, url=hub.url, **values).returncode == 0
-    (tmp_path / "cache").rename(tmp_path / "moved")
-    line = told(run("stages.tokenize", url=NOWHERE, **values))
-    assert line.startswith("model.name: the Hugging Face Hub cannot be reached for org/model")
-    assert not Path(tmp_path / "data").exists()
-
-
-def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_network(run, hub, tmp_path):
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_network(hub, tmp_path):
     (tmp_path / "cache").write_text("a file where the cache's directory should be")
-    line = told(run("stages.pin", "model", url=hub.url, model__name="org/model"))
-    assert line.startswith("model.name: org/model cannot be stored (") and "HF_HOME" in line
+    [refusal] = call(tmp_path, hub.url, ("pin model", {"model__name": "org/model"}))
+    assert refusal.startswith("model.name: org/model cannot be stored (") and "HF_HOME" in refusal
 
 
-@pytest.mark.parametrize(
-    "values, paths, split",
-    [
-        ({"data__source": "hf://org/columns", "data__split": "test"}, ["data/test-0.parquet"], "test"),
-        ({"data__source": "hf://org/configs"}, ["a/x.jsonl"], "train"),
-    ],
-)
-def test_a_configuration_and_a_split_choose_the_files(run, hub, tmp_path, values, paths, split):
-    process = run("stages.pin", "data", url=hub.url, **values)
-    assert process.returncode == 0, process.stderr
-    [source] = read_json(tmp_path / "locks/data.json")["sources"]
-    assert ([file["path"] for file in source["files"]], source["split"]) == (paths, split)
-    assert not any(path in asked for asked in hub.asked for path in paths if "/resolve/" in asked), "nothing is fetched"
-
-
-READ = """
-import sys
-from pathlib import Path
-from lean_finetune.core.errors import UserError
-from lean_finetune.core.atomic_files import read_json
-from lean_finetune.data.read.source_blocks import read_blocks
-from lean_finetune.data.read.decode_rows import decode
-try:
-    blocks = read_blocks(read_json(Path("locks/data.json")), max_rows=int(sys.argv[1]), progress=lambda n: None)
-    print(*(row.value["messages"][0]["content"] for block in blocks for row in decode(block)), sep="|")
-except UserError as error:
-    sys.exit(f"error: {error}")
-"""
-
-
-@pytest.fixture
-def read(tmp_path):
-    """A function that reads the pinned rows as a process that knows only the given hub."""
-
-    def run_reader(url, max_rows):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache")}
-        environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        arguments = [sys.executable, "-c", READ, str(max_rows)]
-        return run_bounded(arguments, cwd=tmp_path, env=environment)
-
-    return run_reader
-
-
-def test_compressed_lines_and_parquet_are_read_from_the_hub_and_checked(run, read, hub, tmp_path):
-    asked = [row["messages"][0]["content"] for row in ROWS]
-    for values, expected in (
-        ({"data__source": "hf://org/columns"}, asked),
-        ({"data__source": "hf://org/configs", "data__config": "large", "data__split": "rest"}, asked * 3),
-    ):
-        assert run("stages.pin", "data", url=hub.url, **values).returncode == 0
-        process = read(hub.url, 1000)
-        assert process.stdout.rstrip("\n").split("|") == expected, process.stderr
+def test_compressed_lines_and_parquet_are_read_from_the_hub_and_checked(hub, tmp_path):
+    questions = [row["messages"][0]["content"] for row in ROWS]
+    columns = {"data__source": "hf://org/columns"}
+    rest = {"data__source": "hf://org/configs", "data__config": "large", "data__split": "rest"}
+    results = call(tmp_path, hub.url, ("pin data", columns), ("read", {}), ("pin data", rest), ("read", {}))
+    assert results == ["", questions, "", questions * 3]
     [source] = read_json(tmp_path / "locks/data.json")["sources"]
     assert ([file["path"] for file in source["files"]], source["split"]) == (["b/y.jsonl.gz"], "rest")
     route = f"datasets/org/configs/resolve/{COMMIT}/b/y.jsonl.gz"
     hub.sends[route] = gzip.compress(LINES * 4)
     try:
-        line = told(read(hub.url, 1000))
+        default = {"data__source": "hf://org/configs"}
+        refusal, pinned = call(tmp_path, hub.url, ("read", {}), ("pin data", default))
     finally:
         del hub.sends[route]
-    assert line.startswith("hf://org/configs/b/y.jsonl.gz: what the hub sent is not what was pinned (")
+    assert refusal.startswith("hf://org/configs/b/y.jsonl.gz: the hub sent other bytes than were pinned (")
+    [source] = read_json(tmp_path / "locks/data.json")["sources"]
+    assert pinned == "" and [file["path"] for file in source["files"]] == ["a/x.jsonl"]

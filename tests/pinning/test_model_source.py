@@ -86,7 +86,7 @@ def test_a_sharded_model_is_pinned_with_its_index_and_shards_alone(pin, own):
     (own / shards["extra"]).unlink()
     assert "model-00002-of-00002.safetensors, which model.safetensors.index.json names, is missing" in told(pin("own"))
     index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
-    assert "shards must be .safetensors files beside it" in told(pin("own"))
+    assert "shards must be .safetensors files in its directory" in told(pin("own"))
     index.write_text("{}")
     assert "has no weight_map" in told(pin("own"))
 
@@ -137,11 +137,11 @@ SPOILT = {
     "cut weights": (cut_short, "own/model.safetensors is damaged"),
     "grown weights": (grown, "own/model.safetensors is damaged"),
     "pointer file": (pointer, "own/model.safetensors is damaged"),
-    "no tensors": (emptied, "own/model.safetensors holds no tensors"),
-    "custom model code": (edit("config.json", auto_map={"AutoModel": "x.Y"}), "config.json asks for code of its own"),
+    "no tensors": (emptied, "own/model.safetensors has no tensors"),
+    "custom model code": (edit("config.json", auto_map={"AutoModel": "x.Y"}), "config.json requires its own code"),
     "custom tokenizer code": (
         edit("tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]}),
-        "tokenizer_config.json asks for code of its own",
+        "tokenizer_config.json requires its own code",
     ),
     "no model type": (edit("config.json", model_type=None), "config.json names no model_type"),
     "vocabulary": (edit("config.json", vocab_size=100), "but config.json has vocab_size 100"),

@@ -28,7 +28,7 @@ def read_record_batches(file: BinaryIO, name: str, is_parquet: bool, block_bytes
                 _check(batch, name)
         except (pa.ArrowException, OSError) as error:
             kind = "Parquet" if is_parquet else "Arrow"
-            raise UserError(f"{name}: is damaged or not a {kind} file ({error}); write or download it again") from error
+            raise UserError(f"{name}: is damaged or no {kind} file ({error}); write or download it again") from error
         if batch is None:
             return
         for part in _halves(_plain(batch), block_bytes):

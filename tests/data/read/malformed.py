@@ -1,4 +1,4 @@
-"""Inputs that go wrong: what each holds, and what has to be said of it."""
+"""A corpus of malformed files: their content, good rows, and faults."""
 
 import gzip
 import json
@@ -16,16 +16,16 @@ ARRAY_RULE = "the file must be one array of JSON objects"
 
 @dataclass(frozen=True, kw_only=True)
 class Malformed:
-    """A file, and what becomes of its rows."""
+    """A file and the expected result of reading it."""
 
     file: str
     content: bytes | Callable[[], bytes]
     good: int = 0
     """Rows without a fault."""
     faults: dict[int, str] = field(default_factory=dict)
-    """What is said of a row, by its line."""
+    """Start of the fault by line."""
     error: str = ""
-    """How the one line goes on behind the name of a file that cannot be read as a whole."""
+    """Start of the refusal behind the file's name, for a file that cannot be read."""
 
     def bytes(self) -> bytes:
         return self.content() if callable(self.content) else self.content
@@ -37,7 +37,7 @@ def _line(row: bytes, fault: str) -> Malformed:
 
 
 def _fine(content: bytes, good: int, file: str = "rows.jsonl") -> Malformed:
-    """Odd, but nothing is wrong with it."""
+    """Unusual but valid."""
     return Malformed(file=file, content=content, good=good)
 
 
@@ -119,7 +119,7 @@ LINES = {
     "hidden duplicate key": _line(b'{"text" : "\\":", "text" : "b"}', "the key 'text' comes twice in one object"),
     "escaped duplicate key": _line(b'{"text": "a", "te\\u0078t": "b"}', "the key 'text' comes twice in one object"),
     "inner duplicate key": _line(b'{"a": [[{"b": 1, "b": 2}]]}', "the key 'b' comes twice in one object"),
-    "too many digits": _line(b'{"a": ' + b"9" * 5000 + b"}", "holds an integer of more than 4300 digits"),
+    "too many digits": _line(b'{"a": ' + b"9" * 5000 + b"}", "has an integer of more than 4300 digits"),
     "too deep": _line(b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "JSON nested too deep"),
     "BOM inside": _line(b"\xef\xbb\xbf" + GOOD, "not JSON (Expecting value at column 1)"),
     "no-break spaces": _line("\u00a0\u00a0".encode(), "not JSON"),
@@ -193,7 +193,7 @@ TABLES = {
         file="r.csv", content=b'a,b\n"1"x,2\n3,4\n', good=1, faults={2: "not a row of the t"}
     ),
     "NUL in a cell": Malformed(
-        file="r.csv", content=b"a,b\n1,\0\n3,4\n", good=1, faults={2: "not UTF-8 text, or it ho"}
+        file="r.csv", content=b"a,b\n1,\0\n3,4\n", good=1, faults={2: "not UTF-8 text, or it ha"}
     ),
     "broken UTF-8 in a cell": _table("r.csv", b"a,b\n1,\xff\n", 0, 2, "not UTF-8 text"),
     "quote never closed": _whole("r.csv", b'a,b\n1,2\n"3,4\n5,6\n', ":3: the file ends inside a quoted cell"),
@@ -204,17 +204,17 @@ TABLES = {
     "quoted line breaks": _fine(b'a,b\r\n"1\r\n2",3\r\n\r\n4,5\r\n', 2, "rows.csv"),
     "BOM of a table": _fine(b"\xef\xbb\xbfa\n1\n", 1, "rows.csv"),
     "broken UTF-8 in text": _table("r.txt", b"good\n\xff\n", 1, 2, "not UTF-8 (byte 1)"),
-    "binary as text": _table("r.txt", b"good\n\0\1\n", 1, 2, "holds a NUL byte"),
+    "binary as text": _table("r.txt", b"good\n\0\1\n", 1, 2, "has a NUL byte"),
     "UTF-16 text": _whole("r.txt", "good\n".encode("utf-16"), ": is UTF-16 text; save it as UTF-8"),
     "UTF-16 lines": _whole("r.jsonl", '{"text": "a"}\n'.encode("utf-16"), ": is UTF-16 text; save it as UTF-8"),
 }
 BINARIES = {
-    "no Parquet at all": _whole("r.parquet", b"PAR1", ": is no whole Parquet file ("),
-    "text named Parquet": _whole("r.parquet", GOOD * 9, ": is no whole Parquet file ("),
-    "cut Parquet": _whole("r.parquet", lambda: parquet([{"a": "b"}])[:-20], ": is no whole Parquet file ("),
-    "no Arrow at all": _whole("r.arrow", b"ARROW1 and so on", ": is no whole Arrow file ("),
-    "cut Arrow file": _whole("r.arrow", lambda: arrow(_bad_text(), True)[:-30], ": is no whole Arrow file ("),
-    "cut Arrow stream": _whole("r.arrow", lambda: arrow(_bad_text(), False)[:-40], ": is no whole Arrow file ("),
+    "no Parquet at all": _whole("r.parquet", b"PAR1", ": is damaged or no Parquet file ("),
+    "text named Parquet": _whole("r.parquet", GOOD * 9, ": is damaged or no Parquet file ("),
+    "cut Parquet": _whole("r.parquet", lambda: parquet([{"a": "b"}])[:-20], ": is damaged or no Parquet file ("),
+    "no Arrow at all": _whole("r.arrow", b"ARROW1 and so on", ": is damaged or no Arrow file ("),
+    "cut Arrow file": _whole("r.arrow", lambda: arrow(_bad_text(), True)[:-30], ": is damaged or no Arrow file ("),
+    "cut Arrow stream": _whole("r.arrow", lambda: arrow(_bad_text(), False)[:-40], ": is damaged or no Arrow file ("),
     "broken UTF-8 in Arrow": Malformed(
         file="r.arrow", content=lambda: arrow(_bad_text(), True), good=2, faults={2: "not UTF-8 (byte 1)"}
     ),
@@ -226,11 +226,11 @@ BINARIES = {
         lambda: arrow(pa.table([["x"], ["y"]], names=["a", "a"]), False),
         ": two columns are named 'a'; rename one",
     ),
-    "cut gzip": _whole("r.jsonl.gz", gzip.compress(GOOD)[:-5], ": the compressed data is damaged or cut short ("),
-    "not gzip": _whole("r.jsonl.gz", GOOD, ": the compressed data is damaged or cut short ("),
+    "cut gzip": _whole("r.jsonl.gz", gzip.compress(GOOD)[:-5], ": the compressed data is damaged or truncated ("),
+    "not gzip": _whole("r.jsonl.gz", GOOD, ": the compressed data is damaged or truncated ("),
     "text behind gzip": _whole("r.json.gz", gzip.compress(GOOD) + b"more", ": the compressed data is damaged or"),
-    "cut zstd": _whole("r.jsonl.zst", lambda: zstd(GOOD)[:-3], ": the compressed data is damaged or cut short ("),
-    "not zstd": _whole("r.csv.zst", GOOD, ": the compressed data is damaged or cut short ("),
+    "cut zstd": _whole("r.jsonl.zst", lambda: zstd(GOOD)[:-3], ": the compressed data is damaged or truncated ("),
+    "not zstd": _whole("r.csv.zst", GOOD, ": the compressed data is damaged or truncated ("),
     "cut gzip of Parquet": _whole(
         "r.parquet.gz", lambda: gzip.compress(parquet([{"a": "b"}]))[:-9], ": the compressed data is damaged or"
     ),

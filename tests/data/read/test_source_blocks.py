@@ -1,4 +1,4 @@
-"""Blocks: whole rows, each once, cut by the bytes of the source alone, from exactly what was pinned."""
+"""Blocks of rows: each row once, in bounded memory, from unchanged files."""
 
 import csv
 import gzip
@@ -31,13 +31,13 @@ JSON = st.recursive(
 )
 ROWS = st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=5)
 CELLS = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]), max_size=6)
-FREELY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW_EXAMPLES = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @given(rows=ROWS, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans(), block=st.integers(6, 40))
-@FREELY
+@FEW_EXAMPLES
 def test_an_array_read_in_blocks_equals_the_array_read_whole(tmp_path, rows, indent, ascii_only, block):
-    """A value, an escape or a character cut in two by a block's end must neither be lost nor be taken for a fault."""
+    """A value, an escape or a character that a block's end splits must neither be lost nor become a fault."""
     path = tmp_path / "rows.json"
     text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
     path.write_bytes(b"\xef\xbb\xbf\n " + text.encode("utf-8", "replace") + b"\n")
@@ -45,9 +45,9 @@ def test_an_array_read_in_blocks_equals_the_array_read_whole(tmp_path, rows, ind
 
 
 @given(rows=ROWS, indent=st.sampled_from([0, 2]), block=st.integers(6, 40), is_wrapped=st.booleans())
-@FREELY
+@FEW_EXAMPLES
 def test_objects_in_an_object_or_over_several_lines_are_read_in_blocks(tmp_path, rows, indent, block, is_wrapped):
-    """What pretty-printers and other tools write is read whole, wherever a block ends."""
+    """Pretty-printed objects and wrapped arrays are read completely, wherever a block ends."""
     path = tmp_path / "rows.json"
     rows = [{"": None, **row} for row in rows]  # an object without a key is one line
     whole = {"version": "1", "data": rows, "end": None}
@@ -58,7 +58,7 @@ def test_objects_in_an_object_or_over_several_lines_are_read_in_blocks(tmp_path,
 
 
 @given(rows=ROWS, block=st.integers(5, 40), end=st.sampled_from([b"\n", b"\r\n", b"\n\n"]), last=st.booleans())
-@FREELY
+@FEW_EXAMPLES
 def test_lines_read_in_blocks_equal_the_lines(tmp_path, rows, block, end, last):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + end.join(json.dumps(row).encode() for row in rows) + (end if last else b""))
@@ -68,7 +68,7 @@ def test_lines_read_in_blocks_equal_the_lines(tmp_path, rows, block, end, last):
 
 
 @given(rows=st.lists(st.lists(CELLS, min_size=2, max_size=2), max_size=6), block=st.integers(5, 40))
-@FREELY
+@FEW_EXAMPLES
 def test_a_table_read_in_blocks_equals_what_the_csv_module_reads(tmp_path, rows, block):
     path = tmp_path / "rows.csv"
     with open(path, "w", newline="", encoding="utf-8") as file:
@@ -76,7 +76,7 @@ def test_a_table_read_in_blocks_equals_what_the_csv_module_reads(tmp_path, rows,
     assert values_of(path, block_bytes=block) == [{"a": one, "b": two} for one, two in rows]
 
 
-def test_rows_of_an_array_and_of_a_table_are_placed_on_their_first_line(tmp_path):
+def test_rows_of_arrays_and_tables_have_the_line_of_their_first_character(tmp_path):
     array, table = tmp_path / "rows.json", tmp_path / "rows.csv"
     array.write_text('[\n  {"a":\n 1},\n\n  {"a": 2}, {"a": 3}\n]\n')
     assert [(row.line, row.number) for row in rows_of(array)] == [(2, 0), (5, 1), (5, 2)]
@@ -91,7 +91,7 @@ RECORDS = [{"text": f"row {k} – ü", "tags": [str(k)] * (k % 3), "more": {"k":
 
 
 def write_all(directory: Path, rows: list[dict]) -> list[Path]:
-    """The same rows in every format that holds nested values."""
+    """The same rows in every format with nested values."""
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     table = pa.Table.from_pylist(rows)
     contents = {
@@ -111,15 +111,15 @@ def write_all(directory: Path, rows: list[dict]) -> list[Path]:
     return [directory / name for name in contents]
 
 
-def test_the_same_rows_in_every_format_are_the_same_rows(tmp_path):
-    for path in write_all(tmp_path, RECORDS):
+def test_every_file_format_gives_the_same_rows(every_format):
+    for path in every_format:
         for block_bytes in (1 << 20, 1000):
             assert values_of(path, block_bytes=block_bytes) == RECORDS, path.name
             assert [row.number for row in rows_of(path, block_bytes=block_bytes)] == list(range(500))
 
 
-def test_blocks_are_of_about_the_size_asked_for(tmp_path):
-    for path in write_all(tmp_path, RECORDS):
+def test_blocks_have_about_the_requested_size(every_format):
+    for path in every_format:
         blocks = blocks_of(lock_of(source(path)), block_bytes=4000)
         assert len(blocks) > 3 and [block.number for block in blocks] == list(range(len(blocks))), path.name
         assert max(len(block.payload) for block in blocks) < 20_000, path.name
@@ -140,42 +140,27 @@ def test_tables_and_text_and_saved_folders_give_their_rows(tmp_path):
     assert values_of(tmp_path / "saved/train/data-00000-of-00001.arrow") == flat
 
 
-def test_real_data_is_the_same_in_every_format(tmp_path, public_data):
-    for name in ("alpaca_en_demo.json", "glaive_toolcall_en_demo.json"):
-        rows = json.loads((public_data / name).read_bytes())
-        assert values_of(public_data / name) == rows
-        # A table has one set of columns: a key that a row lacks comes back as null.
-        keys = {key: None for row in rows for key in row}
-        full = [keys | row for row in rows]
-        for path in write_all(tmp_path / name, full):
-            assert values_of(path) == full, path.name
-        Dataset.from_list(full).save_to_disk(tmp_path / name / "saved", num_shards=2)
-        saved = [tmp_path / name / f"saved/data-0000{k}-of-00002.arrow" for k in range(2)]
-        assert [value for path in saved for value in values_of(path)] == full
-    with open(tmp_path / "alpaca.csv", "w", newline="") as file:
-        alpaca = json.loads((public_data / "alpaca_en_demo.json").read_bytes())
-        writer = csv.DictWriter(file, list(alpaca[0]))
-        writer.writeheader()
-        writer.writerows(alpaca)
-    assert values_of(tmp_path / "alpaca.csv") == alpaca
+@pytest.fixture(scope="module")
+def every_format(tmp_path_factory) -> list[Path]:
+    return write_all(tmp_path_factory.mktemp("formats"), RECORDS)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 7, 499, 500, 501])
 @pytest.mark.parametrize("block_bytes", [300, 1 << 20])
-def test_max_rows_takes_the_first_rows_of_every_format(tmp_path, rows, block_bytes):
-    for path in write_all(tmp_path, RECORDS):
-        assert values_of(path, rows, block_bytes) == RECORDS[:rows], path.name
+def test_max_rows_takes_the_first_rows_of_every_format(every_format, block_bytes):
+    for path in every_format:
+        for rows in (1, 3, 7, 499, 501):
+            assert values_of(path, rows, block_bytes) == RECORDS[:rows], path.name
 
 
 def test_a_bad_row_counts_as_a_row(tmp_path):
-    """Or a limit would read on, past rows that were never used, to make up for it."""
+    """Otherwise a limit would read further rows in place of bad ones."""
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n3\n4,5\n6,7\n")
     assert [row.line for row in rows_of(tmp_path / "rows.csv", max_rows=3)] == [2, 3, 4]
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n\n{\n{"a": 2}\n')
     assert [row.line for row in rows_of(tmp_path / "rows.jsonl", max_rows=2)] == [1, 3]
 
 
-def test_limits_count_over_files_and_sources_and_open_none_beyond(tmp_path):
+def test_limits_count_over_files_and_sources_and_later_files_stay_closed(tmp_path):
     paths = [write_rows(tmp_path / f"{k}.jsonl", [{"k": k}, {"k": k}, {"k": k}]) for k in range(4)]
     lock = lock_of(source(paths[0], paths[1], rows=4), source(paths[2]), source(paths[3]))
     paths[3].unlink()
@@ -188,7 +173,7 @@ def test_limits_count_over_files_and_sources_and_open_none_beyond(tmp_path):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz", "rows.parquet", "file.arrow"])
 @pytest.mark.parametrize("max_rows", [None, 1])
 def test_a_file_that_changed_since_it_was_pinned_is_refused(tmp_path, name, max_rows):
-    """Even where only its first rows are read, and only its end changed."""
+    """Even if only its first rows are read and only its end changed."""
     path = next(path for path in write_all(tmp_path, RECORDS) if path.name == name)
     lock = lock_of(source(path))
     path.write_bytes(path.read_bytes() + b" \n")
@@ -199,8 +184,8 @@ def test_a_file_that_changed_since_it_was_pinned_is_refused(tmp_path, name, max_
         blocks_of(lock, max_rows)
 
 
-def test_a_reader_that_stops_early_ends_without_a_word(tmp_path):
-    """Whoever meets a fault of its own must not have it hidden by one about the rest of the file."""
+def test_a_reader_that_stops_early_raises_nothing(tmp_path):
+    """An error of the consumer must not be replaced by one about the rest of the file."""
     path = write_rows(tmp_path / "rows.jsonl", RECORDS)
     lock = lock_of(source(path))
     path.write_bytes(path.read_bytes() + b"\n")
@@ -211,7 +196,7 @@ def test_a_reader_that_stops_early_ends_without_a_word(tmp_path):
 
 
 def test_a_file_pinned_by_gits_blob_id_is_checked_too(tmp_path):
-    """The hub names small files so."""
+    """The hub identifies small files by it."""
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "hello"}])
     blob_id = run_bounded(["git", "hash-object", path], check=True).stdout.strip()
     lock = lock_of(source(path))
@@ -230,8 +215,8 @@ def test_progress_adds_up_to_the_bytes_on_disk(tmp_path):
     assert sum(read) == sum(path.stat().st_size for path in paths)
 
 
-def test_a_source_that_cannot_be_read_any_more_is_told_by_its_name(tmp_path):
-    """Told by whoever writes the tokens, it would read as a full disk. A process's own memory begins unreadable."""
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    """Otherwise the writer of the tokens would report a full disk. /proc/self/mem starts with unreadable memory."""
     memory = Path("/proc/self/mem")
     if not memory.exists():
         pytest.skip("this system shows no process's memory as a file")
@@ -242,12 +227,12 @@ def test_a_source_that_cannot_be_read_any_more_is_told_by_its_name(tmp_path):
         blocks_of(lock_of(given))
 
 
-def test_a_lock_of_an_older_version_is_told():
+def test_a_lock_of_an_older_version_is_refused():
     with pytest.raises(UserError, match="^locks/data.json: was written by another version of pin_data"):
         blocks_of({"source": "rows.jsonl", "files": []})
 
 
-def test_a_long_row_is_read_past_in_every_row_format(tmp_path, monkeypatch):
+def test_a_row_that_is_too_long_is_skipped(tmp_path, monkeypatch):
     from lean_finetune.data.read import json_lines, json_values
 
     for module in (json_lines, json_values):
@@ -278,7 +263,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path):
-    """Ten times the rows, in one row group and one array, take no more than an allocator's whim."""
+    """Ten times the rows, in one row group or one array, need at most 16 MiB more."""
     if not Path("/proc/self/status").exists():
         pytest.skip("this system shows no peak memory of a process")
     small = [{"text": "some words of text " * 20, "k": k} for k in range(8_000)]
@@ -302,15 +287,15 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
     assert all(large <= small + 16 for small, large in peaks.values()), peaks
 
 
-def test_a_block_travels_between_processes():
-    """Workers get blocks by pickle; a field that cannot be sent would stop them all."""
+def test_a_block_can_be_pickled():
+    """Workers get blocks by pickle."""
     import pickle
 
     block = RowBlock(number=1, source=0, file=2, kind="lines", payload=b"{}\n", first_row=0, faults=((3, 4, "why"),))
     assert pickle.loads(pickle.dumps(block)) == block
 
 
-def test_a_file_with_more_rows_than_the_token_files_can_number_is_told(tmp_path, monkeypatch):
+def test_a_file_with_more_rows_than_token_files_can_number_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(source_blocks, "MAX_ROWS_OF_A_FILE", 3)
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}] * 4)
     with pytest.raises(UserError, match="rows.jsonl: must have at most 3 rows; split it into several files"):

@@ -1,6 +1,6 @@
-"""Rows as published data sets write them, through the stage: what is trained is what a person reads as the answers.
+"""Rows as published data sets write them, through the stage: the trained text is the answers.
 
-The expectations are written by hand, from each tool's own documentation of its format; no code of the stage makes them.
+The expectations are written by hand from each tool's documentation of its format.
 """
 
 import json
@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from stages.pin import main as pin
-from stages.tokenize import main as tokenize
 from tests.data.tokens.common import chat_row, decoder, meta, read_tokens, spans_of
-from tests.workspace import invoke, lay_out, told, write_rows
+from tests.workspace import told, write_rows
 
 OUT = Path("data/tokens")
 HUMAN, GPT = {"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}
@@ -24,28 +22,22 @@ CALL = '{"name": "add", "arguments": {"a": 1}}'
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run_sources(run):
     """A function that tokenizes sources: by name its rows, or its rows and the other keys of its entry."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DVC_STAGE", raising=False)
 
-    def pin_and_tokenize(sources: dict[str, Any], **values):
+    def write_and_run(sources: dict[str, Any], **values):
         entries = []
         for name, given in ({"plain": PLAIN} | sources).items():
             rows, keys = given if isinstance(given, tuple) else (given, {})
             file = write_rows(Path(f"{name}.jsonl"), rows if isinstance(rows, list) else [rows])
             entries.append({"source": str(file), **keys})
-        lay_out(
-            tmp_path, data__source=entries, data__heldout_fraction=0.2, run__tokenizer_engine="tokenizers", **values
-        )
-        pinned = [invoke(pin, what) for what in ("data", "model")]
-        return next((one for one in pinned if one.exit_code), None) or invoke(tokenize)
+        return run(entries, **values)
 
-    return pin_and_tokenize
+    return write_and_run
 
 
 def tokenized(decode) -> dict[str, tuple[str, list[str]]]:
-    """By source, of its only row: the whole text, and each trained stretch of it without the tokens that close it."""
+    """By source, of its only row: the text, and each trained part of it without its end-of-turn token."""
     files = meta(OUT)["files"]
     rows = [row for side in ("train", "heldout") for row in read_tokens(OUT / side)]
     return {
@@ -132,8 +124,8 @@ HONOURED: dict[str, tuple[Any, list[str], list[str]]] = {
 }
 
 
-def test_each_dialect_is_trained_as_it_means(run, tiny_dir):
-    result = run({name: row for name, (row, _, _) in HONOURED.items()})
+def test_each_dialect_is_trained_as_it_means(run_sources, tiny_dir):
+    result = run_sources({name: row for name, (row, _, _) in HONOURED.items()})
     assert result.exit_code == 0, result.stderr
     found = tokenized(decoder(tiny_dir))
     assert {name: found[name][1] for name in HONOURED} == {name: answers for name, (_, answers, _) in HONOURED.items()}
@@ -163,11 +155,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "row-weight": (chat(USER, ANSWER, weight=0.5), "'weight' is 0.5"),
     "sample-weight": (chat(USER, ANSWER, sample_weight=0), "'sample_weight' is 0"),
     "orca": (chat(USER, ANSWER, system_prompt="S"), "data.columns={system: system_prompt}"),
-    "chatglm": ({"prompt": "Q", "completion": "A", "history": [["q", "a"]]}, "'history' belongs"),
+    "chatglm": ({"prompt": "Q", "completion": "A", "history": [["q", "a"]]}, "'history' is part of the question"),
     "context": ({"instruction": "Q", "output": "A", "context": "Facts."}, "data.columns={input: context}"),
     "kwargs": (chat(USER, ANSWER, chat_template_kwargs={"enable_thinking": True}), "'chat_template_kwargs'"),
-    "system-of-text": ({"prompt": "Q", "completion": "A", "system": "S"}, "'system' has no place beside"),
-    "tools-of-text": ({"prompt": "Q", "completion": "A", "tools": [TOOL]}, "'tools' has no place beside"),
+    "system-of-text": ({"prompt": "Q", "completion": "A", "system": "S"}, "'system' cannot be used with"),
+    "tools-of-text": ({"prompt": "Q", "completion": "A", "tools": [TOOL]}, "'tools' cannot be used with"),
     "two-lists-of-tools": (chat(USER, ANSWER, tools=[TOOL], functions=[TOOL]), "'tools' and 'functions'; keep one"),
     "train-user": (chat({**USER, "train": True}, ANSWER), "messages 1: train must be false in a message of role user"),
     "train-text": (chat(USER, {**ANSWER, "train": "no"}), "messages 2: train must be false or true"),
@@ -175,7 +167,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "nothing-trained": (chat(USER, {**ANSWER, "train": False}), "nothing to train on"),
     "detail": (
         chat(USER, {**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}),
-        "messages 2: train_detail trains parts of a turn",
+        "messages 2: train_detail selects parts of a turn",
     ),
     "two-calls": (
         chat(USER, {**ANSWER, "tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}),
@@ -188,10 +180,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_a_row_that_means_more_than_its_text_is_refused_at_its_line(run):
+def test_a_row_that_means_more_than_its_text_is_refused_at_its_line(run_sources):
     """Trained all the same, each teaches something its owner did not mean."""
     sources = {name: row for name, (row, _) in REFUSED.items()}
-    assert run(sources, data__on_bad_row="skip").exit_code == 0
+    assert run_sources(sources, data__on_bad_row="skip").exit_code == 0
     listed = [json.loads(line) for line in (OUT / "rejects.jsonl").read_text().splitlines()]
     reasons = {one["file"].removesuffix(".jsonl"): (one["line"], one["reason"]) for one in listed}
     assert reasons.keys() == REFUSED.keys()
@@ -199,18 +191,18 @@ def test_a_row_that_means_more_than_its_text_is_refused_at_its_line(run):
     assert {line for line, _ in reasons.values()} == {1}
 
 
-def test_the_refusal_is_one_line_and_a_named_column_lifts_it(run):
+def test_the_refusal_is_one_line_and_a_named_column_lifts_it(run_sources):
     rows = [chat(USER, ANSWER), chat(USER, ANSWER, images=["1.jpg"], id=7)]
-    refusal = told(run({"rows": rows}))
+    refusal = told(run_sources({"rows": rows}))
     assert refusal.startswith("rows.jsonl:2: 'images' holds ") and "data.ignore_columns" in refusal
-    result = run({"rows": rows}, data__ignore_columns=["images"])
+    result = run_sources({"rows": rows}, data__ignore_columns=["images"])
     assert result.exit_code == 0 and "note: columns of rows.jsonl that are not read: id\n" in result.stderr
 
 
-def test_other_columns_are_named_once_for_each_source(run):
+def test_other_columns_are_named_once_for_each_source(run_sources):
     """A user who mistyped a column's name would never learn that it was not read."""
     scored = [row | {"score": n / 10, "meta": {"id": n}, "empty": None} for n, row in enumerate(PLAIN)]
-    result = run({"scored": scored, "tagged": [row | {"tag": "x"} for row in PLAIN]})
+    result = run_sources({"scored": scored, "tagged": [row | {"tag": "x"} for row in PLAIN]})
     notes = [line for line in result.stderr.splitlines() if "that are not read" in line]
     assert notes == [
         "note: columns of scored.jsonl that are not read: meta, score",
@@ -218,11 +210,11 @@ def test_other_columns_are_named_once_for_each_source(run):
     ]
 
 
-def test_a_preference_pair_of_no_other_shape_says_how_to_train_its_better_answer(run):
+def test_a_preference_pair_of_no_other_shape_says_how_to_train_its_better_answer(run_sources):
     pair = {"prompt": "Q", "chosen": "A", "rejected": "B"}
-    assert "data.columns={completion: chosen}" in told(run({"pairs": pair}))
+    assert "data.columns={completion: chosen}" in told(run_sources({"pairs": pair}))
     transcript = {"chosen": "Human: Q\nAssistant: A", "rejected": "Human: Q\nAssistant: B"}
-    assert "data.columns={text: chosen}" in told(run({"pairs": transcript}))
+    assert "data.columns={text: chosen}" in told(run_sources({"pairs": transcript}))
 
 
 @pytest.mark.parametrize(
@@ -235,5 +227,5 @@ def test_a_preference_pair_of_no_other_shape_says_how_to_train_its_better_answer
         ),
     ],
 )
-def test_a_column_that_cannot_be_left_out_is_refused(run, values, rule):
-    assert told(run({}, **values)).startswith(rule)
+def test_a_column_that_cannot_be_left_out_is_refused(run_sources, values, rule):
+    assert told(run_sources({}, **values)).startswith(rule)

@@ -122,10 +122,10 @@ REFUSED = [
     (_ignore_merges_of_a_token_that_none_makes, "no merge makes 1 tokens of its vocabulary, such as 'hello'"),
     (_merge_that_never_happens, "its merges do not make its token '~^`' of that token's own bytes"),
     (_strip, "its token '<|im_start|>' has lstrip"),
-    (_normalized, "its token '<|im_start|>' is looked for in normalized text"),
+    (_normalized, "its token '<|im_start|>' is searched in normalized text"),
     (_lower, "its normalizer is Lowercase"),
     (_without_a_byte, "its vocabulary lacks 1 of the 256 bytes"),
-    (_two_cuts, "its pre-tokenizer Sequence(Digits+Split+ByteLevel) cuts text in more than one step"),
+    (_two_cuts, "its pre-tokenizer Sequence(Digits+Split+ByteLevel) splits text in more than one step"),
     (_removed_cut, "its pre-tokenizer's Split does not isolate the matches of a regular expression"),
 ]
 
@@ -134,7 +134,7 @@ REFUSED = [
 def test_a_tokenizer_with_a_part_unlike_tiktokens_is_refused_with_the_reason(directories, tmp_path, edit, reason):
     directory = edited(directories["qwen2"], tmp_path / "own", edit)
     chosen = choose_engine("auto", directory, [])
-    assert (chosen.name, chosen.reason) == ("tokenizers", f"tiktoken cannot stand for it: {reason}")
+    assert (chosen.name, chosen.reason) == ("tokenizers", f"tiktoken cannot replace it: {reason}")
 
 
 OTHER_MODELS = {
@@ -148,8 +148,8 @@ OTHER_MODELS = {
 def test_other_models_are_refused_with_the_reason(tmp_path, reason):
     directory = save(OTHER_MODELS[reason](), tmp_path)
     chosen = choose_engine("auto", directory, [])
-    assert (chosen.name, chosen.reason) == ("tokenizers", f"tiktoken cannot stand for it: {reason}")
-    with pytest.raises(UserError, match=f"run.tokenizer_engine: tiktoken cannot stand for .*: {reason}; set auto or"):
+    assert (chosen.name, chosen.reason) == ("tokenizers", f"tiktoken cannot replace it: {reason}")
+    with pytest.raises(UserError, match=f"run.tokenizer_engine: tiktoken cannot replace .*: {reason}; set auto or"):
         choose_engine("tiktoken", directory, [])
     assert choose_engine("tokenizers", directory, []).name == "tokenizers"
 

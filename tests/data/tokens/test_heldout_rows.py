@@ -1,4 +1,4 @@
-"""Which rows are held out: a share, none, or those of a source of their own; and ways on where a share cannot be."""
+"""Held-out rows: a share, none, or those of data.heldout_source."""
 
 from pathlib import Path
 
@@ -7,10 +7,8 @@ import pytest
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.pinning.descriptions import describe_data
 from lean_finetune.step.token_rows import TokenRows
-from stages.pin import main as pin
-from stages.tokenize import main as tokenize
 from tests.data.tokens.common import chat_row, meta
-from tests.workspace import invoke, lay_out, told, write_rows
+from tests.workspace import told, write_rows
 
 OUT = Path("data/tokens")
 ROWS = [chat_row(f"What is {n}?", f"{n}.") for n in range(30)]
@@ -19,24 +17,19 @@ NO_SHARE = {"data__heldout_fraction": 0, "train__heldout_every_steps": None, "ev
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A function that pins and tokenizes rows.jsonl, and returns the result that failed or the last."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DVC_STAGE", raising=False)
+def run_rows(run):
+    """A function that writes rows, pins and tokenizes them."""
 
-    def pin_and_tokenize(rows, **values):
-        source = str(write_rows(Path("rows.jsonl"), rows))
-        lay_out(tmp_path, **{"data__source": source, "run__tokenizer_engine": "tokenizers"} | values)
-        pinned = [invoke(pin, what) for what in ("data", "model")]
-        return next((one for one in pinned if one.exit_code), None) or invoke(tokenize)
+    def write_and_run(rows, **values):
+        return run(write_rows(Path("rows.jsonl"), rows), **{"data__heldout_fraction": 0.05} | values)
 
-    return pin_and_tokenize
+    return write_and_run
 
 
-def test_a_source_is_held_out_whole_and_no_other_row_is(run):
+def test_a_source_is_held_out_whole_and_no_other_row_is(run_rows):
     write_rows(Path("test.jsonl"), [{"question": f"Is {n}?", "answer": "Yes."} for n in range(7)])
     heldout = [{"source": "test.jsonl", "columns": {"prompt": "question", "completion": "answer"}, "rows": 5}]
-    result = run(ROWS, data__heldout_fraction=0, data__heldout_source=heldout, data__max_rows=20)
+    result = run_rows(ROWS, data__heldout_fraction=0, data__heldout_source=heldout, data__max_rows=20)
     assert result.exit_code == 0, result.stderr
     assert len(TokenRows(OUT, "train")) == 20
     found = TokenRows(OUT, "heldout")
@@ -45,45 +38,44 @@ def test_a_source_is_held_out_whole_and_no_other_row_is(run):
     assert describe_data(read_json(Path("locks/data.json"))) == "rows.jsonl, test.jsonl (held out)"
 
 
-def test_a_lock_without_a_held_out_source_is_as_it_was(run):
+def test_a_lock_without_a_held_out_source_is_as_it_was(run_rows):
     """Else the pin of every data set would change, and with it all that follows."""
-    run(ROWS)
+    run_rows(ROWS)
     assert "heldout" not in read_json(Path("locks/data.json"))["sources"][0]
 
 
-def test_without_held_out_rows_all_are_trained(run):
-    result = run(ROWS, **NO_SHARE)
+def test_without_held_out_rows_all_are_trained(run_rows):
+    result = run_rows(ROWS, **NO_SHARE)
     assert result.exit_code == 0, result.stderr
     assert len(TokenRows(OUT, "train")) == 30 and len(TokenRows(OUT, "heldout")) == 0
     assert read_json(Path("data/tokens/figures.json"))["heldout_rows"] == 0
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_one_prompt_in_all_rows_is_no_dead_end(run, seed):
-    """Its rows are held out together, so any share holds out all or nothing: the refusal names two ways on."""
-    refusal = told(run(ONE_PROMPT, data__heldout_seed=seed))
+def test_one_prompt_in_all_rows_names_two_remedies(run_rows):
+    """Its rows are held out together, so any share holds out all or none of them."""
+    refusal = told(run_rows(ONE_PROMPT))
     assert refusal.startswith("data.heldout_fraction: leaves no row to ")
     assert "rows with the same prompt are held out together" in refusal
     assert "data.heldout_source" in refusal and "set it to 0" in refusal
-    assert run(ONE_PROMPT, **NO_SHARE).exit_code == 0
+    assert run_rows(ONE_PROMPT, **NO_SHARE).exit_code == 0
     write_rows(Path("test.jsonl"), ROWS[:3])
-    assert run(ONE_PROMPT, data__heldout_fraction=0, data__heldout_source="test.jsonl").exit_code == 0
+    assert run_rows(ONE_PROMPT, data__heldout_fraction=0, data__heldout_source="test.jsonl").exit_code == 0
 
 
-def test_trained_rows_are_not_held_out_under_another_name(run):
+def test_trained_rows_are_not_held_out_under_another_name(run_rows):
     """An evaluation on what was trained tells nothing."""
     write_rows(Path("elsewhere/same.jsonl"), ROWS)
-    refusal = told(run(ROWS, data__heldout_fraction=0, data__heldout_source="elsewhere"))
-    assert refusal.startswith("data.heldout_source: same.jsonl holds what a file of data.source holds (rows.jsonl)")
+    refusal = told(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="elsewhere"))
+    assert refusal.startswith("data.heldout_source: same.jsonl has the content of a data.source file (rows.jsonl)")
 
 
-def test_a_held_out_source_without_a_usable_row_is_told_as_that(run):
+def test_a_held_out_source_without_a_usable_row_is_told_as_that(run_rows):
     write_rows(Path("test.jsonl"), [chat_row("word " * 600)])
-    refusal = told(run(ROWS, data__heldout_fraction=0, data__heldout_source="test.jsonl"))
+    refusal = told(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="test.jsonl"))
     assert refusal.startswith("data.heldout_source: leaves no row to evaluate on, 1 lost their answer")
 
 
-def test_a_missing_held_out_source_is_told_by_its_own_key(run):
-    assert told(run(ROWS, data__heldout_fraction=0, data__heldout_source="no.jsonl")).startswith(
+def test_a_missing_held_out_source_is_told_by_its_own_key(run_rows):
+    assert told(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="no.jsonl")).startswith(
         "data.heldout_source: no such file or directory; got 'no.jsonl'"
     )

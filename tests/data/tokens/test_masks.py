@@ -191,8 +191,8 @@ def test_bos_stands_once_in_chat_and_plain_rows(own):
     assert plain.spans.tolist() == [[1, len(plain.ids)]]
 
 
-def test_a_saved_cut_and_padding_are_not_applied(own, tokenizer):
-    """A tokenizer.json may carry those of its last use, and rows would be cut short without a word."""
+def test_saved_truncation_and_padding_are_not_applied(own, tokenizer):
+    """A tokenizer.json may have saved ones, and rows would be silently truncated."""
     saved = Tokenizer.from_file(str(own / "tokenizer.json"))
     saved.enable_truncation(4)
     saved.enable_padding(length=64)
@@ -225,7 +225,9 @@ ANSWER = (
 
 
 def test_a_broken_template_is_told_with_its_line(render, own):
-    with pytest.raises(UserError, match="^data.chat_template: the template is broken \\(line 2: .*; mend it, or name"):
+    with pytest.raises(
+        UserError, match="^data.chat_template: the template is broken \\(line 2: .*; correct it, or name"
+    ):
         render("{% generation %}x{% endgeneration %}\n{% for %}")
     (own / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(UserError, match="^model.name: the chat template in .*.jinja is broken \\(line 1: "):

@@ -15,7 +15,7 @@ from tests.data.tokens import standin
 from tests.data.tokens.standin import read_records, text_blocks
 from tests.data.tokens.test_shard_files import BLOCKS, files, make
 
-MADE_OF = {"data": "d", "code": "c"}
+INPUTS = {"data": "d", "code": "c"}
 
 
 def merged(root, blocks=None, drop_duplicates=False, sources=1):
@@ -121,14 +121,14 @@ def make_parts(root, of):
         part = TokenizePart(number=number, of=of)
         directory = part.directory(root)
         _, shards, all_shards = make(directory, part=number, parts=of)
-        write_manifest(directory, part, MADE_OF, "k", shards, all_shards)
+        write_manifest(directory, part, INPUTS, "k", shards, all_shards)
 
 
 def test_parts_in_any_directories_are_the_shards_of_one_run(tmp_path):
     make_parts(tmp_path / "a", 2)
     (tmp_path / "b").mkdir()
     shutil.move(tmp_path / "a/part-1-of-2", tmp_path / "b/part-1-of-2")
-    placed = collect([tmp_path / "b", tmp_path / "a"], MADE_OF, "k")
+    placed = collect([tmp_path / "b", tmp_path / "a"], INPUTS, "k")
     (tmp_path / "out").mkdir()
     merge(placed, tmp_path / "out", 1, False)
     _, whole = merged(tmp_path / "one")
@@ -137,7 +137,7 @@ def test_parts_in_any_directories_are_the_shards_of_one_run(tmp_path):
 
 def test_more_parts_than_shards_leave_some_empty(tmp_path):
     make_parts(tmp_path, 5)
-    assert [one.shard.number for one in collect([tmp_path], MADE_OF, "k")] == [0, 1, 2]
+    assert [one.shard.number for one in collect([tmp_path], INPUTS, "k")] == [0, 1, 2]
 
 
 def remove_all(root):
@@ -161,10 +161,10 @@ FAULTS = {
         "k",
         "--merge: 1 of 3 shards are missing (first 1)",
     ),
-    "nothing": (remove_all, "k", "holds no finished part"),
+    "nothing": (remove_all, "k", "has no finished part"),
     "unfinished": (lambda root: (root / "part-1-of-2/manifest.json").unlink(), "k", "1 of 3 shards are missing"),
-    "damaged": (damage, "k", "part-0-of-2: a file is missing or damaged; run this part again, which mends it"),
-    "edited manifest": (edit_manifest, "k", "manifest.json: is not as it was written; run this part again"),
+    "damaged": (damage, "k", "part-0-of-2: a file is missing or damaged; run this part again"),
+    "edited manifest": (edit_manifest, "k", "manifest.json: is damaged; run this part again"),
     "other key": (lambda root: None, "other", "manifest.json: made with other data than here"),
     "twice": (lambda root: make_parts(root, 3), "k", "is also in"),
 }
@@ -175,5 +175,5 @@ def test_parts_that_are_not_one_whole_are_told(tmp_path, fault, key, rule):
     make_parts(tmp_path, 2)
     fault(tmp_path)
     with pytest.raises(UserError) as told:
-        collect([tmp_path], MADE_OF | {"data": "d" if key == "k" else "e"}, key)
+        collect([tmp_path], INPUTS | {"data": "d" if key == "k" else "e"}, key)
     assert rule in str(told.value)

@@ -1,17 +1,20 @@
-"""Shapes of rows: each becomes the conversation it means, and what it does not mean is refused."""
+"""Row formats: each row becomes its conversation or text, and a row that cannot be used is refused."""
 
 import json
 from datetime import timedelta
 from decimal import Decimal
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
+from lean_finetune.config.field_types import Format
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.example import Conversation, PlainText, RowFault, is_heldout
-from lean_finetune.data.format.format_base import FORMATS, detect_format
+from lean_finetune.data.format.format_base import FORMATS, RowFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row, row_family
-from tests.data.tokens.common import CALL, MESSAGES, conversation, shape_of
+from tests.data.tokens.common import CALL, MESSAGES, conversation, decoder, read_tokens, shape_of, spans_of
+from tests.workspace import told, write_rows
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {}}
 WRAPPED = [{"type": "function", "function": TOOL}]
@@ -428,3 +431,46 @@ def test_a_value_that_json_has_no_like_for_moves_no_row(value):
     assert sides == {True, False}
     other = {"messages": [{**USER, "extra": value * 2 if isinstance(value, bytes) else value + value}, ANSWER]}
     assert conversation(row, "messages").prompt_key() != conversation(other, "messages").prompt_key()
+
+
+class QuestionAnswer(RowFormat):
+    """A format that only this test knows."""
+
+    name = "question_answer"
+    required = ("question", "answers")
+    optional = ("hint",)
+    context_key = "hint"
+
+    def parse(self, row):
+        """See the base class."""
+        if not row["answers"]:
+            raise RowFault("'answers' is empty; add one")
+        question = f"{row['question']} ({row['hint']})" if row.get("hint") else row["question"]
+        return Conversation(
+            messages=[{"role": "user", "content": question}, {"role": "assistant", "content": row["answers"][0]}],
+            tools=None,
+        )
+
+
+def test_a_row_format_is_one_class(run, monkeypatch, tiny_dir):
+    """The registered class alone is enough for detection, data.columns, refusals and tokens."""
+    monkeypatch.setitem(FORMATS, "question_answer", QuestionAnswer())
+    rows = [{"q": f"What is {n}?", "answers": [f"{n}."], "hint": "a number"} for n in range(20)]
+    path = write_rows(Path("rows.jsonl"), [*rows, {"q": "Why?", "answers": []}])
+    columns = {"question": "q"}
+    assert told(run(path, data__columns=columns)).startswith("rows.jsonl:21: 'answers' is empty")
+    result = run(path, data__columns=columns, data__on_bad_row="skip")
+    assert result.exit_code == 0 and "data.format is question_answer: the first row has q and answers" in result.stderr
+    decode, tokens = decoder(tiny_dir), read_tokens(Path("data/tokens/train"))
+    for row in tokens:
+        [(start, end)] = spans_of(row)
+        assert decode(row["input_ids"][start:end]) == f"{row['source_row']}.<|im_end|>"
+        assert f"What is {row['source_row']}? (a number)" in decode(row["input_ids"])
+    refusal = told(run(path, data__columns={"prompt": "q", "completion": "answers", "text": "q", "hint": "hint"}))
+    assert refusal.startswith("data.columns: rows of data.format prompt_completion have no key")
+    context = write_rows(Path("context.jsonl"), [{"question": "Q", "answers": ["A"], "context": "Facts."}])
+    assert told(run(context)).startswith("context.jsonl:1: 'context' is part of the question")
+
+
+def test_every_format_is_a_value_of_data_format():
+    assert {"auto", *FORMATS} == set(get_args(Format))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from lean_finetune.core.atomic_files import read_json
-from stages.pin import main as pin
 from stages.tokenize import main as tokenize
 from tests.data.tokens.common import chat_row, contents, conversation, decoder, meta, read_tokens, spans_of
 from tests.processes import run_bounded
@@ -19,27 +18,6 @@ from tests.workspace import invoke, lay_out, run_module, told, write_rows
 
 OUT, METRICS = Path("data/tokens"), Path("data/tokens/figures.json")
 ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(60)]
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A function that pins a source, tokenizes it, and returns the second result (or the first that failed)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DVC_STAGE", raising=False)
-    monkeypatch.delenv("DVC_ROOT", raising=False)
-
-    def pin_and_tokenize(source, *arguments, **values):
-        values = {"data__source": str(source), "data__heldout_fraction": 0.2} | values
-        # The proof that another engine is exact takes longer than these tests' rows; test_workers.py runs it.
-        values = {"run__tokenizer_engine": "tokenizers"} | values
-        lay_out(tmp_path, **values)
-        for what in ("data", "model"):
-            pinned = invoke(pin, what)
-            if pinned.exit_code:
-                return pinned
-        return invoke(tokenize, *arguments)
-
-    return pin_and_tokenize
 
 
 def snapshot() -> dict[str, bytes]:
@@ -123,7 +101,7 @@ def test_long_rows_are_cut_and_rows_without_an_answer_left_are_dropped(run):
     result = run(write_rows(Path("rows.jsonl"), rows), data__max_length=64)
     assert result.exit_code == 0
     assert (
-        "note: 2 of 62 rows (3.2 %) were cut at data.max_length=64; raise data.max_length\n"
+        "note: 2 of 62 rows (3.2 %) were truncated at data.max_length=64; raise data.max_length\n"
         "note: 1 of 62 rows (1.6 %) were dropped because no answer was left within data.max_length=64 (first at "
         "rows.jsonl:62); raise data.max_length\n"
     ) in result.stderr
@@ -134,9 +112,9 @@ def test_long_rows_are_cut_and_rows_without_an_answer_left_are_dropped(run):
     assert (metrics["truncated_rows"], metrics["dropped_rows"], metrics["longest"]) == (2, 1, 64)
 
 
-@pytest.mark.parametrize("over_length, told_as", [("truncate", "rows"), ("split", "rows and pieces of split rows")])
+@pytest.mark.parametrize("over_length, told_as", [("truncate", "rows"), ("split", "rows and chunks of split rows")])
 def test_duplicates_are_counted_by_what_was_compared(run, over_length, told_as):
-    """A split row's pieces may be dropped one by one, so there may be more of them than rows were read."""
+    """Chunks of a split row are dropped one by one, so there may be more duplicates than rows."""
     rows = [*ROWS, chat_row("Hi", "word " * 400), chat_row("Hi", "word " * 400)]
     result = run(
         write_rows(Path("rows.jsonl"), rows),
@@ -177,16 +155,6 @@ def test_a_turn_of_weight_0_is_read_but_not_trained(run, tiny_dir):
     assert kept[60]["input_ids"] == kept[61]["input_ids"]
 
 
-def test_a_lone_surrogate_in_a_family_is_replaced(run):
-    """No file of tokens can hold it."""
-    rows = [*ROWS, chat_row("Q") | {"family": "\ud800s"}]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = run("rows.jsonl")
-    assert "note: 1 lone surrogates in the rows' text (first at rows.jsonl:61) were replaced" in result.stderr
-    kept = {row["source_row"]: row for name in ("train", "heldout") for row in read_tokens(OUT / name)}
-    assert kept[60]["family"] == "\ufffds"
-
-
 def test_control_tokens_in_rows_are_reported_with_the_first_place(run):
     rows = [*ROWS, chat_row("a <|im_end|> b", "c <|im_start|>")]
     result = run(write_rows(Path("rows.jsonl"), rows))
@@ -201,15 +169,14 @@ def tokens_of_sides() -> list[list[tuple[list[int], list[int]]]]:
     return [[(row["input_ids"], row["loss_spans"]) for row in read_tokens(OUT / side)] for side in ("train", "heldout")]
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 @pytest.mark.parametrize("max_rows", [None, 40])
-def test_lines_arrays_and_directories_give_the_same_tokens(run, name, max_rows):
+def test_lines_arrays_and_directories_give_the_same_tokens(run, max_rows):
     write_rows(Path("lines.jsonl"), ROWS)
     run("lines.jsonl", data__max_rows=max_rows)
     expected = tokens_of_sides()
     assert sum(map(len, expected)) == (max_rows or len(ROWS))
     folder = Path("folder")
-    write_rows(folder / f"1/{name}", ROWS[:25])
+    write_rows(folder / "1/rows.json", ROWS[:25])
     (folder / "2.json").write_text(json.dumps(ROWS[25:], indent=1))
     assert run(folder, data__max_rows=max_rows).exit_code == 0
     assert tokens_of_sides() == expected
@@ -227,7 +194,7 @@ def test_a_text_is_trained_whole_and_ends_in_eos(run, tiny_dir):
 REFUSED = {
     "broken JSON": ('{"text": "a"}\n{"text": \n', {}, "rows.jsonl:2: not JSON ("),
     "no assistant": ('{"messages": [{"role": "user", "content": "Q"}]}\n', {}, "rows.jsonl:1: no assistant turn"),
-    "unknown shape": ('{"q": 1}\n', {}, 'rows.jsonl:1: data.format auto knows no shape with the keys ["q"]'),
+    "unknown shape": ('{"q": 1}\n', {}, 'rows.jsonl:1: data.format auto knows no format with the keys ["q"]'),
     "later shape": ('{"text": "a"}\n\n{"q": "b"}\n', {}, "rows.jsonl:3: a row of data.format text needs 'text'"),
     "named shape": ('{"text": "a"}\n', {"data__format": "alpaca"}, "rows.jsonl:1: a row of data.format alpaca needs"),
     "unknown format": ('{"text": "a"}\n', {"data__format": "csv"}, "data.format: "),
@@ -265,14 +232,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text, values, rule", REFUSED.values(), ids=REFUSED)
-def test_bad_input_is_told_in_one_line_and_leaves_the_last_tokens_whole(run, text, values, rule):
-    good = write_rows(Path("good.jsonl"), ROWS)
-    assert run(good).exit_code == 0
-    before = snapshot()
+def test_bad_input_is_refused_in_one_line(run, text, values, rule):
     Path("rows.jsonl").write_text(text)
     assert told(run("rows.jsonl", **values)).startswith(rule)
-    assert snapshot() == before
-    assert [path.name for path in Path("data").iterdir()] == ["tokens"]
+    assert not OUT.exists()
+
+
+def test_a_refusal_leaves_the_last_tokens_unchanged(run):
+    assert run(write_rows(Path("good.jsonl"), ROWS)).exit_code == 0
+    before = snapshot()
+    Path("rows.jsonl").write_text("{")
+    assert told(run("rows.jsonl")).startswith("rows.jsonl:1: not JSON")
+    assert snapshot() == before and [path.name for path in Path("data").iterdir()] == ["tokens"]
 
 
 def test_a_source_edited_between_pinning_and_reading_is_refused(run):
@@ -283,18 +254,6 @@ def test_a_source_edited_between_pinning_and_reading_is_refused(run):
     write_rows(source, ROWS[1:])
     assert told(invoke(tokenize)) == "rows.jsonl: changed since it was pinned; run `dvc repro` again"
     assert snapshot() == before
-
-
-def test_a_template_that_trains_no_end_of_turn_is_refused(run, tiny_dir, tmp_path):
-    """The tuned model would never stop talking."""
-    import shutil
-
-    own = tmp_path / "own"
-    shutil.copytree(tiny_dir, own)
-    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    (own / "chat_template.jinja").write_text(template)
-    line = told(run(write_rows(Path("rows.jsonl"), ROWS), model__name="own"))
-    assert line.startswith("model.name: the chat template in own/chat_template.jinja trains no end-of-turn token")
 
 
 def test_a_template_file_is_pinned_with_the_rows(run, tmp_path):
@@ -350,6 +309,7 @@ def test_a_full_disk_is_told(run, tmp_path):
         run_bounded(["umount", disk], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, shape, rows", [("alpaca_en_demo.json", "alpaca", 999), ("glaive_toolcall_en_demo.json", "sharegpt", 300)]
 )

@@ -162,7 +162,7 @@ def test_calls_are_trained_alike_by_marks_and_by_segments(name, bundled, by_segm
 
 def test_a_turn_that_cannot_be_told_is_a_fault_and_never_a_mask_of_nothing(by_segments):
     """Mistral's tools stand before the last question: earlier turns are shown otherwise, and have no header."""
-    with pytest.raises(RowFault, match="shows turn 2 in a way that its tokens cannot be told from the rest; put gen"):
+    with pytest.raises(RowFault, match="renders turn 2 in a way that its tokens cannot be located; put gen"):
         by_segments["mistral-tools"].render(CALLING)
 
 

@@ -1,6 +1,7 @@
-"""Templates from elsewhere: the date they write, what they may take, and what they leave out, told in one line."""
+"""Chat templates of users: their date, their memory limit, and refusals of what they omit."""
 
 import json
+import re
 import resource
 from pathlib import Path
 
@@ -11,10 +12,8 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.bundled_templates import read_bundled
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.format.example import Conversation, RowFault
-from stages.pin import main as pin
-from stages.tokenize import main as tokenize
 from tests.data.tokens.common import DATE, chat_row, decoder, read_tokens
-from tests.workspace import invoke, lay_out, told, write_rows
+from tests.workspace import told, write_rows
 
 LOOP = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -24,36 +23,26 @@ ROWS = [chat_row(f"Say {n}", f"Well, {n}") for n in range(40)]
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A function that pins and tokenizes rows with a template of the user's."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DVC_STAGE", raising=False)
-    monkeypatch.delenv("DVC_ROOT", raising=False)
+def run_template(run):
+    """A function that tokenizes rows with a template."""
 
-    def pin_and_tokenize(source, rows=ROWS, **values):
-        (tmp_path / "mine.jinja").write_text(source, encoding="utf-8")
-        write_rows(tmp_path / "rows.jsonl", rows)
-        values = {"data__source": "rows.jsonl", "data__heldout_fraction": 0.2, "run__data_workers": 1} | values
-        values = {"data__chat_template": "mine.jinja", "run__tokenizer_engine": "tokenizers"} | values
-        lay_out(tmp_path, **values)
-        for what in ("data", "model"):
-            pinned = invoke(pin, what)
-            assert pinned.exit_code == 0, pinned.output
-        return invoke(tokenize)
+    def write_and_run(source, rows=ROWS, **values):
+        Path("mine.jinja").write_text(source, encoding="utf-8")
+        return run(write_rows(Path("rows.jsonl"), rows), **{"data__chat_template": "mine.jinja"} | values)
 
-    return pin_and_tokenize
+    return write_and_run
 
 
 def first_text(directory: Path) -> str:
     return decoder(directory)(read_tokens(Path("data/tokens/train"))[0]["input_ids"])
 
 
-def test_a_template_that_writes_todays_date_writes_that_of_data_template_date(run, tiny_dir):
+def test_a_template_that_writes_todays_date_writes_that_of_data_template_date(run_template, tiny_dir):
     """As gpt-oss' and Mistral's do, which no other date can be given; tomorrow the tokens are the same."""
     dated = "{{ 'Current date: ' + strftime_now('%Y-%m-%d') + '\n' }}" + LOOP
-    assert run(dated).exit_code == 0
+    assert run_template(dated).exit_code == 0
     assert first_text(tiny_dir).startswith(f"Current date: {DATE}\n<|im_start|>user")
-    assert run(dated, data__template_date="2031-01-02").exit_code == 0
+    assert run_template(dated, data__template_date="2031-01-02").exit_code == 0
     assert first_text(tiny_dir).startswith("Current date: 2031-01-02\n")
 
 
@@ -79,21 +68,21 @@ def test_a_template_that_fills_the_memory_is_refused_before_it_does(tiny_dir, so
 ENDLESS = "{% macro f(x) %}{{ f(x) }}{% endmacro %}"
 
 
-def test_a_template_that_never_ends_is_refused_in_one_line(run):
-    message = told(run(ENDLESS + "{{ f(1) }}" + LOOP))
-    assert message.startswith("data.chat_template: the template calls itself without end on a conversation of two me")
-    message = told(run("{% if messages %}" * 200 + LOOP + "{% endif %}" * 200))
+def test_a_template_that_never_ends_is_refused_in_one_line(run_template):
+    message = told(run_template(ENDLESS + "{{ f(1) }}" + LOOP))
+    assert message.startswith("data.chat_template: the template recurses without end on a conversation of two me")
+    message = told(run_template("{% if messages %}" * 200 + LOOP + "{% endif %}" * 200))
     assert message.startswith("data.chat_template: the template is broken (")
 
 
-def test_a_template_that_is_too_large_for_one_row_names_that_row(run):
+def test_a_template_that_is_too_large_for_one_row_names_that_row(run_template):
     odd = "{% if 'odd' in messages[0].content %}%s{% endif %}" + LOOP
     rows = [*ROWS, chat_row("An odd one", "Yes")]
     for fault, said in (
-        ("{{ 'a' * 30000000000 }}", "the chat template needs too much memory for it; mend the template, or remove"),
+        ("{{ 'a' * 30000000000 }}", "the chat template needs too much memory for it; correct the template, or remove"),
         (ENDLESS + "{{ f(1) }}", "nested too deep; make the row flatter (or the chat template calls itself"),
     ):
-        assert told(run(odd.replace("%s", fault), rows)).startswith(f"rows.jsonl:41: {said}")
+        assert told(run_template(odd.replace("%s", fault), rows)).startswith(f"rows.jsonl:41: {said}")
 
 
 MARKED = LOOP.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
@@ -126,11 +115,11 @@ WRONG = {
     ),
     "marks around the last answer": (
         ASSISTANT_MARKED.replace("CONDITION", "loop.last"),
-        "has generation marks, but not around the text of each assistant message; mend them, or set data.train_on to",
+        "has generation marks, but not around the text of each assistant message; correct them, or set data.train_on",
     ),
     "marks around nothing": (
         ASSISTANT_MARKED.replace("CONDITION", "false"),
-        "has generation marks, but not around the text of the last assistant message; mend them",
+        "has generation marks, but not around the text of the last assistant message; correct them",
     ),
     "marks inside marks": (
         MARKED.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"),
@@ -140,9 +129,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("source, fault", WRONG.values(), ids=WRONG)
-def test_a_template_that_loses_or_trains_the_wrong_text_is_refused(run, source, fault):
-    """Its rows would teach the model the users' part, or answers to questions that nobody has shown."""
-    assert told(run(source)).startswith(f"data.chat_template: the template {fault}")
+def test_a_template_that_omits_or_trains_the_wrong_text_is_refused(tiny_dir, source, fault):
+    with pytest.raises(UserError, match=f"^data.chat_template: the template {re.escape(fault)}"):
+        load_template(source, tiny_dir, {}, "assistant", DATE)
 
 
 def test_marks_that_leave_out_a_turn_of_one_row_are_that_rows_fault(tiny_dir):
@@ -196,11 +185,13 @@ def test_what_the_template_does_not_show_is_a_fault_of_the_row(tiny_dir, field):
     assert trained(template, chat("Q", "A", **{field: " "})) == ["A<|im_end|>"]
 
 
-def test_a_row_with_reasoning_alone_ends_the_run_or_is_listed(run):
+def test_a_row_with_reasoning_alone_ends_the_run_or_is_listed(run_template):
     """It would teach the model to say nothing."""
     rows = [*ROWS, {"messages": chat("Q", "", reasoning_content="Hm.").messages}]
-    assert told(run(LOOP, rows)).startswith("rows.jsonl:41: the chat template does not show 'reasoning_content'")
-    assert run(LOOP, rows, data__on_bad_row="skip").exit_code == 0
+    assert told(run_template(LOOP, rows)).startswith(
+        "rows.jsonl:41: the chat template does not show 'reasoning_content'"
+    )
+    assert run_template(LOOP, rows, data__on_bad_row="skip").exit_code == 0
     assert read_json(Path("data/tokens/figures.json"))["bad_rows"] == 1
 
 
@@ -212,29 +203,29 @@ def test_reasoning_under_another_name_than_the_templates_is_told_its_name(tiny_d
         template.render(chat("Q", "A", reasoning_content="Hm."))
 
 
-def test_reasoning_of_earlier_answers_is_counted_and_of_the_last_refused(run):
+def test_reasoning_of_earlier_answers_is_counted_and_of_the_last_refused(run_template):
     """Qwen3's way: the earlier answers are trained as they stand in the prompt, and the user is told."""
     reasoning = REASONING.replace("FIELD", "thinking")
     rows = [*ROWS, {"messages": chat("Q", "A", "R", "B", thinking="Hm.").messages}]
-    result = run(reasoning, rows)
-    assert (
-        "note: 1 of 41 rows (2.4 %) have earlier answers whose reasoning the chat template leaves out" in result.stderr
-    )
-    assert "(first at rows.jsonl:41), so those are trained without it; data.train_on=last_assistant" in result.stderr
-    assert "reasoning" not in run(reasoning, rows, data__train_on="last_assistant").stderr
+    result = run_template(reasoning, rows)
+    assert "note: 1 of 41 rows (2.4 %) have earlier answers whose reasoning the chat template omits" in result.stderr
+    assert "(first at rows.jsonl:41), so they are trained without it; data.train_on=last_assistant" in result.stderr
+    assert "reasoning" not in run_template(reasoning, rows, data__train_on="last_assistant").stderr
     # DeepSeek R1's distilled models' way.
     drops = LOOP.replace("m.content", "m.content.split('</think>')[-1]")
     rows = [*ROWS, chat_row("Q", "<think>Hm.</think>A")]
-    assert told(run(drops, rows)).startswith("rows.jsonl:41: the chat template does not show the reasoning of the last")
+    assert told(run_template(drops, rows)).startswith(
+        "rows.jsonl:41: the chat template does not show the reasoning of the last"
+    )
 
 
-def test_an_answer_of_which_nothing_is_shown_counts_as_empty(run):
+def test_an_answer_of_which_nothing_is_shown_counts_as_empty(run_template):
     """What is trained decides, not which keys the row has."""
     silent = [
         {"messages": chat("Q", "", "R", "B", thinking="Hm.").messages},  # reasoning alone, and not in the last answer
         {"messages": chat("Q", " ", id="a1").messages},
     ]
-    assert run(REASONING.replace("FIELD", "thinking"), [*ROWS, *silent]).exit_code == 0
+    assert run_template(REASONING.replace("FIELD", "thinking"), [*ROWS, *silent]).exit_code == 0
     metrics = read_json(Path("data/tokens/figures.json"))
     assert (metrics["empty_answer_rows"], metrics["bad_rows"], metrics["train_rows"] + metrics["heldout_rows"]) == (
         2,
@@ -245,9 +236,11 @@ def test_an_answer_of_which_nothing_is_shown_counts_as_empty(run):
     assert [one["reason"] for one in listed] == ["turn 2 is empty: the chat template shows nothing of it"] * 2
 
 
-def test_the_template_that_was_trained_with_is_there_for_the_tuned_model(run):
+def test_the_template_that_was_trained_with_is_there_for_the_tuned_model(run_template):
     """The tokenizer's own comes with the tokenizer."""
     published = Path("data/tokens/chat_template.jinja")
-    assert run(LOOP).exit_code == 0 and published.read_text() == LOOP
-    assert run(LOOP, data__chat_template="chatml").exit_code == 0 and published.read_text() == read_bundled("chatml")
-    assert run(LOOP, data__chat_template="tokenizer").exit_code == 0 and not published.exists()
+    assert run_template(LOOP).exit_code == 0 and published.read_text() == LOOP
+    assert run_template(LOOP, data__chat_template="chatml").exit_code == 0 and published.read_text() == read_bundled(
+        "chatml"
+    )
+    assert run_template(LOOP, data__chat_template="tokenizer").exit_code == 0 and not published.exists()
