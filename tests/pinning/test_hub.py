@@ -112,7 +112,7 @@ def call(directory: Path, url: str, *calls: tuple[str, dict]) -> list:
 
 
 def test_hub_model_and_data_are_pinned_by_commit_and_tokenized(hub, tmp_path):
-    values = {"model__name": "org/model", "model__revision": "v1", "data__source": "hf://org/rows"}
+    values: dict = {"model__name": "org/model", "model__revision": "v1", "data__source": "hf://org/rows"}
     values["data__heldout_fraction"] = 0.2
     assert call(tmp_path, hub.url, ("pin model", values), ("pin data", values), ("tokenize", values)) == [""] * 3
     files = hub.repositories["models/org/model"]

@@ -46,10 +46,11 @@ def read_blocks(
     Raises:
         UserError: a file is gone, differs from what was pinned, cannot be split into rows, or has too many.
     """
+    files = data_files(lock)
     number = 0
     left = max_rows
     left_of_source = [source["rows"] for source in lock["sources"]]
-    for index, file in enumerate(data_files(lock)):
+    for index, file in enumerate(files):
         counts = not is_heldout_source(lock["sources"][file.source])
         limits = [limit for limit in (left if counts else None, left_of_source[file.source]) if limit is not None]
         limit = min(limits, default=None)

@@ -102,7 +102,9 @@ def test_auto_reads_the_shape_off_the_keys_and_says_why(row, shape, reason):
 
 
 def test_auto_names_the_keys_it_found_and_the_shapes_it_knows():
-    with pytest.raises(RowFault, match=r'no shape with the keys \["question", "answer"\].*alpaca: instruction, output'):
+    with pytest.raises(
+        RowFault, match=r'no format with the keys \["question", "answer"\].*alpaca: instruction, output'
+    ):
         detect_format({"question": "", "answer": ""}, {})
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from lean_finetune.core.atomic_files import read_json
 from stages.pin import main as pin
+from stages.tokenize import main as stage
 from tests.conftest import ROOT
 from tests.data.tokens.common import chat_row, contents, read_tokens
-from tests.data.tokens.small_blocks import BLOCK_BYTES, BLOCKS_PER_SHARD
+from tests.data.tokens.small_blocks import BLOCK_BYTES, BLOCKS_PER_SHARD, make_blocks_small
 from tests.processes import run_bounded
 from tests.workspace import invoke, lay_out, run_module, told, write_rows
 
@@ -28,19 +29,20 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, request):
-    """A directory with pinned rows of several shards, and what one plain run makes of them."""
+    """A directory with pinned rows of several shards, and the tokens that one worker makes of them."""
     directory = tmp_path_factory.mktemp("workers")
     patch = pytest.MonkeyPatch()
     request.addfinalizer(patch.undo)
     patch.chdir(directory)
     for name in ("DVC_STAGE", "DVC_ROOT"):
         patch.delenv(name, raising=False)
+    make_blocks_small(patch.setattr)
     rows = [*ROWS, {"messages": "bad"}, *ROWS[:300]]
     lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
     write_rows(directory / "rows.jsonl", rows)
     for what in ("data", "model"):
         assert invoke(pin, what).exit_code == 0
-    tokenize(directory)
+    tokenize()
     return directory, contents(OUT, METRICS)
 
 
@@ -50,11 +52,11 @@ def lay_out_here(directory: Path, **run: object) -> None:
     lay_out(directory, **values)
 
 
-def tokenize(directory: Path, *arguments: str, **environment: str) -> str:
-    """Run the stage; what it told the user."""
-    process = run_module(SMALL, *arguments, cwd=directory, env=environment)
-    assert process.returncode == 0, process.stderr
-    return process.stderr
+def tokenize(*arguments: str) -> str:
+    """Run the stage in this process; its notes."""
+    result = invoke(stage, *arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stderr
 
 
 def test_there_are_several_shards(prepared):
@@ -70,19 +72,20 @@ def test_there_are_several_shards(prepared):
     assert sum(row["dropped"] for row in index) == 300
 
 
-CASES = {
-    "2 processes": {"data_workers": 2, "tokenizer_engine": "tokenizers"},
-    "4 processes": {"data_workers": 4, "tokenizer_engine": "tiktoken"},
-    "3 threads": {"data_workers": 3, "data_pool": "threads", "tokenizer_engine": "auto"},
-}
+@pytest.mark.multiprocess
+def test_threads_change_no_byte(prepared):
+    directory, expected = prepared
+    lay_out_here(directory, data_workers=3, data_pool="threads", tokenizer_engine="tokenizers")
+    tokenize()
+    assert contents(OUT, METRICS) == expected
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("run", CASES.values(), ids=CASES)
-def test_workers_and_engine_change_no_byte(prepared, run):
+def test_processes_and_engine_change_no_byte(prepared):
     directory, expected = prepared
-    lay_out_here(directory, **run)
-    tokenize(directory)
+    lay_out_here(directory, data_workers=2, tokenizer_engine="tiktoken")
+    process = run_module(SMALL, cwd=directory)
+    assert process.returncode == 0, process.stderr
     assert contents(OUT, METRICS) == expected
     assert list(Path("scratch/tokenize").iterdir()) == []
 
@@ -92,11 +95,11 @@ def finished() -> list[Path]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("shards, workers", [(0, 1), (3, 2)])
-def test_a_killed_run_is_continued_where_it_was(prepared, shards, workers):
-    """SIGKILL leaves no half shard; finished ones are taken over as they are."""
+def test_a_killed_run_is_resumed(prepared):
+    """SIGKILL leaves no half shard; finished ones are reused."""
     directory, expected = prepared
-    lay_out_here(directory, data_workers=workers, tokenizer_engine="tokenizers")
+    shards = 3
+    lay_out_here(directory, data_workers=2, tokenizer_engine="tokenizers")
     shutil.rmtree(OUT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-m", SMALL], env=environment, stderr=subprocess.PIPE) as process:
@@ -112,7 +115,7 @@ def test_a_killed_run_is_continued_where_it_was(prepared, shards, workers):
     done = {path.stem: path.parents[1] / "train" / f"{path.stem}.arrow" for path in finished()}
     inodes = {name: path.stat().st_ino for name, path in done.items()}
     assert len(inodes) >= shards
-    tokenize(directory)
+    tokenize()
     assert contents(OUT, METRICS) == expected
     assert {name: (OUT / "train" / f"{name}.arrow").stat().st_ino for name in inodes} == inodes
     assert list(Path("scratch/tokenize").iterdir()) == []
@@ -122,32 +125,28 @@ def test_parts_merge_to_the_bytes_of_one_run(prepared):
     directory, expected = prepared
     lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
     for part in range(3):
-        said = tokenize(directory, "--part", f"{part}/3", "--out", f"parts/machine{part % 2}")
+        said = tokenize("--part", f"{part}/3", "--out", f"parts/machine{part % 2}")
         assert f"shards are in parts/machine{part % 2}/part-{part}-of-3" in said
     shutil.rmtree(OUT)
-    tokenize(directory, "--merge", "parts/machine1", "parts/machine0")
+    tokenize("--merge", "parts/machine1", "parts/machine0")
     assert contents(OUT, METRICS) == expected
-    process = run_module(SMALL, "--merge", "parts/machine1", cwd=directory)
-    assert process.returncode == 1 and process.stderr.startswith("error: --merge: ")
+    assert told(invoke(stage, "--merge", "parts/machine1")).startswith("--merge: ")
     assert contents(OUT, METRICS) == expected
     lay_out(directory, data__source="rows.jsonl", data__max_length=100)
-    process = run_module(SMALL, "--merge", "parts/machine1", "parts/machine0", cwd=directory)
-    assert "made with other parameters than here" in process.stderr and process.returncode == 1
+    assert "made with other parameters than here" in told(invoke(stage, "--merge", "parts/machine1", "parts/machine0"))
 
 
-def test_a_source_edited_in_mid_run_leaves_nothing_to_be_taken_for_finished(prepared):
-    """Its shards carry the pinned hash in their key, but not the pinned bytes."""
+def test_shards_of_a_source_edited_during_a_run_are_discarded(prepared):
+    """Their key has the pinned hash, but they have other bytes."""
     directory, expected = prepared
     lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
     source = directory / "rows.jsonl"
     pinned = source.read_text()
     source.write_text(pinned.replace("Say more.", "Say less."))
-    process = run_module(SMALL, cwd=directory)
-    assert process.returncode == 1 and "changed since it was pinned" in process.stderr
+    assert "changed since it was pinned" in told(invoke(stage))
     source.write_text(pinned)
-    process = run_module(SMALL, cwd=directory)
-    assert process.returncode == 1 and "was made from other bytes than the source holds now" in process.stderr
-    tokenize(directory)
+    assert "was made from other bytes than the source holds now" in told(invoke(stage))
+    tokenize()
     assert contents(OUT, METRICS) == expected
 
 
@@ -184,7 +183,5 @@ USAGE = [("--part", "1"), ("--part", "2/2"), ("--merge",), ("somewhere",), ("--m
 
 
 @pytest.mark.parametrize("arguments", USAGE, ids=" ".join)
-def test_options_that_do_not_fit_are_told(prepared, arguments):
-    from stages.tokenize import main
-
-    assert told(invoke(main, *arguments)).startswith(("--part: must be", "--merge: takes the directories"))
+def test_options_that_exclude_each_other_are_refused(prepared, arguments):
+    assert told(invoke(stage, *arguments)).startswith(("--part: must be", "--merge: needs directories"))
