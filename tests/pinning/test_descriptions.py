@@ -1,15 +1,10 @@
 """Pins as the report and the model card name them."""
 
-from lean_finetune.pinning.descriptions import describe_data, describe_model
+from lean_finetune.pinning.descriptions import describe_data
 
 
 def source(name: str, revision: str | None = None) -> dict:
     return {"source": name, "revision": revision}
-
-
-def test_a_commit_is_told_where_there_is_one():
-    assert describe_model({"name": "org/base", "revision": "c0ffee"}) == "org/base at c0ffee"
-    assert describe_model({"name": "tiny", "revision": None}) == "tiny"
 
 
 def test_every_source_of_a_mixture_is_named_until_there_are_too_many_to_read():

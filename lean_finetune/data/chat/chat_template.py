@@ -138,12 +138,7 @@ class ChatTemplate:
         return ", write it into 'content',"
 
     def _check_reasoning(self, conversation: Conversation, segments: list[Segment]) -> None:
-        """Search the reasoning of trained turns in the rendering, and count the row if an earlier one is omitted.
-
-        Raises:
-            RowFault: the last message's reasoning is not shown.
-            EmptyAnswer: a turn without content is not shown at all.
-        """
+        """Search the reasoning of trained turns in the rendering, and count the row if an earlier one is omitted."""
         messages, left_out = conversation.messages, False
         full = "".join(segment.text for segment in segments)
         end = len(full)

@@ -100,7 +100,7 @@ def collect(directories: Sequence[Path], inputs: Mapping[str, str], key: str) ->
 
 
 def _check(path: Path, manifest: Mapping[str, Any], inputs: Mapping[str, str], key: str) -> None:
-    """Hold a part to its manifest, and the manifest to this checkout."""
+    """Compare the manifest with its own hash, with the inputs here, and with the part's files."""
     if not isinstance(manifest, dict) or manifest.get("schema") != MANIFEST_SCHEMA:
         raise UserError(f"{path}: is of another version of this project; make the part again")
     values = {name: value for name, value in manifest.items() if name != "sha256"}

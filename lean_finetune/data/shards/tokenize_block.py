@@ -146,11 +146,7 @@ class BlockTokenizer:
         return rows
 
     def _add_row(self, raw: RawRow, source: SourceFormat, rows: _Rows, counter: _Counter) -> None:
-        """Add a row to `rows`, or count it if a trained answer is empty.
-
-        Raises:
-            RowFault: the row cannot be used.
-        """
+        """Add a row to `rows`, or count it if a trained answer is empty."""
         if raw.value is None:
             raise RowFault(raw.fault)
         place = (raw.number, raw.line)

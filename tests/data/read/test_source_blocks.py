@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.read import source_blocks
 from lean_finetune.data.read.decode_rows import decode
-from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from tests.conftest import ROOT
 from tests.data.read.common import blocks_of, lock_of, rows_of, source, values_of
@@ -285,14 +284,6 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
             done = run_bounded(command, cwd=ROOT, check=True)
             peaks.setdefault(path.name, []).append(int(done.stdout) // 1024)
     assert all(large <= small + 16 for small, large in peaks.values()), peaks
-
-
-def test_a_block_can_be_pickled():
-    """Workers get blocks by pickle."""
-    import pickle
-
-    block = RowBlock(number=1, source=0, file=2, kind="lines", payload=b"{}\n", first_row=0, faults=((3, 4, "why"),))
-    assert pickle.loads(pickle.dumps(block)) == block
 
 
 def test_a_file_with_more_rows_than_token_files_can_number_is_refused(tmp_path, monkeypatch):

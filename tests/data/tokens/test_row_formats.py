@@ -391,15 +391,6 @@ def test_a_sharegpt_turn_of_weight_0_is_context_also_behind_a_system_text():
     assert example.messages[2] == ANSWER
 
 
-def test_consecutive_turns_of_one_role_are_left_to_the_template():
-    assert conversation(messages(USER, USER, ANSWER, ANSWER), "messages").trained_turns() == [2, 3]
-
-
-def test_other_columns_are_ignored():
-    row = {"text": "T", "id": 7, "meta": {"a": [None]}}
-    assert parse_row(row, shape_of("text")) == PlainText(prompt="", completion="T")
-
-
 def test_the_seed_chooses_other_rows_and_a_row_never_moves():
     rows = [PlainText(prompt=f"{n}", completion="A") for n in range(400)]
     first, again, other = ([is_heldout(row, 0.25, seed) for row in rows] for seed in (0, 0, 1))
@@ -412,17 +403,6 @@ def test_a_prompt_that_the_fast_encoder_refuses_has_a_key():
     """A lone surrogate or a number of many digits in a tool call must not end the run."""
     keys = {PlainText(prompt=text, completion="A").prompt_key() for text in ("a\ud83d", "a\ud83e", "a")}
     assert len(keys) == 3
-
-
-@pytest.mark.parametrize(
-    "file, shape", [("alpaca_en_demo.json", "alpaca"), ("glaive_toolcall_en_demo.json", "sharegpt")]
-)
-def test_every_row_of_public_data_is_read(public_data, file, shape):
-    rows = json.loads((public_data / file).read_text(encoding="utf-8"))
-    assert detect_format(rows[0], {})[0] == shape
-    examples = [conversation(row, shape) for row in rows]
-    assert len(examples) == len(rows) > 100
-    assert any(example.tools for example in examples) is (shape == "sharegpt")
 
 
 @pytest.mark.parametrize("value", [b"\xff\x00", Decimal("1.50"), timedelta(days=3)])

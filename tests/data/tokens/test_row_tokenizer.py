@@ -49,7 +49,7 @@ def test_only_tokenizers_that_put_a_space_first_encode_rows_as_one_text(tokenize
 
 @pytest.mark.parametrize("style", STYLES)
 @given(rows=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_trained_tokens_decode_to_the_answer_and_its_end(tokenizers, style, rows):
     """Also where the row writes control tokens, which stay characters."""
     tokenizer, reference = tokenizers(style)

@@ -13,8 +13,7 @@ import pytest
 from lean_finetune.core.atomic_files import read_json
 from stages.tokenize import main as tokenize
 from tests.data.tokens.common import chat_row, contents, conversation, decoder, meta, read_tokens, spans_of
-from tests.processes import run_bounded
-from tests.workspace import invoke, lay_out, run_module, told, write_rows
+from tests.workspace import invoke, run_module, told, write_rows
 
 OUT, METRICS = Path("data/tokens"), Path("data/tokens/figures.json")
 ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(60)]
@@ -142,28 +141,6 @@ def test_rows_with_an_empty_answer_are_dropped_with_a_note(run):
     assert (metrics["truncated_rows"], metrics["dropped_rows"], metrics["empty_answer_rows"]) == (0, 2, 2)
 
 
-def test_a_turn_of_weight_0_is_read_but_not_trained(run, tiny_dir):
-    """Its owner marked it as one not to be learnt."""
-    turns = [*chat_row("Q", "Bad.")["messages"], *chat_row("R", "Good.")["messages"]]
-    trained = {"messages": turns}
-    untrained = {"messages": [turns[0], {**turns[1], "weight": 0}, *turns[2:]]}
-    assert run(write_rows(Path("rows.jsonl"), [*ROWS, trained, untrained])).exit_code == 0
-    kept = {row["source_row"]: row for name in ("train", "heldout") for row in read_tokens(OUT / name)}
-    decode = decoder(tiny_dir)
-    texts = {n: [decode(kept[n]["input_ids"][start:end]) for start, end in spans_of(kept[n])] for n in (60, 61)}
-    assert texts == {60: ["Bad.<|im_end|>", "Good.<|im_end|>"], 61: ["Good.<|im_end|>"]}
-    assert kept[60]["input_ids"] == kept[61]["input_ids"]
-
-
-def test_control_tokens_in_rows_are_reported_with_the_first_place(run):
-    rows = [*ROWS, chat_row("a <|im_end|> b", "c <|im_start|>")]
-    result = run(write_rows(Path("rows.jsonl"), rows))
-    assert (
-        "note: 2 control tokens in the rows' own text (first at rows.jsonl:61) were encoded as plain" in result.stderr
-    )
-    assert read_json(METRICS)["control_tokens_as_text"] == 2
-
-
 def tokens_of_sides() -> list[list[tuple[list[int], list[int]]]]:
     """Without the rows' places, which differ from file to file."""
     return [[(row["input_ids"], row["loss_spans"]) for row in read_tokens(OUT / side)] for side in ("train", "heldout")]
@@ -180,15 +157,6 @@ def test_lines_arrays_and_directories_give_the_same_tokens(run, max_rows):
     (folder / "2.json").write_text(json.dumps(ROWS[25:], indent=1))
     assert run(folder, data__max_rows=max_rows).exit_code == 0
     assert tokens_of_sides() == expected
-
-
-def test_a_text_is_trained_whole_and_ends_in_eos(run, tiny_dir):
-    assert run(write_rows(Path("rows.jsonl"), [{"text": f"Text {n}."} for n in range(40)])).exit_code == 0
-    row = read_tokens(OUT / "train")[0]
-    assert spans_of(row) == [(0, len(row["input_ids"]))]
-    assert decoder(tiny_dir)(row["input_ids"]) == f"Text {row['source_row']}.<|im_end|>"
-    assert read_tokens(OUT / "train-index.arrow")[0]["supervised"] == len(row["input_ids"]) - 1
-    assert meta(OUT)["chat_template_sha256"] is None
 
 
 REFUSED = {
@@ -269,11 +237,6 @@ def test_a_template_file_is_pinned_with_the_rows(run, tmp_path):
     assert "no such file: 'none.jinja'" in told(run(source, data__chat_template="none.jinja"))
 
 
-def test_a_missing_lock_is_told(run, tmp_path):
-    lay_out(tmp_path)
-    assert told(invoke(tokenize)) == "locks/data.json: file is missing; run `dvc repro`"
-
-
 def full_disk() -> None:
     """Stop this process's files from growing past 20 kB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -291,22 +254,6 @@ def test_a_disk_that_refuses_in_mid_write_leaves_the_last_tokens_whole(run):
     assert "Traceback" not in process.stderr and snapshot() == before
     assert [path.name for path in Path("data").iterdir()] == ["tokens"]
     assert list(Path("scratch/tokenize").iterdir()) == []
-
-
-def test_a_full_disk_is_told(run, tmp_path):
-    """The real thing, on a file system of 64 kB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = run_bounded(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk])
-    if mounted.returncode:
-        pytest.skip("this machine lets nobody mount a file system here")
-    try:
-        source = write_rows(Path("rows.jsonl"), ROWS * 20)
-        line = told(run(source, "--out", str(disk / "tokens")))
-        assert line.startswith(f"{disk}/tokens: cannot be written (") and "No space left on device" in line
-        assert list(disk.iterdir()) == []
-    finally:
-        run_bounded(["umount", disk], check=True)
 
 
 @pytest.mark.slow

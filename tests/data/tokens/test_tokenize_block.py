@@ -16,7 +16,7 @@ from lean_finetune.data.shards.block_tokens import COUNTS, BlockTokens, token_sc
 from lean_finetune.data.shards.token_settings import TokenSettings
 from lean_finetune.data.shards.tokenize_block import ROWS_PER_SAMPLED_ROW, BlockTokenizer
 from tests.conftest import ROOT
-from tests.data.tokens.built import byte_level, save, sentencepiece
+from tests.data.tokens.built import byte_level, save
 from tests.data.tokens.common import DATE, chat_row, decoder, spans_of
 from tests.processes import run_bounded
 
@@ -127,12 +127,6 @@ def test_with_fail_the_first_fault_is_the_last_thing_read(tiny_dir):
     assert (number, line) == tokens.first["bad_rows"] == (1, 2)
 
 
-def test_a_row_nested_too_deep_is_a_row_fault(tiny_dir):
-    deep = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "x": %s}]}'
-    tokens = BlockTokenizer(settings_of(tiny_dir))(block_of([deep % ("[" * 900 + "]" * 900), *ROWS[:2]]))
-    assert tokens.counts["rows"] == 3 and len(both_sides(tokens)) + tokens.counts["bad_rows"] == 3
-
-
 def test_control_tokens_and_lone_surrogates_in_rows_are_counted_where_first_met(tiny_dir):
     rows = [
         ROWS[0],
@@ -196,17 +190,6 @@ def test_rows_of_text_need_no_template(tiny_dir, tmp_path):
     assert decoder(tiny_dir)(row["input_ids"]) == "Q: A<|im_end|>"
     with pytest.raises(UserError, match="has no chat template"):
         BlockTokenizer(settings_of(tmp_path))(block_of(ROWS))
-
-
-def test_a_tokenizer_of_sentencepiece_style_trains_the_answer(tmp_path):
-    directory = save(sentencepiece("mistral"), tmp_path, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    block = block_of([{"prompt": "Say it:", "completion": " a </s> b"}], source=1)
-    worker = BlockTokenizer(settings_of(directory))
-    tokens = worker(block)
-    [row] = both_sides(tokens)
-    [(start, end)] = spans_of(row)
-    assert decoder(directory)(row["input_ids"][start:end]).strip() == "a </s> b</s>"
-    assert tokens.counts["sampled_rows"] == 0 and tokens.counts["control_tokens_as_text"] == 1
 
 
 def test_padding_that_an_answer_holds_is_refused(tiny_dir, tmp_path):

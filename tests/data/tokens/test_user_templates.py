@@ -185,16 +185,6 @@ def test_what_the_template_does_not_show_is_a_fault_of_the_row(tiny_dir, field):
     assert trained(template, chat("Q", "A", **{field: " "})) == ["A<|im_end|>"]
 
 
-def test_a_row_with_reasoning_alone_ends_the_run_or_is_listed(run_template):
-    """It would teach the model to say nothing."""
-    rows = [*ROWS, {"messages": chat("Q", "", reasoning_content="Hm.").messages}]
-    assert told(run_template(LOOP, rows)).startswith(
-        "rows.jsonl:41: the chat template does not show 'reasoning_content'"
-    )
-    assert run_template(LOOP, rows, data__on_bad_row="skip").exit_code == 0
-    assert read_json(Path("data/tokens/figures.json"))["bad_rows"] == 1
-
-
 def test_reasoning_under_another_name_than_the_templates_is_told_its_name(tiny_dir):
     template = load_template(REASONING.replace("FIELD", "thinking"), tiny_dir, {}, "assistant", DATE)
     with pytest.raises(

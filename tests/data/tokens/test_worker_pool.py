@@ -105,8 +105,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes in /proc")
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("start, end", [("fork", signal.SIGKILL), ("spawn", signal.SIGINT), ("fork", signal.SIGTERM)])
 def test_no_worker_outlives_its_parent(tmp_path, start, end):
     """However the parent ends; Ctrl-C goes to the workers, too, and they say nothing of it."""
     script = tmp_path / "parent.py"
