@@ -1,8 +1,8 @@
-"""The chat file that benchmarks read: the same bytes for the same rows and seed, and a tokenizer of its own.
+"""Generate the chat file that benchmarks read, and a tokenizer for it: the same bytes for the same rows and seed.
 
 Rows are `messages` of 1 to 4 turns, 30 % of them Chinese, log-normal in length with a tail past 4096 tokens, some with
-code, some with tool calls. A longer file begins with the rows of a shorter one. Everything lies under scratch/bench and
-is made again only when its size, its seed or this code changed.
+code, some with tool calls. A longer file starts with the rows of a shorter one. The files are below scratch/bench, and
+are generated again only if their size, their seed or this code changes.
 """
 
 import hashlib
@@ -26,16 +26,16 @@ CHUNK_ROWS = 1000
 """Rows generated from one random state."""
 CHINESE_SHARE, SYSTEM_SHARE, CODE_SHARE, TOOL_SHARE = 0.3, 0.3, 0.08, 0.04
 TURN_SHARES = (0.55, 0.25, 0.12, 0.08)
-"""Of rows with 1, 2, 3, 4 turns of a user and an assistant."""
+"""Shares of rows with 1, 2, 3, 4 turns of a user and an assistant."""
 MEDIAN_WORDS = {"english": 104, "chinese": 92}
-"""Of a row: about the same number of tokens in both."""
+"""Median words of a row: about the same number of tokens in both languages."""
 SIGMA = 1.1
-"""Of the logarithm of a row's length: with it about one row in 1000 is longer than 4096 tokens."""
+"""Standard deviation of the logarithm of a row's length: about one row in 1000 exceeds 4096 tokens."""
 VOCABULARY_SIZE = 32_000
 TRAINING_ROWS = 6_000
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
-# Words with the mark before them, numbers of up to three digits, other marks, white space: the cut of Llama 3's family.
-PIECES = (
+# The pre-tokenizer of the Llama 3 family: words, numbers of up to three digits, punctuation, white space.
+PRE_TOKENIZER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -74,7 +74,7 @@ class ChatFile:
     path: Path
     rows: int
     model: Path
-    """A directory with its tokenizer, its chat template, and a model too small to matter."""
+    """A directory with its tokenizer, its chat template, and a tiny model."""
 
 
 def chat_file(rows: int, seed: int = SEED, training_rows: int | None = None) -> ChatFile:
@@ -96,7 +96,7 @@ def chat_file(rows: int, seed: int = SEED, training_rows: int | None = None) -> 
 
 
 def lengths(rows: int, seed: int = SEED) -> np.ndarray:
-    """Tokens of each row of that file, uncut, int32: kept beside it."""
+    """Tokens of each row of that file, not truncated, int32. They are cached in a file next to it."""
     source = chat_file(rows, seed)
     path = source.path.with_suffix(".lengths.npy")
     if not path.exists():
@@ -133,7 +133,7 @@ def generate(rows: int, seed: int) -> Iterator[dict[str, Any]]:
 
 @cache
 def _languages(seed: int) -> dict[str, Language]:
-    """The languages of a seed, which take half a second to make."""
+    """The languages of a seed, cached because they take half a second."""
     return {"english": english(_rng(seed, 0)), "chinese": chinese(_rng(seed, 1))}
 
 
@@ -142,7 +142,7 @@ def train_tokenizer(seed: int, training_rows: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(PRE_TOKENIZER), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -169,11 +169,11 @@ def _row(rng: np.random.Generator, languages: dict[str, Language]) -> dict[str, 
         messages.append({"role": "system", "content": language.write(rng, 12)})
     with_code, with_tool = rng.random() < CODE_SHARE, rng.random() < TOOL_SHARE
     for _ in range(turns):
-        asked = max(2, round(words / turns * (0.1 + 0.3 * rng.random())))
-        messages.append({"role": "user", "content": language.write(rng, asked)})
+        question_words = max(2, round(words / turns * (0.1 + 0.3 * rng.random())))
+        messages.append({"role": "user", "content": language.write(rng, question_words)})
         if with_tool:
             messages += _tool_call(rng, language)
-        answer = language.write(rng, max(4, words // turns - asked))
+        answer = language.write(rng, max(4, words // turns - question_words))
         if with_code:
             answer += "\n\n" + code(rng, 2 + int(rng.random() * 12))
         messages.append({"role": "assistant", "content": answer})
@@ -191,7 +191,7 @@ def _tool_call(rng: np.random.Generator, language: Language) -> list[dict[str, A
 
 
 def _save_model(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write what a stage or a rival needs to know the tokenizer, and the config of a model too small to matter."""
+    """Write the tokenizer's files and the config of a tiny model, as stages and rivals need them."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -212,16 +212,16 @@ def _save_model(tokenizer: Tokenizer, directory: Path) -> None:
         "num_attention_heads": 2,
     }
     (directory / "config.json").write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
-    # Stage pin_model wants weights beside the tokenizer; no stage of this benchmark reads them.
+    # Stage pin_model requires weights; no stage of this benchmark reads them.
     save_file({"unused": np.zeros(1, np.float32)}, directory / "model.safetensors")
 
 
 def _key(seed: int) -> str:
-    """Names what the rows follow from: the seed and the code that makes them."""
+    """Hash of what decides the rows: the seed and the code that generates them."""
     sources = [Path(__file__), Path(__file__).with_name("chat_text.py")]
     return sha256_json([seed, [hashlib.sha256(source.read_bytes()).hexdigest() for source in sources]])[:12]
 
 
 def _rng(*key: int) -> np.random.Generator:
-    """A generator whose stream depends on the key alone."""
+    """A random generator that depends on the key only."""
     return np.random.default_rng(np.random.SeedSequence(key))

@@ -1,6 +1,6 @@
-"""Made-up English and Chinese with the statistics that decide a tokenizer's speed: word frequencies, marks, numbers.
+"""Generated English and Chinese with the statistics that affect a tokenizer's speed: word frequencies, marks, numbers.
 
-Words follow a Zipf-Mandelbrot law, so that a few common ones make most of the text and new ones never cease. English
+Words follow a Zipf-Mandelbrot law: a few common ones make most of the text, and new ones keep appearing. English
 words are built from syllables, Chinese words from the 3,755 common characters of GB 2312.
 """
 
@@ -22,7 +22,7 @@ ZIPF_SHIFT = 2.7
 ENGLISH_WORDS, CHINESE_WORDS = 60_000, 40_000
 ENGLISH_EXPONENT, CHINESE_EXPONENT = 1.05, 0.95
 LENGTH_DISORDER = 8.0
-"""Characters by which a word may stand before shorter ones."""
+"""Characters by which a word may be ranked before shorter ones."""
 NUMBER_SHARE = 0.025
 CODE_NAMES = 400
 
@@ -62,7 +62,7 @@ CHINESE_MARKS = (
 class Language:
     """Words with their frequencies and the marks between them, as one table of strings."""
 
-    pieces: list[str]
+    strings: list[str]
     """Word with mark, at (capital × marks + mark) × words + word."""
     word_cdf: np.ndarray
     mark_cdf: np.ndarray
@@ -76,11 +76,11 @@ class Language:
         capital = np.ones(words, np.int64)
         capital[1:] = self.ends_sentence[mark[:-1]]
         codes = (capital * len(self.mark_cdf) + mark) * len(self.word_cdf) + word
-        return "".join(map(self.pieces.__getitem__, codes.tolist())).strip()
+        return "".join(map(self.strings.__getitem__, codes.tolist())).strip()
 
 
 def english(rng: np.random.Generator) -> Language:
-    """The made-up English that a generator's state leads to."""
+    """Generate an English-like language."""
     drawn = 2 * ENGLISH_WORDS
     syllables = np.minimum(rng.geometric(0.4, drawn), 4).tolist()
     parts = [[_draw(rng, values, drawn) for values in (ONSETS, VOWELS, CODAS)] for _ in range(4)]
@@ -93,7 +93,7 @@ def english(rng: np.random.Generator) -> Language:
 
 
 def chinese(rng: np.random.Generator) -> Language:
-    """The made-up Chinese that a generator's state leads to."""
+    """Generate a Chinese-like language."""
     # Level 1 of GB 2312: rows 16 to 55, the last of them short by five.
     plane = [bytes((0xA0 + row, 0xA0 + cell)) for row in range(16, 56) for cell in range(1, 95)]
     characters = rng.permutation([code.decode("gb2312") for code in plane[:3755]])
@@ -125,14 +125,14 @@ def code(rng: np.random.Generator, lines: int) -> str:
 def _language(
     rng: np.random.Generator, drawn: list[str], size: int, exponent: float, marks: tuple[Mark, ...]
 ) -> Language:
-    """A language of `size` different words, the commonest of them short, as in natural text."""
+    """A language of `size` different words, of which the most common are short, as in natural text."""
     words = list(dict.fromkeys(drawn))[:size]
     disorder = rng.random(len(words)) * LENGTH_DISORDER
     ranked = [words[place] for place in np.argsort(np.array([len(one) for one in words]) + disorder, kind="stable")]
-    # Numbers stand at even distances among the words, so they are as common as NUMBER_SHARE says.
+    # Numbers are spread evenly over the ranks, so that NUMBER_SHARE of the words are numbers.
     every = round(1 / NUMBER_SHARE)
     ranked[every - 1 :: every] = [str(int(10 ** (4 * rng.random()))) for _ in ranked[every - 1 :: every]]
-    pieces = [
+    strings = [
         (one.capitalize() if capital else one) + mark.text
         for capital in (False, True)
         for mark in marks
@@ -143,7 +143,7 @@ def _language(
     mark_cdf = np.cumsum(shares)
     mark_cdf[-1] = 1.0
     return Language(
-        pieces=pieces,
+        strings=strings,
         word_cdf=_zipf_cdf(len(ranked), exponent),
         mark_cdf=mark_cdf,
         ends_sentence=np.array([mark.ends_sentence for mark in marks], np.int64),
@@ -159,5 +159,5 @@ def _zipf_cdf(size: int, exponent: float) -> np.ndarray:
 
 
 def _draw(rng: np.random.Generator, values: list[str], size: int) -> list[str]:
-    """`size` of the values, all alike."""
+    """Draw `size` values uniformly."""
     return [values[place] for place in rng.integers(0, len(values), size).tolist()]

@@ -1,4 +1,4 @@
-"""The measured and published figures of benchmarks/facts, each as a run to be traced, with what had to be assumed."""
+"""The measured and published figures of benchmarks/facts, each as a run to trace, with its assumptions."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,14 +41,14 @@ TINYLLAMA = LlamaConfig(
 )
 
 PEFT_ROWS, PEFT_SHORT_LENGTH = 4, 225
-"""Rows of a batch, and a length that is common among the questions: the step before and after the one that counts."""
+"""Rows of a batch; a common length of the questions, for the steps before and after the longest batch."""
 PEFT_STATISTICS = {
     "reserved_avg": "accelerator_memory_reserved_avg",
     "reserved_99th": "accelerator_memory_reserved_99th",
     "reserved_max": "accelerator_memory_max",
 }
 PEFT_REFERENCE = "lora / llama-3.2-3B-rank32"
-"""The run that the unpublished length behind each statistic is fitted on."""
+"""The run to which the unpublished batch length of each statistic is fitted."""
 PEFT_WHY_OFF = (
     "the length of the step before is not published and decides where free blocks lie: between 100 and 330 tokens it "
     "moves reserved_max of the full run by 2.8 points and of the reference by 3.9; their ten sorted steps between two "
@@ -59,22 +59,22 @@ PEFT_VARIANT = {"padding_mask": True, "kv_cache": True, "kept_outputs": True, "f
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A figure and the run it is of."""
+    """A figure and its run."""
 
     source: Literal[
         "PEFT on L40S", "PEFT on L40S, DoRA", "fitcheck on T4", "Qwen README", "LLaMA-Factory wiki", "OpenRLHF"
     ]
     run: str
     figure_bytes: int | None
-    """None: the source says that it ran out of memory."""
+    """None: it ran out of memory, according to the source."""
     assumed: str
     why_off: str = ""
-    """What explains a miss that is known."""
+    """The known reason for a difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedFact(Fact):
-    """A figure that a trace predicts."""
+    """A figure that a trace can predict."""
 
     config: PretrainedConfig
     spec: ModelSpec
@@ -85,7 +85,7 @@ class TracedFact(Fact):
     emptied_after: tuple[int, ...] = ()
 
     def predicted_bytes(self) -> int:
-        """Trace the run and read the figure."""
+        """Trace the run and return the predicted figure."""
         traced = self.trace()
         if self.counts == "allocated":
             return traced.peak_bytes
@@ -93,12 +93,12 @@ class TracedFact(Fact):
         return reserved + (resolve_gpu(self.gpu)[0].context.max_bytes if self.counts == "process" else 0)
 
     def trace(self) -> Traced:
-        """The run as the source's harness makes it."""
+        """Trace the run as the source's code does it."""
         return trace_variant(self.config, self.spec, self.variant, self.shapes, target_of(resolve_gpu(self.gpu)[0]))
 
 
 def spec_of(method: str, rank: int, targets: tuple[str, ...], *, grad_ckpt: bool, dora: bool = False) -> ModelSpec:
-    """A bf16 model; fp16 has the same bytes."""
+    """A bf16 model, whose sizes fp16 shares."""
     return ModelSpec(
         method=method,  # type: ignore[arg-type]
         precision="bf16",
@@ -141,7 +141,7 @@ def peft_fact(row: Mapping[str, str], statistic: str, length: int) -> TracedFact
 
 
 def fit_length(statistic: str, shortest: int = 128, longest: int = 768, close: float = 1e-3) -> int:
-    """The length at which the reference run shows a statistic: the one unknown of the PEFT figures."""
+    """Find the batch length at which the reference run has a statistic, the one unknown of the PEFT figures."""
     reference = peft_runs()[PEFT_REFERENCE]
     wanted = int(reference[PEFT_STATISTICS[statistic]])
     low, high = ((tokens, peft_fact(reference, statistic, tokens).predicted_bytes()) for tokens in (shortest, longest))
@@ -179,7 +179,7 @@ def t4_facts() -> Iterator[TracedFact]:
 
 
 def published_facts() -> Iterator[TracedFact]:
-    """The tables of READMEs and wikis; rough: units and what was counted are not told."""
+    """The tables of READMEs and wikis, which give neither units nor what was counted."""
     for row in _read("published_memory.csv"):
         if row["id"].startswith("openrlhf"):
             continue
@@ -193,7 +193,7 @@ def published_facts() -> Iterator[TracedFact]:
             figure_bytes=round(float(row["published"]) * GB),
             assumed="GB of 1e9; what nvidia-smi shows (reserved and a context of 525 MiB), the nearest of three "
             "readings: tensors and reserved were tried too; AdamW fused; autocast; fp32 "
-            "adapters; " + ("NF4 stands for GPTQ-Int4; " if gptq else "") + row["note"],
+            "adapters; " + ("NF4 in place of GPTQ-Int4; " if gptq else "") + row["note"],
             why_off=_why_published_is_off(qwen=qwen, gptq=gptq),
             config=_published_config(row),
             spec=spec_of(method, int(row["lora_rank"]), ALL_OF_LLAMA, grad_ckpt=row["grad_ckpt"] == "yes"),
@@ -205,15 +205,15 @@ def published_facts() -> Iterator[TracedFact]:
 
 
 def _why_published_is_off(*, qwen: bool, gptq: bool) -> str:
-    """What is known of a table's rows that a trace of them lacks."""
+    """Known reasons for the difference between a table's rows and their traces."""
     if not qwen:
-        return "rounded to whole GB by the source; what was counted is not told"
-    own_code = "Qwen's own modelling code is not traced; what was counted is not told"
+        return "rounded to whole GB by the source; the source does not say what it counted"
+    own_code = "Qwen's own modelling code is not traced; the source does not say what it counted"
     return f"{own_code}; NF4 is not GPTQ: its zero points, kernels and buffers differ" if gptq else own_code
 
 
 def openrlhf_facts() -> Iterator[tuple[Fact, int]]:
-    """The phases of the OpenRLHF case and what the closed form says of each."""
+    """The phases of the OpenRLHF case, each with the result of the closed form."""
     rows = {row["id"]: row for row in _read("published_memory.csv") if row["id"].startswith("openrlhf")}
     values = model_shapes(_published_config(rows["openrlhf-step"])).values
     scheme = BF16_WITH_FP32_MASTER
@@ -229,7 +229,7 @@ def openrlhf_facts() -> Iterator[tuple[Fact, int]]:
             run=name,
             figure_bytes=None if published == "OOM" else int(published) * GIB,
             assumed=f"GiB; closed form: {value_bytes} bytes per parameter; no activations, workspaces or context",
-            why_off="the closed form leaves out activations and what the allocator holds besides",
+            why_off="the closed form has no activations and no unused blocks of the allocator",
         )
         yield fact, values * value_bytes
 

@@ -1,7 +1,6 @@
-"""What each GPU of several holds when an 8B is trained, mode by mode, and how fast the estimate answers.
+"""Predicted memory of each of several GPUs that train an 8B, for every sharding mode, and the seconds it takes.
 
-Every figure is a prediction. Each is made in a process of its own with one thread; seconds are CPU seconds after
-imports, those of wall on a core that has nothing else to do.
+Nothing is measured but the seconds: CPU seconds after imports, in a new process with one thread for each case.
 """
 
 import multiprocessing
@@ -13,6 +12,7 @@ import torch
 
 from benchmarks.gpu.cases import MODELS
 from benchmarks.harness import Bar, Measured, Row, benchmark
+from benchmarks.specs import model_spec, padded
 from lean_finetune.config.field_types import Method, OffloadState, Precision, Sharding
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.config_variants import parts_away
@@ -20,8 +20,6 @@ from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import Setting, predict
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.fake_distributed import Sharing
-from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.step.batches import BatchShape
 
 MODEL = MODELS["Llama-3.1-8B"]
 TOKENS = 2048
@@ -37,7 +35,7 @@ QUICK_CASES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run on several GPUs, or on one."""
+    """A run on one or several GPUs."""
 
     method: Method
     mode: Sharding
@@ -48,22 +46,13 @@ class Case:
 
     @property
     def group_gpus(self) -> int | None:
-        """GPUs of a group of hsdp: a node's, or half of the one there is."""
+        """GPUs of a group of hsdp: a node's, or half of a single node's."""
         return None if self.mode != "hsdp" else min(NODE_GPUS, self.gpus // 2)
 
     @property
     def setting(self) -> Setting:
-        """As the stage reads it from the parameters."""
-        spec = ModelSpec(
-            method=self.method,
-            precision=self.precision,
-            grad_ckpt=True,
-            lora_rank=16,
-            lora_alpha=32,
-            lora_dropout=0.0,
-            lora_targets=("all-linear",),
-            seed=1,
-        )
+        """The setting that stage estimate would read from the parameters."""
+        spec = model_spec(self.method, self.precision)
         alone = Setting(model=spec, optimizer="adamw", loss_chunk=512, max_grad_norm=1.0)
         if self.mode == "none":
             return alone
@@ -75,7 +64,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every mode, method and number of GPUs; then what else docs/many-gpus.md shows."""
+    """Every mode, method and number of GPUs; then the other rows of docs/many-gpus.md."""
     for method in METHODS:
         yield Case(method=method, mode="none", gpus=1)
         for mode in MODES:
@@ -90,10 +79,10 @@ def cases() -> Iterator[Case]:
 
 
 def predicted(case: Case) -> Row:
-    """The figures of one GPU, in bytes of tensors, and the seconds it took."""
+    """Bytes of tensors on one GPU, and the seconds of the prediction."""
     torch.set_num_threads(1)
     device, _ = resolve_gpu(case.card)
-    batch = BatchShape(rows=1, length=TOKENS, supervised=TOKENS // 2, joined_lengths=None)
+    batch = padded(1, TOKENS, TOKENS // 2)
     start = time.process_time()
     found = predict(MODEL, case.setting, ((batch,) * TURNS,), target_of(device))
     cpu_s = time.process_time() - start
@@ -117,11 +106,11 @@ def predicted(case: Case) -> Row:
 
 
 def measure(quick: bool) -> Measured:
-    """Predict every case once, or the first ones alone."""
+    """Predict every case once; with `quick` the first two only."""
     chosen = list(cases())[: QUICK_CASES if quick else None]
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         rows = pool.map(predicted, chosen, chunksize=1)
-        pool.close()  # Leaving the block ends processes by a signal, which they would tell of.
+        pool.close()  # Leaving the block would terminate the process, which then prints a line.
         pool.join()
     slowest = max(row["cpu_s"] for row in rows)
     return Measured(

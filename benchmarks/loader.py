@@ -1,9 +1,9 @@
-"""The loader of stage train against a Hugging Face Dataset that reads the same shards.
+"""The batch loader of stage train against a Hugging Face Dataset that reads the same shards.
 
-Token files are generated as tokenize writes them (log-normal lengths, cut at 4096), planned by stage bucket, and read
-with a warm page cache in micro-batches of 16,384 tokens. Times are per 16,384 tokens of tensor, padding counted. The
-rival fetches the same rows in torch format; our own collation then makes the same tensors of them, bit by bit. A resume
-opens shards, index and plan anew and makes the first batch of a random step.
+Token files are generated in tokenize's format (log-normal lengths up to 4096), planned by stage bucket, and read with a
+warm page cache in micro-batches of 16,384 tokens. Times are per 16,384 tokens, padding included. The rival fetches the
+same rows in torch format, and our collation makes the same tensors of them, bit by bit. A resume opens shards, index
+and plan again and makes the first batch of a random step.
 """
 
 import tempfile
@@ -39,7 +39,7 @@ SEED = 5
 MEAN_TOKENS, SIGMA, LONGEST = 314, 1.1, 4096
 VOCABULARY_SIZE = 32_000
 ROWS_PER_BLOCK, BLOCKS_PER_SHARD = 900, 64
-"""About what 1 MiB of chat text makes, and what tokenize puts into a shard."""
+"""Rows of about 1 MiB of chat text, and blocks of a shard of tokenize."""
 BATCH_TOKENS, STEP_TOKENS, PAD_MULTIPLE, PAD_ID = 16_384, 131_072, 8, 0
 MODES: tuple[Literal["bucketed", "packed"], ...] = ("bucketed", "packed")
 HF = "Dataset, torch format"
@@ -50,7 +50,7 @@ TIMES_FASTER = 4.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """A mode's plan and a stretch of its micro-batches."""
+    """A mode's plan, and the consecutive micro-batches of it that are read."""
 
     tokens: TokenRows
     plan: Plan
@@ -61,18 +61,18 @@ class Source:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """The stretch."""
+        """The micro-batches that are read."""
         steps = range(self.start_step, len(self.plan.steps))
         return list(islice((one for step in steps for one in self.plan.steps[step]), self.batches))
 
     @property
     def units(self) -> float:
-        """Its tokens of tensor, in batches of 16,384."""
+        """Their padded tokens, in units of 16,384."""
         return sum(one.padded_tokens for one in self.micro_batches) / BATCH_TOKENS
 
 
 def measure(quick: bool) -> Measured:
-    """Write the token files, plan, and time every way to read."""
+    """Write token files, plan, and time every way to read them."""
     rows, batches, rounds, resumes = (
         (QUICK_ROWS, QUICK_BATCHES, QUICK_ROUNDS, QUICK_RESUMES) if quick else (ROWS, BATCHES, ROUNDS, RESUMES)
     )
@@ -98,12 +98,12 @@ def measure(quick: bool) -> Measured:
 
 
 def write_tokens(directory: Path, rows: int) -> None:
-    """Training shards and their index as tokenize writes them: every second stretch of a row is trained."""
+    """Write training shards and their index in tokenize's format, with two trained spans per row."""
     draw = np.random.default_rng(SEED)
     centre = np.log(MEAN_TOKENS) - SIGMA**2 / 2
     lengths = np.clip(draw.lognormal(centre, SIGMA, rows), 8, LONGEST).astype(np.int32)
     edges = np.sort(draw.integers(1, lengths[:, None], (rows, 4)), axis=1).astype(np.int32)
-    edges[:, -1] = lengths  # The last span ends the row, as an answer does.
+    edges[:, -1] = lengths  # The last span ends the row, like an answer.
     edges[:, -2] = np.minimum(edges[:, -2], lengths - 1)
     edges[:, :-2] = np.minimum(edges[:, :-2], edges[:, -2:-1])
     (directory / "train").mkdir()
@@ -148,7 +148,7 @@ def _write(path: Path, batches: list[pa.RecordBatch], options: pa.ipc.IpcWriteOp
 
 
 def plan_for(directory: Path, mode: Literal["bucketed", "packed"], batches: int) -> Source:
-    """Plan one epoch as stage bucket does, and choose a stretch of it at random."""
+    """Plan one epoch as stage bucket does, and choose consecutive micro-batches at random."""
     cutting = MicroBatchSettings(
         mode=mode,
         max_tokens=BATCH_TOKENS,
@@ -167,20 +167,20 @@ def plan_for(directory: Path, mode: Literal["bucketed", "packed"], batches: int)
 
 
 def read(source: Source, threads: int) -> None:
-    """Read the stretch as stage train does."""
+    """Read the micro-batches as stage train does."""
     with closing(_ours(source, threads)) as stream:
         for _ in islice(stream, source.batches):
             pass
 
 
 def read_rival(dataset: Any, source: Source) -> None:
-    """Read the stretch through the Dataset."""
+    """Read the micro-batches through the Dataset."""
     for _ in rival_batches(dataset, source):
         pass
 
 
 def _ours(source: Source, threads: int) -> Any:
-    """Our batches from the stretch's first step on."""
+    """Our batches from the first step on."""
     return load(source.tokens, source.plan, start_step=source.start_step, pad_id=PAD_ID, threads=threads)
 
 
@@ -195,7 +195,7 @@ def open_dataset(directory: Path) -> Any:
 
 
 def rival_batches(dataset: Any, source: Source) -> Iterator[Batch]:
-    """The batches of the stretch, of rows that the Dataset fetches a batch at a time."""
+    """The same batches, of rows that the Dataset fetches a batch at a time."""
     for one in source.micro_batches:
         found = dataset[one.rows.tolist()]
         pairs = zip(found["input_ids"], found["loss_spans"], strict=True)
@@ -204,12 +204,12 @@ def rival_batches(dataset: Any, source: Source) -> Iterator[Batch]:
 
 
 def _random_steps(source: Source, count: int) -> list[int]:
-    """Steps to resume at."""
+    """Random steps to resume at."""
     return np.random.default_rng(SEED + 1).integers(0, len(source.plan.steps), count).tolist()
 
 
 def _resume_seconds(directory: Path, source: Source, step: int) -> float:
-    """From nothing open to the first batch of a step."""
+    """Seconds to open everything and make the first batch of a step."""
     start = time.perf_counter()
     next(load(TokenRows(directory, "train"), read_plan(source.path), start_step=step, pad_id=PAD_ID))
     return time.perf_counter() - start
@@ -228,7 +228,7 @@ def _row(mode: str, name: str, seconds: list[float], rival: list[float], source:
 
 
 def _bars(mode: str, seconds: Mapping[str, list[float]], source: Source, resume_ms: list[float]) -> list[Bar]:
-    """The promises about speed."""
+    """Bars of speed."""
     ours = seconds["ours, 0 threads"]
     unit_ms = 1e3 * median(ours) / source.units
     faster = median_ratio(seconds[HF], ours)
@@ -240,13 +240,13 @@ def _bars(mode: str, seconds: Mapping[str, list[float]], source: Source, resume_
 
 
 def _same_bytes(mode: str, source: Source, dataset: Any) -> Bar:
-    """Whether threads, a resume from the middle and the rival give the batches of the whole run."""
+    """Bar: threads, a resume from the middle and the rival give the batches of an uninterrupted run."""
     wanted = [_contents(batch) for batch in rival_batches(dataset, source)]
     ways = {threads: [_contents(one) for one in islice(_ours(source, threads), source.batches)] for threads in (0, 1)}
     skipped = sum(len(source.plan.steps[step]) for step in range(source.start_step))
-    whole = load(source.tokens, source.plan, pad_id=PAD_ID, threads=1)
-    with closing(whole):
-        run = [_contents(one) for one in islice(whole, skipped, skipped + source.batches)]
+    uninterrupted = load(source.tokens, source.plan, pad_id=PAD_ID, threads=1)
+    with closing(uninterrupted):
+        run = [_contents(one) for one in islice(uninterrupted, skipped, skipped + source.batches)]
     same = all(_equal(found, wanted) for found in (*ways.values(), run))
     return Bar(name=f"{mode}: same bits by threads, resume and Dataset", value=float(same), rule=">=", limit=1)
 
@@ -254,12 +254,12 @@ def _same_bytes(mode: str, source: Source, dataset: Any) -> Bar:
 def _contents(batch: Batch) -> tuple[torch.Tensor, ...]:
     """The tensors of a batch."""
     joined = batch.joined_rows
-    places = () if joined is None else (joined.offsets, joined.positions_BT)
-    return batch.input_ids_BT, batch.targets_BT, batch.supervised_index_N, *places
+    positions = () if joined is None else (joined.offsets, joined.positions_BT)
+    return batch.input_ids_BT, batch.targets_BT, batch.supervised_index_N, *positions
 
 
 def _equal(found: list[tuple[torch.Tensor, ...]], wanted: list[tuple[torch.Tensor, ...]]) -> bool:
-    """Whether two runs of batches hold the same bits."""
+    """Whether two lists of batches are equal bit by bit."""
     if len(found) != len(wanted):
         return False
     pairs = zip(found, wanted, strict=True)

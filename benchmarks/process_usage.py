@@ -19,7 +19,7 @@ WHOLE_RUN = "(whole run)"
 
 @dataclass(kw_only=True)
 class Usage:
-    """Wall time and peak memory of a stage, or of the whole command."""
+    """Wall time and peak memory of a stage, or of the command."""
 
     first_seen_s: float
     """Seconds after the command's start."""
@@ -28,7 +28,7 @@ class Usage:
     peak_rss_bytes: int
     """Highest sum of the processes' resident memory. A page that several share counts for each of them."""
     peak_anonymous_bytes: int = 0
-    """Memory that no file backs: for the whole command only, and only if `watch` measures it; else 0.
+    """Memory that no file backs: for the command only, and only if `watch` measures it; else 0.
 
     A page that several processes share counts once: this is the memory that the machine needs.
     """
@@ -53,7 +53,7 @@ def watch(
         anonymous: also measure anonymous memory, which takes longer and needs Linux.
 
     Returns:
-        Usage by stage in order of appearance, then of the whole command under WHOLE_RUN; and the command's output.
+        Usage by stage in order of appearance, then of the command under WHOLE_RUN; and the command's output.
 
     Raises:
         subprocess.CalledProcessError: the command failed; its output is attached.
@@ -63,27 +63,27 @@ def watch(
         raise UserError("benchmarks: anonymous memory can be measured on Linux only; run there")
     stages: dict[str, Usage] = {}
     stage_of: dict[psutil.Process, str] = {}
-    whole = Usage(first_seen_s=0.0, last_seen_s=0.0, peak_rss_bytes=0)
+    total_usage = Usage(first_seen_s=0.0, last_seen_s=0.0, peak_rss_bytes=0)
     with tempfile.TemporaryFile() as output:
         start = time.perf_counter()
         running = subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
         root = psutil.Process(running.pid)
         while running.poll() is None:
             now = time.perf_counter() - start
-            _sample(root, now, stages, stage_of, whole)
+            _sample(root, now, stages, stage_of, total_usage)
             if anonymous:
-                whole.peak_anonymous_bytes = max(whole.peak_anonymous_bytes, _anonymous_bytes(root))
+                total_usage.peak_anonymous_bytes = max(total_usage.peak_anonymous_bytes, _anonymous_bytes(root))
             time.sleep(POLL_SECONDS)
-        whole.last_seen_s = time.perf_counter() - start
+        total_usage.last_seen_s = time.perf_counter() - start
         output.seek(0)
         text = output.read().decode(errors="replace")
     if running.returncode:
         raise subprocess.CalledProcessError(running.returncode, list(command), text)
-    return {**stages, WHOLE_RUN: whole}, text
+    return {**stages, WHOLE_RUN: total_usage}, text
 
 
 def _sample(
-    root: psutil.Process, now: float, stages: dict[str, Usage], stage_of: dict[psutil.Process, str], whole: Usage
+    root: psutil.Process, now: float, stages: dict[str, Usage], stage_of: dict[psutil.Process, str], total_usage: Usage
 ) -> None:
     """Add one sample of the process tree to the usages."""
     rss_by_stage: dict[str, int] = {}
@@ -99,7 +99,7 @@ def _sample(
         usage = stages.setdefault(stage, Usage(first_seen_s=now, last_seen_s=now, peak_rss_bytes=0))
         usage.last_seen_s = now
         usage.peak_rss_bytes = max(usage.peak_rss_bytes, rss)
-    whole.peak_rss_bytes = max(whole.peak_rss_bytes, total)
+    total_usage.peak_rss_bytes = max(total_usage.peak_rss_bytes, total)
 
 
 def _resident(root: psutil.Process) -> list[tuple[psutil.Process, int]]:

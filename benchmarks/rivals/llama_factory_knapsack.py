@@ -1,6 +1,6 @@
 """LLaMA-Factory's own packing: its greedy_knapsack on the batches of rows it takes by default.
 
-Run as `python llama_factory_knapsack.py LENGTHS CAPACITY OUT` in a virtual environment with LLaMA-Factory: OUT holds
+Run as `python llama_factory_knapsack.py LENGTHS CAPACITY OUT` in a virtual environment with LLaMA-Factory: OUT gets
 rows and bounds of its bins.
 """
 

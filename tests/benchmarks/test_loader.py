@@ -1,4 +1,4 @@
-"""The loader benchmark: its token files are sound, it reads what it says, and a difference in bits breaks its bar."""
+"""The loader benchmark: its token files, its figures, and a bar that a difference in bits breaks."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(loader, "QUICK_BATCHES", 3)
 
 
-def test_a_quick_run_measures_every_way_and_finds_the_same_bits(quick):
+def test_a_quick_run_measures_every_way_and_finds_equal_bits(quick):
     measured = loader.measure(quick=True)
     ways = ["ours, 0 threads", "ours, 1 threads", loader.HF, "resume"]
     assert [(row["mode"], row["what"]) for row in measured.rows] == [
@@ -25,11 +25,10 @@ def test_a_quick_run_measures_every_way_and_finds_the_same_bits(quick):
 
 
 def test_another_bit_breaks_the_bar(quick, monkeypatch):
-    """A bar that no difference can break proves nothing."""
-    whole = loader.rival_batches
+    original = loader.rival_batches
 
     def off_by_one(dataset, source):
-        for batch in whole(dataset, source):
+        for batch in original(dataset, source):
             batch.input_ids_BT[0, 5] += 1
             yield batch
 
@@ -37,7 +36,7 @@ def test_another_bit_breaks_the_bar(quick, monkeypatch):
     assert not any(bar.holds for bar in loader.measure(quick=True).bars)
 
 
-def test_generated_rows_are_like_chat_rows_and_every_block_is_sound(tmp_path):
+def test_generated_rows_have_the_lengths_of_chat_rows(tmp_path):
     loader.write_tokens(tmp_path, 5000)
     tokens = TokenRows(tmp_path, "train")
     assert len(tokens) == 5000
