@@ -1,4 +1,4 @@
-"""The processes of a run: one for each GPU, or one alone."""
+"""The processes of a run, one per GPU: their ranks, and joining their process group."""
 
 import os
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ from lean_finetune.distributed.progress_barrier import progress_barrier
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Which of the run's processes this one is."""
+    """This process among those of the run."""
 
     rank: int
-    """Of all processes, from 0."""
+    """Among all processes, from 0."""
     size: int
-    """Processes of the run."""
+    """Number of processes of the run."""
     local_rank: int
-    """Of the processes on this node, from 0: its GPU."""
+    """Among the processes on this node, from 0: the index of its GPU."""
     local_size: int
-    """Processes on this node."""
+    """Number of processes on this node."""
 
     @classmethod
     def here(cls) -> "World":
-        """As torchrun's environment tells it; a process that torchrun did not start is alone."""
+        """Read torchrun's environment; without torchrun this is a single process."""
         if not under_torchrun():
             return SINGLE_PROCESS
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -38,7 +38,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process shows progress and writes the outputs."""
+        """Whether this is rank 0, which shows progress and writes the outputs."""
         return self.rank == 0
 
 
@@ -51,7 +51,7 @@ def under_torchrun() -> bool:
 
 
 def check_size(world: World, num_gpus: int) -> None:
-    """Hold the number of processes to the one that was planned for.
+    """Check that the number of processes is the planned one.
 
     Raises:
         UserError: with both numbers.
@@ -64,7 +64,7 @@ def check_size(world: World, num_gpus: int) -> None:
 
 
 def check_devices(processes: int) -> None:
-    """Refuse more processes on this node than it has GPUs; without any, processes share the CPU.
+    """Refuse more processes on this node than it has GPUs; without GPUs, processes share the CPU.
 
     Raises:
         UserError: with both numbers.
@@ -78,21 +78,20 @@ def check_devices(processes: int) -> None:
 
 @contextmanager
 def process_group(world: World, device: torch.device, timeout_seconds: float) -> Iterator[None]:
-    """Join the other processes for the length of the block; alone there is nothing to join.
+    """Join torch.distributed's process group for the length of the block; a single process joins nothing.
 
     Args:
         world: which process this is.
-        device: where its tensors are: NCCL links GPUs, gloo CPUs.
-        timeout_seconds: after which one that waits for the others gives up; at a barrier (lean_finetune.distributed.
-            progress_barrier), how long those may be without progress.
+        device: where its tensors are: NCCL for GPUs, gloo for CPUs.
+        timeout_seconds: longest wait for another process; at a progress barrier, longest time without progress.
     """
     if world.size == 1:
         yield
         return
     gpu = device.type == "cuda"
-    if gpu:  # NCCL's watchdog thread then waits so long, at least, from the fault that it found to SIGABRT.
+    if gpu:  # The least time between a fault that NCCL's watchdog finds and its SIGABRT.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")
-    with at_once():  # One that was asked to end would be waited for in vain, and what waits heeds no signal.
+    with at_once():  # Waiting ignores signals, and the others would wait for a process that a signal ends.
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             timeout=timedelta(seconds=timeout_seconds),
@@ -100,5 +99,5 @@ def process_group(world: World, device: torch.device, timeout_seconds: float) ->
         )
     with progress_barrier(world.rank, world.size, timeout_seconds):
         yield
-    # Not after a fault: taking leave waits for the others, who wait for this one.
+    # Not after a fault: this waits for the others, who wait for this process.
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""Where processes of a run wait for one that works alone for long: as long as it makes progress.
+"""A barrier that waits for a busy process as long as it makes progress.
 
-A collective waits for a fixed time (`run.rank_timeout_seconds`). Packing 70B weights to 4 bits on one CPU takes longer.
-So the processes first meet here, through the key-value store by which torch.distributed links them: each says that it
-has come, and until then how far its work is. The limit counts from the last progress of those that have not come.
+A collective waits for a fixed time (`run.rank_timeout_seconds`), but quantising 70B weights to 4 bits on one CPU takes
+longer. So processes first meet here, through torch.distributed's key-value store. Each announces its arrival, and until
+then its progress. The timeout counts from the last progress of those that have not arrived.
 """
 
 import time
@@ -14,23 +14,22 @@ import torch.distributed as dist
 
 from lean_finetune.core import progress
 
-TELL_SECONDS = 1.0
-"""Least time between two words about progress: one takes about 0.1 ms."""
+ANNOUNCE_SECONDS = 1.0
+"""Least time between two announcements of progress; one takes about 0.1 ms."""
 LONGEST_PAUSE_SECONDS = 0.5
-"""Between two looks at who has come."""
+"""Between two checks of who has arrived."""
 
 
 class BarrierTimeout(RuntimeError):
-    """Processes did not come and made no progress."""
+    """Processes did not arrive and made no progress."""
 
     def __init__(self, ranks: list[int]):
-        """Those of `ranks`."""
         super().__init__(f"timed out waiting for process {', '.join(map(str, ranks))}")
         self.ranks = ranks
 
 
 class ProgressBarrier:
-    """The meetings of a run's processes, all of which call `wait_for_all` equally often."""
+    """The barriers of a run; every process calls `wait_for_all` equally often."""
 
     def __init__(
         self,
@@ -40,25 +39,25 @@ class ProgressBarrier:
         timeout_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Meet through `store` as process `rank` of `size`; `timeout_seconds` bounds a wait without progress."""
+        """Meet through `store` as process `rank` of `size`; `timeout_seconds` is the longest wait without progress."""
         self._store, self._rank, self._size, self._timeout, self._clock = store, rank, size, timeout_seconds, clock
         self._numbers = count()
         self._due = clock()
 
     def progress(self) -> None:
-        """This process's work goes on."""
+        """Announce that this process makes progress."""
         now = self._clock()
         if now < self._due:
             return
-        self._due = now + TELL_SECONDS
-        with suppress(RuntimeError):  # The store is gone with its process: whoever waits next is told.
+        self._due = now + ANNOUNCE_SECONDS
+        with suppress(RuntimeError):  # The store ended with its process: the next collective reports that.
             self._store.add(self._key("progress", self._rank), 1)
 
     def wait_for_all(self) -> None:
         """Wait until every process has called this as often as this one.
 
         Raises:
-            BarrierTimeout: some did not, and made no progress for too long.
+            BarrierTimeout: some did not and made no progress for `timeout_seconds`.
         """
         number = next(self._numbers)
         self._store.set(self._key(number, self._rank), "")
@@ -77,26 +76,26 @@ class ProgressBarrier:
         return f"lean-finetune/{what}/{rank}"
 
 
-_meetings: list[ProgressBarrier] = []
+_barriers: list[ProgressBarrier] = []
 
 
 @contextmanager
 def progress_barrier(rank: int, size: int, timeout_seconds: float) -> Iterator[None]:
-    """Inside, this process's progress is told to the others, and `wait_for_all` waits for theirs."""
-    made = ProgressBarrier(dist.distributed_c10d._get_default_store(), rank, size, timeout_seconds)
-    _meetings.append(made)
+    """A context in which this process announces progress, and `wait_for_all` waits for the others."""
+    barrier = ProgressBarrier(dist.distributed_c10d._get_default_store(), rank, size, timeout_seconds)
+    _barriers.append(barrier)
     try:
-        with progress.heard_by(made.progress):
+        with progress.heard_by(barrier.progress):
             yield
     finally:
-        _meetings.remove(made)
+        _barriers.remove(barrier)
 
 
 def wait_for_all() -> None:
-    """Wait for the other processes before tensors are exchanged, where one may have worked alone for long.
+    """Wait for the other processes before a collective, after work that may take one of them long.
 
     Raises:
-        BarrierTimeout: some of them did not come, and made no progress for too long.
+        BarrierTimeout: some did not arrive and made no progress for too long.
     """
-    for made in _meetings:
-        made.wait_for_all()
+    for barrier in _barriers:
+        barrier.wait_for_all()

@@ -1,4 +1,4 @@
-"""How the GPUs of a run share its weights: train.sharding."""
+"""Choose how the GPUs of a run share its weights (train.sharding)."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,21 +18,21 @@ from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import ReplicatedModel
 from lean_finetune.step.parallel_model import ParallelModel, SingleProcess
 
-READ_BY_ALL: tuple[Method, ...] = ("int8_lora",)
-"""Methods whose weights every process reads: 8-bit ones hold values outside of all that is handed out."""
+READ_BY_EVERY_PROCESS: tuple[Method, ...] = ("int8_lora",)
+"""Methods whose weights every process reads: 8-bit layers keep values outside of parameters and buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """What of sharing is a parameter."""
+    """The settings of sharing."""
 
     mode: Sharding
     group_gpus: int | None = None
-    """Mode hsdp: GPUs that hold a copy of the weights together; None = those of a node."""
+    """Mode hsdp: GPUs that share one copy of the weights; None = the GPUs of a node."""
     offload_weights: bool = False
-    """Where weights are cut: each process keeps its parts, their gradients and the update in its host's memory."""
+    """Sharded modes: each process keeps its shards, their gradients and the update in host memory."""
     timeout_seconds: float | None = None
-    """Longest wait of a process for the others of its group (mode hsdp); None = PyTorch's default."""
+    """Mode hsdp: longest wait for another process of the group; None = PyTorch's default."""
 
     @classmethod
     def from_params(cls, params: Params) -> "ShardSpec":
@@ -47,27 +47,27 @@ class ShardSpec:
         )
 
     @property
-    def cut(self) -> str:
-        """How weights are divided among as many processes: what tells one cut from another."""
+    def layout(self) -> str:
+        """Name of the way in which weights are divided; checkpoints of equal layouts have equal shards."""
         return self.mode if self.group_gpus is None else f"{self.mode} in groups of {self.group_gpus}"
 
     def reads_weights(self, world: World, method: Method) -> bool:
-        """Whether this process reads the model's files; else the first one hands it the weights."""
-        return world.is_first or method in READ_BY_ALL
+        """Whether this process reads the model's files; else rank 0 broadcasts the weights."""
+        return world.is_first or method in READ_BY_EVERY_PROCESS
 
     def load_device(self, device: torch.device) -> torch.device:
-        """Where weights are loaded: where no GPU is to hold all of them, in the host's memory."""
+        """Where weights are loaded: host memory if no GPU may hold all of them."""
         return torch.device("cpu") if self.mode in CUTTING else device
 
 
 def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> ParallelModel:
-    """Share a loaded model as asked.
+    """Share a loaded model among the processes.
 
     Args:
-        model: of the same form in every process, on `device`, or in the host's memory where weights are cut. The
-            weights of the first process count.
+        model: of the same shapes in every process, on `device`, or in host memory if weights are sharded. The weights
+            of rank 0 count.
         world: which process this is.
-        spec: how.
+        spec: how to share it.
         device: where this process computes.
 
     Raises:
@@ -84,15 +84,15 @@ def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch
         _mesh(world, spec, device),
         reshard=spec.mode != "zero2",
         offload_weights=spec.offload_weights,
-        # Adapters' gradients are small: they wait for the last micro-batch. All weights' would be the largest of all.
+        # Full gradients of all weights would be the largest tensors of all; those of adapters are small.
         sum_every_micro_batch=all(parameter.requires_grad for parameter in model.parameters()),
     )
 
 
 def _mesh(world: World, spec: ShardSpec, device: torch.device) -> DeviceMesh:
-    """The processes in a row, or in groups that each hold all weights."""
+    """One group of all processes, or several groups that each have all weights."""
     if spec.mode != "hsdp":
-        with unset_fake_temporarily():  # Its table of ranks is read, so it is real where all else is fake.
+        with unset_fake_temporarily():  # DeviceMesh reads the values of its rank table.
             return init_device_mesh(device.type, (world.size,), mesh_dim_names=(SHARD,))
     group = world.local_size if spec.group_gpus is None else spec.group_gpus
     if world.size % group or not 1 < group < world.size:
@@ -103,7 +103,7 @@ def _mesh(world: World, spec: ShardSpec, device: torch.device) -> DeviceMesh:
     timeout = None if spec.timeout_seconds is None else timedelta(seconds=spec.timeout_seconds)
     with unset_fake_temporarily():
         ranks = torch.arange(world.size).view(-1, group)
-        # Groups that init_device_mesh makes have PyTorch's default timeout (10 to 30 minutes), not the first group's.
+        # init_device_mesh would give its groups PyTorch's default timeout of 10 to 30 minutes.
         replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
         shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
         return DeviceMesh.from_group([replicate, shard], device.type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))

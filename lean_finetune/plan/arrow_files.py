@@ -1,29 +1,31 @@
-"""Opening the Arrow files of earlier stages: memory-mapped, checked once, faults told in one line."""
+"""Open the Arrow files of earlier stages: memory-mapped, checked, each fault in one line."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
 
-# Columns that are compressed are unpacked here: threads of Arrow's, once started, would forbid to fork this process.
+# Compressed columns are unpacked in this thread: once Arrow's own threads exist, this process could not fork.
 READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
 
 
-def open_batches(path: Path, columns: Mapping[str, Collection[pa.DataType]]) -> list[pa.RecordBatch]:
-    """Memory-map an Arrow IPC file and check its schema, offsets and absence of nulls.
+def open_batches(
+    path: Path, columns: Mapping[str, Collection[pa.DataType]], *, check_values: bool = True
+) -> list[pa.RecordBatch]:
+    """Memory-map an Arrow IPC file and check its schema.
 
-    Arrays read from the batches are views of the file's pages, unless the file is compressed. The check reads list
-    offsets and strings, not the tokens.
+    Arrays of the batches are views of the file's pages, unless the file is compressed.
 
     Args:
         path: the file.
-        columns: name → allowed types of each column the caller reads; other columns are left alone. A column of
-            strings may hold nulls, the others may not.
+        columns: allowed types of each column that the caller reads; other columns are ignored.
+        check_values: check list offsets and nulls too. Only strings may be null. This does not read the tokens.
 
     Raises:
-        UserError: the file is missing, cut short, damaged, or of another schema.
+        UserError: the file is missing, truncated, damaged, or of another schema.
     """
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)), options=READ_OPTIONS)
@@ -31,19 +33,25 @@ def open_batches(path: Path, columns: Mapping[str, Collection[pa.DataType]]) -> 
     except FileNotFoundError:
         raise UserError(f"{path}: file is missing; run `dvc repro`") from None
     except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, f"not a whole Arrow file ({error})") from error
+        raise _damaged(path, f"not a complete Arrow file ({error})") from error
     for name, types in columns.items():
         index = reader.schema.get_field_index(name)
         found = reader.schema.field(index).type if index >= 0 else None
         if found not in types:
             raise _damaged(path, f"column {name} must be {' or '.join(map(str, types))}, got {found}")
-        for batch in batches:
+        for batch in batches if check_values else ():
             _check_column(path, name, batch.column(index))
     return batches
 
 
+def read_column(batches: list[pa.RecordBatch], name: str, dtype: type[np.generic]) -> np.ndarray:
+    """A column of all batches as an array, a view if there is one batch."""
+    parts = [batch.column(name).to_numpy(zero_copy_only=False) for batch in batches]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+
+
 def _check_column(path: Path, name: str, column: pa.Array) -> None:
-    """Offsets must lie inside the values; only strings may be null."""
+    """Check that offsets are inside the values and that only strings are null."""
     try:
         column.validate(full=True)
     except pa.ArrowException as error:
@@ -54,5 +62,5 @@ def _check_column(path: Path, name: str, column: pa.Array) -> None:
 
 
 def _damaged(path: Path, rule: str) -> UserError:
-    """The one line for a file that this version of the pipeline cannot have written whole."""
+    """The error for a file that the pipeline cannot have written."""
     return UserError(f"{path}: {rule}; delete it and run `dvc repro`")

@@ -1,4 +1,4 @@
-"""The index that tokenize writes beside its shards: what planning needs to know of every training row."""
+"""Read the index that tokenize writes next to its shards: all that planning needs of every training row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from lean_finetune.config.data_schema import Source
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.arrow_files import open_batches
+from lean_finetune.plan.arrow_files import open_batches, read_column
 
 COLUMNS = {
     "length": (pa.int32(),),
@@ -21,22 +21,22 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowIndex:
-    """The training rows by row number, and how often those of each source are taken."""
+    """The training rows by row number, and how often the rows of each source are used."""
 
     lengths: np.ndarray
     """Tokens, int32."""
     supervised: np.ndarray
     """Tokens that are predicted and count in the loss, int32."""
     sources: np.ndarray
-    """Place of the row's source in data.source, uint16."""
+    """Index of the row's source in data.source, uint16."""
     dropped: np.ndarray
     """Whether the row is a duplicate that must never be trained, bool."""
     weights: Sequence[float]
-    """Mean times a row of each source is taken in an epoch."""
+    """Mean number of uses of a row per epoch, by source."""
 
     @property
     def takes_every_row(self) -> bool:
-        """Whether each epoch holds each row exactly once."""
+        """Whether each epoch uses each row exactly once."""
         return all(weight == 1.0 for weight in self.weights) and not self.dropped.any()
 
 
@@ -49,19 +49,11 @@ def read_index(path: Path, weights: Sequence[float]) -> RowIndex:
     """Read train-index.arrow.
 
     Raises:
-        UserError: the file is missing or damaged, is empty, or holds a row that nothing can be learnt from or whose
-            source has no weight.
+        UserError: the file is missing or damaged, is empty, or has a row without supervised tokens or of an unknown
+            source.
     """
     batches = open_batches(path, COLUMNS)
-    columns = {
-        name: np.concatenate(
-            [
-                np.empty(0, types[0].to_pandas_dtype()),
-                *(batch.column(name).to_numpy(zero_copy_only=False) for batch in batches),
-            ]
-        )
-        for name, types in COLUMNS.items()
-    }
+    columns = {name: read_column(batches, name, types[0].to_pandas_dtype()) for name, types in COLUMNS.items()}
     index = RowIndex(
         lengths=columns["length"],
         supervised=columns["supervised"],
@@ -70,7 +62,7 @@ def read_index(path: Path, weights: Sequence[float]) -> RowIndex:
         weights=tuple(weights),
     )
     if index.dropped.all():
-        raise UserError(f"{path}: holds no training row; delete it, check data.source and run `dvc repro`")
+        raise UserError(f"{path}: has no training row; delete it, check data.source and run `dvc repro`")
     wrong = np.flatnonzero((index.supervised < 1) | (index.supervised >= index.lengths))
     if len(wrong):
         row = wrong[0]

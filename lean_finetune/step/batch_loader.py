@@ -1,4 +1,4 @@
-"""The micro-batches of a plan in order, read ahead by threads."""
+"""Load the micro-batches of a plan in order, read ahead by threads."""
 
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -10,7 +10,7 @@ from lean_finetune.step.batches import Batch, read_batch
 from lean_finetune.step.token_rows import TokenRows
 
 BATCHES_AHEAD = 2
-"""Batches each thread may be ahead: one that it makes and one that waits. Each costs some 100 bytes a token of RAM."""
+"""Batches in flight per thread: one in the making and one ready. Each takes about 100 bytes of RAM per token."""
 
 
 def load(
@@ -24,21 +24,20 @@ def load(
     threads: int = 0,
     max_tokens: int | None = None,
 ) -> Generator[Batch]:
-    """The batches of one rank from a step on, in the plan's order.
+    """Yield the batches of one rank in the plan's order.
 
-    A position in the run is a step's number: nothing before it is read. A micro-batch without rows gives one of
-    padding. Order and bytes do not depend on `threads`; with 0 each batch is made when it is asked for. A batch that
-    cannot be made raises where it would have come. Close the iterator to end its threads early.
+    Order and bytes do not depend on `threads`. A fault is raised at the batch that has it. Close the iterator to end
+    its threads early.
 
     Args:
         tokens: the training rows.
         plan: their plan.
-        start_step: the first step wanted.
-        rank: whose micro-batches.
+        start_step: first optimizer step; nothing before it is read.
+        rank: whose micro-batches. One without rows becomes a row of padding.
         pad_id: token in the padding.
-        pin_memory: make batches in page-locked memory.
-        threads: threads that read ahead.
-        max_tokens: where given, micro-batches of more padded tokens are cut smaller than planned.
+        pin_memory: allocate batches in page-locked memory.
+        threads: threads that read ahead; 0 makes each batch when it is needed.
+        max_tokens: micro-batches with more padded tokens are split.
 
     Raises:
         UserError: the plan was made for other tokens, or the tokens are damaged.
@@ -50,7 +49,7 @@ def load(
 
 
 def _planned(tokens: TokenRows, plan: Plan, start_step: int, rank: int, max_tokens: int | None) -> Iterator[MicroBatch]:
-    """The micro-batches of a rank from a step on."""
+    """The micro-batches of one rank, from a step on."""
     for step in range(start_step, len(plan.steps)):
         own = [one for one in plan.steps[step] if one.rank == rank]
         yield from (
@@ -61,7 +60,7 @@ def _planned(tokens: TokenRows, plan: Plan, start_step: int, rank: int, max_toke
 def _read_ahead(
     tokens: TokenRows, planned: Iterator[MicroBatch], pad_id: int, pin_memory: bool, threads: int
 ) -> Generator[Batch]:
-    """Batches made by threads, handed out in order."""
+    """Make batches in threads and yield them in order."""
     waiting: deque[Future[Batch]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="loader") as pool:
         try:

@@ -1,6 +1,6 @@
-"""From planned rows to the tensors of one micro-batch.
+"""Turn planned rows into the tensors of one micro-batch.
 
-Shape legend: B rows of the micro-batch (1 where they are joined), T padded length in tokens, N supervised positions.
+Shape legend: B rows of the micro-batch (1 if they are joined), T padded length in tokens, N supervised positions.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch, Plan, 
 from lean_finetune.step.token_rows import TokenRows
 
 IGNORED = -100
-"""Target of a position that is not predicted; the value torch's cross-entropy skips."""
+"""Target of a position without a loss; torch's cross-entropy skips this value."""
 
 Row = tuple[np.ndarray, np.ndarray]
 """Token ids of shape (tokens,) and trained spans of shape (spans, 2), both integers."""
@@ -26,8 +26,8 @@ Row = tuple[np.ndarray, np.ndarray]
 class Batch:
     """One micro-batch as tensors.
 
-    There is no attention mask: rows are padded on the right (or joined, each attending to itself alone) and attention
-    is causal, so no real token ever sees padding, padding is never a target, and the fused kernels stay usable.
+    There is no attention mask, so that fused kernels stay usable. Rows are padded on the right, or joined with each row
+    attending to itself. Attention is causal, so no real token sees padding.
     """
 
     input_ids_BT: torch.Tensor
@@ -37,10 +37,10 @@ class Batch:
     supervised_index_N: torch.Tensor
     """int64: flat positions b * T + t whose target is not IGNORED, ascending."""
     joined_rows: JoinedRows | None
-    """The rows of a sequence that holds several; None where each row has a line of its own."""
+    """The rows of a joined sequence; None if rows are padded one by one."""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on another device; the host does not wait for the copy of pinned memory."""
+        """The batch on another device; copies from pinned memory are asynchronous."""
         pinned = self.input_ids_BT.is_pinned()
         return Batch(
             input_ids_BT=self.input_ids_BT.to(device, non_blocking=pinned),
@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """All that memory depends on in a micro-batch."""
+    """The figures of a micro-batch on which memory depends."""
 
     rows: int
     """B."""
@@ -61,11 +61,11 @@ class BatchShape:
     supervised: int
     """N, in tokens."""
     joined_lengths: tuple[int, ...] | None
-    """Tokens of each of the rows that are joined, padding included; None where rows are not joined."""
+    """Tokens of each joined row, padding included; None if rows are padded one by one."""
 
     @staticmethod
     def of(micro_batch: MicroBatch, lengths: np.ndarray) -> "BatchShape":
-        """The shape a planned micro-batch will have; `lengths` are the tokens of every training row."""
+        """The shape of a planned micro-batch; `lengths` are the tokens of every training row."""
         joined = joined_lengths(lengths[micro_batch.rows], micro_batch.length) if micro_batch.flat else None
         return BatchShape(
             rows=1 if micro_batch.flat else len(micro_batch.rows),
@@ -76,22 +76,22 @@ class BatchShape:
 
 
 def joined_lengths(lengths: Sequence[int] | np.ndarray, total: int) -> tuple[int, ...]:
-    """Lengths of the rows of a joined sequence of `total` tokens, its padding cut into rows of its own."""
+    """Lengths of the rows in a joined sequence of `total` tokens, the padding split into further rows."""
     rows = [int(length) for length in lengths]
     left = total - sum(rows)
-    whole, rest = divmod(left, PADDING_ROW_TOKENS)
-    return (*rows, *[PADDING_ROW_TOKENS] * whole, *([rest] if rest else []))
+    full, rest = divmod(left, PADDING_ROW_TOKENS)
+    return (*rows, *[PADDING_ROW_TOKENS] * full, *([rest] if rest else []))
 
 
 def collate(rows: Sequence[Row], length: int, pad_id: int, *, flat: bool = False, pin_memory: bool = False) -> Batch:
-    """Lay rows out and shift targets.
+    """Pad or join rows, and shift targets by one.
 
     Args:
-        rows: none is longer than `length`; when joined, all together are not.
+        rows: each fits into `length`; if joined, all together do.
         length: T, tokens to which rows, or their joined sequence, are padded on the right.
         pad_id: token in the padding. It may also be a trained token (EOS, say): targets come from spans alone.
         flat: join the rows into one sequence.
-        pin_memory: make tensors in page-locked memory, from which a GPU copies while the host goes on.
+        pin_memory: allocate tensors in page-locked memory, for asynchronous copies to a GPU.
     """
     sizes = np.array([len(ids) for ids, _ in rows])
     starts = np.cumsum(sizes) - sizes if flat else np.arange(len(rows)) * length
@@ -116,14 +116,14 @@ def collate(rows: Sequence[Row], length: int, pad_id: int, *, flat: bool = False
 
 
 def _empty(shape: tuple[int, ...], pin_memory: bool, dtype: type[np.integer] = np.int64) -> torch.Tensor:
-    """A tensor to fill; memory of numpy's where it is not pinned, so that a CPU's count of tensors leaves it out."""
+    """An empty tensor. Unpinned memory is numpy's, so that the memory profiler of a CPU does not count it."""
     if pin_memory:
         return torch.empty(shape, dtype=torch.int64 if dtype is np.int64 else torch.int32, pin_memory=True)
     return torch.from_numpy(np.empty(shape, dtype))
 
 
 def _supervised_index(spans: Sequence[np.ndarray], starts: np.ndarray) -> np.ndarray:
-    """Flat positions from which trained tokens are predicted, ascending, int64.
+    """Flat positions that predict trained tokens, ascending, int64.
 
     Args:
         spans: of each row, (spans, 2).
@@ -133,16 +133,13 @@ def _supervised_index(spans: Sequence[np.ndarray], starts: np.ndarray) -> np.nda
     pairs = np.concatenate(spans).astype(np.int64)
     first = np.maximum(pairs[:, 0], 1)  # Nothing precedes the first token, so nothing predicts it.
     counts = np.maximum(pairs[:, 1] - first, 0)
-    # Position k of all that are trained lies as far behind its span's start as k lies behind the span's first.
+    # Trained position k is as far behind its span's start as k is behind the number of the span's first position.
     offsets = shifts + first - 1 - (np.cumsum(counts) - counts)
     return np.arange(counts.sum()) + np.repeat(offsets, counts)
 
 
 def join_rows(lengths: Sequence[int] | np.ndarray, total: int, *, pin_memory: bool = False) -> JoinedRows:
-    """Where rows of these lengths lie in a joined sequence of `total` tokens.
-
-    All of the padding is at position 0, which every model knows.
-    """
+    """Offsets and positions of rows in a joined sequence of `total` tokens; all padding has position 0."""
     bounds = joined_lengths(lengths, total)
     offsets = _empty((len(bounds) + 1,), pin_memory, np.int32)
     offsets.numpy()[:] = [0, *accumulate(bounds)]
@@ -155,11 +152,11 @@ def join_rows(lengths: Sequence[int] | np.ndarray, total: int, *, pin_memory: bo
 
 
 IDLE_TOKENS = 8
-"""Length of the row of a process that has nothing to compute in a turn: the shortest that suits every kernel."""
+"""Length of the padding row of a process without work: the shortest that suits every kernel."""
 
 
 def idle_batch(pad_id: int) -> Batch:
-    """One row of padding without a target: its loss is 0, and it passes through the model with those of the others."""
+    """One row of padding without targets, for a process without work: its loss is 0, and its collectives match."""
     return Batch(
         input_ids_BT=torch.full((1, IDLE_TOKENS), pad_id, dtype=torch.int64),
         targets_BT=torch.full((1, IDLE_TOKENS), IGNORED, dtype=torch.int64),
@@ -186,7 +183,7 @@ def read_batch(tokens: TokenRows, micro_batch: MicroBatch, pad_id: int, *, pin_m
 
 
 def _fits(tokens: TokenRows, micro_batch: MicroBatch) -> bool:
-    """Whether the index knows these rows as the plan does."""
+    """Whether the plan agrees with the index about these rows."""
     lengths = tokens.lengths[micro_batch.rows]
     needed = lengths.sum() if micro_batch.flat else lengths.max()
     supervised = tokens.supervised[micro_batch.rows].sum()
@@ -195,7 +192,7 @@ def _fits(tokens: TokenRows, micro_batch: MicroBatch) -> bool:
 
 
 def refuse_other_ranks(plan: Plan, ranks: int) -> None:
-    """Refuse a plan that deals a step to another number of GPUs than there are: some rows would be left out.
+    """Refuse a plan for another number of GPUs: some rows would never be trained.
 
     Raises:
         UserError: with both numbers.
@@ -208,7 +205,7 @@ def refuse_other_ranks(plan: Plan, ranks: int) -> None:
 
 
 def refuse_other_tokens(plan: Plan, lengths: np.ndarray) -> None:
-    """Refuse a plan whose rows the index does not have, or has longer, before hours are spent on it.
+    """Refuse a plan whose rows are missing from the index, or are longer there.
 
     Args:
         plan: of the run, or of one GPU.
@@ -230,7 +227,7 @@ def refuse_other_tokens(plan: Plan, lengths: np.ndarray) -> None:
 
 
 def empty_batch(shape: BatchShape, device: torch.device | str) -> Batch:
-    """Uninitialised tensors of a micro-batch's shape, for tracing under FakeTensorMode."""
+    """Uninitialised tensors with the shapes of a micro-batch, for tracing under FakeTensorMode."""
 
     def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The way between a device and the host's memory for updates that are made there (train.offload=optimizer)."""
+"""Copy gradients to host memory and weights back, for updates on the host (train.offload=optimizer)."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,21 +9,21 @@ from lean_finetune.config.field_types import OffloadState
 from lean_finetune.core.errors import UserError
 
 STAGING_BYTES = 64 * 2**20
-"""Of the page-locked buffer through which tensors travel: large enough for the full speed of the link."""
+"""Size of the page-locked staging buffer: large enough for the full bandwidth of the link."""
 
 HostContext = Callable[[], AbstractContextManager[object]]
-"""Opens a stretch in which what is made is the host's: a trace must not count it for the device."""
+"""Opens a context for host allocations, which a memory trace must not count for the device."""
 
 
 class HostTransfer:
-    """Takes gradients to the host and weights back, one tensor at a time through one buffer.
+    """Copies one tensor at a time through one staging buffer.
 
-    All of the host's memory that this takes is made at the start: the buffer, and room for the largest gradient. On
-    the device it takes nothing.
+    It allocates all its host memory at the start: the buffer, and space for the largest gradient. It needs no device
+    memory.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], dtype: torch.dtype, on_host: HostContext = nullcontext):
-        """Make room for the gradients of `parameters` as `dtype`, that of their copies on the host."""
+        """Allocate space for the gradients of `parameters`; `dtype` is the type of the master weights."""
         self.on_host = on_host
         tensors = list(parameters)
         largest = max(tensors, key=lambda tensor: tensor.numel())
@@ -34,11 +34,11 @@ class HostTransfer:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The host's memory that this holds: room for a gradient, and what tensors travel through."""
+        """The host memory in use: the space for a gradient, and the staging buffer."""
         return self._gradient, self._staging
 
-    def fetch(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the device in the host's room for them; they are gone with the next call."""
+    def to_host(self, values: torch.Tensor) -> torch.Tensor:
+        """A device tensor in host memory, valid until the next call."""
         host = self._gradient[: values.numel()]
         staging = self._staging.view(values.dtype)
         flat = values.detach().view(-1)
@@ -46,8 +46,8 @@ class HostTransfer:
             target.copy_(staging[: len(source)].copy_(source))
         return host.view(values.shape)
 
-    def give(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        """Write values of the host over a tensor of the device, rounded to its type."""
+    def to_device(self, values: torch.Tensor, target: torch.Tensor) -> None:
+        """Overwrite a device tensor with host values, rounded to its type."""
         staging = self._staging.view(target.dtype)
         flat = target.detach().view(-1)
         for source, place in zip(values.detach().view(-1).split(len(staging)), flat.split(len(staging)), strict=True):
@@ -55,7 +55,7 @@ class HostTransfer:
 
 
 def refuse_offloaded_state(choice: OffloadState, device_type: str) -> None:
-    """Refuse to keep on the host what is there anyway.
+    """Refuse to offload to the host what is already there.
 
     Raises:
         UserError: training runs on a CPU.

@@ -1,4 +1,4 @@
-"""The loss: summed cross-entropy over the trained tokens of one micro-batch.
+"""Summed cross-entropy over the trained tokens of one micro-batch.
 
 Shapes: B rows, T padded tokens, D hidden size, V vocabulary, N trained tokens.
 """
@@ -20,13 +20,13 @@ from lean_finetune.step.batches import Batch, join_rows
 
 PROBE_TOKENS = 8
 OTHER_ORDER = 0.02
-"""Share of the largest logit by which bf16 arithmetic in another order can change one."""
+"""Largest relative difference between logits that bf16 computes in another order."""
 UNSEEN = 1e-4
-"""The same in fp32, or in any type where shapes are equal and only tokens differ that must not be seen."""
+"""The same in fp32, or in any type if shapes are equal and only tokens differ that must not be visible."""
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The transformers model below the adapters' wrapper."""
+    """The transformers model inside peft's wrapper."""
     return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
 
 
@@ -40,7 +40,7 @@ def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
 def decoder_hidden(
     lm: PreTrainedModel, input_ids_BT: torch.Tensor, joined_rows: JoinedRows | None = None
 ) -> torch.Tensor:
-    """The last hidden states (B, T, D), without a mask and without a KV cache."""
+    """The last hidden states (B, T, D), computed without a mask and without a KV cache."""
     decoder = lm.get_decoder()
     with joined_forward(joined_rows) as arguments:
         return decoder(input_ids=input_ids_BT, use_cache=False, **arguments).last_hidden_state
@@ -51,10 +51,9 @@ def summed_loss(
 ) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of a micro-batch, an fp32 scalar.
 
-    The decoder runs without a mask (rows are right-padded, attention is causal) and without a KV cache. With `chunk`
-    set, only trained positions reach the head, `chunk` of them at a time, and their logits are recomputed in backward:
-    at most chunk × V logits exist. Without it the logits of all B × T positions exist at once. What the decoder keeps
-    for backward goes to `offload`; logits do not, as backward begins with them.
+    With `chunk`, only trained positions reach the head, `chunk` of them at a time, and backward recomputes their
+    logits: at most chunk × V logits exist. Without it, the logits of all B × T positions exist at once. `offload` takes
+    what the decoder saves for backward, but no logits, since backward begins with them.
     """
     lm = causal_lm(model)
     with offloading(offload, lm):
@@ -97,11 +96,10 @@ def _chunk_loss(model: PreTrainedModel, hidden_CD: torch.Tensor, targets_C: torc
 
 @torch.no_grad()
 def check_head(model: nn.Module, device: torch.device) -> None:
-    """Try a model on a few tokens: is its loss the one computed here, and does it never look ahead?
+    """Check on a few tokens that `head_logits` equals the model's own logits and that no token sees later ones.
 
     Raises:
-        UserError: it does more to its logits than `head_logits` knows, or later tokens change earlier logits, so that
-            padding on the right would be seen.
+        UserError: the model changes its logits in another way, or is not causal, so that right padding would matter.
     """
     lm = causal_lm(model)
     training = lm.training
@@ -123,16 +121,16 @@ def check_head(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def check_joined_rows(model: nn.Module, device: torch.device) -> None:
-    """Try a model on two joined rows: does each see itself alone, from position 0 on?
+    """Check on two joined rows that each sees only itself, at positions from 0.
 
     Raises:
-        UserError: it does not: a layer of its own making looks past a row's bounds, or counts positions itself.
+        UserError: a layer looks past a row's bounds, or computes positions itself.
     """
     lm = causal_lm(model)
     name = lm.config.model_type
     remedy = "set bucket.mode=bucketed, or choose another model"
     if "position_ids" not in inspect.signature(lm.get_decoder().forward).parameters:
-        raise UserError(f"bucket.mode: packed needs a model that is told positions; {name} is not; {remedy}")
+        raise UserError(f"bucket.mode: packed needs a model that takes position_ids; {name} does not; {remedy}")
     training = lm.training
     lm.eval()
     vocabulary = lm.config.get_text_config().vocab_size
@@ -150,5 +148,5 @@ def check_joined_rows(model: nn.Module, device: torch.device) -> None:
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, share: float = OTHER_ORDER) -> bool:
-    """Whether logits agree to a share of their largest size."""
+    """Whether logits differ by at most this share of the largest."""
     return bool((a - b).abs().max() <= share * a.abs().max())

@@ -6,28 +6,28 @@ import torch
 
 from lean_finetune.core.errors import UserError
 
-# The constants of torch.amp.GradScaler, whose rule this is; that class reads tensors where none can be traced.
+# The rule and constants of torch.amp.GradScaler, which cannot be traced on fake tensors because it reads values.
 FIRST_SCALE = 2.0**16
 GROWTH_STEPS = 2000
-"""Steps without overflow after which the scale is doubled."""
+"""Steps without overflow until the scale doubles."""
 SMALLEST_SCALE = 1.0
-"""Below it a gradient overflows that no scale enlarged."""
+"""Below it gradients overflow without being scaled."""
 
 
 def is_finite(norm: torch.Tensor) -> bool:
-    """Whether a norm is a number; waits for the device."""
+    """Whether a norm is finite; synchronises with the device."""
     return bool(torch.isfinite(norm).item())
 
 
 class LossScaler:
-    """Multiplies the loss, divides the gradients, and leaves out updates whose gradients overflowed."""
+    """Scales the loss, unscales the gradients, and skips updates whose gradients overflowed."""
 
     def __init__(self, finite: Callable[[torch.Tensor], bool] = is_finite):
-        """Start at `FIRST_SCALE`; `finite` looks at a gradient norm."""
+        """`finite` tests a gradient norm; estimate replaces it, since fake tensors have no values."""
         self._finite = finite
         self.scale = FIRST_SCALE
         self.good_steps = 0
-        """Updates made since the scale last changed."""
+        """Updates since the scale last changed."""
         self.skipped_steps = 0
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
@@ -35,11 +35,11 @@ class LossScaler:
         return loss * self.scale
 
     def unscale(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Divide gradients in place; powers of two lose nothing."""
+        """Divide gradients in place; the scale is a power of two, so this is exact."""
         torch._foreach_mul_(list(gradients), 1.0 / self.scale)
 
     def take(self, grad_norm: torch.Tensor) -> bool:
-        """Whether to update with gradients of this norm; adapts the scale.
+        """Whether to apply the update, given the gradient norm; adapts the scale.
 
         Raises:
             UserError: gradients overflow at any scale.

@@ -1,6 +1,6 @@
-"""Copies of the weights that take the updates: in fp32, in the host's memory, or both.
+"""Master weights: copies that take the updates, in fp32, in host memory, or both.
 
-fp32 copies of 16-bit weights: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1. Copies and update in the host's
+fp32 copies of 16-bit weights: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1. Copies and update in host
 memory: Ren et al. 2021, arXiv 2101.06840.
 """
 
@@ -16,9 +16,9 @@ Groups = list[dict[str, Any]]
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """An optimizer over copies: each is updated, then rounded to the weight that is trained.
+    """An optimizer that updates copies of the weights, then rounds each copy to its weight.
 
-    Tensor by tensor, each gradient given up once its copy is made: a step needs no more than its largest tensor.
+    It works tensor by tensor and frees each gradient once it is copied: a step needs no more than the largest tensor.
     """
 
     def __init__(
@@ -30,14 +30,14 @@ class MasterWeights(torch.optim.Optimizer):
         dtype: torch.dtype,
         link: HostTransfer | None = None,
     ):
-        """Copy the weights as they are.
+        """Copy the weights.
 
         Args:
-            groups: of the weights that are trained.
+            groups: parameter groups of the trained weights.
             lr: learning rate.
             build: makes the optimizer of the copies.
-            dtype: of the copies.
-            link: to the host, where the copies are and the update is made; None = on the device of the weights.
+            dtype: type of the copies.
+            link: transfers to the host, where copies and update then are; None = on the device of the weights.
         """
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         self.link = link
@@ -54,45 +54,45 @@ class MasterWeights(torch.optim.Optimizer):
             self.inner = build(copies)
 
     def _copied(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
-        """A weight's copy where it is updated."""
-        place = parameter.device if self.link is None else torch.device("cpu")
-        return torch.nn.Parameter(parameter.detach().to(device=place, dtype=dtype, copy=True))
+        """A copy of a weight on the device of the update."""
+        device = parameter.device if self.link is None else torch.device("cpu")
+        return torch.nn.Parameter(parameter.detach().to(device=device, dtype=dtype, copy=True))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every weight that has a gradient."""
+        """Update every weight with a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group["lr"])
 
     def _update(self, parameter: torch.nn.Parameter, lr: float) -> None:
-        """One tensor."""
+        """Update one tensor: the inner optimizer sees a group of this tensor alone."""
         master = self.state[parameter]["master"]
-        whole = self.inner.param_groups
+        groups = self.inner.param_groups
         with self._on_host():
             assert parameter.grad is not None
-            master.grad = parameter.grad.float() if self.link is None else self.link.fetch(parameter.grad)
+            master.grad = parameter.grad.float() if self.link is None else self.link.to_host(parameter.grad)
         parameter.grad = None
         with self._on_host():
-            self.inner.param_groups = [{**whole[self._inner_group[parameter]], "lr": lr, "params": [master]}]
+            self.inner.param_groups = [{**groups[self._inner_group[parameter]], "lr": lr, "params": [master]}]
             try:
                 self.inner.step()
             finally:
-                self.inner.param_groups = whole
+                self.inner.param_groups = groups
             master.grad = None
             if self.link is None:
                 parameter.copy_(master)
             else:
-                self.link.give(master, parameter)
+                self.link.to_device(master, parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """The copies in order, and the state of their optimizer."""
+        """The copies, in order, and the state of their optimizer."""
         return {"masters": [master.detach() for master in self._masters()], "inner": self.inner.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave; PyTorch's own would round the copies to the weights' type."""
+        """Load what `state_dict` returned; PyTorch's own method would round the copies to the weights' type."""
         for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
             master.copy_(saved)
         self.inner.load_state_dict(state_dict["inner"])

@@ -1,10 +1,10 @@
-"""Which exceptions say that memory has ended."""
+"""Recognise out-of-memory exceptions."""
 
 import errno
 
 import torch
 
-SAYINGS = (
+MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "CUDA error: out of memory",
@@ -12,13 +12,13 @@ SAYINGS = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
-"""Of exceptions without a type of their own: PyTorch's CPU allocator, and libraries beside CUDA's allocator."""
+"""Messages of plain RuntimeErrors: from PyTorch's CPU allocator, and from libraries that allocate themselves."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory has ended, on the device or on the host."""
+    """Whether an exception means that the device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in SAYINGS)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)

@@ -1,7 +1,7 @@
-"""Updates made in backward (train.optimizer_in_backward): each weight as soon as its gradient is whole.
+"""Update each weight in backward, as soon as its gradient is complete (train.optimizer_in_backward).
 
-The gradient is freed at once, so that never all of them exist (Lv et al. 2023, arXiv 2306.09782). No weight that
-backward still needs is updated: autograd would refuse to go on with it.
+The gradient is freed at once, so all of them never exist together (Lv et al. 2023, arXiv 2306.09782). No weight that
+backward still needs is updated: autograd would raise.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +16,17 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.model_spec import ModelSpec
 
 Norms = dict[torch.Tensor, torch.Tensor]
-"""The norm of the gradient that each parameter had."""
+"""The gradient norm of each parameter."""
 
 
 @contextmanager
 def updates_in_backward(optimizer: torch.optim.Optimizer, norms: Norms) -> Iterator[None]:
-    """Inside, backward updates each parameter of the optimizer, frees its gradient and leaves the norm in `norms`."""
-    whole = optimizer.param_groups
+    """A context in which backward updates each parameter, frees its gradient and stores the norm in `norms`."""
+    groups = optimizer.param_groups
 
     def updater(group: dict[str, Any]) -> Callable[[torch.Tensor], None]:
         def update(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None and parameter not in norms, "one gradient in a step, and a whole one"
+            assert parameter.grad is not None and parameter not in norms, "one gradient per step"
             norms[parameter] = torch.linalg.vector_norm(parameter.grad)
             optimizer.param_groups = [{**group, "params": [parameter]}]
             optimizer.step()
@@ -34,26 +34,26 @@ def updates_in_backward(optimizer: torch.optim.Optimizer, norms: Norms) -> Itera
 
         return update
 
-    hooks = [p.register_post_accumulate_grad_hook(updater(group)) for group in whole for p in group["params"]]
+    hooks = [p.register_post_accumulate_grad_hook(updater(group)) for group in groups for p in group["params"]]
     try:
         yield
     finally:
-        optimizer.param_groups = whole
+        optimizer.param_groups = groups
         for hook in hooks:
             hook.remove()
 
 
 def total_norm(parameters: list[nn.Parameter], norms: Norms) -> torch.Tensor:
-    """The norm of all gradients together, from those of each: what torch.nn.utils.get_total_norm computes."""
+    """The total norm of all gradients, as torch.nn.utils.get_total_norm computes it."""
     return torch.linalg.vector_norm(torch.stack([norms[parameter] for parameter in parameters if parameter in norms]))
 
 
 def refuse_in_backward(spec: ModelSpec, micro_batches: Sequence[int] | np.ndarray) -> None:
-    """Refuse updates in backward where a step's gradients are not those of one backward pass as it stands.
+    """Refuse updates in backward if a step's gradients are not complete after one backward pass.
 
     Args:
-        spec: of the model, its precision as resolved for the device.
-        micro_batches: of each optimizer step, how many.
+        spec: of the model, with its precision resolved for the device.
+        micro_batches: number in each optimizer step.
 
     Raises:
         UserError: a step has several micro-batches, or gradients are scaled.

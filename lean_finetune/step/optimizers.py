@@ -66,7 +66,7 @@ def _make_bitsandbytes_state(optimizer: Any) -> None:
     optimizer.to_gpu()
     optimizer.initialized = True
     with warnings.catch_warnings():
-        # `paging_note` says the same in one line of ours.
+        # `paging_note` replaces this warning.
         warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU", UserWarning)
         for group_index, group in enumerate(optimizer.param_groups):
             for parameter_index, parameter in enumerate(group["params"]):
@@ -74,7 +74,7 @@ def _make_bitsandbytes_state(optimizer: Any) -> None:
 
 
 def is_paged(name: OptimizerName, values: int, *, cuda: bool) -> bool:
-    """Whether the state of a parameter with so many values is managed memory, which no allocator counts."""
+    """Whether the state of a parameter with `values` values is managed memory, which no allocator counts."""
     return cuda and OPTIMIZERS[name].paged and values >= PAGED_VALUES
 
 

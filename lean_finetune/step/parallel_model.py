@@ -21,7 +21,7 @@ class ShardSlice:
     first_row: int
     """Along the first dimension."""
     full_shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    """Shape of the parameter."""
     saved_here: bool
     """Whether checkpoints take these rows from this process: of several that have the same rows, one saves them."""
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run: parameter groups, state made before the first step, learning-rate schedule."""
+"""Build the optimizer of a run: parameter groups, state before the first step, learning-rate schedule."""
 
 import math
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from lean_finetune.step.optimizers import make_optimizer, make_state
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSpec:
-    """What decides the optimizer's state and updates."""
+    """The settings that decide the optimizer's state and updates."""
 
     name: OptimizerName
     lr: float
@@ -29,7 +29,7 @@ class OptimSpec:
     master_weights: bool = False
     """Update fp32 copies of 16-bit weights."""
     offload: OffloadState = "none"
-    """Whether state and update are the host's; with `parameters` the trained parameters are there already."""
+    """Whether state and update are on the host; with `parameters`, trained parameters are there already."""
 
     @classmethod
     def from_params(cls, params: Params) -> "OptimSpec":
@@ -52,10 +52,10 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def build_optimizer(model: nn.Module, spec: OptimSpec, on_host: HostContext = nullcontext) -> torch.optim.Optimizer:
-    """The optimizer over the trained parameters; vectors (norms, biases) are not decayed.
+    """Build the optimizer over the trained parameters; vectors (norms, biases) are not decayed.
 
-    Its state is made here and not in the first step, so that the first step already holds as much as any later one:
-    what does not fit fails at once. `on_host` is opened around what the host does with `spec.offload`.
+    Its state is made here and not in the first step, so that a run that does not fit fails at once. `on_host` is opened
+    around allocations on the host.
     """
     trained = trained_parameters(model)
     groups: list[dict[str, Any]] = [
@@ -79,7 +79,7 @@ def build_optimizer(model: nn.Module, spec: OptimSpec, on_host: HostContext = nu
 
 
 def learning_rate(step: int, total_steps: int, spec: OptimSpec) -> float:
-    """Learning rate of optimizer step `step` (0-based): linear warm-up, then cosine towards zero, or constant."""
+    """Learning rate of optimizer step `step` (from 0): linear warm-up, then cosine towards zero, or constant."""
     warmup_steps = round(spec.warmup_fraction * total_steps)
     if step < warmup_steps:
         return spec.lr * (step + 1) / warmup_steps

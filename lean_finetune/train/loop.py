@@ -218,7 +218,7 @@ def _load(job: TrainJob, meter: Meter, monitor: Monitor) -> tuple[Running, HostP
         monitor=monitor,
         curves=[],
         device=job.device,
-        sharding=job.sharing.cut,
+        sharding=job.sharing.layout,
     )
     return run, load_host
 

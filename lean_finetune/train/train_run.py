@@ -85,7 +85,7 @@ def _run(
             _told,
             channel,
         )
-        room, cut = _room(params, job, paths), job.sharing.cut
+        room, cut = _room(params, job, paths), job.sharing.layout
         keeper = stack.enter_context(
             opened_by_all(choice, run=params.run, stop=stop, told=_told, channel=channel, sharding=cut, room=room)
         )

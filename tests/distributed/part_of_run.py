@@ -119,7 +119,9 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
             return part.every_step
 
     store = CheckpointStore(directory / "kept", 2, said.append, ControlChannel(world, CPU))
-    keeper = Asked(store, seconds=None, stop=stop, told=said.append, cut=cut_of(world.size, sharing_of(part.mode).cut))
+    keeper = Asked(
+        store, seconds=None, stop=stop, told=said.append, cut=cut_of(world.size, sharing_of(part.mode).layout)
+    )
     first_step = keeper.first_step
     job = job_of(part, world)
     try:

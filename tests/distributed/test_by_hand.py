@@ -54,6 +54,7 @@ def on_nodes(*roots: Path) -> list[tuple[int | None, str]]:
     return [(process.returncode, (root / "said").read_text()) for process, root in zip(processes, roots, strict=True)]
 
 
+@pytest.mark.slow
 def test_nodes_with_different_settings_are_refused(copy: Path):  # noqa: F811
     """Both ended with success, and different weights."""
     planned(copy, 2, "ddp")
@@ -85,6 +86,7 @@ def test_under_torchrun_one_process_speaks(copy: Path):  # noqa: F811
 SEEN = "import os, lean_finetune.core.torchrun_threads; print('threads', os.environ.get('OMP_NUM_THREADS'))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("set_to", "seen"), [(None, "None"), ("1", "1")])
 def test_torchrun_does_not_decide_the_number_of_threads(set_to: str | None, seen: str):
     """It sets one for each process where its user set none: packing and host updates took one core of many."""

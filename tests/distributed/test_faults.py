@@ -76,7 +76,7 @@ def run_with(fault: str, root: Path) -> tuple[int, list[str], float]:
 
 TOLD = {
     "memory": r"error: .*(memory|max_tokens).*",
-    "killed": r"error: hardware\.num_gpus: process 1 ended by SIGKILL; .*the same command goes on from the last .*",
+    "killed": r"error: hardware\.num_gpus: process 1 ended by SIGKILL; .*the same command resumes from the last .*",
     "disk": r"error: .*File too large.*free space, then rerun.*",
     "hangs": (
         rf"error: run\.rank_timeout_seconds: .* process 0 of 2 waited {TIMEOUT_SECONDS} s in phase \w+ of "

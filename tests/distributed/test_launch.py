@@ -6,12 +6,12 @@ import pytest
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.launch import (
-    DIRECTORY,
     LOST,
+    RANKS_DIRECTORY,
     ConnectionLost,
     WaitTimedOut,
     _first_fault,
-    _own,
+    _launch_directory,
     report_faults_once,
 )
 from lean_finetune.distributed.processes import World
@@ -28,13 +28,13 @@ def world(rank: int) -> World:
 
 def test_another_launch_leaves_what_this_one_says_alone(tmp_path: Path):
     """It may be refused while this one goes on: its fault is not this one's."""
-    with _own(tmp_path / "ranks") as first:
+    with _launch_directory(tmp_path / "ranks") as first:
         (first / "1.log").write_text("a traceback")
-        with _own(tmp_path / "ranks") as second:
+        with _launch_directory(tmp_path / "ranks") as second:
             (second / "0.fault").write_text("one process at a time may train the same run")
             assert _first_fault(first, 2) is None and (first / "1.log").exists()
     assert (first / "1.log").exists(), "it is read after the end"
-    with _own(tmp_path / "ranks") as third:
+    with _launch_directory(tmp_path / "ranks") as third:
         assert list((tmp_path / "ranks").iterdir()) == [third]
 
 
@@ -57,7 +57,7 @@ def test_other_faults_stay_what_they_are():
 
 def test_only_those_that_did_not_come_are_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of four, the last hangs. One loses its patience, which breaks the link of the others, who waited too."""
-    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(RANKS_DIRECTORY, str(tmp_path))
     for rank, said in ((2, GLOO_LATE), (1, GLOO_CLOSED)):
         # Only the first process's streams stay as they are: what this test needs.
         monkeypatch.setattr("os.dup2", lambda *_: None)

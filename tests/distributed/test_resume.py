@@ -54,7 +54,11 @@ def learnt(ended: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("mode", "method", "optimizer"),
-    [("ddp", "lora", "adamw"), ("zero1", "full", "adafactor"), ("zero3", "full", "adamw_8bit")],
+    [
+        ("zero3", "full", "adamw_8bit"),
+        pytest.param("ddp", "lora", "adamw", marks=pytest.mark.slow),
+        pytest.param("zero1", "full", "adafactor", marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_processes_go_on_to_the_bit(small_llama: Path, tmp_path: Path, pair: Group, mode, method, optimizer):
     """Weights, state, and what dropout draws in each process."""
@@ -70,7 +74,16 @@ def test_the_same_processes_go_on_to_the_bit(small_llama: Path, tmp_path: Path, 
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize(("first", "then"), [("zero3", "none"), ("none", "zero3"), ("ddp", "zero1"), ("zero1", "none")])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("zero3", "none"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("none", "zero3"), ("ddp", "zero1"), ("zero1", "none"))
+        ),
+    ],
+)
 def test_another_number_of_processes_goes_on(small_llama: Path, tmp_path: Path, pair: Group, first: str, then: str):
     """Each reads the rows that it holds, however they were cut when they were kept."""
     check_recut(
@@ -124,6 +137,7 @@ def test_groups_that_hold_the_same_go_on(small_llama: Path, tmp_path: Path, pair
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_of_one_process_costs_a_checkpoint_only(small_llama: Path, tmp_path: Path, pair: Group, rank: int):
     """A checkpoint that lacks a part must not get a name, and training goes on."""

@@ -25,6 +25,7 @@ from lean_finetune.step.parallel_model import SingleProcess
 from lean_finetune.train.save_model import Merge, save_tuned
 from tests.conftest import ROOT
 from tests.small_model import CPU, VOCABULARY, base_of, spec_of
+from tests.step.common import slow
 
 IDS = torch.arange(3, 99)[None].remainder(VOCABULARY)
 FORMS: dict[str, dict[str, Any]] = {
@@ -40,6 +41,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "loftq": {"method": "qlora", "lora_init": "loftq"},
     "int8": {"method": "int8_lora"},
 }
+FAST = ("lora", "dora on nf4", "pissa, rslora", "pure_bf16", "loftq", "int8")
+SOME = [form if form in FAST else slow(form) for form in FORMS]
+"""Each kind of weight and each kind of adapter at least once."""
 EXACT = 0.0
 ROUNDED = {"pissa": 2e-5, "pissa, rslora": 2e-5}
 """Of the logits: what is left in fp32 of a weight from which something was taken and put back."""
@@ -85,7 +89,7 @@ def fp32_llama(small_llama: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's, see adapters.py
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME)
 def test_an_adapter_reloads_in_plain_peft_and_in_evaluate(small_llama: Path, tmp_path: Path, form: str):
     """PiSSA changes the frozen weights: its adapter as trained would be another model on the base as it is."""
     spec = spec_of(**FORMS[form])
@@ -109,7 +113,7 @@ def test_an_adapter_reloads_in_plain_peft_and_in_evaluate(small_llama: Path, tmp
         assert (logits(loaded) - expected).abs().max().item() <= bound
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME)
 def test_a_merged_model_is_the_adapted_one(fp32_llama: Path, tmp_path: Path, form: str):
     """A merge of 4-bit adapters onto the original weights would mend twice what 4 bits lost."""
     spec = spec_of(**FORMS[form])

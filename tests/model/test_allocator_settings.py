@@ -9,6 +9,7 @@ import torch
 from lean_finetune.model.allocator_settings import environment_notes, segments_from_environment, use_segments
 from tests.conftest import ROOT
 from tests.processes import run_bounded
+from tests.step.common import slow
 
 CUDA = torch.device("cuda", 0)
 
@@ -41,14 +42,14 @@ def test_a_cpu_is_left_alone(settings):
     assert use_segments(True, torch.device("cpu")) is None and settings() == before
 
 
-@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.parametrize(
-    ("asked", "expandable", "told"),
+    ("variable", "asked", "expandable", "told"),
     [
-        ("expandable_segments:False", True, "False: false is kept"),
-        ("garbage_collection_threshold:0.8, expandable_segments: True", False, "True: true is kept"),
-        ("backend:cudaMallocAsync", True, "PyTorch's allocator is not in use"),
-        ("expandable_segments:True", True, None),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", True, "False: false is kept"),
+        slow("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8, expandable_segments: True", False, "True: true"),
+        slow("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", True, "PyTorch's allocator is not in use"),
+        slow("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", True, "False: false is kept"),
+        slow("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True, None),
     ],
 )
 def test_what_the_environment_says_is_kept_and_told(variable: str, asked: str, expandable: bool, told: str | None):

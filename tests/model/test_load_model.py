@@ -16,6 +16,7 @@ from lean_finetune.model.load_model import fake_model, load_base, load_model, un
 from lean_finetune.model.model_config import read_config, refuse_long_rows
 from lean_finetune.model.quantize import quantisation_tensors
 from tests.small_model import CPU, spec_of
+from tests.step.common import slow
 
 FORMS: list[dict[str, Any]] = [
     {"method": "full"},
@@ -37,7 +38,7 @@ def tensors_of(model: torch.nn.Module) -> list[tuple[tuple[int, ...], str, bool]
     return sorted((tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "pure_bf16"])
+@pytest.mark.parametrize("precision", ["bf16", *map(slow, ("fp32", "fp16", "pure_bf16"))])
 @pytest.mark.parametrize("changes", FORMS, ids=str)
 def test_fake_model_has_the_tensors_of_the_real_one(small_llama: Path, changes: dict[str, Any], precision: str):
     """A difference here would be an error of the prediction."""

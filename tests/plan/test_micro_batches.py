@@ -26,7 +26,7 @@ from tests.plan.common import (
     steps_of,
 )
 
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = settings(max_examples=50, deadline=None)
 RANKS = st.sampled_from([2, 3, 4])
 
 

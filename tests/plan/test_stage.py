@@ -105,7 +105,7 @@ def test_a_row_of_a_source_that_params_do_not_name_is_told(workspace):
 @pytest.mark.parametrize(
     ("lengths", "supervised", "names", "told"),
     [
-        ([], [], NAMES, "holds no training row"),
+        ([], [], NAMES, "has no training row"),
         ([40, 2000], [3, 3], NAMES, "bucket.max_tokens: the longest row (train row 1: 2000 tokens, padded 2000)"),
         ([40, 50], [3, 0], NAMES, "row 1: needs 1 or more supervised tokens"),
         ([40, 50], [3, 50], NAMES, "fewer than its tokens, got 50 of 50"),
@@ -120,13 +120,13 @@ def test_a_wrong_index_ends_in_one_line_and_writes_nothing(workspace, lengths, s
 
 def test_an_index_of_duplicates_alone_holds_no_training_row(workspace):
     write_index(INDEX, [40], [3], dropped=[True])
-    assert_refused("holds no training row")
+    assert_refused("has no training row")
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 5, 100, -1])
 def test_an_index_cut_short_ends_in_one_line_and_writes_nothing(workspace, keep_bytes):
     INDEX.write_bytes(INDEX.read_bytes()[:keep_bytes])
-    assert_refused(f"{INDEX}: not a whole Arrow file")
+    assert_refused(f"{INDEX}: not a complete Arrow file")
 
 
 def test_a_missing_index_ends_in_one_line_and_keeps_the_last_plan(workspace):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from lean_finetune.model.load_model import load_model
@@ -14,6 +15,12 @@ from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepResult, StepSpec, training_step
 from tests.small_model import CPU, VOCABULARY, spec_of
+
+
+def slow(*values: Any) -> Any:
+    """A parameter set that runs in `make test-all` alone: another one of the same test proves the behaviour."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
 
 OPTIM = OptimSpec(name="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_fraction=0.1)
 

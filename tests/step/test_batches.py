@@ -51,7 +51,7 @@ def token_rows(draw):
     return rows, longest + draw(st.integers(0, 5)), draw(st.integers(0, 65_535))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(token_rows())
 def test_every_trained_token_is_predicted_once_from_the_position_before_it(drawn):
     rows, length, pad_id = drawn
@@ -66,7 +66,7 @@ def test_every_trained_token_is_predicted_once_from_the_position_before_it(drawn
     assert torch.equal(batch.supervised_index_N, (expected.flatten() != IGNORED).nonzero().flatten())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(token_rows(), st.integers(0, 90))
 def test_joined_rows_train_the_same_tokens_and_count_positions_from_their_own_start(drawn, padding):
     """The last token of a row must never predict the first of the next."""

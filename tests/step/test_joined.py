@@ -25,7 +25,7 @@ from lean_finetune.model.model_config import read_config, refuse_joined_rows
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import check_joined_rows, summed_loss, token_losses
 from tests.small_model import CPU, VOCABULARY, spec_of
-from tests.step.common import assert_equal, cut, join, rows, run
+from tests.step.common import assert_equal, cut, join, rows, run, slow
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -56,19 +56,20 @@ def small(config: PretrainedConfig) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
-@pytest.mark.parametrize("padding", [0, 50])
-def test_every_token_of_a_joined_row_has_the_loss_it_has_alone(config, padding):
+def test_every_token_of_a_joined_row_has_the_loss_it_has_alone(config):
     """A row that sees the one before it, or whose positions run on, has another loss."""
     model = small(config)
-    together = token_losses(model, join([8], padding)[0], 1000)
     alone = torch.cat([token_losses(model, batch, 1000) for batch in cut([1] * 8)])
     assert alone.min() > 1
-    torch.testing.assert_close(together, alone, rtol=2e-5, atol=2e-5)
+    for padding in (0, 50):
+        together = token_losses(model, join([8], padding)[0], 1000)
+        torch.testing.assert_close(together, alone, rtol=2e-5, atol=2e-5)
     check_joined_rows(model, CPU)
 
 
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize(
+    ("method", "chunk"), [("full", None), ("lora", 16), slow("full", 16), slow("qlora", None), slow("qlora", 16)]
+)
 def test_joined_rows_train_as_padded_ones(small_llama: Path, method: str, chunk: int | None):
     """Packing changes speed and memory, never what is learnt."""
     padded, weights = run(small_llama, cut([8]), method=method, chunk=chunk)
@@ -79,7 +80,7 @@ def test_joined_rows_train_as_padded_ones(small_llama: Path, method: str, chunk:
     assert_equal(weights, other, 5e-3 if method == "full" else 2e-3)
 
 
-@pytest.mark.parametrize("method", ["full", "qlora"])
+@pytest.mark.parametrize("method", ["full", slow("qlora")])
 def test_checkpointing_changes_no_bit_of_joined_rows(small_llama: Path, method: str):
     """Recomputation runs in backward, where no context of forward is left: row bounds must travel with it."""
     plain, weights = run(small_llama, join([3, 5], padding=9), method=method)

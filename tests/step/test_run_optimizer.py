@@ -14,9 +14,11 @@ from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.optimizers import device_state, paging_note
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from tests.small_model import CPU, spec_of
-from tests.step.common import OPTIM, assert_equal, cut, run
+from tests.step.common import OPTIM, assert_equal, cut, run, slow
 
 NAMES = list(OPTIMIZERS)
+FAST = ("adamw", "adamw_8bit", "adafactor")
+SOME = [name if name in FAST else slow(name) for name in NAMES]
 LR = {"lion": 1e-3, "lion_8bit": 1e-3, "sgd": 0.5}
 """Rates that learn; the others take LEARNS."""
 LEARNS = 1e-2
@@ -45,14 +47,14 @@ def weights_after(directory: Path, name: OptimizerName, *, forget: bool, steps: 
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_state_made_early_is_the_state_made_late(small_llama: Path, name: OptimizerName):
     """State is made before step 1 so that memory is flat; it must not change what is learnt."""
     early = weights_after(small_llama, name, forget=False)
     assert_equal(early, weights_after(small_llama, name, forget=True), 0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_every_optimizer_learns_and_learns_the_same_again(small_llama: Path, name: OptimizerName):
     """An optimizer that is built wrongly runs without a word; one that is not deterministic cannot be compared."""
     results, weights = run(small_llama, cut([8]), method="full", steps=6, optim=optim_of(name))
@@ -114,11 +116,10 @@ def test_paging_without_cuda_is_said():
     assert paging_note("adamw_8bit", CPU) is None and paging_note("paged_adamw_8bit", torch.device("cuda")) is None
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_vectors_are_not_decayed(small_llama: Path, name: OptimizerName):
+def test_vectors_are_not_decayed(small_llama: Path):
     """Decayed norms drift: Hugging Face's trainer leaves them out, so do we."""
     model = load_model(small_llama, spec_of(method="full"), CPU)
-    groups: list[dict[str, Any]] = build_optimizer(model, optim_of(name)).param_groups
+    groups: list[dict[str, Any]] = build_optimizer(model, optim_of("adamw")).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert all(p.ndim >= 2 for p in groups[0]["params"]) and all(p.ndim == 1 for p in groups[1]["params"])
 

@@ -100,7 +100,7 @@ def test_a_file_cut_short_is_told_in_one_line(tmp_path, name, keep):
     path = write_tokens(tmp_path, ROWS) / name
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * keep)])
-    with pytest.raises(UserError, match="not a whole Arrow file") as caught:
+    with pytest.raises(UserError, match="not a complete Arrow file") as caught:
         TokenRows(tmp_path, "train")
     assert "\n" not in str(caught.value)
 
@@ -114,7 +114,7 @@ def test_offsets_that_do_not_fit_the_tokens_are_refused(tmp_path, offsets):
     assert whole.count(stored) == 1
     path.write_bytes(whole.replace(stored, np.array(offsets, np.int32).tobytes()))
     tokens = TokenRows(tmp_path, "train")
-    with pytest.raises(UserError, match="rows 0 to 1: their lengths are not those of the index"):
+    with pytest.raises(UserError, match="rows 0 to 1: their lengths differ from the index"):
         tokens.ids(0)
 
 
@@ -122,19 +122,19 @@ def test_shards_and_index_of_different_runs_are_told_apart(tmp_path):
     """Lengths of one run over tokens of another would train cut rows in silence."""
     write_tokens(tmp_path, ROWS)
     write_index(tmp_path / "train-index.arrow", ROWS[:-1])
-    with pytest.raises(UserError, match="shards hold 5 rows and its index 4"):
+    with pytest.raises(UserError, match="shards have 5 rows and its index 4"):
         TokenRows(tmp_path, "train")
     write_index(tmp_path / "train-index.arrow", ROWS[::-1])
-    with pytest.raises(UserError, match="not those of the index"):
+    with pytest.raises(UserError, match="differ from the index"):
         TokenRows(tmp_path, "train").ids(0)
 
 
 def test_missing_empty_and_foreign_files_are_told_in_one_line(tmp_path):
     with pytest.raises(UserError, match=r"train-index\.arrow: file is missing"):
         TokenRows(tmp_path, "train")
-    with pytest.raises(UserError, match="holds no row"):
+    with pytest.raises(UserError, match="has no row"):
         TokenRows(write_tokens(tmp_path / "empty", []), "train")
-    with pytest.raises(UserError, match="holds no row"):
+    with pytest.raises(UserError, match="has no row"):
         TokenRows(write_tokens(tmp_path / "dropped", ROWS, dropped=range(5)), "train")
     with pytest.raises(UserError, match=r"column input_ids must be list<item: uint16> or list<item: int32>"):
         TokenRows(write_tokens(tmp_path / "int64", ROWS, token_type=pa.int64()), "train")

@@ -13,10 +13,10 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import check_head, summed_loss
 from lean_finetune.step.run_optimizer import OptimSpec, learning_rate
 from tests.small_model import CPU, spec_of
-from tests.step.common import assert_equal, cut, rows, run
+from tests.step.common import assert_equal, cut, rows, run, slow
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", ["full", "lora", slow("qlora")])
 def test_one_micro_batch_of_eight_learns_as_eight_of_one(small_llama: Path, method: str):
     """Averaging per micro-batch would weigh short rows more (the accumulation fault of several trainers)."""
     whole, weights = run(small_llama, cut([8]), method=method)
@@ -27,7 +27,7 @@ def test_one_micro_batch_of_eight_learns_as_eight_of_one(small_llama: Path, meth
     assert_equal(weights, other, 5e-3 if method == "full" else 2e-3)
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", ["full", slow("lora"), "qlora"])
 def test_checkpointing_changes_no_bit(small_llama: Path, method: str):
     """A memory-only switch leaves losses and weights unchanged, dropout included."""
     dropout = 0.0 if method == "full" else 0.2

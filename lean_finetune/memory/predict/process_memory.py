@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.config.sharding_rules import CUTTING
 from lean_finetune.core.units import MIB
-from lean_finetune.distributed.sharding_modes import READ_BY_ALL
+from lean_finetune.distributed.sharding_modes import READ_BY_EVERY_PROCESS
 from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_bytes, state_lines
 from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, target_of
@@ -145,7 +145,7 @@ def needed_bytes(parts: dict[str, Part], processes: int = 1, readers: int = 1) -
 def as_json(device: dict[str, Part], host: dict[str, Part], gpus: int = 1, method: Method = "full") -> dict[str, Any]:
     """The content of process.json; what the host needs is of all processes that are on one: the first one of a run."""
     processes = min(gpus, GPUS_OF_A_NODE)
-    readers = processes if method in READ_BY_ALL else 1
+    readers = processes if method in READ_BY_EVERY_PROCESS else 1
     return {
         "device": {name: asdict(part) for name, part in device.items()},
         "host": {name: asdict(part) for name, part in host.items()},

@@ -41,7 +41,7 @@ class Running:
     """Of every step that is done."""
     device: torch.device
     sharding: str = "none"
-    """How weights are divided, ShardSpec.cut."""
+    """How weights are divided, ShardSpec.layout."""
 
     @property
     def model(self) -> nn.Module:
