@@ -32,8 +32,8 @@ def main(index_path: Path, out: Path) -> None:
     index = read_index(index_path, run.weights)
     with atomic_directory(out) as aside:
         parts = _shown(run.parts(index), p.run.progress)
-        write_plan(aside / "plan.arrow", parts, cut=sha256_json(run.cutting.deciding))
-        summary = summarise(read_plan(aside / "plan.arrow"), index.lengths, mode=run.cutting.mode)
+        write_plan(aside / "plan.arrow", parts, settings_hash=sha256_json(run.micro_batches.deciding))
+        summary = summarise(read_plan(aside / "plan.arrow"), index.lengths, mode=run.micro_batches.mode)
         write_json(aside / FIGURES, summary)
 
 

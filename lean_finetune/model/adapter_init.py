@@ -146,7 +146,7 @@ def principal_factors(matrix_NK: torch.Tensor, rank: int, scale: float) -> Facto
 def on_original_weights(
     saved: Mapping[str, torch.Tensor], config: Mapping[str, Any], first: Mapping[str, Factors], scale: float
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Rewrite an adapter on changed weights (PiSSA) as one of twice the rank on the original weights.
+    """Rewrite an adapter for changed weights (PiSSA) as one of twice the rank for the original weights.
 
     It adds the trained B A and subtracts the first one.
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: added to a model, saved, and put back (peft)."""
+"""Add LoRA adapters to a model, save them and load them, with peft."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,15 +20,15 @@ from lean_finetune.model.adapter_init import ADAPTER, adapted_layers, first_adap
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 
-ADAPTER_PARTS = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
-"""What names of adapter parameters hold."""
+ADAPTER_NAMES = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
+"""Parts of the names of adapter parameters."""
 
 
 def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> PeftModel:
-    """Freeze the model and put LoRA adapters beside its target layers; A is seeded by `spec.seed`, B is zero.
+    """Freeze the model and add LoRA adapters to its target layers; `spec.seed` seeds A, and B is zero.
 
     Raises:
-        UserError: train.lora.targets names what no adapter can be put beside.
+        UserError: train.lora.targets names layers that cannot have adapters.
     """
     if spec.peft_targets != ALL_LINEAR:
         _refuse_targets(model, spec.lora_targets)
@@ -48,10 +48,10 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
     try:
         with _without_peft_warnings():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
-    except ValueError as error:  # Mamba's kernels read some weights beside their layers, which an adapter would miss.
+    except ValueError as error:  # Mamba's kernels read some weights outside of their layers' forward.
         reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         raise UserError(
-            f"train.lora.targets: must be layers that adapters can be put beside; got {list(spec.lora_targets)} "
+            f"train.lora.targets: must be layers that can have adapters; got {list(spec.lora_targets)} "
             f"({reason}); name others of {', '.join(sorted(known))}"
         ) from None
     _cast_adapters(adapted, spec)
@@ -59,7 +59,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
 
 
 def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Refuse names that peft would pass over in silence, or put another kind of adapter beside."""
+    """Refuse names that peft would ignore silently, or give another kind of adapter."""
     modules = dict(model.named_modules())
     linear = {name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))}
     wrong = []
@@ -80,16 +80,16 @@ def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
 
 
 def _linear_names(model: PreTrainedModel) -> set[str]:
-    """The last names of all linear layers but a head that shares the embedding's weight."""
+    """The last name parts of all linear layers, except a head that shares the embedding's weight."""
     shared = model.get_input_embeddings().weight
     linear = (pair for pair in model.named_modules() if isinstance(pair[1], (nn.Linear, Conv1D)))
     return {name.rpartition(".")[2] for name, module in linear if module.weight is not shared}
 
 
 def _cast_adapters(model: PeftModel, spec: WeightsSpec) -> None:
-    """Hold the adapters in their type: peft makes them fp32."""
+    """Convert the adapters, which peft makes fp32, to their type."""
     for name, parameter in model.named_parameters():
-        if any(part in name for part in ADAPTER_PARTS):
+        if any(part in name for part in ADAPTER_NAMES):
             parameter.data = parameter.data.to(spec.adapter_dtype)
 
 
@@ -97,28 +97,32 @@ def save_adapter(
     model: PeftModel,
     directory: Path,
     base_name: str,
-    held: Mapping[str, torch.Tensor] | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
     *,
     revision: str | None = None,
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json, equal bytes for equal weights.
 
-    peft keeps target names in a set, whose order changes from process to process: they are sorted. It names the base by
-    the directory it was loaded from, which may be a copy of a checkout that is gone after the run: `base_name`, where
-    others find it, stands there instead, with the `revision` of the hub. Where the start changed the frozen weights
-    (PiSSA), the adapter is written as one on the weights as they were. `held` are the adapters' tensors by the model's
-    own names, where it does not hold them whole.
+    This sorts target names, which peft keeps in a set of random order. An adapter whose start changed the frozen
+    weights (PiSSA) is rewritten for the original weights.
+
+    Args:
+        model: with the adapters.
+        directory: where to write.
+        base_name: written as the base's name, in place of the directory it was loaded from, which may be temporary.
+        tensors: the adapters by the model's names, if the model has shards of them only.
+        revision: the base's revision on the hub.
     """
-    # "auto" would ask the hub for the base's config, to see whether its embedding was resized; ours never is.
-    model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False, state_dict=held)
+    # "auto" would ask the hub whether the embedding was resized; ours never is.
+    model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False, state_dict=tensors)
     (directory / "README.md").unlink(missing_ok=True)
     path = directory / "adapter_config.json"
     config = {key: _ordered(value) for key, value in read_json(path).items()}
     if first := first_adapters(model):
         scale = next(layer.scaling[ADAPTER] for _, layer in adapted_layers(model))
         file = directory / "adapter_model.safetensors"
-        tensors, config = on_original_weights(load_file(file), config, first, scale)
-        save_file(tensors, file, metadata={"format": "pt"})
+        rewritten, config = on_original_weights(load_file(file), config, first, scale)
+        save_file(rewritten, file, metadata={"format": "pt"})
     write_json(path, {**config, "base_model_name_or_path": base_name, "revision": revision})
 
 
@@ -128,7 +132,7 @@ def _ordered(value: Any) -> Any:
 
 
 def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> PeftModel:
-    """Put a saved adapter back on its base, frozen.
+    """Load a saved adapter onto its base, frozen.
 
     Raises:
         UserError: the adapter's files are missing or do not fit the model.
@@ -137,7 +141,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> 
         with _without_peft_warnings():
             adapted = PeftModel.from_pretrained(model, str(directory), local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
-        # torch names the first weight that does not fit on its second line.
+        # The second line of torch's message names the first weight that does not fit.
         reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
         raise UserError(f"{directory}: adapter cannot be loaded ({reason}); delete it and run `dvc repro`") from None
     keep_trainable_on_cpu(adapted)
@@ -147,10 +151,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> 
 
 @contextmanager
 def _without_peft_warnings() -> Iterator[None]:
-    """Silence what only peft can mend: it asks transformers for a property under a name that is being retired.
-
-    It also tells that it found out by itself how GPT-2's weights lie.
-    """
+    """Ignore two warnings of peft: its use of a deprecated property, and its own handling of GPT-2's layout."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)

@@ -1,7 +1,7 @@
-"""The segments in which PyTorch reserves a GPU's memory: of fixed sizes, or such that grow (train.expandable_segments).
+"""Set expandable segments in PyTorch's CUDA allocator (train.expandable_segments), and respect the environment.
 
-Isolated here: PyTorch reads its environment when it is imported, before any parameter is known, and what changes the
-setting afterwards is not among its documented functions.
+PyTorch reads its environment variables at import, before params.yaml is known; the function that changes the setting
+afterwards is private.
 """
 
 import os
@@ -10,7 +10,7 @@ import re
 import torch
 
 ANOTHER_ALLOCATOR = "backend:cudaMallocAsync"
-"""CUDA's own allocator in place of PyTorch's: it has no segments."""
+"""Setting that replaces PyTorch's allocator by CUDA's own, which has no segments."""
 
 
 NOT_PREDICTED = (
@@ -19,24 +19,24 @@ NOT_PREDICTED = (
     "roundup_bypass_threshold_mb",
     "garbage_collection_threshold",
 )
-"""Settings of PyTorch's allocator that change what is reserved and that no replay knows."""
+"""Settings that change reserved memory and that the prediction ignores."""
 VARIABLE = "PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF)"
 
 
 def segments_from_environment() -> bool | None:
-    """What the environment says of expandable segments; None where it says nothing."""
+    """Whether the environment sets expandable segments; None if it does not mention them."""
     found = re.search(r"expandable_segments\s*:\s*(True|False)", _settings())
     return None if found is None else found[1] == "True"
 
 
 def environment_notes(expandable: bool) -> list[str]:
-    """What the user should know, a line each, where the environment changes what a GPU reserves.
+    """Notes for the user, one line each, on environment settings that change reserved memory.
 
     Args:
         expandable: train.expandable_segments.
     """
-    asked = _settings()
-    if ANOTHER_ALLOCATOR in asked.replace(" ", ""):
+    settings = _settings()
+    if ANOTHER_ALLOCATOR in settings.replace(" ", ""):
         return [f"{VARIABLE}: {ANOTHER_ALLOCATOR} is not PyTorch's allocator: what it reserves is not predicted"]
     notes, segments = [], segments_from_environment()
     if segments is not None and segments != expandable:
@@ -44,41 +44,45 @@ def environment_notes(expandable: bool) -> list[str]:
             f"train.expandable_segments: is {str(expandable).lower()}, but {VARIABLE} says {str(segments).lower()}, "
             "which PyTorch follows; reserved memory is predicted for that"
         )
-    if unknown := [name for name in NOT_PREDICTED if re.search(rf"\b{name}\s*:", asked)]:
+    if unknown := [name for name in NOT_PREDICTED if re.search(rf"\b{name}\s*:", settings)]:
         notes.append(f"{VARIABLE}: {', '.join(unknown)} changes what is reserved, which is predicted without it")
     return notes
 
 
 def use_segments(expandable: bool, device: torch.device) -> str | None:
-    """Choose the segments; call before the first tensor is on the device. On a CPU there are none.
+    """Set expandable segments; call before the first tensor is on the GPU. On a CPU this does nothing.
 
-    What PYTORCH_ALLOC_CONF says (or, where that is not set, PYTORCH_CUDA_ALLOC_CONF) is kept.
+    PYTORCH_ALLOC_CONF (or, if unset, PYTORCH_CUDA_ALLOC_CONF) takes precedence.
 
     Returns:
-        What the user should know where the environment says something else than `expandable`; else None.
+        A note for the user if the environment contradicts `expandable`; else None.
     """
     if device.type != "cuda":
         return None
-    asked = _settings()
-    if ANOTHER_ALLOCATOR in asked.replace(" ", ""):
-        return _contradiction(expandable, asked, "PyTorch's allocator is not in use")
-    kept = segments_from_environment()
-    if kept is None:
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (asked, f"expandable_segments:{expandable}"))))
+    settings = _settings()
+    if ANOTHER_ALLOCATOR in settings.replace(" ", ""):
+        return _contradiction(expandable, settings, "PyTorch's allocator is not in use")
+    from_environment = segments_from_environment()
+    if from_environment is None:
+        torch._C._accelerator_setAllocatorSettings(
+            ",".join(filter(None, (settings, f"expandable_segments:{expandable}")))
+        )
         return None
-    return None if kept == expandable else _contradiction(expandable, asked, f"{str(kept).lower()} is kept")
+    if from_environment == expandable:
+        return None
+    return _contradiction(expandable, settings, f"{str(from_environment).lower()} is used")
 
 
 def _settings() -> str:
-    """Settings of PyTorch's allocator; torch 2.11 does not give them back, so there what the environment says."""
+    """Settings of PyTorch's allocator; torch 2.11 cannot return them, so there the environment variables."""
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
         return str(torch._C._accelerator_getAllocatorSettings())
     return os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
-def _contradiction(expandable: bool, asked: str, kept: str) -> str:
-    """One line for an environment that has its own mind."""
+def _contradiction(expandable: bool, settings: str, effect: str) -> str:
+    """The note on an environment that contradicts params.yaml."""
     return (
-        f"train.expandable_segments: is {str(expandable).lower()}, but {VARIABLE} says {asked}: {kept}; what is "
-        "reserved is predicted for that only where stage estimate saw the same environment"
+        f"train.expandable_segments: is {str(expandable).lower()}, but {VARIABLE} says {settings}: {effect}; reserved "
+        "memory is predicted for that only if stage estimate ran in the same environment"
     )

@@ -1,4 +1,4 @@
-"""What train.attention means for a model on a device, and what cannot run there."""
+"""Choose the attention kernel for a model and a device (train.attention), with a reason."""
 
 from typing import Literal
 
@@ -21,44 +21,44 @@ def choose_attention(
     capability: tuple[int, int],
     masked: bool,
 ) -> tuple[str, str]:
-    """The kernels of attention in training, and why.
+    """The attention kernel in training, and the reason.
 
     Args:
         config: of the model.
-        spec: how it is trained, and what was asked for.
-        kind: of the device.
+        spec: how it is trained, with the value of train.attention.
+        kind: device type.
         capability: compute capability of a GPU.
-        masked: rows reach beyond the model's sliding window, so that attention has a mask.
+        masked: rows are longer than the model's sliding window, so that attention has a mask.
 
     Raises:
-        UserError: what was asked for cannot run.
+        UserError: the chosen kernel cannot run.
     """
-    asked, capped = spec.attention, caps_scores(config)
-    if asked == "flex":
+    choice, capped = spec.attention, caps_scores(config)
+    if choice == "flex":
         reason = "makes its kernels at run time, unseen by estimate"
         if kind == "cpu":
             reason = "has no backward pass on a CPU"
         raise UserError(f"train.attention: flex {reason}; got flex; use auto")
-    if capped and asked in ("sdpa", "flash_attention_2"):
+    if capped and choice in ("sdpa", "flash_attention_2"):
         raise UserError(
-            f"train.attention: {config.model_type} caps its scores, which no fused kernel does; got {asked}; use auto"
+            f"train.attention: {config.model_type} caps its scores, which no fused kernel does; got {choice}; use auto"
         )
     no_flash = _no_flash(config, spec, kind, capability, masked)
-    if asked == "flash_attention_2" and no_flash:
+    if choice == "flash_attention_2" and no_flash:
         raise UserError(f"train.attention: flash_attention_2 {no_flash}; got flash_attention_2; use auto")
-    if capped or asked == "eager":
-        return "eager", "as asked" if asked == "eager" else "the model caps its scores, which no fused kernel does"
+    if capped or choice == "eager":
+        return "eager", "as set" if choice == "eager" else "the model caps its scores, which no fused kernel does"
     if kind == "cpu":
         return "sdpa", "PyTorch's flash kernel for CPUs"
     if no_flash:
         return "sdpa", f"PyTorch's memory-efficient kernel: flash {no_flash}"
-    return "sdpa" if asked != "flash_attention_2" else asked, "FlashAttention-2, as PyTorch has it"
+    return "sdpa" if choice != "flash_attention_2" else choice, "FlashAttention-2, as PyTorch has it"
 
 
 def _no_flash(
     config: PretrainedConfig, spec: ModelSpec, kind: str, capability: tuple[int, int], masked: bool
 ) -> str | None:
-    """Why FlashAttention-2 cannot run; None where it can."""
+    """Why FlashAttention-2 cannot run; None if it can."""
     head_size = largest_head_size(config)
     if kind == "cpu":
         return "needs a GPU"

@@ -1,4 +1,4 @@
-"""Which activations a decoder layer keeps for backward, and which are computed again (train.grad_ckpt)."""
+"""Set activation checkpointing: which activations layers save and which they recompute (train.grad_ckpt)."""
 
 from functools import partial
 from inspect import signature
@@ -21,8 +21,8 @@ from lean_finetune.model.model_spec import ModelSpec
 
 aten = torch.ops.aten
 
-# Products with a weight, by the place of their input among the arguments. Products of two activations (the scores of
-# unfused attention) are left out: they are what is largest.
+# Products with a weight → position of their input among the arguments. Products of two activations (the scores of
+# unfused attention) are not among them, since their outputs are the largest.
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, torch.ops.bitsandbytes.gemm_4bit.default: 0}
 FUSED_ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
@@ -33,33 +33,33 @@ FUSED_ATTENTION = {
 }
 
 HEAD_DROPOUTS = {"classifier_dropout", "summary_first_dropout"}
-"""Of heads for classification, which configurations name and no causal model has."""
+"""Dropouts of classification heads, which configs name and causal models do not have."""
 
 
 def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Recompute decoder layers in backward when asked (Chen et al. 2016, arXiv 1604.06174).
+    """Recompute decoder layers in backward if `spec` says so (Chen et al. 2016, arXiv 1604.06174).
 
     Raises:
-        UserError: the model cannot.
+        UserError: the model does not support it.
     """
     if not spec.grad_ckpt:
         return
-    # The generator's state (5 KB a layer, and a copy from the device on CUDA) is needed for dropout alone.
+    # Only dropout needs the random state (5 KB per layer, and on CUDA a copy from the device).
     dropout = spec.lora_dropout > 0 or _has_dropout(model.config)
-    # bitsandbytes' 8-bit product keeps its inputs where checkpointing by hooks does not see them.
+    # bitsandbytes' 8-bit product saves its inputs where non-reentrant checkpointing does not see them.
     reentrant = spec.method == "int8_lora"
     kwargs: dict[str, Any] = {"use_reentrant": reentrant, "preserve_rng_state": dropout}
-    if reentrant:  # Recomputed layers whose inputs need no gradient would give none to their adapters.
+    if reentrant:  # Else inputs need no gradient, and adapters in recomputed layers would get none.
         model.enable_input_require_grads()
     if spec.grad_ckpt_policy == "selective":
         rank = spec.lora_rank if spec.adapted else 0
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep_products, rank))
-        # Outputs that the policy keeps stay on the device under train.offload_activations, as before torch 2.15.
+        # Saved outputs stay on the device under train.offload_activations, as in versions before torch 2.15.
         if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:
             kwargs["respect_saved_tensors_hooks"] = False
     if not model.supports_gradient_checkpointing:
         raise UserError(
-            f"train.grad_ckpt: {model.config.model_type} has no layers that can be computed again; got true; set it to "
+            f"train.grad_ckpt: {model.config.model_type} does not support recomputing layers; got true; set it to "
             "false, or use train.offload_activations"
         )
     if hasattr(model, "activation_checkpointing_enable"):
@@ -73,18 +73,17 @@ def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
 def _keep_products(
     rank: int, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Keep what is dear to compute again for its bytes: outputs of weights' products and of fused attention.
+    """Save outputs that are expensive to recompute per byte: of products with weights and of fused attention.
 
-    A product over no more than `rank` values is that of an adapter's second matrix: as large as the layer's own output,
-    and next to free.
+    A product over at most `rank` values is that of an adapter's second matrix: large for the little work it takes.
     """
     place = PRODUCTS.get(operation)
-    dear = operation in FUSED_ATTENTION or (place is not None and args[place].shape[-1] > rank)
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+    expensive = operation in FUSED_ATTENTION or (place is not None and args[place].shape[-1] > rank)
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _has_dropout(config: Any) -> bool:
-    """Whether a dropout of the model is above zero (attention_dropout, resid_pdrop, …)."""
+    """Whether any dropout of the model is above zero (attention_dropout, resid_pdrop, …)."""
     values = config.get_text_config().to_dict()
     return any(
         isinstance(v, float) and v > 0 for key, v in values.items() if "drop" in key and key not in HEAD_DROPOUTS

@@ -1,4 +1,4 @@
-"""Models without weights, built from their config alone."""
+"""Build models without weights from their config."""
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -13,15 +13,15 @@ def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
 
     Args:
         config: its config.
-        options: of transformers' `from_config`, such as its type and attention.
+        options: arguments of transformers' `from_config`, such as dtype and attention.
 
     Raises:
-        UserError: the code of its family cannot build it with these values, or has not what `options` ask for.
+        UserError: transformers cannot build a model from these values, or does not support `options`.
     """
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
-        except Exception as error:  # Whatever a family's code raises over values that it did not expect.
+        except Exception as error:  # A model's code may raise anything for unexpected values.
             raise UserError(
                 f"model.name: {config.model_type} cannot be built ({_reason(error, options)}); choose another model, "
                 "or give the config.json that belongs to this one"
@@ -32,10 +32,10 @@ def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
 
 
 def refuse_other_heads(model: PreTrainedModel) -> None:
-    """Refuse models whose logits are not plainly the head's product with what the decoder makes: so the loss is made.
+    """Refuse models whose logits are more than the head applied to the decoder's output, as the loss assumes.
 
     Raises:
-        UserError: naming what stands between.
+        UserError: naming the parameter between decoder and head.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     parts = [part for part in (decoder, head) if part is not None]
@@ -46,7 +46,7 @@ def refuse_other_heads(model: PreTrainedModel) -> None:
         raise UserError(f"model.name: {name} has no decoder apart from its head; choose another model")
     if between:
         raise UserError(
-            f"model.name: {name} has {between[0]} outside of its decoder and its head, which the loss would pass over; "
+            f"model.name: {name} has {between[0]} outside of its decoder and its head, which the loss would ignore; "
             "choose another model"
         )
 

@@ -1,4 +1,4 @@
-"""Models with real weights, from a local directory of safetensors, or with fake weights, from its config alone."""
+"""Load models: with real weights from a local directory, or with fake or uninitialised weights from a config."""
 
 import warnings
 from pathlib import Path
@@ -32,13 +32,13 @@ PACKED_ATTRIBUTES = (
     *("quant_state", "blocksize", "quant_type", "bnb_quantized", "quant_storage", "module"),
     *("CB", "SCB", "has_fp16_weights"),
 )
-"""What bitsandbytes keeps on a 4-bit or an 8-bit parameter."""
+"""Attributes that bitsandbytes sets on a 4-bit or an 8-bit parameter."""
 
 transformers_logging.disable_progress_bar()
 
 
 def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Module:
-    """A model ready for training: real weights in `spec.dtype` or NF4, adapters added, checkpointing set.
+    """A model ready for training: weights loaded and quantised, adapters added, checkpointing set.
 
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
@@ -55,14 +55,14 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
 def load_base(
     directory: Path, spec: WeightsSpec, device: torch.device, attention: str | None = None
 ) -> PreTrainedModel:
-    """The base alone, with real weights, read one at a time: each is converted and packed before the next is read.
+    """The base model. Weights are read one at a time; each is converted and quantised before the next is read.
 
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
     config = read_config(directory)
-    how = quantisation(spec)
-    quantized: dict[str, Any] = {} if how is None else {"quantization_config": how}
+    config_of_weights = quantisation(spec)
+    quantized: dict[str, Any] = {} if config_of_weights is None else {"quantization_config": config_of_weights}
     with warnings.catch_warnings(), loading_threads(device):
         warnings.simplefilter("ignore", FutureWarning)
         try:
@@ -96,14 +96,14 @@ def load_base(
 
 
 def _causal_kind(config: PretrainedConfig) -> tuple[Any, PretrainedConfig]:
-    """The class of a causal model and the config it takes: of a model that also sees, the part for text."""
+    """The class of a causal model and its config; of a multimodal model, those of the text part."""
     kind = _get_model_class(config, AutoModelForCausalLM._model_mapping)
     text = config.sub_configs.get("text_config")
     return kind, config.get_text_config() if text is not None and kind.config_class == text else config
 
 
 def _generation_config(directory: Path) -> GenerationConfig:
-    """How the model's makers generate with it: from their file, or what config.json says of it."""
+    """The generation config: from its own file, or from config.json."""
     if (directory / GENERATION_CONFIG_NAME).is_file():
         return GenerationConfig.from_pretrained(str(directory), local_files_only=True)
     return GenerationConfig.from_pretrained(
@@ -112,12 +112,12 @@ def _generation_config(directory: Path) -> GenerationConfig:
 
 
 def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
-    """The same model as `load_model` makes, on fake tensors: shapes, types and ties without storage.
+    """The model of `load_model` on fake tensors: shapes, types and ties without storage.
 
-    Call under an active FakeTensorMode. Built on the meta device first, because initialisers and quantisers run there.
+    Call under an active FakeTensorMode.
 
     Raises:
-        UserError: the model has no attention by scaled dot product, or train.lora.targets names no layer.
+        UserError: the model does not support our attention, or train.lora.targets names no layer.
     """
     if detect_fake_mode() is None:
         raise RuntimeError("fake_model must be called under a FakeTensorMode")
@@ -125,7 +125,9 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
 
 
 def uninitialized_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
-    """The same model as `load_model` makes, in memory that nobody has written to: it takes no room until then.
+    """The model of `load_model` with uninitialised weights, whose pages take no memory until they are written.
+
+    It is built on the meta device first, because initialisers and quantisers run there.
 
     Raises:
         UserError: as `fake_model`.
@@ -142,44 +144,44 @@ def uninitialized_model(config: PretrainedConfig, spec: ModelSpec, device: torch
 
 
 def _materialize(model: nn.Module, spec: ModelSpec, device: torch.device) -> None:
-    """Replace meta tensors by fake ones on `device`; a tensor shared by several modules stays shared."""
+    """Replace meta tensors by empty ones on `device`; a tensor shared by several modules stays shared."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, tensor.requires_grad)
-                # bitsandbytes reads its state off the parameter; a fake tensor cannot be one of its classes.
+                new = nn.Parameter(new, tensor.requires_grad)
+                # bitsandbytes reads its state from the parameter; a fake tensor cannot be an instance of its classes.
                 for key in PACKED_ATTRIBUTES:
                     if hasattr(tensor, key):
-                        setattr(empty, key, getattr(tensor, key))
-            # The original is kept, or its id could be given to another tensor.
-            made[id(tensor)] = (tensor, empty)
+                        setattr(new, key, getattr(tensor, key))
+            # A reference to the original prevents that another tensor gets its id.
+            made[id(tensor)] = (tensor, new)
         return made[id(tensor)][1]
 
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in list(tensors.items()):
                 if tensor is not None and tensor.device.type == "meta":
-                    tensors[name] = fake(tensor)  # type: ignore[assignment]
+                    tensors[name] = empty(tensor)  # type: ignore[assignment]
         state = getattr(module, "quant_state", None)
         if state is not None:
             if spec.lora_dora:
-                _unpack_when_asked(module)
-            state.absmax, state.code = fake(state.absmax), fake(state.code)
+                _dequantize_for_dora(module)
+            state.absmax, state.code = empty(state.absmax), empty(state.code)
             if state.nested:
-                state.offset = fake(state.offset)
-                state.state2.absmax, state.state2.code = fake(state.state2.absmax), fake(state.state2.code)
+                state.offset = empty(state.offset)
+                state.state2.absmax, state.state2.code = empty(state.state2.absmax), empty(state.state2.code)
         if isinstance(module, bnb.nn.Linear8bitLt):
-            module.state.CB, module.state.SCB = module.weight.data, fake(module.state.SCB)  # type: ignore[arg-type]
+            module.state.CB, module.state.SCB = module.weight.data, empty(module.state.SCB)  # type: ignore[arg-type]
 
 
-def _unpack_when_asked(layer: Any) -> None:
-    """Let peft unpack a fake 4-bit weight for DoRA as it does a real one.
+def _dequantize_for_dora(layer: Any) -> None:
+    """Let peft dequantise a fake 4-bit weight for DoRA as it does a real one.
 
-    It knows a packed weight by the name of its class, which no fake tensor can have; a layer that unpacks itself (W_q
-    marks those of another library) it asks first.
+    peft recognises a 4-bit weight by its class, which a fake tensor cannot have. First it tries the layer's own
+    `dequantize`, if the layer has the attribute W_q of another library.
     """
     layer.W_q = True
     layer.dequantize = lambda: bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)

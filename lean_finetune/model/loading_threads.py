@@ -1,4 +1,4 @@
-"""Whether transformers converts weights in threads while it loads them."""
+"""Decide whether transformers loads weights in threads."""
 
 import os
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 import torch
 
 NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
-"""The variable of the environment by which transformers loads without threads."""
+"""Environment variable that makes transformers load without threads."""
 
 
 @contextmanager
 def loading_threads(device: torch.device) -> Iterator[None]:
-    """Have transformers convert weights in threads of its own only where a GPU waits for them.
+    """A context in which transformers loads in threads on GPUs only.
 
-    On a CPU they save no time, and what they allocate is hidden from the profiler, which counts memory there.
+    On a CPU threads save no time, and the memory profiler does not see their allocations.
     """
     if device.type != "cpu":
         yield

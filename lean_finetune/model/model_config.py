@@ -1,4 +1,4 @@
-"""A model's config.json: read, and held to what the training step supports."""
+"""Read a model's config.json and refuse what the training step does not support."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -11,25 +11,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import caps_scores
 
-# Each scales or bends the logits after the head; the step below the head would miss it.
+# Each changes the logits after the head, which our loss would ignore.
 UNSUPPORTED_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap")
 
 SIZES = ("hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""What a config.json must say, under any of its names, where its family has a number for it: for what is left out
-transformers takes the size of the family's first model."""
+"""Sizes that config.json must have if its family has them: transformers replaces missing ones by those of the family's
+first model."""
 
-# Layers whose attention to a joined row, given its bounds, is that to the row alone.
+# Layer types whose attention we can restrict to each joined row.
 JOINABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
-"""What transformers raises over a config.json, by what is wrong in it."""
+"""Exceptions of transformers for a faulty config.json."""
 
 
 def read_config(directory: Path) -> PretrainedConfig:
-    """The model's config.json, checked for what the training step supports.
+    """The model's config, checked against what the training step supports.
 
     Raises:
-        UserError: unreadable, needs code of its own, or not a supported causal language model.
+        UserError: it is unreadable, needs remote code, or is not a supported causal language model.
     """
     config = _parsed(directory)
     if fault := next(_faults(config, directory), None):
@@ -38,7 +38,7 @@ def read_config(directory: Path) -> PretrainedConfig:
 
 
 def _parsed(directory: Path) -> PretrainedConfig:
-    """The config.json as transformers reads it."""
+    """Read config.json with transformers."""
     try:
         return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except UNREADABLE as error:
@@ -50,7 +50,7 @@ def _parsed(directory: Path) -> PretrainedConfig:
 
 
 def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
-    """What the training step does not support; later ones may rest on earlier ones being absent."""
+    """What the training step does not support; later checks may assume that earlier ones passed."""
     kinds, name, file = AutoModelForCausalLM._model_mapping, config.model_type, f"{directory}/config.json"
     if type(config) not in kinds:
         yield f"must be a causal language model; got model_type {name!r}"
@@ -60,12 +60,12 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
         yield f"must be a decoder; {name} attends to later tokens as well, as {file} does not say is_decoder"
     if getattr(config, "quantization_config", None) is not None:
         yield (
-            f"{file} tells of weights that are quantised already (quantization_config); give the model they were made "
+            f"{file} describes weights that are quantised already (quantization_config); give the model they were made "
             "from: train.method=qlora and int8_lora quantise it while loading"
         )
     if missing := _missing_sizes(config, directory):
         yield (
-            f"{file} must say the model's sizes; missing {', '.join(missing)}; give the config.json that belongs to "
+            f"{file} must have the model's sizes; missing {', '.join(missing)}; give the config.json that belongs to "
             "the model"
         )
     if wrong := _impossible_size(config):
@@ -83,17 +83,19 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
 
 
 def _missing_sizes(config: PretrainedConfig, directory: Path) -> list[str]:
-    """Sizes that config.json says under none of their names; a part of a larger model may leave them out."""
+    """Sizes that config.json does not have under any name; the text part of a larger model may omit them."""
     if config.get_text_config() is not config:
         return []
-    said, _ = PretrainedConfig.get_config_dict(str(directory), local_files_only=True)
+    given, _ = PretrainedConfig.get_config_dict(str(directory), local_files_only=True)
     of_family = {field.name: field.default for field in fields(config)}
     names = {size: config.attribute_map.get(size, size) for size in SIZES}
-    return [size for size, name in names.items() if isinstance(of_family.get(name), int) and not {size, name} & {*said}]
+    return [
+        size for size, name in names.items() if isinstance(of_family.get(name), int) and not {size, name} & {*given}
+    ]
 
 
 def _impossible_size(config: PretrainedConfig) -> str | None:
-    """What no model can have; transformers would find some of it in the first step, and a trace none of it."""
+    """The first impossible size; transformers finds some of these in the first step, and a trace finds none."""
     for size in (*SIZES, "num_key_value_heads", "head_dim"):
         for value in layer_settings(config, size):
             if isinstance(value, int) and value < 1:
@@ -106,9 +108,9 @@ def _impossible_size(config: PretrainedConfig) -> str | None:
 
 
 def layer_settings(config: PretrainedConfig, name: str) -> list[Any]:
-    """A value of a model's config: of each layer where layers differ (as Gemma 4's), else one; None where it has none.
+    """A config value: per layer if layers differ (as in Gemma 4), else one; None if it does not exist.
 
-    The config of a model whose layers differ refuses to name one value for all of them.
+    A config whose layers differ raises on access to a single value.
     """
     text = config.get_text_config()
     each: list[PretrainedConfig] = [text]
@@ -118,14 +120,14 @@ def layer_settings(config: PretrainedConfig, name: str) -> list[Any]:
 
 
 def largest_head_size(config: PretrainedConfig) -> int:
-    """Values of an attention head; the most of any layer."""
+    """The largest attention head size of any layer."""
     names = ("head_dim", "hidden_size", "num_attention_heads")
     settings = zip(*(layer_settings(config, name) for name in names), strict=True)
     return max(head or hidden // heads for head, hidden, heads in settings)
 
 
 def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
-    """Refuse rows that reach past the positions a model knows: it would index past a table, or guess.
+    """Refuse rows longer than the model's position embeddings.
 
     Args:
         config: the model's config.
@@ -143,13 +145,13 @@ def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
 
 
 def attention_window(config: PretrainedConfig) -> int | None:
-    """Tokens that a model's sliding window spans; None for a model without one."""
+    """Tokens of a model's sliding window; None without one."""
     windows = [window for window in layer_settings(config, "sliding_window") if window is not None]
     return min(windows, default=None)
 
 
 def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
-    """Refuse to join rows where a row's attention to itself is more than plain causal attention.
+    """Refuse to join rows if attention within a row is more than plain causal attention.
 
     Args:
         config: the model's config.

@@ -1,4 +1,4 @@
-"""What estimate, train and evaluate must build alike: the model, its adapters and its number format."""
+"""The settings that estimate, train and evaluate build a model from: weights, adapters, number format."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +14,20 @@ DTYPES = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.flo
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsSpec:
-    """How the base's weights are held and computed with: all that a saved model's user must know of its training.
+    """Number format and quantisation of the base: what the user of a saved model must know about its training.
 
-    Fields with a value here are the plain form; `from_params` sets every one.
+    Defaults are for tests; `from_params` sets every field.
     """
 
     method: Method
     precision: Precision
-    """As resolved for the device: never `auto`."""
+    """Resolved for the device: never `auto`."""
     quant_type: QuantType = "nf4"
     double_quant: bool = True
 
     @classmethod
     def from_params(cls, params: Params, precision: Precision) -> "WeightsSpec":
-        """Read train.method and train.quant, nothing else; `precision` is what train.precision means on the device."""
+        """Read train.method and train.quant; `precision` is train.precision resolved for the device."""
         train = params.train
         return cls(
             method=train.method,
@@ -43,7 +43,7 @@ class WeightsSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the frozen weights and of full ones: fp32 where fp16 is trained, whose steps it cannot hold."""
+        """Type of the base weights: fp32 if method `full` trains in fp16, which cannot represent small updates."""
         return torch.float32 if self.precision == "fp16" and not self.adapted else DTYPES[self.precision]
 
     @property
@@ -53,24 +53,24 @@ class WeightsSpec:
 
     @property
     def trained_dtype(self) -> torch.dtype:
-        """Type of what is trained."""
+        """Type of the trained parameters."""
         return self.adapter_dtype if self.adapted else self.dtype
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """What products of trained fp32 tensors are computed in; None where all is of one type already."""
+        """Autocast type for products of trained fp32 tensors; None if all tensors have one type."""
         if self.precision == "fp16" or (self.precision == "bf16" and self.adapted):
             return DTYPES[self.precision]
         return None
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients of fp16 products have to be kept from vanishing."""
+        """Whether fp16 gradients need loss scaling."""
         return self.precision == "fp16"
 
     @property
     def needs_native_bf16(self) -> bool:
-        """Whether the device must have bf16 arithmetic."""
+        """Whether the device must compute in bf16."""
         return self.precision in ("bf16", "pure_bf16")
 
     def autocast(self, device_type: str) -> Any:
@@ -81,14 +81,14 @@ class WeightsSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(WeightsSpec):
-    """Everything that decides which tensors a model has and which of them are trained."""
+    """Everything that decides which tensors a model has, and which of them are trained."""
 
     grad_ckpt: bool
     grad_ckpt_policy: GradCkptPolicy = "full"
     grad_ckpt_every: int = 2
     """Read with policy every_n."""
     attention: AttentionName = "auto"
-    """As asked: which kernels run is the device's to say (lean_finetune.model.attention_choice)."""
+    """Value of train.attention; the device decides the kernels (lean_finetune.model.attention_choice)."""
     lora_rank: int
     lora_alpha: int
     lora_dropout: float
@@ -100,13 +100,10 @@ class ModelSpec(WeightsSpec):
 
     @classmethod
     def from_params(cls, params: Params, precision: Precision) -> "ModelSpec":
-        """Read the `train` section and the seed; `precision` is what train.precision means on the device."""
+        """Read the `train` section and the seed; `precision` is train.precision resolved for the device."""
         train, lora = params.train, params.train.lora
         return cls(
-            method=train.method,
-            precision=precision,
-            quant_type=train.quant.type,
-            double_quant=train.quant.double,
+            **vars(WeightsSpec.from_params(params, precision)),
             grad_ckpt=train.grad_ckpt,
             attention=train.attention,
             grad_ckpt_policy=train.grad_ckpt_policy,
@@ -123,15 +120,15 @@ class ModelSpec(WeightsSpec):
 
     @property
     def recomputed_every(self) -> int:
-        """With `grad_ckpt`, a layer in so many is recomputed, from the first on."""
+        """With `grad_ckpt`, every how many layers one is recomputed, from the first on."""
         return self.grad_ckpt_every if self.grad_ckpt_policy == "every_n" else 1
 
     @property
     def keeps_first_adapters(self) -> bool:
-        """Whether the adapters' start is kept in host memory, to write adapters that fit the weights as they were."""
+        """Whether the first adapters stay in host memory, to save an adapter for the original weights."""
         return ADAPTER_STARTS[self.lora_init].changes_frozen_weights
 
     @property
     def peft_targets(self) -> str | list[str]:
-        """The adapter targets in the form peft takes."""
+        """The adapter targets as peft takes them."""
         return ALL_LINEAR if self.lora_targets == (ALL_LINEAR,) else list(self.lora_targets)

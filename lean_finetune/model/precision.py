@@ -1,4 +1,4 @@
-"""What train.precision means on a device."""
+"""Choose the number format for a device (train.precision), with a reason."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,26 +10,26 @@ from lean_finetune.core.errors import UserError
 
 
 def choose_precision(
-    asked: AnyPrecision, *, kind: Literal["cpu", "cuda"], native_bf16: bool, name: str
+    choice: AnyPrecision, *, kind: Literal["cpu", "cuda"], native_bf16: bool, name: str
 ) -> tuple[Precision, str]:
-    """The precision, and why.
+    """The precision, and the reason.
 
     Args:
-        asked: train.precision.
-        kind: of the device.
-        native_bf16: whether it computes in bf16.
+        choice: train.precision.
+        kind: device type.
+        native_bf16: whether the device computes in bf16.
         name: of the device, for the reason.
 
     Raises:
-        UserError: the device has no arithmetic for what was asked.
+        UserError: the device does not compute in this type.
     """
-    if asked != "auto":
-        if asked in ("bf16", "pure_bf16") and not native_bf16:
+    if choice != "auto":
+        if choice in ("bf16", "pure_bf16") and not native_bf16:
             raise UserError(
-                f"train.precision: bf16 needs compute capability 8.0 (Ampere) or later; got {asked} for {name}; set "
+                f"train.precision: bf16 needs compute capability 8.0 (Ampere) or later; got {choice} for {name}; set "
                 "train.precision to fp16 (the loss is scaled, trained parameters are fp32)"
             )
-        return asked, "as asked"
+        return choice, "as set"
     if kind == "cpu":
         return "fp32", f"{name} gains nothing from 16 bits"
     if native_bf16:
@@ -38,6 +38,6 @@ def choose_precision(
 
 
 def precision_of(params: Params, verdict: Path) -> Precision:
-    """The precision of a run: as asked, or as stage estimate chose for the device and wrote into its verdict."""
-    asked = params.train.precision
-    return read_json(verdict)["precision"] if asked == "auto" else asked
+    """The precision of a run: train.precision, or for `auto` the choice that stage estimate wrote into its verdict."""
+    choice = params.train.precision
+    return read_json(verdict)["precision"] if choice == "auto" else choice

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 and in 8 bits (bitsandbytes; Dettmers et al., arXiv 2305.14314 and 2208.07339)."""
+"""Quantise frozen weights to 4 or 8 bits with bitsandbytes (Dettmers et al., arXiv 2305.14314 and 2208.07339)."""
 
 import logging
 from typing import Any
@@ -27,7 +27,7 @@ OUTLIER_THRESHOLD = 6.0
 
 
 def quantisation(spec: WeightsSpec) -> BitsAndBytesConfig | None:
-    """How the frozen weights are quantised; None where they are not."""
+    """The quantisation config of the frozen weights; None without quantisation."""
     if spec.method == "int8_lora":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER_THRESHOLD)
     if spec.method == "qlora":
@@ -43,7 +43,7 @@ def quantisation(spec: WeightsSpec) -> BitsAndBytesConfig | None:
 def keep_trainable_on_cpu(model: nn.Module) -> None:
     """Stop bitsandbytes from repacking 4-bit weights in a no-grad forward on CPUs with AVX512-BF16.
 
-    After the repack, training silently goes through a kernel without gradients (median relative error of the adapters'
+    After the repack, training silently uses a kernel without gradients (median relative error of the adapters'
     gradients 0.95 with a normal-looking loss). Call after every load and every merge.
     """
     for module in model.modules():
@@ -52,27 +52,27 @@ def keep_trainable_on_cpu(model: nn.Module) -> None:
 
 
 def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
-    """Replace the linear layers of a model on the meta device as transformers would, with hand-built states.
+    """Replace the linear layers of a meta model as transformers would, with hand-made quantisation states.
 
-    The same layers are skipped (head and tied weights), so shapes and bytes equal those of a really quantised model.
+    The same layers are skipped (head and tied weights), so shapes and bytes equal those of a quantised model.
     """
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation(spec))
-    # By these peft picks its adapters for quantised layers, as it does for a loaded model.
-    marks: Any = model
-    marks.is_loaded_in_4bit, marks.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"
+    # peft chooses adapters for quantised layers by these attributes.
+    attributes: Any = model
+    attributes.is_loaded_in_4bit, attributes.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
-            _hold_4bit_weight(module, spec)
+            _set_4bit_weight(module, spec)
         elif isinstance(module, bnb.nn.Linear8bitLt):
-            _hold_8bit_weight(module)
+            _set_8bit_weight(module)
         else:
             continue
-        if module.bias is not None:  # Made in fp32 with the layer; loading gives it the type of all other weights.
+        if module.bias is not None:  # The layer makes it in fp32; loading would convert it like all other weights.
             module.bias = nn.Parameter(module.bias.to(spec.dtype), requires_grad=False)
 
 
-def _hold_4bit_weight(layer: bnb.nn.Linear4bit, spec: WeightsSpec) -> None:
-    """Give a meta layer the packed weight and quantisation state that quantising would have made."""
+def _set_4bit_weight(layer: bnb.nn.Linear4bit, spec: WeightsSpec) -> None:
+    """Give a meta layer the packed weight and state that quantising would make."""
     weights = layer.out_features * layer.in_features
     blocks = -(-weights // BLOCK_WEIGHTS)
     nested = QuantState(
@@ -104,7 +104,7 @@ def _hold_4bit_weight(layer: bnb.nn.Linear4bit, spec: WeightsSpec) -> None:
     layer.quant_state = state
 
 
-def _hold_8bit_weight(layer: bnb.nn.Linear8bitLt) -> None:
+def _set_8bit_weight(layer: bnb.nn.Linear8bitLt) -> None:
     """Give a meta layer the 8-bit weight and the scale of each of its rows, as after its first forward."""
     shape = (layer.out_features, layer.in_features)
     weight = torch.empty(shape, dtype=torch.int8, device="meta")
@@ -118,7 +118,7 @@ def _meta(values: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def quantisation_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """The tensors beside the packed weights: block or row scales, second-level scales, offsets and code books."""
+    """The tensors of quantisation states: block or row scales, second-level scales, offsets and code books."""
     tensors = []
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit) and module.quant_state is not None:

@@ -1,4 +1,4 @@
-"""Files of tensors (safetensors), a tensor at a time: nothing is mapped, and no second copy of a file is held.
+"""Read and write safetensors files one tensor at a time, without memory maps and without a second copy.
 
 The format: the header's length (8 bytes, little-endian), the header (JSON, padded with blanks), the tensors' bytes.
 """
@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from lean_finetune.core import progress
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""A model's weights in one file, and what names the files of a model in several."""
+"""Name of a single weights file, and of the index of several."""
 
-# In the order in which safetensors' own writer puts them: the widest first, so that each tensor is aligned.
+# In the order of safetensors' own writer: widest first, so that each tensor is aligned.
 DTYPES: Mapping[str, torch.dtype] = {
     "U64": torch.uint64,
     "I64": torch.int64,
@@ -43,31 +43,31 @@ DTYPES: Mapping[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 HEADER_ALIGNMENT = 8
 LENGTH = struct.Struct("<Q")
-"""How the header's length is written."""
+"""Encoding of the header's length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor in a file: what it is, and where."""
+    """A tensor in a file, not yet read."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Its first byte, counted from the file's."""
+    """Offset of its first byte in the file."""
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Its size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def rows(self, first: int, count: int) -> "StoredTensor":
-        """Some of its rows, that is of its first dimension."""
+        """A range of its rows (first dimension)."""
         row_bytes = self.bytes // self.shape[0]
         return replace(self, shape=(count, *self.shape[1:]), start=self.start + first * row_bytes)
 
     def read(self) -> torch.Tensor:
-        """The tensor, in memory of its own that PyTorch's allocator counts.
+        """Read the tensor into new memory that PyTorch's allocator counts.
 
         Raises:
             OSError: the file cannot be read, or ends too soon.
@@ -85,17 +85,17 @@ class StoredTensor:
         return tensor
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
-        """The whole tensor: how transformers asks safetensors for what it has not read yet."""
+        """Read the tensor: transformers indexes a lazy tensor with `...`."""
         if index is not ...:
-            raise IndexError("only whole tensors are read")
+            raise IndexError("only complete tensors can be read")
         give_back_memory()
         return self.read()
 
 
 def give_back_memory() -> None:
-    """Have the C library return the memory it keeps for blocks to come, where it is one that can (glibc).
+    """Return free heap memory to the system, with glibc.
 
-    What quantising a weight needs for a moment lies between what stays of it: half as much again was left over.
+    Quantising leaves freed temporary memory between packed weights: half as much again as the weights.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -103,14 +103,14 @@ def give_back_memory() -> None:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name, none of them read.
+    """The tensors of a file by name, not yet read.
 
     Raises:
         OSError: it cannot be read.
-        SafetensorError: it is cut short, or its header is not one.
-        ValueError: it holds a type that PyTorch has not.
+        SafetensorError: it is truncated, or its header is invalid.
+        ValueError: it has a type that PyTorch does not have.
     """
-    # It checks that the header is well formed and the file as long as the header says. As "pt" it would map it all.
+    # This checks the header and the length of the file; with "pt" it would map the file.
     with safe_open(path, framework="np"):
         pass
     with open(path, "rb") as file:
@@ -131,12 +131,12 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def model_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model's files by name, none of them read.
+    """The tensors of a model's files by name, not yet read.
 
     Raises:
         OSError: there are no such files, or they cannot be read.
-        SafetensorError: a file is cut short, or its header is not one.
-        ValueError: the index is not one, or a file holds a type that PyTorch has not.
+        SafetensorError: a file is truncated, or its header is invalid.
+        ValueError: the index is invalid, or a file has a type that PyTorch does not have.
     """
     if (directory / SINGLE).is_file():
         return stored_tensors(directory / SINGLE)
@@ -151,56 +151,56 @@ def model_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """What a header says of a tensor."""
+    """Type and shape of a tensor in a header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-def write_tensors(path: Path, forms: Mapping[str, TensorSpec], make: Callable[[str], torch.Tensor]) -> None:
-    """Write a file tensor by tensor, the very bytes that safetensors' `save_file` writes.
+def write_tensors(path: Path, specs: Mapping[str, TensorSpec], make: Callable[[str], torch.Tensor]) -> None:
+    """Write a file tensor by tensor, with the same bytes as safetensors' `save_file`.
 
     Args:
         path: the file.
-        forms: every tensor's type and shape, by name.
-        make: gives the tensor of a name; it is let go once it is written.
+        specs: every tensor's type and shape, by name.
+        make: returns the tensor of a name; it is freed once it is written.
 
     Raises:
         OSError: the disk refused.
     """
     order = list(DTYPES.values())
-    names = sorted(forms, key=lambda name: (order.index(forms[name].dtype), name))
+    names = sorted(specs, key=lambda name: (order.index(specs[name].dtype), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        form = forms[name]
-        start, end = end, end + prod(form.shape) * form.dtype.itemsize
-        header[name] = {"dtype": NAMES[form.dtype], "shape": list(form.shape), "data_offsets": [start, end]}
+        spec = specs[name]
+        start, end = end, end + prod(spec.shape) * spec.dtype.itemsize
+        header[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
     with open(path, "wb") as file:
         file.write(LENGTH.pack(len(text)) + text)
         for name in names:
             tensor = make(name).detach().cpu().contiguous()
-            if (tensor.dtype, tuple(tensor.shape)) != (forms[name].dtype, forms[name].shape):
-                raise RuntimeError(f"{name} is not of the type and shape that were announced")
+            if (tensor.dtype, tuple(tensor.shape)) != (specs[name].dtype, specs[name].shape):
+                raise RuntimeError(f"{name} is not of the announced type and shape")
             file.write(_bytes_of(tensor))
             del tensor
             progress.made()
 
 
 def write_loaded(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors that are in memory, of GPUs or of several processes; they pass through the host one by one.
+    """Write tensors in memory, on GPUs or sharded over processes; they pass through the host one by one.
 
     Raises:
         OSError: the disk refused.
     """
-    forms = {name: TensorSpec(dtype=held.dtype, shape=tuple(held.shape)) for name, held in tensors.items()}
-    write_tensors(path, forms, lambda name: _gathered(tensors[name]))
+    specs = {name: TensorSpec(dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_tensors(path, specs, lambda name: _gathered(tensors[name]))
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; one that several processes hold parts of is gathered, for which all of them have to ask."""
+    """The tensor; a sharded one is gathered, which all processes must do together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""The batch plan: which rows form each micro-batch of each optimizer step, as an Arrow file."""
+"""The batch plan: the rows of each micro-batch of each optimizer step, as columns and as an Arrow file."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ SCHEMA = pa.schema(
 SCALARS = tuple(field.name for field in SCHEMA if field.name != "rows")
 PADDED, FLAT = "padded", "flat"
 PADDING_ROW_TOKENS = 1024
-"""Longest row of padding in a joined sequence: nothing reads it, and attention to it grows with its square."""
+"""Longest row of padding in a joined sequence: attention grows with the square of a row's length."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Rows that pass through the model together."""
+    """Rows that pass through the model in one forward and backward."""
 
     epoch: int
     """Pass over the training rows, from 0."""
@@ -39,28 +39,28 @@ class MicroBatch:
     rows: np.ndarray
     """Row numbers of the training shards, int32; bucketed and packed: longest row first.
 
-    None for a GPU that has nothing to do in this turn, as a step has fewer rows than places; then the figures are 0.
+    Empty for a GPU without work, if a step has too few rows for all GPUs; then the other figures are 0.
     """
     length: int
-    """Tokens to which every row is padded; flat: tokens of the one sequence that holds all rows and then padding."""
+    """Tokens to which every row is padded; flat: tokens of the joined sequence, padding included."""
     supervised: int
-    """Tokens of these rows that are predicted and count in the loss."""
+    """Tokens of these rows that count in the loss."""
     rank: int = 0
-    """Which of the GPUs runs it, from 0."""
+    """The GPU that runs it, from 0."""
     flat: bool = False
-    """Whether the rows stand one after the other in one sequence, each attending to itself alone."""
+    """Whether the rows are joined into one sequence, each attending to itself."""
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens that pass through the model, padding counted: what activations grow with."""
+        """Tokens that pass through the model, padding included."""
         return self.length if self.flat else len(self.rows) * self.length
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Micro-batches in execution order, as columns: a run of millions takes arrays, never millions of objects.
+    """Micro-batches in execution order, as columns, so that millions of them need no Python objects.
 
-    The first `ranks` micro-batches of a step run at the same time, then the next, and so on.
+    The first `ranks` micro-batches of a step run at the same time, then the next `ranks`, and so on.
     """
 
     epoch: np.ndarray
@@ -68,26 +68,26 @@ class Plan:
     step: np.ndarray
     """Optimizer step of each micro-batch, int32, ascending."""
     rank: np.ndarray
-    """GPU of each micro-batch, int32: its place modulo `ranks`."""
+    """GPU of each micro-batch, int32: its position in the step modulo `ranks`."""
     rows: np.ndarray
     """Row numbers, int32, one micro-batch after the other."""
     bounds: np.ndarray
-    """Where each micro-batch begins in `rows`, and where the last one ends, int64."""
+    """Start of each micro-batch in `rows`, and the end of the last one, int64."""
     length: np.ndarray
-    """Padded tokens of each row, or of the whole sequence (flat), int32."""
+    """Padded tokens of each row, or of the joined sequence (flat), int32."""
     supervised: np.ndarray
     """Supervised tokens of each micro-batch, int32."""
     ranks: int
     """GPUs that share every step."""
     flat: bool
-    """Whether micro-batches are single sequences of joined rows."""
+    """Whether each micro-batch is one sequence of joined rows."""
 
     def __len__(self) -> int:
         return len(self.step)
 
     @staticmethod
     def of(micro_batches: Sequence[MicroBatch], *, ranks: int = 1) -> "Plan":
-        """A plan of micro-batches given one by one, in execution order."""
+        """A plan from micro-batches in execution order."""
         scalars = {name: np.array([getattr(one, name) for one in micro_batches], np.int32) for name in SCALARS}
         sizes = [len(one.rows) for one in micro_batches]
         return Plan(
@@ -105,7 +105,7 @@ class Plan:
 
     @cached_property
     def padded_tokens(self) -> np.ndarray:
-        """Tokens of each micro-batch, padding counted, int64."""
+        """Tokens of each micro-batch, padding included, int64."""
         return self.length.astype(np.int64) * (1 if self.flat else self.sizes)
 
     @cached_property
@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def steps(self) -> "StepViews":
-        """The optimizer steps, each a list of micro-batches that is made when it is asked for."""
+        """The optimizer steps as a lazy sequence of lists of micro-batches."""
         return StepViews(self)
 
     @property
@@ -124,7 +124,7 @@ class Plan:
         return np.add.reduceat(self.supervised, self.step_bounds[:-1], dtype=np.int64).tolist()
 
     def of_rank(self, rank: int) -> "Plan":
-        """What one GPU computes, as a plan of its own. The first GPU has a row in every step, and the largest."""
+        """The plan of one GPU. GPU 0 has rows in every step, and the largest micro-batches."""
         own = np.flatnonzero((self.rank == rank) & (self.sizes > 0))
         sizes = self.sizes[own]
         bounds = np.concatenate([[0], np.cumsum(sizes)])
@@ -147,15 +147,14 @@ class Plan:
 
 
 def sums_between(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Sums of `values[bounds[k] : bounds[k + 1]]`, int64; 0 where that is empty, which np.add.reduceat gets wrong."""
+    """Sums of `values[bounds[k] : bounds[k + 1]]`, int64; 0 for empty ranges, unlike np.add.reduceat."""
     return np.diff(np.append(0, np.cumsum(values, dtype=np.int64))[bounds])
 
 
 class StepViews(Sequence[list[MicroBatch]]):
-    """The steps of a plan as a sequence: looking at one step costs the same wherever it stands."""
+    """The steps of a plan as a sequence with constant access time."""
 
     def __init__(self, plan: Plan):
-        """View `plan`."""
         self._plan = plan
 
     def __len__(self) -> int:
@@ -173,13 +172,13 @@ class StepViews(Sequence[list[MicroBatch]]):
         return [self._plan.micro_batch(one) for one in range(start, end)]
 
 
-def write_plan(path: Path, parts: Iterable[Plan], *, cut: str = "") -> None:
-    """Write consecutive parts of a plan as they come, a record batch each; the caller makes the writing atomic.
+def write_plan(path: Path, parts: Iterable[Plan], *, settings_hash: str = "") -> None:
+    """Write consecutive parts of a plan, a record batch each; the caller makes the file atomic.
 
     Args:
         path: the file.
         parts: in order.
-        cut: a hash of what decided the cuts, the number of GPUs apart; `plan_settings_hash` reads it.
+        settings_hash: of the settings that decide the micro-batches; `plan_settings_hash` reads it.
 
     Raises:
         ValueError: there is no part, or parts differ in layout or ranks.
@@ -189,7 +188,7 @@ def write_plan(path: Path, parts: Iterable[Plan], *, cut: str = "") -> None:
     if first is None:
         raise ValueError("a plan needs a part")
     layout = FLAT if first.flat else PADDED
-    schema = SCHEMA.with_metadata({"layout": layout, "ranks": str(first.ranks), "cut": cut})
+    schema = SCHEMA.with_metadata({"layout": layout, "ranks": str(first.ranks), "cut": settings_hash})
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         part: Plan | None = first
         while part is not None:
@@ -205,11 +204,11 @@ def read_plan(path: Path) -> Plan:
     """Read a plan.
 
     Raises:
-        UserError: the file is missing or damaged, its steps are not 0, 1, 2, …, or a step is not dealt evenly.
+        UserError: the file is missing or damaged, its steps are not 0, 1, 2, …, or GPUs have unequal shares of a step.
     """
     batches = open_batches(path, {field.name: (field.type,) for field in SCHEMA})
     if not sum(batch.num_rows for batch in batches):
-        raise UserError(f"{path}: holds no micro-batch; delete it and run `dvc repro`")
+        raise UserError(f"{path}: has no micro-batch; delete it and run `dvc repro`")
     metadata = batches[0].schema.metadata or {}
     layout, ranks = (metadata.get(key, b"").decode(errors="replace") for key in (b"layout", b"ranks"))
     if layout not in (PADDED, FLAT) or not (ranks.isascii() and ranks.isdigit() and 0 < int(ranks) < 2**31):
@@ -228,7 +227,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_settings_hash(path: Path) -> str:
-    """The hash that `write_plan` took: equal for plans of any number of GPUs that were cut by the same parameters.
+    """The hash that `write_plan` stored: equal for plans with the same settings, for any number of GPUs.
 
     Raises:
         UserError: the file is missing or damaged.
@@ -238,7 +237,7 @@ def plan_settings_hash(path: Path) -> str:
 
 
 def _check(path: Path, plan: Plan) -> None:
-    """Every record is possible, steps count up, and each rank has its turn."""
+    """Check that every record is possible, steps count up, and ranks alternate."""
     before = np.concatenate([[-1], plan.step[:-1]])
     new_step = plan.step != before
     starts = np.flatnonzero(new_step)
@@ -246,7 +245,7 @@ def _check(path: Path, plan: Plan) -> None:
     uneven = np.append(new_step[1:], True) & ((place + 1) % plan.ranks != 0)
     wrong = (plan.step - before > 1) | (plan.step < before) | (plan.rank != place % plan.ranks) | uneven
     figures = plan.sizes, plan.length, plan.supervised
-    # A rank may have nothing to do in a turn, but then another has.
+    # A rank may be without work, but not all ranks at once.
     working = plan.padded_tokens > 0
     turn_works = np.logical_or.reduceat(working, np.arange(0, len(plan), plan.ranks))
     wrong |= np.where(working, np.minimum.reduce(figures) < 1, np.any(figures, axis=0))

@@ -1,7 +1,7 @@
-"""Mode bucketed: a step's rows, sorted by length, cut into runs of neighbours that are padded to their longest.
+"""Mode bucketed: split a step's rows, sorted by length, into micro-batches padded to their longest row.
 
-All steps of a block are searched in lockstep: arrays run over steps, the Python loops over places within one step.
-Legend: S steps, P pieces of the longest step, W candidates in the window.
+All steps of a block are searched at once: arrays run over steps, Python loops over positions within a step.
+Legend: S steps, P groups of the longest step, W candidates in the window.
 """
 
 import numpy as np
@@ -14,34 +14,34 @@ Seconds = a + b * tokens, fitted to forward and backward of a 6-layer Llama over
 (not measured) and too high costs less than too low: on log-normal chat lengths 128 where 64 is true adds 0.3% to the
 cost of a run, 64 where 256 is true 2%.
 """
-PIECES_PER_BATCH = 8
-"""Rows of one padded length are moved in pieces of this part of a full micro-batch: rows alike need no finer cut."""
+GROUPS_PER_BATCH = 8
+"""Rows of equal padded length move in groups of 1/8 of a full micro-batch; finer splits gain nothing."""
 SEARCH_STEPS = 10
-"""Halvings of the interval in which the size of even micro-batches is looked for: leaves a thousandth of it."""
+"""Bisections in the search for the size of even micro-batches: precise to a thousandth."""
 NEVER = np.iinfo(np.int64).max // 4
-"""Cost of a cut that is not allowed."""
+"""Cost of a split that is not allowed."""
 
 
-def cheapest_cuts(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int) -> np.ndarray:
-    """Cut every step, for one GPU, so that padded tokens plus overhead are least.
+def cheapest_splits(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int) -> np.ndarray:
+    """Split every step, for one GPU, with the least padded tokens plus overhead.
 
     A micro-batch of rows i to j - 1 costs padded[i] * (j - i) + OVERHEAD_TOKENS; dynamic programming over j finds the
-    cheapest cut of every prefix. As lengths descend, a start that loses to a later one at j loses at every j after it,
-    so the window of candidates only shrinks from the left. Cuts fall between pieces (`_pieces`).
+    cheapest split of every prefix. As lengths descend, a start that loses to a later one at j also loses afterwards, so
+    the window of candidates only shrinks from the left. Splits fall between groups of rows (`_group_starts`).
 
     Args:
         padded: padded lengths, int64, descending within each step, none above `cap_tokens`.
         bounds: where each step begins in `padded`, and the end.
-        cap_tokens: most padded tokens of a micro-batch.
+        cap_tokens: largest number of padded tokens of a micro-batch.
 
     Returns:
         Whether a micro-batch begins at each row, bool.
     """
-    firsts = _pieces(padded, bounds, cap_tokens)
-    piece_bounds = np.searchsorted(firsts, bounds)
-    counts_S = np.diff(piece_bounds)
+    firsts = _group_starts(padded, bounds, cap_tokens)
+    group_bounds = np.searchsorted(firsts, bounds)
+    counts_S = np.diff(group_bounds)
     shape = len(counts_S), int(counts_S.max())
-    place = np.arange(len(firsts)) - np.repeat(piece_bounds[:-1], counts_S)
+    place = np.arange(len(firsts)) - np.repeat(group_bounds[:-1], counts_S)
     step = np.repeat(np.arange(shape[0]), counts_S)
     lengths_SP = np.ones(shape, np.int64)
     lengths_SP[step, place] = padded[firsts]
@@ -52,24 +52,24 @@ def cheapest_cuts(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int) -> np
     steps, ends = np.arange(shape[0]), counts_S
     while len(steps):
         ends = start_SP[steps, ends]
-        begins[firsts[piece_bounds[steps] + ends]] = True
+        begins[firsts[group_bounds[steps] + ends]] = True
         steps, ends = steps[ends > 0], ends[ends > 0]
     return begins
 
 
-def _pieces(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int) -> np.ndarray:
-    """Where pieces begin: runs of rows of one step and one padded length, none above a part of `cap_tokens`."""
+def _group_starts(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int) -> np.ndarray:
+    """Starts of groups: rows of one step and one padded length, none above a fraction of `cap_tokens`."""
     new_run = np.append(True, padded[1:] != padded[:-1])
     new_run[bounds[:-1]] = True
     starts = np.flatnonzero(new_run)
     in_run = np.arange(len(padded)) - np.repeat(starts, np.diff(np.append(starts, len(padded))))
-    return np.flatnonzero(in_run % np.maximum(1, cap_tokens // (PIECES_PER_BATCH * padded)) == 0)
+    return np.flatnonzero(in_run % np.maximum(1, cap_tokens // (GROUPS_PER_BATCH * padded)) == 0)
 
 
 def _cheapest_starts(
     lengths_SP: np.ndarray, rows_before_SP: np.ndarray, counts_S: np.ndarray, cap_tokens: int
 ) -> np.ndarray:
-    """Piece at which the last micro-batch of the cheapest cut of each prefix begins, by pieces in the prefix."""
+    """Group at which the last micro-batch of the cheapest split of each prefix begins."""
     intercepts_SP = np.empty_like(lengths_SP)
     start_SP = np.zeros_like(rows_before_SP)
     cost_S = np.zeros(len(counts_S), np.int64)
@@ -90,17 +90,17 @@ def _cheapest_starts(
     return start_SP
 
 
-def even_cuts(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, ranks: int, done: int) -> np.ndarray:
-    """Cut every step into micro-batches of nearly equal size, a multiple of `ranks` of them or one for every row.
+def even_splits(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, ranks: int, done: int) -> np.ndarray:
+    """Split every step into micro-batches of nearly equal size: a multiple of `ranks` of them, or one for every row.
 
-    GPUs wait for each other, so what counts is the largest of the `ranks` micro-batches that run at the same time. For
-    a number of micro-batches, the least size is searched at which filling one after the other to that size takes in
-    all rows; numbers are tried from the least one upwards for as long as that gets cheaper.
+    GPUs wait for each other, so the largest of the `ranks` micro-batches that run together decides the time. For each
+    number of micro-batches, a bisection finds the least size at which all rows fit. Numbers are tried from the least
+    upwards while the cost falls.
 
     Args:
         padded: padded lengths, int64, descending within each step, none above `cap_tokens`.
         bounds: where each step begins in `padded`, and the end.
-        cap_tokens: most padded tokens of a micro-batch.
+        cap_tokens: largest number of padded tokens of a micro-batch.
         ranks: GPUs.
         done: micro-batches of each step that exist already and count towards the multiple.
 
@@ -123,11 +123,11 @@ def even_cuts(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, ranks:
         chosen = trying[better]
         best_cost_S[chosen], best_number_S[chosen], best_size_S[chosen] = costs[better], numbers[better], sizes[better]
         more = np.minimum(turns_S[trying] + np.maximum(1, turns_S[trying] // 4), most_S[trying])
-        go_on = (better | (best_cost_S[trying] == NEVER)) & (more > turns_S[trying])
+        continues = (better | (best_cost_S[trying] == NEVER)) & (more > turns_S[trying])
         turns_S[trying] = more
-        trying = trying[go_on]
+        trying = trying[continues]
     starts_SM = _fill(padded, bounds[:-1], rows_S, best_number_S, best_size_S)
-    begins = np.zeros(len(padded) + 1, bool)  # An absent micro-batch begins behind its step.
+    begins = np.zeros(len(padded) + 1, bool)  # Unused micro-batches begin after their step.
     begins[bounds[:-1, None] + starts_SM[:, :-1]] = True
     return begins[:-1]
 
@@ -135,24 +135,24 @@ def even_cuts(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, ranks:
 def _fill(
     padded: np.ndarray, first_S: np.ndarray, rows_S: np.ndarray, number_S: np.ndarray, size_S: np.ndarray
 ) -> np.ndarray:
-    """Fill micro-batches one after the other up to a size, leaving a row for each that is still to come.
+    """Fill micro-batches one after the other up to a size, leaving at least one row for each later one.
 
     Returns:
-        Row of the step at which each micro-batch begins, and after the last where filling ended, shape (S, M + 1).
+        First row of each micro-batch, and the row after the last one, shape (S, M + 1).
     """
     start_S = np.zeros(len(rows_S), np.int64)
     starts = [start_S]
-    for place in range(int(number_S.max())):
+    for number in range(int(number_S.max())):
         length_S = padded[first_S + np.minimum(start_S, rows_S - 1)]
-        taken_S = np.where(place < number_S, np.maximum(size_S // length_S, 1), 0)
-        still_S = np.maximum(number_S - 1 - place, 0)
+        taken_S = np.where(number < number_S, np.maximum(size_S // length_S, 1), 0)
+        still_S = np.maximum(number_S - 1 - number, 0)
         start_S = np.minimum(start_S + taken_S, rows_S - still_S)
         starts.append(start_S)
     return np.stack(starts, axis=1)
 
 
 def _sizes(padded: np.ndarray, first_S: np.ndarray, rows_S: np.ndarray, starts_SM: np.ndarray) -> np.ndarray:
-    """Padded tokens of the micro-batches that `_fill` made."""
+    """Padded tokens of the micro-batches of `_fill`."""
     lengths_SM = padded[first_S[:, None] + np.minimum(starts_SM[:, :-1], rows_S[:, None] - 1)]
     return np.diff(starts_SM, axis=1) * lengths_SM
 
@@ -165,7 +165,7 @@ def _least_sizes(
     tokens_S: np.ndarray,
     cap_tokens: int,
 ) -> np.ndarray:
-    """The least size, to a thousandth, at which `number_S` micro-batches hold all rows; at most `cap_tokens`."""
+    """The least size, to a thousandth, at which all rows fit into `number_S` micro-batches; at most `cap_tokens`."""
     low_S = np.minimum(np.maximum(padded[first_S], tokens_S // number_S), cap_tokens)
     high_S = np.full(len(rows_S), cap_tokens)
     for _ in range(SEARCH_STEPS):
@@ -179,7 +179,7 @@ def _least_sizes(
 def _all_taken(
     padded: np.ndarray, first_S: np.ndarray, rows_S: np.ndarray, starts_SM: np.ndarray, size_S: np.ndarray
 ) -> np.ndarray:
-    """Whether filling took in all rows of a step without passing the size."""
+    """Whether all rows of a step fit without exceeding the size."""
     return (starts_SM[:, -1] == rows_S) & (_sizes(padded, first_S, rows_S, starts_SM).max(axis=1) <= size_S)
 
 
@@ -192,7 +192,7 @@ def _turn_costs(
     cap_tokens: int,
     ranks: int,
 ) -> np.ndarray:
-    """Time of a step, in tokens: of every turn the largest micro-batch and the overhead; NEVER if rows are left."""
+    """Time of a step in tokens: the largest concurrent micro-batches and overhead; NEVER if rows are left."""
     starts_SM = _fill(padded, first_S, rows_S, number_S, size_S)
     sizes_SM = -np.sort(-_sizes(padded, first_S, rows_S, starts_SM), axis=1)
     largest_ST = sizes_SM[:, ::ranks]

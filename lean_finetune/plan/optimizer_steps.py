@@ -1,4 +1,4 @@
-"""Which rows each optimizer step holds: a function of seed, epoch, tokens per step, row lengths and weights alone."""
+"""The rows of each optimizer step: a function of seed, epoch, tokens per step, row lengths and weights alone."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.plan.row_index import RowIndex
 
 WEIGHT_BITS = 32
-"""Binary digits of a weight's fraction; finer ones are lost (one row in four billion)."""
+"""Bits of a weight's fraction; the rounding error is one row in four billion."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,7 +22,7 @@ class Steps:
     rows: np.ndarray
     """Row numbers, int32, shuffled, step after step."""
     bounds: np.ndarray
-    """Where each step begins in `rows`, and where the last one ends, int64."""
+    """Start of each step in `rows`, and the end of the last one, int64."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -34,31 +34,30 @@ class Steps:
 
 
 def run_steps(index: RowIndex, *, seed: int, epochs: int, tokens_per_step: int) -> Iterator[Steps]:
-    """All steps of the run in order: first one alone, then those of each epoch.
+    """All steps of the run in order: the first one alone, then those of each epoch.
 
-    Each epoch is shuffled and cut on its own, so a step's composition is that of independent draws. Of the steps that
-    hold a row of the greatest length taken, the earliest is moved to the front of the run: memory peaks in the first
-    step whatever bucket.max_tokens is, and a run that does not fit fails there. With weights, that row may be absent
-    from epoch 0; then the step comes from the first epoch that has it.
+    Each epoch is shuffled and divided into steps, so steps are independent random draws. The first step with a row of
+    the greatest length moves to the front of the run: memory then peaks in step 0, and a run that does not fit fails
+    there. With weights, that row may be absent from epoch 0; the step then comes from the first epoch that has it.
 
     Raises:
         UserError: the weights leave no row in any epoch.
     """
     front_epoch = _epoch_of_longest(index, seed, epochs)
-    holding = _cut_epoch(index, seed, front_epoch, tokens_per_step)
-    longest_of_steps = np.maximum.reduceat(index.lengths[holding.rows], holding.bounds[:-1])
+    steps = _epoch_steps(index, seed, front_epoch, tokens_per_step)
+    longest_of_steps = np.maximum.reduceat(index.lengths[steps.rows], steps.bounds[:-1])
     front = int(longest_of_steps.argmax())
-    yield holding.part(front, front + 1)
+    yield steps.part(front, front + 1)
     for epoch in range(epochs):
         if epoch == front_epoch:
-            parts = [holding.part(0, front), holding.part(front + 1, len(holding))]
+            parts = [steps.part(0, front), steps.part(front + 1, len(steps))]
         else:
-            parts = [_cut_epoch(index, seed, epoch, tokens_per_step)]
+            parts = [_epoch_steps(index, seed, epoch, tokens_per_step)]
         yield from (part for part in parts if len(part))
 
 
 def _epoch_of_longest(index: RowIndex, seed: int, epochs: int) -> int:
-    """The first epoch that takes a row of the greatest length taken at all."""
+    """The first epoch with a row of the greatest length that any epoch uses."""
     if index.takes_every_row:
         return 0
     longest = [int(index.lengths[_entries(index, seed, epoch)].max(initial=0)) for epoch in range(epochs)]
@@ -70,13 +69,13 @@ def _epoch_of_longest(index: RowIndex, seed: int, epochs: int) -> int:
 
 
 def _entries(index: RowIndex, seed: int, epoch: int) -> np.ndarray:
-    """Rows of an epoch in their own order, int32: a row of weight w comes floor(w) times, or once more.
+    """Rows of an epoch before shuffling, int32: a row of weight w occurs floor(w) times, or once more.
 
-    Whether once more is decided by one draw per (seed, row) that the epochs share: a draw of u adds a copy in the
-    epochs where u + epoch · w passes a whole number. So weight 0.5 takes half of the rows, the other half in the next
-    epoch, and every row comes w · epochs times in all, give or take one. Integers throughout.
+    One draw u per (seed, row), shared by all epochs, decides the extra copy: it exists in epochs where u + epoch · w
+    passes an integer. So weight 0.5 uses half of the rows in one epoch and the other half in the next, and every row
+    occurs w · epochs times in all, give or take one. All arithmetic is in integers.
     """
-    # The third number keeps the draws apart from those that shuffle epochs: [seed, epoch].
+    # The third number makes these draws independent of those that shuffle epochs: [seed, epoch].
     draws = np.random.PCG64([seed, 0, 1]).random_raw(len(index.lengths)) >> np.uint64(64 - WEIGHT_BITS)
     scaled = np.array([round(weight * 2**WEIGHT_BITS) for weight in index.weights], np.uint64)[index.sources]
     part = scaled & np.uint64(2**WEIGHT_BITS - 1)
@@ -86,10 +85,10 @@ def _entries(index: RowIndex, seed: int, epoch: int) -> np.ndarray:
     return np.repeat(np.arange(len(copies), dtype=np.int32), copies)
 
 
-def _cut_epoch(index: RowIndex, seed: int, epoch: int, tokens_per_step: int) -> Steps:
-    """Walk an epoch's shuffled rows; a step ends with the row that brings it to `tokens_per_step` unpadded tokens.
+def _epoch_steps(index: RowIndex, seed: int, epoch: int, tokens_per_step: int) -> Steps:
+    """Divide an epoch's shuffled rows: a step ends with the row that reaches `tokens_per_step` unpadded tokens.
 
-    The last step of an epoch holds what is left.
+    The last step of an epoch has the remaining rows.
     """
     if index.takes_every_row:
         rows = _permutation(len(index.lengths), seed, epoch)
@@ -98,20 +97,20 @@ def _cut_epoch(index: RowIndex, seed: int, epoch: int, tokens_per_step: int) -> 
         rows = entries[_permutation(len(entries), seed, epoch)]
     tokens = np.cumsum(index.lengths[rows], dtype=np.int64)
     # Bisecting a memoryview takes a microsecond per step, a call of numpy several.
-    walked, bounds = tokens.data, [0]
+    totals, bounds = tokens.data, [0]
     while bounds[-1] < len(rows):
         start = bounds[-1]
-        target = tokens_per_step + (walked[start - 1] if start else 0)
-        bounds.append(min(bisect_left(walked, target, start) + 1, len(rows)))
+        target = tokens_per_step + (totals[start - 1] if start else 0)
+        bounds.append(min(bisect_left(totals, target, start) + 1, len(rows)))
     return Steps(epoch=epoch, rows=rows, bounds=np.array(bounds, np.int64))
 
 
 def _permutation(entries: int, seed: int, epoch: int) -> np.ndarray:
-    """Places 0 to entries - 1 in uniformly random order, int32.
+    """The numbers 0 to entries - 1 in uniformly random order, int32.
 
-    Sorting raw 64-bit draws rather than Generator.permutation: numpy keeps a bit generator's stream the same in every
-    release, a Generator method's it may change (NEP 19), and a numpy upgrade must not reorder the training. Each place
-    stands in the low bits of its draw, so that keys are distinct and plain sorting is enough.
+    This sorts raw 64-bit draws instead of calling Generator.permutation: numpy may change the stream of a Generator
+    method (NEP 19), and an upgrade must not reorder the training. Each number is in the low bits of its draw, so that
+    keys are distinct.
     """
     keys = np.random.PCG64([seed, epoch]).random_raw(entries)
     place_bits = np.uint64(max(entries - 1, 0).bit_length())

@@ -1,28 +1,28 @@
-"""Mode packed: a step's rows joined without padding into as few micro-batches as hold them, evenly filled.
+"""Mode packed: join a step's rows without padding into as few micro-batches as possible, evenly filled.
 
-All steps of a block are packed in lockstep: arrays run over steps, the Python loops over rows of one step.
+All steps of a block are packed at once: arrays run over steps, Python loops over the rows of a step.
 Legend: S steps, N rows of the longest step, B bins (micro-batches) of a step, H rows placed at once.
 """
 
 import numpy as np
 
 BINS_PER_ROUND = 4
-"""Of this many bins one, the emptiest, gets a row before loads are compared anew (all rows in turn below 8 bins)."""
+"""Per round, the emptiest quarter of the bins gets a row each; below 8 bins, one bin per round."""
 CLOSED = 1 << 40
-"""Load of a bin that takes no row: above any other, with room for a bin's number in the bits below."""
+"""Load of a closed bin: above any other, and small enough for a bin's number in the low bits."""
 
 
 def pack_steps(lengths: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, ranks: int, done: int) -> np.ndarray:
-    """Put the rows of every step into bins: the least multiple of `ranks` that holds them, or one for every row.
+    """Put the rows of every step into bins: the least sufficient multiple of `ranks`, or one for every row.
 
-    Longest first, rows go to the emptiest bins, which leaves bins that differ by few tokens, so that GPUs do not wait
-    for each other. Where that overflows a bin, best fit is tried (the fullest bin with room, Johnson 1973); then one
-    more bin for every GPU.
+    Rows go to the emptiest bins, longest first. This leaves bins that differ by few tokens, so that GPUs do not wait
+    for each other. If a bin overflows, best fit is tried (the fullest bin with room, Johnson 1973), and then one more
+    bin for every GPU.
 
     Args:
         lengths: tokens of rows, int64, descending within each step, none above `cap_tokens`.
         bounds: where each step begins in `lengths`, and the end.
-        cap_tokens: most tokens of a bin.
+        cap_tokens: capacity of a bin.
         ranks: GPUs.
         done: micro-batches of each step that exist already and count towards the multiple.
 
@@ -58,7 +58,7 @@ def _open_bins(bins_S: np.ndarray) -> np.ndarray:
 def _emptiest(
     lengths_SN: np.ndarray, rows_S: np.ndarray, bins_S: np.ndarray, cap_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to the emptiest bins, H at a time, the longest to the emptiest; and whether every bin kept to the cap."""
+    """Put rows into the emptiest bins, H at a time; also returns whether every bin is within its capacity."""
     loads_SB = _open_bins(bins_S)
     bin_SN = np.empty(lengths_SN.shape, np.int32)
     steps = np.arange(len(lengths_SN))[:, None]
@@ -80,9 +80,9 @@ def _emptiest(
 def _best_fit(
     lengths_SN: np.ndarray, rows_S: np.ndarray, bins_S: np.ndarray, cap_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each row to the bin that it leaves with the least room; and whether there was one for every row.
+    """Put each row into the bin with the least sufficient room; also returns whether every row had one.
 
-    A bin without a row counts as not fitting: a GPU would have nothing to do, and there are rows enough.
+    An empty bin counts as a failure: a GPU would be without work, and there are enough rows.
     """
     room_SB = np.where(_open_bins(bins_S) == 0, cap_tokens, -1)
     bin_SN = np.empty(lengths_SN.shape, np.int32)
@@ -100,12 +100,12 @@ def _best_fit(
 
 
 def fill_first(lengths: np.ndarray, cap_tokens: int, most_rows: int) -> np.ndarray:
-    """Rows of the run's first micro-batch: the longest, then each further one that still fits.
+    """Rows of the run's first micro-batch: the longest, then every one that still fits.
 
     Args:
         lengths: tokens of the first step's rows, descending.
-        cap_tokens: most tokens.
-        most_rows: rows it may take.
+        cap_tokens: its capacity.
+        most_rows: largest number of rows.
 
     Returns:
         Whether each row is taken.

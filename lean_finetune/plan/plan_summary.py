@@ -1,4 +1,4 @@
-"""What a plan is worth: padding, waiting, evenness and randomness of its steps."""
+"""Summarise a plan: padding, time that GPUs wait for each other, evenness and randomness of its steps."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from lean_finetune.plan.batch_plan import Plan, sums_between
 
 
 def summarise(plan: Plan, lengths: np.ndarray, *, mode: str) -> dict[str, Any]:
-    """The figures of a plan; rounded, so that they are the same bytes on any machine."""
+    """The figures of a plan, rounded so that every machine writes the same bytes."""
     planned = lengths[plan.rows]
     tokens_per_step = sums_between(planned, plan.bounds[plan.step_bounds])
     return {
@@ -27,7 +27,7 @@ def summarise(plan: Plan, lengths: np.ndarray, *, mode: str) -> dict[str, Any]:
 
 
 def straggler_percent(padded_tokens: np.ndarray, ranks: int) -> float:
-    """Share of the GPUs' time spent waiting for the largest of the micro-batches that run at the same time.
+    """Share of the GPUs' time spent waiting for the largest of the concurrent micro-batches.
 
     Args:
         padded_tokens: of the micro-batches in execution order, `ranks` of them at a time.
@@ -38,14 +38,14 @@ def straggler_percent(padded_tokens: np.ndarray, ranks: int) -> float:
 
 
 def randomness(lengths: np.ndarray, bounds: np.ndarray) -> float | None:
-    """Spread of the steps' mean log-length, relative to that of independent draws: 1 means as random as can be.
+    """Spread of the steps' mean log-length relative to independent draws: 1 means fully random.
 
-    Sorting or packing across steps makes steps of short and steps of long rows, and this figure ten times larger. None
-    where it says nothing: one step, or rows all of one length.
+    Sorting or packing across steps separates short from long rows and makes this figure ten times larger. None for a
+    single step or rows of equal length.
 
     Args:
         lengths: tokens of the rows, step after step.
-        bounds: where each step begins, and where the last one ends.
+        bounds: start of each step, and the end of the last one.
     """
     counts = np.bincount(lengths)
     known = np.flatnonzero(counts)

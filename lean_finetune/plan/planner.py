@@ -1,4 +1,4 @@
-"""The whole run cut into micro-batches, from the parameters and the index of its rows."""
+"""Plan all micro-batches of a run from params.yaml and the index of its rows."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,19 +14,19 @@ from lean_finetune.plan.row_index import RowIndex, source_weights
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """The parameters from which a plan follows."""
+    """The settings that determine a plan."""
 
-    cutting: MicroBatchSettings
+    micro_batches: MicroBatchSettings
     seed: int
     epochs: int
     tokens_per_step: int
     weights: Sequence[float]
-    """Of the sources of rows."""
+    """Of the data sources."""
 
     @classmethod
     def from_params(cls, p: Params) -> "PlanSettings":
-        """Read section `bucket`, the number of GPUs, the sources, and what decides the rows of a step."""
-        cutting = MicroBatchSettings(
+        """Read section `bucket`, the data sources, and the settings that decide the rows of a step."""
+        micro_batches = MicroBatchSettings(
             mode=p.bucket.mode,
             max_tokens=p.bucket.max_tokens,
             pad_multiple=p.bucket.pad_multiple,
@@ -35,7 +35,7 @@ class PlanSettings:
             ranks=p.hardware.num_gpus,
         )
         return cls(
-            cutting=cutting,
+            micro_batches=micro_batches,
             seed=p.seed,
             epochs=p.train.epochs,
             tokens_per_step=p.train.tokens_per_step,
@@ -43,16 +43,16 @@ class PlanSettings:
         )
 
     def parts(self, index: RowIndex) -> Iterator[Plan]:
-        """The plan, part by part.
+        """The plan in consecutive parts.
 
         Raises:
             UserError: the longest row does not fit in a micro-batch, or there is no row.
         """
         steps = run_steps(index, seed=self.seed, epochs=self.epochs, tokens_per_step=self.tokens_per_step)
-        return split_steps(steps, index, self.cutting)
+        return split_steps(steps, index, self.micro_batches)
 
     def plan(self, index: RowIndex) -> Plan:
-        """The plan as a whole; errors as for `parts`."""
+        """The complete plan; raises as `parts`."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "plan.arrow"
             write_plan(path, self.parts(index))

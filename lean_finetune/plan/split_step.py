@@ -1,4 +1,4 @@
-"""A step cut into smaller micro-batches than planned, where memory ended: its rows stay, so that it learns the same."""
+"""Split the micro-batches of a step after an out-of-memory error; the step keeps its rows and learns the same."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,14 +11,13 @@ from lean_finetune.plan.batch_plan import MicroBatch
 def split_micro_batches(
     micro_batches: Iterable[MicroBatch], max_tokens: int, lengths: np.ndarray, supervised: np.ndarray
 ) -> list[MicroBatch]:
-    """The same rows in the same order, in micro-batches of at most so many padded tokens, or of a single row.
+    """Halve micro-batches until each has at most `max_tokens` padded tokens or a single row.
 
-    Those that are small enough stay as they are; others are halved until they are. The parts of a padded one keep its
-    length; those of joined rows hold no padding.
+    Rows keep their order. Halves of a padded micro-batch keep its length; halves of joined rows have no padding.
 
     Args:
         micro_batches: of one step.
-        max_tokens: padding counted.
+        max_tokens: padding included.
         lengths: tokens of every training row.
         supervised: trained tokens of every training row.
     """
@@ -32,12 +31,11 @@ def split_micro_batches(
 
 
 def _halves(one: MicroBatch, lengths: np.ndarray, supervised: np.ndarray) -> list[MicroBatch]:
-    """Two micro-batches of the rows of one; joined rows are parted where half of their tokens lie before."""
+    """Two micro-batches with the rows of one; joined rows are split in the middle of their tokens."""
     middle = (len(one.rows) + 1) // 2
     if one.flat:
         tokens = np.cumsum(lengths[one.rows])
         middle = min(int(np.searchsorted(tokens, tokens[-1] / 2)) + 1, len(one.rows) - 1)
-    parts = (one.rows[:middle], one.rows[middle:])
     return [
         replace(
             one,
@@ -45,5 +43,5 @@ def _halves(one: MicroBatch, lengths: np.ndarray, supervised: np.ndarray) -> lis
             length=int(lengths[rows].sum()) if one.flat else one.length,
             supervised=int(supervised[rows].sum()),
         )
-        for rows in parts
+        for rows in (one.rows[:middle], one.rows[middle:])
     ]

@@ -1,14 +1,13 @@
-"""The micro-batches that need the most memory: estimate traces them, and train measures the steps that hold them.
+"""Find the micro-batches that may need the most memory: estimate traces them, and train measures their steps.
 
-Tensors of a step grow with these figures of a micro-batch and shrink with none: padded tokens (activations, all
-logits), supervised tokens (logits of a loss chunk), on GPUs the tokens in whole tiles of fused attention (the
-accumulators of its backward), and under a sliding window the length (its mask is length × length; attention without a
-mask keeps nothing of that kind). So the worst micro-batch is one that no other surpasses in all figures.
+Memory grows with these figures of a micro-batch: padded tokens (activations, all logits), supervised tokens (logits of
+a loss chunk), on GPUs the tokens in full tiles of fused attention (accumulators of its backward), and under a sliding
+window the length (its mask is length × length). So the candidates are micro-batches that no other exceeds in all
+figures.
 
-Position matters too. In the first micro-batch of a step gradients appear as backward makes them; from the second on,
-those of the earlier ones are held throughout. So the first micro-batches of a step (one on every GPU) and the later
-ones are looked through apart. Optimizer state exists before step 0, and parameters never change shape: steps differ in
-nothing else.
+Position matters too: gradients appear during the first backward of a step and exist throughout the later ones. So the
+first micro-batches of steps (one on every GPU) are compared apart from the later ones. Nothing else differs between
+steps: optimizer state exists before step 0, and parameters never change shape.
 """
 
 import numpy as np
@@ -20,13 +19,12 @@ ATTENTION_TILE_TOKENS = 128
 
 
 def memory_figures(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool) -> np.ndarray:
-    """What memory grows with, by micro-batch: padded tokens, supervised tokens; tokens in whole tiles; length.
+    """The figures of each micro-batch that memory grows with: padded, supervised, and tiled tokens, and length.
 
     Args:
         plan: the run.
         lengths: tokens of every training row.
-        tiled: the device's attention works in tiles, as no kernel of a CPU does. Of joined rows it gives each (padding
-            too is rows of its own) up to a tile more, whatever their lengths.
+        tiled: attention works in tiles, as on GPUs. Each joined row, rows of padding included, needs up to a tile more.
         windowed: the model makes masks. It never does for joined rows.
     """
     figures = [plan.padded_tokens, plan.supervised]
@@ -43,9 +41,9 @@ def memory_figures(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bo
 def worst_micro_batches(
     plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool
 ) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """Those that no other surpasses in every figure: among the first micro-batches of the steps, and among the later.
+    """The Pareto fronts among the first micro-batches of the steps, and among the later ones.
 
-    The first micro-batch of step 0, which the plan makes the largest, stands first. Arguments as `memory_figures`.
+    The first micro-batch of step 0, which the plan makes the largest, comes first. Arguments as `memory_figures`.
     """
     figures = memory_figures(plan, lengths, tiled=tiled, windowed=windowed)
     is_first = np.arange(len(plan)) - plan.step_bounds[plan.step - plan.step[0]] < plan.ranks
@@ -56,16 +54,16 @@ def worst_micro_batches(
 
 
 def worst_steps(plan: Plan, lengths: np.ndarray) -> list[int]:
-    """Steps that hold a worst micro-batch on some device of some model, ascending; step 0 is always among them."""
+    """Steps with a worst micro-batch on any device and model, ascending; step 0 is always among them."""
     first, later = worst_micro_batches(plan, lengths, tiled=True, windowed=True)
     return sorted({micro_batch.step for micro_batch in [*first, *later]})
 
 
 def _front(figures: np.ndarray, numbers: np.ndarray) -> list[int]:
-    """Of these micro-batches the Pareto front, largest first; of equal ones the earliest.
+    """The Pareto front of these micro-batches, largest first; of equal ones the earliest.
 
-    A handful in practice (2 to 10 of 1,300 in the default plan), since the budget keeps micro-batches alike: so each
-    turn takes the largest of what is left, and drops all that it surpasses.
+    It is small in practice (2 to 10 of 1,300 in the default plan), since the budget keeps micro-batches similar. Each
+    round takes the largest that is left and drops all that it exceeds.
     """
     front = []
     left = figures[numbers]
@@ -75,6 +73,6 @@ def _front(figures: np.ndarray, numbers: np.ndarray) -> list[int]:
             largest = largest[figure[largest] == figure[largest].max()]
         best = left[largest[0]]
         front.append(int(numbers[largest[0]]))
-        kept = (left > best).any(axis=1)
-        numbers, left = numbers[kept], left[kept]
+        other = (left > best).any(axis=1)
+        numbers, left = numbers[other], left[other]
     return front

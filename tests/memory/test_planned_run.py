@@ -48,7 +48,7 @@ def confirmation(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **se
     cutting = MicroBatchSettings(
         mode=mode, max_tokens=1024, pad_multiple=8, constant_shape=False, fixed_rows=4, ranks=1
     )
-    run_cut = PlanSettings(cutting=cutting, seed=1, epochs=2, tokens_per_step=1200, weights=(1.0,))
+    run_cut = PlanSettings(micro_batches=cutting, seed=1, epochs=2, tokens_per_step=1200, weights=(1.0,))
     plan = run_cut.plan(read_index(index, (1.0,)))
     planned = PlannedRun(
         plan=plan,

@@ -131,7 +131,7 @@ def test_a_merge_that_misses_an_adapted_weight_is_refused(fp32_llama: Path, tmp_
     save_adapter(trained(fp32_llama, spec), tmp_path, "base")
     files = [path.name for path in fp32_llama.iterdir() if not path.name.startswith("model-00002")]
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match=r"train\.merge: .* holds no weight of its own for model\.layers\."):
+    with pytest.raises(UserError, match=r"train\.merge: .* has no weight for model\.layers\."):
         write_merged(fp32_llama, files, tmp_path, spec, tmp_path / "out")
 
 

@@ -45,10 +45,10 @@ def test_a_cpu_is_left_alone(settings):
 @pytest.mark.parametrize(
     ("variable", "asked", "expandable", "told"),
     [
-        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", True, "False: false is kept"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", True, "False: false is used"),
         slow("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8, expandable_segments: True", False, "True: true"),
         slow("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", True, "PyTorch's allocator is not in use"),
-        slow("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", True, "False: false is kept"),
+        slow("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", True, "False: false is used"),
         slow("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True, None),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_torch_that_does_not_give_its_settings_back_can_train(monkeypatch, var
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv(variable, "expandable_segments:False")
     told = use_segments(True, CUDA)
-    assert told is not None and "False: false is kept" in told
+    assert told is not None and "False: false is used" in told
     assert use_segments(False, CUDA) is None
 
 

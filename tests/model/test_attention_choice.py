@@ -36,7 +36,7 @@ EFFICIENT = "PyTorch's memory-efficient kernel: flash needs compute capability 8
         (LLAMA, H100, {"precision": "bf16"}, ("sdpa", FLASH)),
         (LLAMA, H100, {"precision": "bf16", "attention": "flash_attention_2"}, ("flash_attention_2", FLASH)),
         (LLAMA, T4, {"precision": "fp16"}, ("sdpa", EFFICIENT)),
-        (LLAMA, H100, {"attention": "eager"}, ("eager", "as asked")),
+        (LLAMA, H100, {"attention": "eager"}, ("eager", "as set")),
         (GEMMA, H100, {"precision": "bf16"}, ("eager", "the model caps its scores, which no fused kernel does")),
     ],
 )

@@ -68,7 +68,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path):
 def test_a_tensor_unlike_its_form_is_not_written(tmp_path: Path):
     """A header that tells another shape than the bytes have."""
     form = TensorSpec(dtype=torch.float32, shape=(2, 3))
-    with pytest.raises(RuntimeError, match="a is not of the type and shape"):
+    with pytest.raises(RuntimeError, match="a is not of the announced type and shape"):
         write_tensors(tmp_path / "file", {"a": form}, lambda name: torch.zeros(3, 2))
 
 

@@ -91,7 +91,7 @@ def test_a_plan_that_leaves_a_gpu_without_work_is_refused(tmp_path, ranks_of_ste
 
 
 def test_an_empty_plan_is_refused(tmp_path):
-    with pytest.raises(UserError, match="holds no micro-batch"):
+    with pytest.raises(UserError, match="has no micro-batch"):
         read_plan(written(tmp_path, []))
 
 
@@ -120,7 +120,7 @@ def test_a_plan_tells_how_it_was_cut_whatever_the_number_of_gpus(tmp_path):
         values: dict[str, Any] = {"mode": "bucketed", "max_tokens": 64, "pad_multiple": 8}
         cutting = MicroBatchSettings(**{**values, "constant_shape": False, "fixed_rows": 8, "ranks": ranks, **changed})
         batch = MicroBatch(epoch=0, step=0, rows=np.array([0], np.int32), length=8, supervised=4)
-        write_plan(tmp_path / "plan.arrow", [Plan.of([batch], ranks=1)], cut=sha256_json(cutting.deciding))
+        write_plan(tmp_path / "plan.arrow", [Plan.of([batch], ranks=1)], settings_hash=sha256_json(cutting.deciding))
         return plan_settings_hash(tmp_path / "plan.arrow")
 
     assert cut(1) == cut(2) == cut(1, fixed_rows=9) == cut(1, constant_shape=True)

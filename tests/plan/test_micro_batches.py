@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lean_finetune.plan import micro_batches
 from lean_finetune.plan.batch_plan import read_plan, write_plan
-from lean_finetune.plan.bucketed import OVERHEAD_TOKENS, cheapest_cuts
+from lean_finetune.plan.bucketed import OVERHEAD_TOKENS, cheapest_splits
 from lean_finetune.plan.micro_batches import split_steps
 from lean_finetune.plan.optimizer_steps import run_steps
 from lean_finetune.plan.plan_summary import summarise
@@ -151,7 +151,7 @@ def test_no_other_cut_of_a_step_is_cheaper(steps, cap_tokens, repeated):
     """
     padded = [np.array(sorted(lengths if repeated else set(lengths), reverse=True), np.int64) * 8 for lengths in steps]
     bounds = np.cumsum([0, *map(len, padded)])
-    begins = cheapest_cuts(np.concatenate(padded), bounds, 8 * cap_tokens)
+    begins = cheapest_splits(np.concatenate(padded), bounds, 8 * cap_tokens)
     for step, lengths in enumerate(padded):
         found = np.flatnonzero(begins[bounds[step] : bounds[step + 1]]).tolist()
         every = ((0, *cuts) for k in range(len(lengths)) for cuts in itertools.combinations(range(1, len(lengths)), k))

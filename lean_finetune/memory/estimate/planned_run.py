@@ -116,9 +116,9 @@ class Confirmation:
         if changed.longest < self.run.longest:
             index = _shortened(index, changed.longest)
         cutting = replace(
-            self.cut.cutting, mode=changed.mode, max_tokens=changed.max_tokens, fixed_rows=changed.fixed_rows
+            self.cut.micro_batches, mode=changed.mode, max_tokens=changed.max_tokens, fixed_rows=changed.fixed_rows
         )
-        plan = replace(self.cut, cutting=cutting, tokens_per_step=changed.unpadded_tokens_per_step).plan(index)
+        plan = replace(self.cut, micro_batches=cutting, tokens_per_step=changed.unpadded_tokens_per_step).plan(index)
         if setting.sharing is not None:
             setting = replace(setting, sharing=replace(setting.sharing, several_turns=several_turns(plan)))
         return replace(planned, plan=plan, lengths=index.lengths, setting=setting)
