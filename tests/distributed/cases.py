@@ -1,4 +1,4 @@
-"""What a group of processes, or one, is asked to train: the same rows, cut and dealt as a case says."""
+"""Short runs for one process or several: the same rows, divided into micro-batches as a case says."""
 
 import contextlib
 import tempfile

@@ -1,4 +1,4 @@
-"""A short run that is stopped after a step, or goes on from where it was stopped, on as many processes as there are."""
+"""A short run that stops after a step or resumes, on any number of processes."""
 
 import resource
 import signal
@@ -37,7 +37,7 @@ SLOW_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class PartOfRun:
-    """What is run, as plain values: it travels as JSON."""
+    """The run, as plain values that can be sent as JSON."""
 
     model: str
     directory: str
@@ -106,10 +106,10 @@ def disk_of(part: PartOfRun, rank: int) -> AbstractContextManager[None]:
 
 def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
     """Run it; what the process said, and what came of it where it came to its end."""
-    directory, said, stop = Path(part.directory), list[str](), Stop()
+    directory, messages, stop = Path(part.directory), list[str](), Stop()
     kind = Checkpoints if world.size == 1 else SharedCheckpoints
 
-    class Asked(kind):  # type: ignore[valid-type, misc]
+    class StoppedByRank(kind):  # type: ignore[valid-type, misc]
         def step_done(self, run: Running) -> None:
             if run.step == part.stop_after and world.rank == world.size - 1:
                 stop.ask(signal.SIGTERM)
@@ -118,9 +118,9 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
         def is_due(self) -> bool:
             return part.every_step
 
-    store = CheckpointStore(directory / "kept", 2, said.append, ControlChannel(world, CPU))
-    keeper = Asked(
-        store, seconds=None, stop=stop, told=said.append, cut=cut_of(world.size, sharing_of(part.mode).layout)
+    store = CheckpointStore(directory / "kept", 2, messages.append, ControlChannel(world, CPU))
+    keeper = StoppedByRank(
+        store, seconds=None, stop=stop, told=messages.append, cut=cut_of(world.size, sharing_of(part.mode).layout)
     )
     first_step = keeper.first_step
     job = job_of(part, world)
@@ -130,12 +130,18 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
             keeper.wait()
     except Stopped:
         keeper.wait()
-        return {"first_step": first_step, "said": said, "stopped_at": store.last_step()}
+        return {"first_step": first_step, "said": messages, "stopped_at": store.last_step()}
     except UserError as error:
-        return {"first_step": first_step, "said": said, "error": str(error)}
+        return {"first_step": first_step, "said": messages, "error": str(error)}
     weights = {name: tensor.clone() for name, tensor in result.parallel.full_parameters()}
     path = directory / f"weights-{part.stop_after}-{world.size}.safetensors"
     if world.is_first:
         save_file(weights, path)
     losses = [row["loss"] for row in result.curves]
-    return {"first_step": first_step, "said": said, "losses": losses, "weights": str(path), "kept": store.last_step()}
+    return {
+        "first_step": first_step,
+        "said": messages,
+        "losses": losses,
+        "weights": str(path),
+        "kept": store.last_step(),
+    }

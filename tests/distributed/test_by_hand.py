@@ -1,4 +1,4 @@
-"""Processes that a user starts with torchrun, on one machine or on several: one voice, and one run or none."""
+"""Processes that a user starts with torchrun, on one or several machines: one error message, and one run or none."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""When one process of a run fails, all end in bounded time, one line says why, and the same command goes on."""
+"""If one process of a run fails, all end in bounded time with one error line, and the same command resumes."""
 
 import os
 import re
@@ -67,14 +67,14 @@ def run_with(fault: str, root: Path) -> tuple[int, list[str], float]:
         finally:
             kill_group(process)
         assert process.stderr is not None
-        said = process.stderr.read()
+        output = process.stderr.read()
         process.stderr.close()
     assert len(known) >= 2 and not [pid for pid in known if psutil.pid_exists(pid)], "a process outlived its run"
     met = root / "fault-was-met"
-    return process.returncode, said.splitlines(), ended - met.stat().st_mtime if met.exists() else 0.0
+    return process.returncode, output.splitlines(), ended - met.stat().st_mtime if met.exists() else 0.0
 
 
-TOLD = {
+MESSAGES = {
     "memory": r"error: .*(memory|max_tokens).*",
     "killed": r"error: hardware\.num_gpus: process 1 ended by SIGKILL; .*the same command resumes from the last .*",
     "disk": r"error: .*File too large.*free space, then rerun.*",
@@ -105,16 +105,16 @@ TOLD = {
     ],
 )
 def test_one_process_fails_and_the_same_command_goes_on(copy: Path, kind: str, rank: int):  # noqa: F811
-    """The others would wait for ever, each with a traceback of its own."""
+    """The others would wait forever, or print a traceback each."""
     patience = 600 if kind == "nccl" else TIMEOUT_SECONDS
     planned(copy, 2, "zero3", run__rank_timeout_seconds=patience, run__checkpoint_seconds=1e-6)
-    status, said, seconds = run_with(f"{kind} {rank} {STEP}", copy)
+    status, output, seconds = run_with(f"{kind} {rank} {STEP}", copy)
     assert status == 1 and seconds < ENDS_SECONDS
-    faults = [line for line in said if line.startswith("error: ")]
-    assert len(faults) == 1 and re.fullmatch(TOLD[kind], faults[0]), said
-    assert not [line for line in said if "Traceback" in line]
-    status, said, _ = run_with(f"{kind} {rank} {STEP}", copy)
-    assert status == 0, said
-    assert kind == "absent" or any(line.startswith("train: resumed at optimizer step ") for line in said)
+    faults = [line for line in output if line.startswith("error: ")]
+    assert len(faults) == 1 and re.fullmatch(MESSAGES[kind], faults[0]), output
+    assert not [line for line in output if "Traceback" in line]
+    status, output, _ = run_with(f"{kind} {rank} {STEP}", copy)
+    assert status == 0, output
+    assert kind == "absent" or any(line.startswith("train: resumed at optimizer step ") for line in output)
     assert [int(row["step"]) for row in curve(copy)] == list(range(len(curve(copy))))
     assert not list((copy / "scratch/train").glob("*/step-*"))

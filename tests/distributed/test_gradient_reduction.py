@@ -1,4 +1,4 @@
-"""Gradients that are sent: in which buckets, and from one process to all."""
+"""Gradient all-reduce: buckets, sums, and missing gradients."""
 
 from collections.abc import Iterator
 
@@ -46,7 +46,7 @@ def group() -> Iterator[None]:
 
 
 def test_small_gradients_of_a_layer_travel_together():
-    """A message for each small tensor takes its start each time; copies of large ones would be held beside them."""
+    """A message per small tensor is slow; copying large ones into buckets doubles their memory."""
     sent = [[name for name, _ in parts] for parts in gradient_buckets(named_trained(Tower()))]
     assert sent == [
         ["layers.1.0"],

@@ -1,4 +1,4 @@
-"""What one launch's processes leave is told of that launch alone, and blames those that did not come."""
+"""Faults of a launch: reported for that launch alone, and blamed on the processes that did not arrive."""
 
 from pathlib import Path
 

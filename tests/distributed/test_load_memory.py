@@ -1,4 +1,4 @@
-"""What a process holds of its host's memory while weights are handed out, held to what `estimate` says."""
+"""Host memory of each process while weights are broadcast, against the prediction of `estimate`."""
 
 import sys
 from pathlib import Path
@@ -27,8 +27,8 @@ def test_the_first_process_holds_all_weights_until_they_are_handed_out(tmp_path:
         found = group.ask("load_peaks", case)
     spec = spec_of(method=method, precision=precision)
     host = on_host(read_config(tmp_path), spec, torch.bfloat16, batch_tokens=0, sharding="zero3")
-    whole, moving = host["model"].bytes, host["loading"].bytes
-    assert whole > 350 * MIB and found["first"] == pytest.approx(whole, abs=moving + 32 * MIB)
-    assert found["other"] < 0.75 * whole  # Its half, and the largest part before it is cut.
+    all_weights, moving = host["model"].bytes, host["loading"].bytes
+    assert all_weights > 350 * MIB and found["first"] == pytest.approx(all_weights, abs=moving + 32 * MIB)
+    assert found["other"] < 0.75 * all_weights  # Its half, and the largest part before it is cut.
     for path in files:
         path.unlink()

@@ -134,7 +134,7 @@ def test_four_processes_learn_what_one_learns(
 
 @pytest.mark.slow
 def test_a_process_that_makes_progress_is_waited_for(small_llama: Path, pair: Group):
-    """Packing 70B weights on one CPU takes longer than any wait for a process that hangs should."""
+    """Quantising 70B weights on one CPU takes longer than the timeout for a process that hangs."""
     case = asdict(Case(directory=str(small_llama), mode="zero3", steps=1, model={"method": "qlora"}))
     arguments = {"case": case, "timeout_seconds": 3, "seconds_a_tensor": 0.25}
     found = pair.ask("slow_first_process", arguments)
@@ -161,7 +161,7 @@ def distance(group: Group, single: Single, case: Case, plain: Case | None = None
 
 
 def same_cut(case: Case) -> Case:
-    """One process, the same micro-batches: in few bits another cut rounds otherwise."""
+    """One process, the same micro-batches: with few bits another division rounds differently."""
     return replace(plain_of(case), sizes=case.sizes, chunk=case.chunk)
 
 
@@ -194,7 +194,7 @@ def test_every_optimizer_under_zero3(small_llama: Path, pair: Group, single: Sin
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_is_exact_under_zero1(small_llama: Path, pair: Group, single: Single, name: str):
-    """Whole tensors have one owner each, also those scaled by blocks, rows or columns; none holds all state."""
+    """Each tensor has one owner, so blocks, rows and columns are scaled as in one process; no owner has all state."""
     case = optimizer_case(small_llama, "zero1", name)
     assert distance(pair, single, case, same_cut(case)) == (0.0, 0.0)
     everything = pair.learn(replace(case, mode="ddp"))["state_bytes"]
@@ -244,7 +244,7 @@ def test_precisions_and_adapters(small_llama: Path, pair: Group, single: Single,
     ],
 )
 def test_activations_in_a_file_change_no_bit(small_llama: Path, pair: Group, mode, method, ckpt):
-    """Weights that are whole only while a layer computes must not be sent away with its activations."""
+    """Gathered weights, which exist only while a layer computes, must not be offloaded with its activations."""
     model = {"method": method, "grad_ckpt": ckpt}
     case = Case(directory=str(small_llama), mode=mode, sizes=(4, 4), chunk=16, steps=5, model=model)
     kept, sent = pair.learn(case), pair.learn(replace(case, offload=True))

@@ -1,4 +1,4 @@
-"""Who a process is, who updates a tensor, and what is refused before anything is trained."""
+"""Ranks, owners of tensors, and refusals before training."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_owners_share_the_state_evenly():
 
 
 def test_the_first_fault_is_told(tmp_path: Path):
-    """The others fail because the first one left: their words would hide the cause."""
+    """The others fail because the first one ended: their messages would hide the cause."""
     assert _first_fault(tmp_path, 2) is None
     for name, text, seconds in (("0", "later", 2), ("1", "the cause", 1)):
         (tmp_path / f"{name}.fault").write_text(f"{text}\nmore of it")
@@ -52,13 +52,13 @@ class Pair(SingleProcess):
     rank, size = 1, 2
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """With those of the other."""
+        """Fill in the losses of the other process."""
         values[:, 0] = 5.0
         return values
 
 
 def test_losses_stand_in_the_order_of_the_plan():
-    """A loss that is no number is told with the rows of its micro-batch."""
+    """A loss that is not finite is reported with the rows of its micro-batch."""
     own = [torch.tensor(1.0), torch.tensor(2.0)]
     assert [loss.item() for loss in losses_of_all_ranks(Pair(torch.nn.Linear(1, 1)), own)] == [5.0, 1.0, 5.0, 2.0]
     assert losses_of_all_ranks(SingleProcess(torch.nn.Linear(1, 1)), own) is own

@@ -1,4 +1,4 @@
-"""A run on several GPUs that was stopped goes on as if it had not been, also on another number of them."""
+"""A stopped run on several GPUs resumes as if it had not stopped, also on another number of GPUs."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -88,7 +88,7 @@ def do_slow_first_process(world: World, directory: Path, arguments: dict[str, An
         time.sleep(arguments["seconds_a_tensor"])
         return read(tensor)
 
-    told = torch.zeros(1)
+    reports = torch.zeros(1)
     _set_pg_timeout(timedelta(seconds=seconds))
     try:
         with progress_barrier(world.rank, world.size, seconds):
@@ -100,11 +100,11 @@ def do_slow_first_process(world: World, directory: Path, arguments: dict[str, An
             try:
                 wait_for_all()
             except BarrierTimeout as late:
-                told += late.ranks == [0]
+                reports += late.ranks == [0]
     finally:
         _set_pg_timeout(timedelta(seconds=TIMEOUT_SECONDS))
-    dist.all_reduce(told)
-    return {"load_seconds": took, "told": told.item()}
+    dist.all_reduce(reports)
+    return {"load_seconds": took, "told": reports.item()}
 
 
 def do_load_peaks(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, int]:
@@ -152,8 +152,8 @@ def main() -> None:
     )
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(TASKS[asked["task"]](world, directory, asked["arguments"])), file=answers, flush=True)
+        request = json.loads(line)
+        print(json.dumps(TASKS[request["task"]](world, directory, request["arguments"])), file=answers, flush=True)
     dist.destroy_process_group()
 
 

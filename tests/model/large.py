@@ -1,4 +1,4 @@
-"""Checkpoints in many files, built from a config: written tensor by tensor, so that none is ever whole in memory."""
+"""Write large checkpoints in several files, tensor by tensor, so that none is in memory at once."""
 
 import json
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def large_llama(layers: int, vocabulary: int = 32000) -> LlamaConfig:
 
 
 def write_checkpoint(config: PretrainedConfig, directory: Path, shards: int) -> list[Path]:
-    """Write config.json, an index, and bf16 weights in so many files of about the same size; the files."""
+    """Write config.json, an index, and bf16 weights in `shards` files of similar size; returns the files."""
     config.save_pretrained(directory)
     with torch.device("meta"), init.no_init_weights():
         model: nn.Module = AutoModelForCausalLM.from_config(config)

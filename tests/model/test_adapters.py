@@ -1,4 +1,4 @@
-"""Adapters and merged models: what was trained is what is loaded, here and in the libraries that others use."""
+"""Adapters and merged models compute the same after saving and loading, with our code and with plain peft."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ SOME = [form if form in FAST else slow(form) for form in FORMS]
 """Each kind of weight and each kind of adapter at least once."""
 EXACT = 0.0
 ROUNDED = {"pissa": 2e-5, "pissa, rslora": 2e-5}
-"""Of the logits: what is left in fp32 of a weight from which something was taken and put back."""
+"""Largest difference of a logit: PiSSA subtracts from an fp32 weight and adds the difference back."""
 MERGED_ROUNDED = {name: 2e-5 for name in FORMS} | {"pure_bf16": 5e-2, "int8": 5e-2}
 """bf16 rounds the merged weight; the 8-bit product also rounds its inputs."""
 
@@ -115,7 +115,7 @@ def test_an_adapter_reloads_in_plain_peft_and_in_evaluate(small_llama: Path, tmp
 
 @pytest.mark.parametrize("form", SOME)
 def test_a_merged_model_is_the_adapted_one(fp32_llama: Path, tmp_path: Path, form: str):
-    """A merge of 4-bit adapters onto the original weights would mend twice what 4 bits lost."""
+    """A merge of 4-bit adapters into the original weights would correct an error that these do not have."""
     spec = spec_of(**FORMS[form])
     model = trained(fp32_llama, spec)
     files = [path.name for path in fp32_llama.iterdir()]
@@ -126,7 +126,7 @@ def test_a_merged_model_is_the_adapted_one(fp32_llama: Path, tmp_path: Path, for
 
 
 def test_a_merge_that_misses_an_adapted_weight_is_refused(fp32_llama: Path, tmp_path: Path):
-    """A model written without one of its adapters looks whole."""
+    """A model written without one of its adapters looks complete."""
     spec = spec_of(method="lora")
     save_adapter(trained(fp32_llama, spec), tmp_path, "base")
     files = [path.name for path in fp32_llama.iterdir() if not path.name.startswith("model-00002")]

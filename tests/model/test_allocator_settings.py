@@ -1,4 +1,4 @@
-"""Segments that grow: set for a GPU, and never against what the user's environment says."""
+"""Expandable segments: set on GPUs, unless the user's environment variables say otherwise."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ KNOWN = hasattr(torch._C, "_accelerator_getAllocatorSettings")
 def settings():
     """Reads PyTorch's allocator settings, and sets them back after the test."""
     if not KNOWN:
-        pytest.skip("torch tells no settings")
+        pytest.skip("this torch does not return its settings")
     before = torch._C._accelerator_getAllocatorSettings()
     yield torch._C._accelerator_getAllocatorSettings
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
@@ -52,7 +52,7 @@ def test_a_cpu_is_left_alone(settings):
         slow("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True, None),
     ],
 )
-def test_what_the_environment_says_is_kept_and_told(variable: str, asked: str, expandable: bool, told: str | None):
+def test_the_environment_takes_precedence_with_a_note(variable: str, value: str, expandable: bool, note: str | None):
     """A user's own setting overruled, or followed in silence: the prediction is then for other segments."""
     code = (
         "import torch; from lean_finetune.model.allocator_settings import use_segments\n"
@@ -61,9 +61,9 @@ def test_what_the_environment_says_is_kept_and_told(variable: str, asked: str, e
         f"print(use_segments({expandable}, torch.device('cuda', 0)))\n"
         "assert settings() == before, settings()"
     )
-    environment = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")} | {variable: asked}
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")} | {variable: value}
     done = run_bounded([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
-    assert told in done.stdout if told is not None else done.stdout.strip() == "None"
+    assert note in done.stdout if note is not None else done.stdout.strip() == "None"
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -72,8 +72,8 @@ def test_a_torch_that_does_not_give_its_settings_back_can_train(monkeypatch, var
     monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv(variable, "expandable_segments:False")
-    told = use_segments(True, CUDA)
-    assert told is not None and "False: false is used" in told
+    note = use_segments(True, CUDA)
+    assert note is not None and "False: false is used" in note
     assert use_segments(False, CUDA) is None
 
 
@@ -86,15 +86,15 @@ def test_a_torch_that_does_not_give_its_settings_back_can_train(monkeypatch, var
         ("expandable_segments:True", True, []),
     ],
 )
-def test_the_estimate_follows_the_environment_or_says_what_it_does_not_know(settings, asked, segments, told):
+def test_the_estimate_follows_the_environment_or_says_what_it_does_not_know(settings, value, segments, note):
     """Reserved memory predicted for segments that are not used, without a word."""
-    torch._C._accelerator_setAllocatorSettings(asked)
-    if "cudaMallocAsync" in asked and "cudaMallocAsync" not in settings():
+    torch._C._accelerator_setAllocatorSettings(value)
+    if "cudaMallocAsync" in value and "cudaMallocAsync" not in settings():
         pytest.skip("this build of PyTorch takes the backend from the environment alone")
     assert segments_from_environment() is segments
     notes = environment_notes(True)
-    assert len(notes) == len(told) and all(map(str.startswith, notes, told))
-    assert ("max_split_size_mb, garbage_collection_threshold" in "".join(notes)) is ("max_split" in asked)
+    assert len(notes) == len(note) and all(map(str.startswith, notes, note))
+    assert ("max_split_size_mb, garbage_collection_threshold" in "".join(notes)) is ("max_split" in value)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""train.attention: what is chosen and why, what cannot run told in one line, and every kernel of one result."""
+"""train.attention: the choice and its reason, refusals in one line, and equal results of all kernels."""
 
 from typing import Any
 
@@ -58,13 +58,13 @@ def test_what_is_chosen_and_why(config, device, changes, found):
 )
 def test_what_cannot_run_is_one_line(config, device, changes, message):
     """Another kernel taken in silence, or an error from the middle of the first step."""
-    with pytest.raises(UserError, match=rf"^train\.attention: .*{message}.*use auto$") as told:
+    with pytest.raises(UserError, match=rf"^train\.attention: .*{message}.*use auto$") as caught:
         choose_attention(config, spec_of(**changes), **device)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_eager_is_what_transformers_computes(small_llama):
-    """Another scale, or tokens that see later ones; held against the code of the model itself."""
+    """Another scale, or tokens that see later ones; the reference is the model's own code."""
     ids = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
     ours = load_model(small_llama, spec_of(method="full", attention="eager"), CPU)
     theirs = AutoModelForCausalLM.from_pretrained(small_llama, attn_implementation="eager", dtype=torch.float32)

@@ -90,7 +90,7 @@ def test_joined_rows_are_refused(saved):
 
 
 def test_a_cap_in_code_of_its_own_is_refused(saved, monkeypatch: pytest.MonkeyPatch):
-    """A model that never asks for our attention, trained with another step than the one that is predicted."""
+    """A model that ignores our attention would train with another step than the predicted one."""
     kind = AutoModelForCausalLM._model_mapping[type(GEMMA)]
     monkeypatch.setattr(kind, "_supports_attention_backend", False)
     with pytest.raises(UserError, match="gemma2 caps attention scores in code of its own") as caught:

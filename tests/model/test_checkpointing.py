@@ -1,4 +1,4 @@
-"""What is recomputed by each policy, and that the policies lie between keeping all and keeping nothing."""
+"""Activation checkpointing: which operations each policy recomputes."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from tests.small_model import CPU, spec_of
-from tests.step.common import cut
+from tests.step.common import split
 
 aten = torch.ops.aten
 
@@ -28,14 +28,14 @@ class Counted(TorchDispatchMode):
 
 def backward_counts(directory, **spec) -> dict[str, int]:
     model = load_model(directory, spec_of(**spec), CPU)
-    loss = summed_loss(model, cut([8])[0], None)
+    loss = summed_loss(model, split([8])[0], None)
     with Counted() as counted:
         loss.backward()
     return counted.counts
 
 
 def test_a_layer_in_n_is_recomputed(small_llama):
-    """A policy that is taken and changes nothing."""
+    """A policy without an effect."""
     for every, recomputed in ((2, [True, False]), (3, [True, False])):
         spec = spec_of(grad_ckpt=True, grad_ckpt_policy="every_n", grad_ckpt_every=every)
         layers = [m for m in load_model(small_llama, spec, CPU).modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -44,7 +44,7 @@ def test_a_layer_in_n_is_recomputed(small_llama):
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_selective_recomputes_neither_products_of_weights_nor_attention(small_llama, method):
-    """Products run twice though their outputs were kept; adapters' outputs kept, which are as large as a layer's."""
+    """Products recomputed although their outputs were saved; outputs of adapters saved, which are large and cheap."""
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     plain, full, selective = (
         backward_counts(small_llama, method=method, **changes)

@@ -1,4 +1,4 @@
-"""Loading: the model that transformers loads, bit for bit, in the memory of one weight beside what stays."""
+"""Loading gives transformers' weights bit for bit, with memory for one weight more than the model."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ from tests.small_model import CPU, spec_of
 
 ROOT = Path(__file__).parents[2]
 BOUND = 1.15
-"""Of memory, to what stays or, where more, a file of the checkpoint beside what is placed already."""
+"""Peak memory, relative to the model or, if more, to one file plus the weights loaded before it."""
 TESTED = ("Llama", "Gemma")
 FORMS = [("full", "bf16"), ("full", "fp32"), ("qlora", "fp32"), ("int8_lora", "bf16")]
 LAYERS, SHARDS = 22, 8
@@ -58,7 +58,7 @@ def test_a_tied_head_is_tested(tmp_path: Path):
 
 
 def test_weights_that_transformers_holds_in_another_form_come_back_as_they_were(tmp_path: Path):
-    """Experts that are joined when loaded, and would be written in a form that nobody reads."""
+    """Transformers stacks experts when loading; saving must undo that."""
     config = MixtralConfig(**SMALL, num_local_experts=2)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
@@ -69,20 +69,20 @@ def test_weights_that_transformers_holds_in_another_form_come_back_as_they_were(
     assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
 
 
-def load_and_tell(directory: Path, method: str, precision: str) -> None:
-    """Load, and print what it took: run in a process of its own, whose memory nobody else uses."""
+def load_and_print(directory: Path, method: str, precision: str) -> None:
+    """Load a model and print the memory it took; runs in a separate process."""
     spec = spec_of(method=method, precision=precision)
     make_code_books()
     with host_peak() as host:
         model = load_base(directory, spec, CPU)
-    held = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers(), *quantisation_tensors(model)]}
-    stays = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers(), *quantisation_tensors(model)]}
+    stays = sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
     with open("/proc/self/maps") as maps:
         mapped = str(directory) in maps.read()
     print(json.dumps({**vars(host), "stays_bytes": stays, "mapped": mapped}))
 
 
-def told_by_a_process(directory: Path, method: str, precision: str) -> dict[str, int]:
+def measured_by_a_process(directory: Path, method: str, precision: str) -> dict[str, int]:
     command = f"from {__name__} import *; load_and_tell(Path({str(directory)!r}), {method!r}, {precision!r})"
     done = run_bounded([sys.executable, "-c", command], cwd=ROOT, check=True, timeout_seconds=1800)
     return json.loads(done.stdout.splitlines()[-1])
@@ -92,10 +92,10 @@ def check(config: PretrainedConfig, directory: Path, shards: int, method: str, p
     files = write_checkpoint(config, directory, shards)
     try:
         largest_file = max(path.stat().st_size for path in files)
-        told = told_by_a_process(directory, method, precision)
-        placed_before_last = told["stays_bytes"] * (shards - 1) / shards
-        assert told["added_bytes"] <= BOUND * max(told["stays_bytes"], largest_file + placed_before_last)
-        assert not told["mapped"] and told["file_pages_added_bytes"] < 16 * 2**20
+        measured = measured_by_a_process(directory, method, precision)
+        placed_before_last = measured["stays_bytes"] * (shards - 1) / shards
+        assert measured["added_bytes"] <= BOUND * max(measured["stays_bytes"], largest_file + placed_before_last)
+        assert not measured["mapped"] and measured["file_pages_added_bytes"] < 16 * 2**20
     finally:
         for path in files:
             path.unlink()
@@ -103,7 +103,7 @@ def check(config: PretrainedConfig, directory: Path, shards: int, method: str, p
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-water mark is Linux's")
 def test_the_process_holds_one_file_more_than_what_stays_at_most(tmp_path: Path):
-    """A checkpoint twice in memory, or its pages kept by weights that were not converted."""
+    """A checkpoint twice in memory, or its pages kept alive by weights that were not converted."""
     check(large_llama(1, vocabulary=8000), tmp_path, 4, "full", "fp32")
 
 
@@ -117,7 +117,7 @@ def test_the_same_of_two_gib_in_many_files(tmp_path: Path, method: str, precisio
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", "int8_lora"])
 def test_loading_leaves_nothing_but_the_model(small_llama: Path, method: str):
-    """What reading and packing took, kept for as long as the model is."""
+    """Temporary memory of loading that lives as long as the model."""
     make_code_books()
     gc.collect()
     meter = make_meter(CPU)
@@ -126,6 +126,6 @@ def test_loading_leaves_nothing_but_the_model(small_llama: Path, method: str):
         gc.collect()
         with meter.phase("after"):
             torch.zeros(1)
-    held = {t.untyped_storage().data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
-    stays = sum(t.untyped_storage().nbytes() for t in [*held.values(), *quantisation_tensors(model)])
+    tensors = {t.untyped_storage().data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
+    stays = sum(t.untyped_storage().nbytes() for t in [*tensors.values(), *quantisation_tensors(model)])
     assert abs(meter.result().peak_bytes_by_phase["after"] - stays) < 1024

@@ -1,4 +1,4 @@
-"""Real and fake models are the same model; what would train wrongly in silence is refused or kept from happening."""
+"""Real and fake models have the same tensors; models that would silently train wrongly are refused."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_an_evaluation_leaves_4_bit_weights_trainable(small_llama: Path):
 
 
 def test_adapter_comes_back_bit_equal_and_in_equal_bytes(small_llama: Path, tmp_path: Path):
-    """Peft keeps targets in a set: unsorted, equal adapters would differ in bytes and rerun evaluate."""
+    """Peft stores targets in a set: unsorted, equal adapters would differ in bytes and rerun evaluate."""
     spec = spec_of(method="lora")
     model = load_model(small_llama, spec, CPU)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_missing_weights_are_refused(small_llama: Path, tmp_path: Path):
     ("targets", "message"),
     [
         (("qproj",), r"got \['qproj'\]; known: .*q_proj"),
-        (("q_proj", "vproj"), r"got \['vproj'\]; known: .*v_proj"),  # peft takes the one and says nothing of the other.
+        (("q_proj", "vproj"), r"got \['vproj'\]; known: .*v_proj"),  # peft silently ignores the unknown one.
         (("mlp",), r"got \['mlp'\]; known: "),
         (("input_layernorm",), r"got \['input_layernorm'\]; known: "),
         (("embed_tokens",), r"got \['embed_tokens'\]; known: "),
@@ -127,14 +127,14 @@ def test_missing_weights_are_refused(small_llama: Path, tmp_path: Path):
 )
 @pytest.mark.parametrize("fake", [False, True], ids=["train", "estimate"])
 def test_targets_that_are_no_linear_layers_are_told(small_llama: Path, targets: tuple, message: str, fake: bool):
-    """A misspelt name beside a good one would train half of what was asked for, with a normal-looking loss."""
+    """A misspelt name next to a valid one would train half of the layers, with a normal-looking loss."""
     spec = spec_of(method="lora", lora_targets=targets)
-    with pytest.raises(UserError, match=rf"^train\.lora\.targets: .*{message}") as told:
+    with pytest.raises(UserError, match=rf"^train\.lora\.targets: .*{message}") as caught:
         if fake:
             uninitialized_model(read_config(small_llama), spec, CPU)
         else:
             load_model(small_llama, spec, CPU)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Files of tensors: the bytes safetensors itself writes and reads, and what it refuses, one tensor at a time."""
+"""Safetensors files: our reader and writer agree with the library, and use memory for one tensor at a time."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_what_is_read_is_what_safetensors_reads(tmp_path: Path):
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path):
-    """A whole file made, or read, at once."""
+    """A complete file in memory while it is written or read."""
     forms = {f"{number}": TensorSpec(dtype=torch.float32, shape=(64, 64)) for number in range(9)}
     meter = make_meter(CPU)
     with meter.window("all"):
@@ -66,21 +66,21 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path):
 
 
 def test_a_tensor_unlike_its_form_is_not_written(tmp_path: Path):
-    """A header that tells another shape than the bytes have."""
+    """A header with another shape than the tensor's."""
     form = TensorSpec(dtype=torch.float32, shape=(2, 3))
     with pytest.raises(RuntimeError, match="a is not of the announced type and shape"):
         write_tensors(tmp_path / "file", {"a": form}, lambda name: torch.zeros(3, 2))
 
 
 def test_broken_files_are_refused(small_llama: Path, tmp_path: Path):
-    """A cut or forged file read past its end, or a type that is silently taken for another."""
-    whole = (small_llama / SINGLE).read_bytes()
+    """A truncated or forged file read past its end, or a type taken for another one."""
+    original = (small_llama / SINGLE).read_bytes()
     for content, fault in (
-        (whole[:-1], SafetensorError),
-        (whole[:20], SafetensorError),
+        (original[:-1], SafetensorError),
+        (original[:20], SafetensorError),
         (b"", SafetensorError),
-        (whole + b"x", SafetensorError),
-        (whole.replace(b'"BF16"', b'"F4_X"', 1), SafetensorError),
+        (original + b"x", SafetensorError),
+        (original.replace(b'"BF16"', b'"F4_X"', 1), SafetensorError),
     ):
         (tmp_path / SINGLE).write_bytes(content)
         with pytest.raises(fault):
@@ -97,7 +97,7 @@ def test_broken_files_are_refused(small_llama: Path, tmp_path: Path):
 
 
 def test_a_file_that_ends_while_it_is_read_is_told(small_llama: Path, tmp_path: Path):
-    """The rest of a weight left as the memory was."""
+    """The rest of a weight left uninitialised."""
     (tmp_path / SINGLE).write_bytes((small_llama / SINGLE).read_bytes())
     last = max(model_tensors(tmp_path).values(), key=lambda stored: stored.start)
     (tmp_path / SINGLE).write_bytes((small_llama / SINGLE).read_bytes()[: last.start + 1])

@@ -1,4 +1,4 @@
-"""What the tests of the bucket room share."""
+"""Helpers of the tests of batch plans."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -78,9 +78,9 @@ def test_steps_are_a_sequence():
 )
 def test_a_plan_that_cannot_be_right_is_refused(tmp_path, faulty):
     """A training loop that trusted it would divide a loss by the tokens of another step, or read past a file."""
-    with pytest.raises(UserError, match=r"record \d cannot be right .*; delete it and run `dvc repro`") as told:
+    with pytest.raises(UserError, match=r"record \d cannot be right .*; delete it and run `dvc repro`") as caught:
         read_plan(written(tmp_path, [batch(**given) for given in faulty]))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("ranks_of_steps", [[[0]], [[0, 1], [0]], [[0, 1, 0], [1]], [[0, 1], [1, 0]]])
@@ -113,8 +113,8 @@ def test_parts_of_different_layout_are_never_one_plan(tmp_path):
         write_plan(tmp_path / "plan.arrow", parts)
 
 
-def test_a_plan_tells_how_it_was_cut_whatever_the_number_of_gpus(tmp_path):
-    """A training goes on from a checkpoint with another number of GPUs, and never with other micro-batches."""
+def test_a_plan_has_a_hash_of_its_settings_without_the_number_of_gpus(tmp_path):
+    """A checkpoint may resume with another number of GPUs, but never with other micro-batches."""
 
     def cut(ranks: int, **changed: Any) -> str:
         values: dict[str, Any] = {"mode": "bucketed", "max_tokens": 64, "pad_multiple": 8}

@@ -1,4 +1,4 @@
-"""The batch plan: what is learnt never depends on how it is cut, memory is flat, padding is least."""
+"""Micro-batches: they never change the rows of a step, memory peaks in the first one, padding is least."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A step cut smaller where memory ended: its rows stay, its micro-batches shrink to what was asked or to one row."""
+"""Splitting a step after an out-of-memory error: its rows stay, its micro-batches shrink."""
 
 import numpy as np
 import pytest

@@ -78,15 +78,6 @@ def test_the_stage_reports_what_its_plan_holds(workspace, mode):
     assert 0.5 < metrics["randomness"] < 1.5
 
 
-def test_rows_of_steps_do_not_depend_on_how_they_are_cut_or_shared(workspace):
-    assert run_stage().exit_code == 0
-    before = rows_by_step(read_plan(Path("data/batches/plan.arrow")))
-    change("mode: bucketed", "mode: packed")
-    change("max_tokens: 1024", "max_tokens: 3000")
-    assert run_stage().exit_code == 0
-    assert rows_by_step(read_plan(Path("data/batches/plan.arrow"))) == before
-
-
 def test_duplicates_and_weights_reach_the_plan(workspace):
     write_index(INDEX, [20] * 60, [5] * 60, sources=[0, 1] * 30, dropped=[True] + [False] * 59)
     listed = "source:\n  - source: a.jsonl\n  - source: b.jsonl\n    weight: 2"

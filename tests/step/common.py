@@ -1,4 +1,4 @@
-"""A few steps over the same eight rows, cut into micro-batches as a test likes."""
+"""Train a few steps on the same eight rows, split into micro-batches as a test needs."""
 
 import contextlib
 from pathlib import Path
@@ -34,7 +34,7 @@ def rows(count: int = 8) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-def cut(sizes: list[int]) -> list[Batch]:
+def split(sizes: list[int]) -> list[Batch]:
     """The same eight rows in micro-batches of these sizes."""
     batches, start = [], 0
     for size in sizes:
@@ -44,7 +44,7 @@ def cut(sizes: list[int]) -> list[Batch]:
     return batches
 
 
-def join(sizes: list[int], padding: int = 0) -> list[Batch]:
+def joined(sizes: list[int], padding: int = 0) -> list[Batch]:
     """The eight rows of `cut`, joined by groups of these sizes, with padding behind each group."""
     batches, start = [], 0
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Activations sent away come back as they were, once for all who need them, and weights stay."""
+"""Offloaded activations come back bit by bit, shared memory is stored once, and weights stay on the device."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore, HostStore, make_offload
 from lean_finetune.step.loss import summed_loss
 from tests.small_model import CPU, spec_of
-from tests.step.common import assert_equal, cut, run, slow
+from tests.step.common import assert_equal, run, slow, split
 
 
 class Watched(HostStore):
@@ -42,29 +42,29 @@ class Watched(HostStore):
     ],
 )
 def test_losses_and_weights_are_equal_to_the_last_bit(small_llama, tmp_path, method, grad_ckpt):
-    """Values that come back otherwise, or in another order of memory: another kernel rounds differently."""
+    """Values that change, or come back in another memory layout, for which another kernel rounds differently."""
     spec = {"method": method, "grad_ckpt": grad_ckpt, "lora_dropout": 0.1}
-    plain, weights = run(small_llama, cut([3, 5]), chunk=16, steps=2, **spec)
+    plain, weights = run(small_llama, split([3, 5]), chunk=16, steps=2, **spec)
     for store in (DiskStore(CPU, tmp_path), HostStore(CPU)):
-        results, found = run(small_llama, cut([3, 5]), chunk=16, steps=2, offload=ActivationOffload(store), **spec)
+        results, found = run(small_llama, split([3, 5]), chunk=16, steps=2, offload=ActivationOffload(store), **spec)
         assert [r.loss.item() for r in results] == [r.loss.item() for r in plain]
         assert [r.grad_norm.item() for r in results] == [r.grad_norm.item() for r in plain]
         assert_equal(found, weights, 0)
 
 
 def test_what_is_saved_twice_is_sent_once_and_weights_not_at_all(small_llama):
-    """Weights copied in every step; the input of three projections kept three times."""
+    """Weights copied in every step; the input of three projections stored three times."""
     model, store = load_model(small_llama, spec_of(method="full"), CPU), Watched()
     with torch.no_grad():  # Norms of weight 1 give back what they took.
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.mul_(1.5)
-    loss = summed_loss(model, cut([8])[0], None, ActivationOffload(store))
+    loss = summed_loss(model, split([8])[0], None, ActivationOffload(store))
     largest = max(tensor.numel() for tensor in model.parameters())
     assert store.sent and store.fetched == 0
     assert all(values.numel() != largest for values in store.sent)
-    kept = [values for values in store.sent if values.dtype == torch.float32]
-    hidden = [values for values in kept if values.numel() == 8 * 27 * 64]
+    fp32_values = [values for values in store.sent if values.dtype == torch.float32]
+    hidden = [values for values in fp32_values if values.numel() == 8 * 27 * 64]
     assert len({values.numpy().tobytes() for values in hidden}) == len(hidden)
     loss.backward()
     assert store.fetched > len(store.sent)
@@ -72,11 +72,11 @@ def test_what_is_saved_twice_is_sent_once_and_weights_not_at_all(small_llama):
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_recomputed_layers_send_their_inputs_alone(small_llama, policy):
-    """Layers' insides sent as well, or torch's warning (2.15) that what a policy keeps may be sent one day."""
+    """Inner activations offloaded too, or a warning of torch 2.15 about outputs that a policy saves."""
     sizes = {}
     for changes in ({}, {"grad_ckpt": True, "grad_ckpt_policy": policy}):
         model, store = load_model(small_llama, spec_of(**changes), CPU), Watched()
-        summed_loss(model, cut([8])[0], 16, ActivationOffload(store)).backward()
+        summed_loss(model, split([8])[0], 16, ActivationOffload(store)).backward()
         sizes[bool(changes)] = sum(values.nbytes for values in store.sent)
     hidden_bytes = 8 * 27 * 64 * 4
     assert 2 * hidden_bytes <= sizes[True] < 5 * hidden_bytes < sizes[False]
@@ -103,11 +103,11 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there(small_llama):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_any_layout_and_type_comes_back(tmp_path, dtype):
-    """Transposed, cut-out and expanded tensors laid out otherwise."""
-    whole = (torch.arange(32 * 64 * 2).reshape(32, 64, 2) % 7 > 3).to(dtype)
+    """Transposed, sliced and expanded tensors in another layout."""
+    values = (torch.arange(32 * 64 * 2).reshape(32, 64, 2) % 7 > 3).to(dtype)
     for store in (HostStore(CPU), DiskStore(CPU, tmp_path)):
         offload = ActivationOffload(store)
-        for view in (whole.transpose(0, 2), whole[3:, 5:50], whole[:, :1].expand(32, 64, 2)):
+        for view in (values.transpose(0, 2), values[3:, 5:50], values[:, :1].expand(32, 64, 2)):
             packed = offload._pack(view)
             assert not isinstance(packed, torch.Tensor)
             back = offload._unpack(packed)
@@ -119,7 +119,7 @@ def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(small_llama, t
     store = DiskStore(CPU, tmp_path / "scratch")
     sizes = []
     for steps in (1, 3):
-        run(small_llama, cut([8]), steps=steps, offload=ActivationOffload(store))
+        run(small_llama, split([8]), steps=steps, offload=ActivationOffload(store))
         gc.collect()
         sizes.append(os.fstat(store._file.fileno()).st_size)
     assert sizes[0] == sizes[1] > 0

@@ -16,7 +16,7 @@ from lean_finetune.step.optimizers import device_state
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from tests.conftest import ROOT
 from tests.small_model import CPU, spec_of
-from tests.step.common import cut, run
+from tests.step.common import run, split
 
 MOMENTUM = OptimizerEntry(
     factory="torch.optim.SGD", options={"momentum": 0.9, "nesterov": True}, state={"momentum_buffer": 1}
@@ -33,12 +33,12 @@ def optim(monkeypatch: pytest.MonkeyPatch) -> OptimSpec:
 
 
 def test_it_trains_as_pytorch_trains_with_it(small_llama: Path, optim: OptimSpec):
-    results, weights = run(small_llama, cut([8]), method="full", optim=optim, max_grad_norm=None, steps=4)
+    results, weights = run(small_llama, split([8]), method="full", optim=optim, max_grad_norm=None, steps=4)
     assert results[-1].loss.item() < results[0].loss.item() - 0.05
     model = load_model(small_llama, spec_of(method="full"), CPU)
     plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     for _ in range(4):
-        (batch,) = cut([8])
+        (batch,) = split([8])
         (summed_loss(model, batch, None) / len(batch.supervised_index_N)).backward()
         plain.step()
         plain.zero_grad()

@@ -27,7 +27,7 @@ def tokens(tmp_path_factory) -> TokenRows:
 
 
 def plan_for(tokens: TokenRows, *, flat: bool, broken_step: int | None = None) -> Plan:
-    """Random rows in every micro-batch; those of `broken_step` are said to train too many tokens."""
+    """Random rows in every micro-batch; those of `broken_step` claim too many trained tokens."""
     draw = np.random.default_rng(4)
     planned = []
     for step in range(STEPS):
@@ -83,9 +83,9 @@ def test_batches_are_those_of_the_plan_in_order_whatever_the_threads(tokens, fla
 def test_a_run_taken_up_at_a_step_goes_on_as_the_whole_run_would(tokens, start, threads):
     """Trainers that count rows instead of steps have repeated up to half of them after a resume."""
     plan = plan_for(tokens, flat=True)
-    whole = contents(load(tokens, plan, pad_id=0))
+    full = contents(load(tokens, plan, pad_id=0))
     resumed = contents(load(tokens, plan, start_step=start, pad_id=0, threads=threads))
-    assert_same(resumed, whole[start * MICRO_STEPS :])
+    assert_same(resumed, full[start * MICRO_STEPS :])
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])

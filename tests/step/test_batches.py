@@ -40,7 +40,7 @@ def test_the_first_token_is_never_a_target_because_nothing_predicts_it():
 
 @st.composite
 def token_rows(draw):
-    """Rows of random ids with random disjoint spans, and a length that holds them."""
+    """Rows of random ids with random disjoint spans, and a length into which they fit."""
     rows = []
     for _ in range(draw(st.integers(1, 5))):
         trained = np.array(draw(st.lists(st.booleans(), min_size=1, max_size=20)))
@@ -90,12 +90,12 @@ def test_joined_rows_train_the_same_tokens_and_count_positions_from_their_own_st
     [([5, 3], 8, (5, 3)), ([5, 3], 9, (5, 3, 1)), ([4], 2052, (4, 1024, 1024)), ([4], 1030, (4, 1024, 2))],
 )
 def test_padding_of_joined_rows_is_cut_into_short_rows(lengths, total, expected):
-    """Attention over one long stretch of padding would grow with its square."""
+    """Attention over one long row of padding would grow with its square."""
     assert joined_lengths(lengths, total) == expected
 
 
 def test_padding_changes_no_row_though_no_mask_is_passed():
-    """Right padding under causal attention is invisible to real tokens: per-row losses equal those of rows alone."""
+    """Causal attention never sees right padding: per-row losses equal those of single rows."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -127,8 +127,8 @@ def test_padding_changes_no_row_though_no_mask_is_passed():
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
     """All tensors of a batch."""
     joined = batch.joined_rows
-    held = [batch.input_ids_BT, batch.targets_BT, batch.supervised_index_N]
-    return held if joined is None else [*held, joined.offsets, joined.positions_BT]
+    tensors = [batch.input_ids_BT, batch.targets_BT, batch.supervised_index_N]
+    return tensors if joined is None else [*tensors, joined.offsets, joined.positions_BT]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Evaluation is as large as training where nothing else is asked."""
+"""Evaluation limits default to those of training."""
 
 from pathlib import Path
 
@@ -19,13 +19,13 @@ def test_blank_means_what_training_has(tmp_path: Path, monkeypatch: pytest.Monke
     """An evaluation that ends out of memory where training did not."""
     found = limits(tmp_path, monkeypatch, bucket__max_tokens=768, train__loss_chunk=96)
     assert (found.max_tokens, found.logits_chunk) == (768, 96)
-    whole = limits(tmp_path, monkeypatch, bucket__max_tokens=768, train__loss_chunk=None)
-    assert (whole.max_tokens, whole.logits_chunk) == (768, 768)
-    asked = limits(tmp_path, monkeypatch, evaluate__max_tokens=2048, evaluate__logits_chunk=32)
-    assert (asked.max_tokens, asked.logits_chunk) == (2048, 32)
+    without_chunk = limits(tmp_path, monkeypatch, bucket__max_tokens=768, train__loss_chunk=None)
+    assert (without_chunk.max_tokens, without_chunk.logits_chunk) == (768, 768)
+    given = limits(tmp_path, monkeypatch, evaluate__max_tokens=2048, evaluate__logits_chunk=32)
+    assert (given.max_tokens, given.logits_chunk) == (2048, 32)
 
 
 def test_prompts_are_counted_with_their_answers():
     """A KV cache that outgrows the budget while answers are made, or a batch of none."""
-    asked = EvaluationLimits(max_tokens=100, logits_chunk=9, max_new_tokens=10, generate_batch_rows=4)
-    assert [asked.prompts_at_once(length) for length in (1, 15, 16, 40, 41, 90, 91, 500)] == [4, 4, 3, 2, 1, 1, 1, 1]
+    given = EvaluationLimits(max_tokens=100, logits_chunk=9, max_new_tokens=10, generate_batch_rows=4)
+    assert [given.prompts_at_once(length) for length in (1, 15, 16, 40, 41, 90, 91, 500)] == [4, 4, 3, 2, 1, 1, 1, 1]

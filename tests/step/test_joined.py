@@ -25,7 +25,7 @@ from lean_finetune.model.model_config import read_config, refuse_joined_rows
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import check_joined_rows, summed_loss, token_losses
 from tests.small_model import CPU, VOCABULARY, spec_of
-from tests.step.common import assert_equal, cut, join, rows, run, slow
+from tests.step.common import assert_equal, joined, rows, run, slow, split
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -59,10 +59,10 @@ def small(config: PretrainedConfig) -> torch.nn.Module:
 def test_every_token_of_a_joined_row_has_the_loss_it_has_alone(config):
     """A row that sees the one before it, or whose positions run on, has another loss."""
     model = small(config)
-    alone = torch.cat([token_losses(model, batch, 1000) for batch in cut([1] * 8)])
+    alone = torch.cat([token_losses(model, batch, 1000) for batch in split([1] * 8)])
     assert alone.min() > 1
     for padding in (0, 50):
-        together = token_losses(model, join([8], padding)[0], 1000)
+        together = token_losses(model, joined([8], padding)[0], 1000)
         torch.testing.assert_close(together, alone, rtol=2e-5, atol=2e-5)
     check_joined_rows(model, CPU)
 
@@ -72,8 +72,8 @@ def test_every_token_of_a_joined_row_has_the_loss_it_has_alone(config):
 )
 def test_joined_rows_train_as_padded_ones(small_llama: Path, method: str, chunk: int | None):
     """Packing changes speed and memory, never what is learnt."""
-    padded, weights = run(small_llama, cut([8]), method=method, chunk=chunk)
-    packed, other = run(small_llama, join([3, 5], padding=9), method=method, chunk=chunk)
+    padded, weights = run(small_llama, split([8]), method=method, chunk=chunk)
+    packed, other = run(small_llama, joined([3, 5], padding=9), method=method, chunk=chunk)
     for a, b in zip(padded, packed, strict=True):
         assert a.loss.item() == pytest.approx(b.loss.item(), abs=1e-5)
         assert a.grad_norm.item() == pytest.approx(b.grad_norm.item(), rel=1e-3)
@@ -83,8 +83,8 @@ def test_joined_rows_train_as_padded_ones(small_llama: Path, method: str, chunk:
 @pytest.mark.parametrize("method", ["full", slow("qlora")])
 def test_checkpointing_changes_no_bit_of_joined_rows(small_llama: Path, method: str):
     """Recomputation runs in backward, where no context of forward is left: row bounds must travel with it."""
-    plain, weights = run(small_llama, join([3, 5], padding=9), method=method)
-    recomputed, other = run(small_llama, join([3, 5], padding=9), method=method, grad_ckpt=True)
+    plain, weights = run(small_llama, joined([3, 5], padding=9), method=method)
+    recomputed, other = run(small_llama, joined([3, 5], padding=9), method=method, grad_ckpt=True)
     assert [r.loss.item() for r in plain] == [r.loss.item() for r in recomputed]
     assert_equal(weights, other, 0)
 
@@ -92,7 +92,7 @@ def test_checkpointing_changes_no_bit_of_joined_rows(small_llama: Path, method: 
 def test_the_gradient_of_joined_rows_is_that_of_rows_alone(small_llama: Path):
     """Equal losses do not prove equal gradients: padding, and rows before, must receive none."""
     gradients: list[dict[str, torch.Tensor]] = []
-    for batches in (join([8], padding=30), cut([1] * 8)):
+    for batches in (joined([8], padding=30), split([1] * 8)):
         model = load_model(small_llama, spec_of(method="full"), CPU)
         for batch in batches:
             summed_loss(model, batch, None).backward()

@@ -1,4 +1,4 @@
-"""What a step holds no longer than it must: batches, logits and gradients, each gone before the next thing is made."""
+"""The step frees batches, logits and gradients as early as possible."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +71,9 @@ def run_step(model: nn.Module, method: str, chunk: int | None, phase: Phase, on_
 
 
 @pytest.mark.parametrize("chunk", [None, 32])
-def test_logits_are_gone_below_the_loss_and_gradients_after_the_update(small_llama: Path, chunk: int | None):
+def test_logits_are_freed_before_the_layers_backward_and_gradients_after_the_update(
+    small_llama: Path, chunk: int | None
+):
     """A peak where logits and all that the layers make in backward are there at once."""
     model = load_model(small_llama, spec_of(method="full"), CPU)
     logits = Logits(model)
@@ -86,16 +88,14 @@ def test_logits_are_gone_below_the_loss_and_gradients_after_the_update(small_lla
     last_layer.register_full_backward_pre_hook(lambda *_: seen.append(("below the loss", logits.living())))
     with logits:
         run_step(model, "full", chunk, phase, [])
-    kept = (
-        1 if chunk is None else 0
-    )  # Without chunks cross-entropy keeps them for its backward; else they are made again.
-    turn = [("forward", kept), ("below the loss", 0), ("backward", 0)]
+    saved = 1 if chunk is None else 0  # Without chunks cross-entropy saves the logits for its backward.
+    turn = [("forward", saved), ("below the loss", 0), ("backward", 0)]
     assert seen == [*turn, *turn, ("clip", 0), ("optimizer", 0)]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_batch_is_gone_before_its_backward(small_llama: Path):
-    """Token ids and targets held while the next peak is reached; anything that hands batches on may hold them."""
+def test_a_batch_is_freed_before_its_backward(small_llama: Path):
+    """Token ids and targets alive at the next peak; any function that passes batches on may keep them."""
     model = load_model(small_llama, spec_of(method="lora"), CPU)
     on_device: list[StorageWeakRef] = []
     seen: list[bool] = []

@@ -16,7 +16,7 @@ from lean_finetune.step.parallel_model import SingleProcess
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.measured_peak import MEMORY_EVENT, memory_profile
 from tests.small_model import CPU, VOCABULARY, spec_of
-from tests.step.common import cut, slow
+from tests.step.common import slow, split
 from tests.token_files import heldout
 
 
@@ -42,7 +42,7 @@ def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> flo
 )
 def test_gradients_of_the_chunked_loss_are_those_of_fp64(small_llama, precision, bound, chunk):
     """A chunk counted twice, or sums rounded to 16 bits: a loss that looks right and gradients that are not."""
-    batch = cut([8])[0]
+    batch = split([8])[0]
     model = load_model(small_llama, spec_of(method="full", precision=precision), CPU)
     exact_model = load_model(small_llama, spec_of(method="full"), CPU).double()
     lm = causal_lm(exact_model)

@@ -31,9 +31,9 @@ def test_the_scale_moves_as_that_of_torch(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_overflow_at_any_scale_ends_the_run_in_one_line():
-    """Halving for ever would train nothing and say nothing."""
+    """A scale halved forever would train nothing, silently."""
     scaler = LossScaler()
-    with pytest.raises(UserError, match=r"train\.precision: fp16 gradients overflow even unscaled") as told:
+    with pytest.raises(UserError, match=r"train\.precision: fp16 gradients overflow even unscaled") as caught:
         for _ in range(100):
             scaler.take(torch.tensor(float("nan")))
-    assert "\n" not in str(told.value) and scaler.skipped_steps == 17
+    assert "\n" not in str(caught.value) and scaler.skipped_steps == 17

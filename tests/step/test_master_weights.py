@@ -1,4 +1,4 @@
-"""Updates of copies: on the host, in backward. Where they are made must not change what is learnt."""
+"""Updates of master weights, on the host and in backward, learn the same as plain updates."""
 
 import contextlib
 from dataclasses import replace
@@ -15,7 +15,7 @@ from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
 from tests.small_model import CPU, spec_of
-from tests.step.common import OPTIM, assert_equal, cut, run, slow
+from tests.step.common import OPTIM, assert_equal, run, slow, split
 
 OPTIMIZERS = ["adamw", "adamw_8bit", *map(slow, ("lion", "lion_8bit", "adafactor", "ademamix_8bit", "sgd"))]
 FORMS: list[dict[str, Any]] = [
@@ -32,11 +32,11 @@ def optim_of(**changes) -> OptimSpec:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_on_the_host_is_that_of_the_device(small_llama, name):
-    """A gradient cut, rounded or left behind on its way; copies from CPU to CPU stand for those over the link."""
+    """A gradient truncated, rounded or lost in the transfer; CPU to CPU copies stand for the link."""
     lr = OPTIM.lr if name != "lion" else 1e-3
-    plain, weights = run(small_llama, cut([3, 5]), method="full", optim=optim_of(name=name, lr=lr))
+    plain, weights = run(small_llama, split([3, 5]), method="full", optim=optim_of(name=name, lr=lr))
     results, offloaded = run(
-        small_llama, cut([3, 5]), method="full", optim=optim_of(name=name, lr=lr, offload="optimizer")
+        small_llama, split([3, 5]), method="full", optim=optim_of(name=name, lr=lr, offload="optimizer")
     )
     assert [r.loss.item() for r in results] == [r.loss.item() for r in plain]
     assert_equal(offloaded, weights, 0)
@@ -46,8 +46,8 @@ def test_an_update_on_the_host_is_that_of_the_device(small_llama, name):
 def test_the_host_updates_in_every_type(small_llama, form):
     """16-bit weights rounded on the way out or back."""
     form = {"optim": OPTIM, **form}
-    _, weights = run(small_llama, cut([8]), **form)
-    _, offloaded = run(small_llama, cut([8]), **{**form, "optim": replace(form["optim"], offload="optimizer")})
+    _, weights = run(small_llama, split([8]), **form)
+    _, offloaded = run(small_llama, split([8]), **{**form, "optim": replace(form["optim"], offload="optimizer")})
     assert_equal(offloaded, weights, 0)
 
 
@@ -68,9 +68,15 @@ def test_an_update_in_backward_is_that_after_it(small_llama, name):
     chosen = optim_of(name=name, lr=OPTIM.lr if name != "lion" else 1e-3)
     forms: tuple[dict[str, Any], ...] = ({}, {"grad_ckpt": True})
     for changes in forms:
-        plain, weights = run(small_llama, cut([8]), method="full", optim=chosen, max_grad_norm=None, **changes)
+        plain, weights = run(small_llama, split([8]), method="full", optim=chosen, max_grad_norm=None, **changes)
         results, updated = run(
-            small_llama, cut([8]), method="full", optim=chosen, max_grad_norm=None, in_backward=True, **changes
+            small_llama,
+            split([8]),
+            method="full",
+            optim=chosen,
+            max_grad_norm=None,
+            in_backward=True,
+            **changes,
         )
         assert [(r.loss.item(), r.grad_norm.item()) for r in results] == [
             (r.loss.item(), r.grad_norm.item()) for r in plain
@@ -82,8 +88,8 @@ def test_both_together_are_the_plain_update(small_llama):
     """A gradient sent to the host in backward after it was freed, or with another step's norm."""
     chosen = optim_of(master_weights=True)
     form: dict[str, Any] = {"method": "full", "precision": "bf16", "max_grad_norm": None}
-    _, weights = run(small_llama, cut([8]), optim=chosen, **form)
-    _, updated = run(small_llama, cut([8]), optim=replace(chosen, offload="optimizer"), in_backward=True, **form)
+    _, weights = run(small_llama, split([8]), optim=chosen, **form)
+    _, updated = run(small_llama, split([8]), optim=replace(chosen, offload="optimizer"), in_backward=True, **form)
     assert_equal(updated, weights, 0)
 
 
@@ -103,7 +109,7 @@ def test_a_loss_that_is_not_finite_ends_the_step_before_any_weight_changes(small
         training_step(
             model,
             optimizer,
-            cut([8]),
+            split([8]),
             supervised_tokens=10,
             model_spec=spec_of(method="full"),
             spec=StepSpec(loss_chunk=None, max_grad_norm=None, foreach=False, optimizer_in_backward=True),
@@ -114,13 +120,13 @@ def test_a_loss_that_is_not_finite_ends_the_step_before_any_weight_changes(small
 
 
 def test_a_second_micro_batch_cannot_update_in_backward(small_llama):
-    """Half a step's gradient taken for the whole."""
+    """Half of a step's gradient taken for all of it."""
     with pytest.raises(AssertionError, match="one gradient per step"):
-        run(small_llama, cut([3, 5]), method="full", max_grad_norm=None, in_backward=True)
+        run(small_llama, split([3, 5]), method="full", max_grad_norm=None, in_backward=True)
 
 
 def test_what_cannot_be_updated_so_is_told_in_one_line():
-    """A switch taken in silence where it has no effect, or another one than it says."""
+    """A switch accepted without an effect, or with another one."""
     refuse_offloaded_state("none", "cpu")
     refuse_offloaded_state("optimizer", "cuda")
     with pytest.raises(UserError, match=r"^train\.offload: .*got optimizer where training runs on the CPU; use none$"):

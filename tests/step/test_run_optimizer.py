@@ -1,4 +1,4 @@
-"""Optimizers: state made early is the state made late, groups, reruns, and what each keeps."""
+"""Optimizers: state made before the first step, parameter groups, determinism, bytes of state."""
 
 import warnings
 from pathlib import Path
@@ -14,7 +14,7 @@ from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.optimizers import device_state, paging_note
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from tests.small_model import CPU, spec_of
-from tests.step.common import OPTIM, assert_equal, cut, run, slow
+from tests.step.common import OPTIM, assert_equal, run, slow, split
 
 NAMES = list(OPTIMIZERS)
 FAST = ("adamw", "adamw_8bit", "adafactor")
@@ -37,7 +37,7 @@ def weights_after(directory: Path, name: OptimizerName, *, forget: bool, steps: 
     if forget:
         optimizer.state.clear()
     for _ in range(steps):
-        (batch,) = cut([8])
+        (batch,) = split([8])
         (summed_loss(model, batch, None) / len(batch.supervised_index_N)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with warnings.catch_warnings():
@@ -57,9 +57,9 @@ def test_state_made_early_is_the_state_made_late(small_llama: Path, name: Optimi
 @pytest.mark.parametrize("name", SOME)
 def test_every_optimizer_learns_and_learns_the_same_again(small_llama: Path, name: OptimizerName):
     """An optimizer that is built wrongly runs without a word; one that is not deterministic cannot be compared."""
-    results, weights = run(small_llama, cut([8]), method="full", steps=6, optim=optim_of(name))
+    results, weights = run(small_llama, split([8]), method="full", steps=6, optim=optim_of(name))
     assert results[-1].loss.item() < results[0].loss.item() - 0.05
-    again, other = run(small_llama, cut([8]), method="full", steps=6, optim=optim_of(name))
+    again, other = run(small_llama, split([8]), method="full", steps=6, optim=optim_of(name))
     assert [r.loss.item() for r in results] == [r.loss.item() for r in again]
     assert_equal(weights, other, 0)
 
@@ -97,8 +97,8 @@ def test_bytes_of_state_for_each_value(name: OptimizerName, bytes_per_value: flo
     """The figures of docs/memory-switches.md, on one fp32 matrix that is large enough for its edges not to count."""
     layer = torch.nn.Linear(1024, 512, bias=False)
     optimizer = build_optimizer(layer, optim_of(name))
-    held = sum(tensor.nbytes for tensor in device_state(optimizer, name, cuda=False))
-    assert held / layer.weight.numel() == pytest.approx(bytes_per_value, abs=0.01)
+    state = sum(tensor.nbytes for tensor in device_state(optimizer, name, cuda=False))
+    assert state / layer.weight.numel() == pytest.approx(bytes_per_value, abs=0.01)
 
 
 def test_managed_memory_is_not_counted_as_the_devices(small_llama: Path):

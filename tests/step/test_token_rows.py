@@ -1,4 +1,4 @@
-"""Token rows: views of the shards, whatever their cut; a damaged file is told in one line and never read past."""
+"""Token rows are views of the shards; damaged files are refused in one line and never read past their end."""
 
 import numpy as np
 import pyarrow as pa
@@ -79,8 +79,8 @@ TYPED_FAULTS = [
 @pytest.mark.parametrize(("span_type", "spans"), TYPED_FAULTS, ids=str)
 def test_spans_that_do_not_fit_their_row_are_refused_instead_of_clipped(tmp_path, span_type, spans):
     """Found whatever rows stand around: spans of all rows of a block are checked at once."""
-    whole = ([5, 6, 7, 8, 9], [2, 5], None)
-    rows = [whole, ([5, 6, 7, 8, 9], spans, None), whole]
+    original = ([5, 6, 7, 8, 9], [2, 5], None)
+    rows = [original, ([5, 6, 7, 8, 9], spans, None), original]
     tokens = TokenRows(write_tokens(tmp_path, rows, span_type=span_type, block=3), "train")
     with pytest.raises(UserError, match=r"train: rows? .*loss spans") as caught:
         tokens.spans(0)
@@ -98,8 +98,8 @@ def test_the_row_with_the_wrong_spans_is_named(tmp_path):
 @pytest.mark.parametrize("name", ["train/00001.arrow", "train-index.arrow"])
 def test_a_file_cut_short_is_told_in_one_line(tmp_path, name, keep):
     path = write_tokens(tmp_path, ROWS) / name
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(len(whole) * keep)])
+    original = path.read_bytes()
+    path.write_bytes(original[: int(len(original) * keep)])
     with pytest.raises(UserError, match="not a complete Arrow file") as caught:
         TokenRows(tmp_path, "train")
     assert "\n" not in str(caught.value)
@@ -109,17 +109,17 @@ def test_a_file_cut_short_is_told_in_one_line(tmp_path, name, keep):
 def test_offsets_that_do_not_fit_the_tokens_are_refused(tmp_path, offsets):
     """Unchecked they would read foreign memory through the mapping."""
     path = write_tokens(tmp_path, [([5, 6, 7], [1, 3], None), ([8, 9], [1, 2], None)]) / "train/00000.arrow"
-    whole = path.read_bytes()
+    original = path.read_bytes()
     stored = np.array([0, 3, 5], np.int32).tobytes()
-    assert whole.count(stored) == 1
-    path.write_bytes(whole.replace(stored, np.array(offsets, np.int32).tobytes()))
+    assert original.count(stored) == 1
+    path.write_bytes(original.replace(stored, np.array(offsets, np.int32).tobytes()))
     tokens = TokenRows(tmp_path, "train")
     with pytest.raises(UserError, match="rows 0 to 1: their lengths differ from the index"):
         tokens.ids(0)
 
 
 def test_shards_and_index_of_different_runs_are_told_apart(tmp_path):
-    """Lengths of one run over tokens of another would train cut rows in silence."""
+    """Lengths of one run with tokens of another would silently train truncated rows."""
     write_tokens(tmp_path, ROWS)
     write_index(tmp_path / "train-index.arrow", ROWS[:-1])
     with pytest.raises(UserError, match="shards have 5 rows and its index 4"):

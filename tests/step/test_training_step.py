@@ -1,4 +1,4 @@
-"""The training step: any cut of the same rows, and any memory switch, learns the same."""
+"""The training step learns the same for any division into micro-batches and any memory switch."""
 
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,15 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import check_head, summed_loss
 from lean_finetune.step.run_optimizer import OptimSpec, learning_rate
 from tests.small_model import CPU, spec_of
-from tests.step.common import assert_equal, cut, rows, run, slow
+from tests.step.common import assert_equal, rows, run, slow, split
 
 
 @pytest.mark.parametrize("method", ["full", "lora", slow("qlora")])
 def test_one_micro_batch_of_eight_learns_as_eight_of_one(small_llama: Path, method: str):
     """Averaging per micro-batch would weigh short rows more (the accumulation fault of several trainers)."""
-    whole, weights = run(small_llama, cut([8]), method=method)
-    single, other = run(small_llama, cut([1] * 8), method=method)
-    for a, b in zip(whole, single, strict=True):
+    full, weights = run(small_llama, split([8]), method=method)
+    single, other = run(small_llama, split([1] * 8), method=method)
+    for a, b in zip(full, single, strict=True):
         assert a.loss.item() == pytest.approx(b.loss.item(), abs=2e-5)
         assert a.grad_norm.item() == pytest.approx(b.grad_norm.item(), rel=1e-3)
     assert_equal(weights, other, 5e-3 if method == "full" else 2e-3)
@@ -31,8 +31,8 @@ def test_one_micro_batch_of_eight_learns_as_eight_of_one(small_llama: Path, meth
 def test_checkpointing_changes_no_bit(small_llama: Path, method: str):
     """A memory-only switch leaves losses and weights unchanged, dropout included."""
     dropout = 0.0 if method == "full" else 0.2
-    plain, weights = run(small_llama, cut([3, 5]), method=method, lora_dropout=dropout)
-    recomputed, other = run(small_llama, cut([3, 5]), method=method, lora_dropout=dropout, grad_ckpt=True)
+    plain, weights = run(small_llama, split([3, 5]), method=method, lora_dropout=dropout)
+    recomputed, other = run(small_llama, split([3, 5]), method=method, lora_dropout=dropout, grad_ckpt=True)
     assert [r.loss.item() for r in plain] == [r.loss.item() for r in recomputed]
     assert_equal(weights, other, 0)
 
@@ -40,8 +40,8 @@ def test_checkpointing_changes_no_bit(small_llama: Path, method: str):
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunked_loss_is_the_loss(small_llama: Path, chunk: int):
     """Chunks of any size give the loss and the gradients of all logits at once."""
-    plain, weights = run(small_llama, cut([3, 5]), method="full", steps=1)
-    chunked, other = run(small_llama, cut([3, 5]), method="full", steps=1, chunk=chunk)
+    plain, weights = run(small_llama, split([3, 5]), method="full", steps=1)
+    chunked, other = run(small_llama, split([3, 5]), method="full", steps=1, chunk=chunk)
     assert plain[0].loss.item() == pytest.approx(chunked[0].loss.item(), rel=1e-6)
     assert plain[0].grad_norm.item() == pytest.approx(chunked[0].grad_norm.item(), rel=1e-4)
     assert_equal(weights, other, 5e-3)
@@ -57,13 +57,13 @@ def test_loss_is_that_of_the_model_on_unpadded_rows(small_llama: Path):
         start, end = spans[0].tolist()
         total += F.cross_entropy(logits[start - 1 : end - 1], input_ids[0, start:end], reduction="sum").item()
     for chunk in (None, 16):
-        ours = sum(summed_loss(model, batch, chunk).item() for batch in cut([8]))
+        ours = sum(summed_loss(model, batch, chunk).item() for batch in split([8]))
         assert ours == pytest.approx(total, rel=1e-5)
 
 
 def test_adapters_receive_gradients(small_llama: Path):
     """A frozen input once made checkpointed adapters learn nothing in silence: lora_B must move from zero."""
-    _, weights = run(small_llama, cut([8]), method="qlora", grad_ckpt=True, steps=1)
+    _, weights = run(small_llama, split([8]), method="qlora", grad_ckpt=True, steps=1)
     moved = [value.abs().max().item() > 0 for name, value in weights.items() if "lora_B" in name]
     assert moved and all(moved)
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from lean_finetune.step.batches import IGNORED
 from lean_finetune.step.run_optimizer import OptimSpec
-from tests.step.common import cut, rows, run
+from tests.step.common import rows, run, split
 
 STEPS = 20
 OPTIM = OptimSpec(name="adamw", lr=2e-3, weight_decay=0.1, schedule="constant", warmup_fraction=0.0)
@@ -55,7 +55,7 @@ def test_the_trainer_of_transformers_learns_the_same(small_llama: Path, tmp_path
     The Trainer runs the eight rows as one batch, ours as two micro-batches, so sums are rounded in another order;
     Adam's division by small second moments then widens that from 1e-7 to some 1e-5 over the steps.
     """
-    results, weights = run(small_llama, cut([3, 5]), steps=STEPS, optim=OPTIM, method="full")
+    results, weights = run(small_llama, split([3, 5]), steps=STEPS, optim=OPTIM, method="full")
     ours = [result.loss.item() for result in results]
     model = AutoModelForCausalLM.from_pretrained(small_llama, dtype=torch.float32)
     arguments = TrainingArguments(

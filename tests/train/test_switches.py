@@ -20,7 +20,7 @@ from lean_finetune.step.batches import Batch
 from lean_finetune.step.run_optimizer import OptimSpec
 from tests.conftest import ROOT
 from tests.small_model import CPU, spec_of
-from tests.step.common import cut, join, run
+from tests.step.common import joined, run, split
 
 STEPS = 20
 PLAIN = OptimSpec(name="adamw", lr=2e-3, weight_decay=0.01, schedule="constant", warmup_fraction=0.0)
@@ -186,7 +186,7 @@ class Learnt:
 
 def micro_batches(row: Row) -> list[Batch]:
     """The eight rows as the row's run takes them."""
-    return join(list(row.sizes)) if row.joined else cut(list(row.sizes))
+    return joined(list(row.sizes)) if row.joined else split(list(row.sizes))
 
 
 def learn(directory: Path, row: Row) -> Learnt:
