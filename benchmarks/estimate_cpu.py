@@ -35,7 +35,8 @@ from benchmarks.harness import Row
 from benchmarks.specs import Trainer, joined, model_spec, padded, random_batch
 from lean_finetune.config.field_types import Method, OptimizerName, Precision
 from lean_finetune.memory.gpus import Device
-from lean_finetune.memory.predict.peak import Setting, predict
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.load_model import load_model

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from benchmarks.variants import Traced, Variant, reserved_bytes, trace_variant
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.state_formulas import BF16_WITH_FP32_MASTER, model_shapes
+from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.model_spec import ModelSpec
 
@@ -216,12 +216,8 @@ def openrlhf_facts() -> Iterator[tuple[Fact, int]]:
     """The phases of the OpenRLHF case, each with the result of the closed form."""
     rows = {row["id"]: row for row in _read("published_memory.csv") if row["id"].startswith("openrlhf")}
     values = model_shapes(_published_config(rows["openrlhf-step"])).values
-    scheme = BF16_WITH_FP32_MASTER
-    closed = (
-        ("openrlhf-prepared", scheme.prepared),
-        ("openrlhf-after-backward", scheme.after_backward),
-        ("openrlhf-step", scheme.in_update),
-    )
+    # bf16 weights and fp32 copies (6 bytes), bf16 gradients (2), fp32 moments (8): Rajbhandari 2020, arXiv 1910.02054.
+    closed = (("openrlhf-prepared", 6), ("openrlhf-after-backward", 8), ("openrlhf-step", 16))
     for name, value_bytes in closed:
         published = rows[name]["published"]
         fact = Fact(

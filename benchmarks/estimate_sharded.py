@@ -17,7 +17,8 @@ from lean_finetune.config.field_types import Method, OffloadState, Precision, Sh
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.config_variants import parts_away
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.peak import Setting, predict
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.fake_distributed import Sharing
 

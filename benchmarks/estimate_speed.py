@@ -23,8 +23,9 @@ from lean_finetune.memory.advice.verdict import usable_bytes
 from lean_finetune.memory.advice.workload import Costs, Workload, full_batch, largest_steps
 from lean_finetune.memory.allocator.plan_memory import replay_plan
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.peak import Setting, predict
-from lean_finetune.memory.predict.peak_breakdown import predict_explained
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.peak_explanation import predict_explained
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 

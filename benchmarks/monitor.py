@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Bar, Measured, Row, benchmark, interleaved_seconds, median_ratio
 from benchmarks.specs import Trainer, model_spec, padded, random_batch
-from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.training_step import Phase
 from lean_finetune.train.monitor.growth_advice import FIRST_LOOK_STEPS, NEXT_LOOK, GrowthWatch

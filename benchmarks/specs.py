@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lean_finetune.config.field_types import Method, Precision
-from lean_finetune.memory.predict.peak import Setting, optim_of
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.model.attention import JoinedRows
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.activation_offload import ActivationOffload, make_offload
@@ -75,7 +75,7 @@ class Trainer:
         )
         return cls(
             model=model,
-            optimizer=build_optimizer(model, replace(optim_of(setting), **{"lr": LR, **optim})),
+            optimizer=build_optimizer(model, replace(setting.optim_spec, **{"lr": LR, **optim})),
             setting=setting,
             step_spec=step_spec,
             scaler=LossScaler() if setting.model.scales_loss else None,

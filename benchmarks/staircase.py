@@ -17,8 +17,8 @@ from lean_finetune.core.units import GIB
 from lean_finetune.memory.allocator.replay import Replay, replay
 from lean_finetune.memory.allocator.reserved_memory import ALLOCATORS
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.peak import Setting
 from lean_finetune.memory.predict.peak_explanation import trace_origins
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from benchmarks.specs import joined, model_spec, padded
 from lean_finetune.config.field_types import Method, OptimizerName, Precision
-from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape

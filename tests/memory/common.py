@@ -8,7 +8,7 @@ import numpy as np
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.devices import cpu_device, resolve_gpu
 from lean_finetune.memory.gpus import BF16_CAPABILITY, context_of
-from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.batches import BatchShape

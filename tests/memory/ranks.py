@@ -16,7 +16,7 @@ from benchmarks.estimate_cpu import make_code_books
 from benchmarks.specs import random_batch
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
-from lean_finetune.memory.predict.peak import Setting, optim_of
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.load_model import load_model
@@ -96,7 +96,7 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
     with as_nccl(), meter.window("run"):
         with meter.phase("load"):
             parallel = make_parallel(load_model(directory, setting.model, CPU), world, sharing.spec, CPU)
-            optimizer = build_optimizer(parallel.owned, replace(optim_of(setting), lr=1e-3, weight_decay=0.01))
+            optimizer = build_optimizer(parallel.owned, replace(setting.optim_spec, lr=1e-3, weight_decay=0.01))
         for shapes in steps:
             idle = sharing.several_turns and len(shapes) == 1
 

@@ -11,8 +11,9 @@ from lean_finetune.core.units import GIB
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.config_variants import parts_away
 from lean_finetune.memory.devices import precision_on, resolve_gpu
-from lean_finetune.memory.predict.peak import Setting, predict
-from lean_finetune.memory.predict.peak_explanation import host_state_bytes
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.state_formulas import host_state_bytes
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from tests.memory.common import gpu_target, setting_of, shape
 from tests.memory.test_state_formulas import LLAMA_3_1_8B

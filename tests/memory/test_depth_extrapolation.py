@@ -7,7 +7,8 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2C
 
 from lean_finetune.memory.predict import peak as module
 from lean_finetune.memory.predict.layer_structure import Repetition, find_repetition, with_layers
-from lean_finetune.memory.predict.peak import Prediction, Setting, predict
+from lean_finetune.memory.predict.peak import Prediction, predict
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import Target
 from tests.memory.common import CPU_TARGET, gpu_target, joined, setting_of, shape

@@ -87,7 +87,7 @@ def test_layers_whose_weights_lie_turned_get_adapters(method, tmp_path):
     """GPT-2's `Conv1D`: the closed form found nothing to adapt, and nothing to pack."""
     AutoModelForCausalLM.from_config(GPT2).save_pretrained(tmp_path)
     setting = setting_of(method=method)
-    lines = state_lines(model_shapes(GPT2), setting.model, "adamw", cuda=False, master_weights=False)
+    lines = state_lines(model_shapes(GPT2), setting, cuda=False)
     adapters = state_bytes(lines, granularity_bytes=1)[ADAPTERS]
     trace = predict(read_config(tmp_path), setting, STEPS, CPU_TARGET)
     assert trace.peak.by_category[ADAPTERS] == adapters > 0
@@ -101,7 +101,7 @@ def test_an_adapter_of_the_head_alone_is_counted(changes, tmp_path):
     config = LlamaConfig(**SMALL, tie_word_embeddings=False)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     setting = setting_of(method="lora", lora_targets=("lm_head",), **changes)
-    lines = state_lines(model_shapes(config), setting.model, "adamw", cuda=False, master_weights=False)
+    lines = state_lines(model_shapes(config), setting, cuda=False)
     traced = predict(read_config(tmp_path), setting, STEPS, CPU_TARGET).peak.by_category[ADAPTERS]
     assert traced == state_bytes(lines, granularity_bytes=1)[ADAPTERS] > 0
 

@@ -12,7 +12,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from benchmarks.estimate_cpu import LAYOUTS, count, without_onednn
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.memory.predict.peak import Setting, predict
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import host_lines, model_shapes
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace import static_state
@@ -156,7 +157,7 @@ def test_prediction_holds_for_device_and_host_together(small_llama, changes, mon
     setting = setting_of(offload="optimizer", **changes)
     config = read_config(small_llama)
     apart = predict(config, setting, STEPS, CPU_TARGET).by_phase["forward"]
-    lines = host_lines(model_shapes(config), setting.model, setting.optimizer, master_weights=setting.master_weights)
+    lines = host_lines(model_shapes(config), setting)
     host_bytes = sum(line.total_bytes(1) for line in lines)
 
     def all_state(optimizer: MasterWeights, name: str, *, cuda: bool) -> Iterator[torch.Tensor]:

@@ -12,7 +12,8 @@ from benchmarks.estimate_cpu import SMALL, make_code_books, save_small
 from lean_finetune.evaluate.generate import Prompt, greedy_answers
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
 from lean_finetune.memory.predict.other_phases import Surroundings, generation_shapes, note_of_asking, other_phases
-from lean_finetune.memory.predict.peak import Setting, predict
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config

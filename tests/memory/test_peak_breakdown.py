@@ -4,8 +4,7 @@ import pytest
 
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.peak_breakdown import predict_explained
-from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, explain, trace_origins
+from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, explain, predict_explained, trace_origins
 from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from tests.memory.common import CPU_TARGET, setting_of, shape
 from tests.memory.test_depth_extrapolation import CASES, llama

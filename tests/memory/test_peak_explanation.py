@@ -6,7 +6,8 @@ from transformers import LlamaConfig
 
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, closed_form, explain, trace_origins
+from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, explain, trace_origins
+from lean_finetune.memory.predict.state_formulas import closed_form
 from lean_finetune.memory.trace.allocation_origins import HELD
 from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape

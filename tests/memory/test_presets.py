@@ -11,7 +11,8 @@ from ruamel.yaml import YAML
 
 from benchmarks.estimate_cpu import count, without_onednn
 from lean_finetune.config.load import parse_params
-from lean_finetune.memory.predict.peak import Setting, predict
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT

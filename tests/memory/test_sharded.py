@@ -12,8 +12,7 @@ from transformers import LlamaConfig
 from lean_finetune.memory.advice.config_variants import parts_away
 from lean_finetune.memory.predict import peak as traced
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.peak_explanation import closed_form
-from lean_finetune.memory.predict.state_formulas import model_shapes
+from lean_finetune.memory.predict.state_formulas import closed_form, model_shapes
 from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
 from tests.memory.common import CPU_TARGET, gpu_target

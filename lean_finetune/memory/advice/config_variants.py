@@ -7,7 +7,7 @@ from typing import Any
 from lean_finetune.config.field_types import Method, Precision, Sharding
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.sharding_rules import CUTTING, GATHERING
-from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.predict.setting import Setting
 
 LIGHTER: Mapping[Method, tuple[Method, ...]] = {
     "full": ("lora", "qlora"),

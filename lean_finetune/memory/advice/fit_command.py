@@ -20,8 +20,9 @@ from lean_finetune.memory.advice.workload import Workload, full_batch, largest_s
 from lean_finetune.memory.devices import attention_on, precision_on, resolve_gpu
 from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.experts import refuse_experts
-from lean_finetune.memory.predict.peak import Prediction, Setting, predict
-from lean_finetune.memory.predict.peak_explanation import host_state_bytes
+from lean_finetune.memory.predict.peak import Prediction, predict
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.state_formulas import host_state_bytes
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.allocator_settings import environment_notes
 from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows

@@ -16,7 +16,8 @@ from lean_finetune.memory.advice.config_variants import (
     with_precision,
     without_checkpoints,
 )
-from lean_finetune.memory.predict.peak import Prediction, Setting, predict
+from lean_finetune.memory.predict.peak import Prediction, predict
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import halved
 from lean_finetune.memory.trace.cuda_kernels import Target
 

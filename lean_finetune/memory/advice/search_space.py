@@ -8,7 +8,7 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice import config_variants
 from lean_finetune.memory.advice.workload import Costs, Workload, full_batch
-from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps, halved
 from lean_finetune.model.model_config import refuse_joined_rows
 from lean_finetune.step.batches import BatchShape

@@ -10,7 +10,7 @@ from lean_finetune.config.field_types import Sharding
 from lean_finetune.config.sharding_rules import CUTTING
 from lean_finetune.memory.advice.step_cost import SELECTIVE_SHARE, StepWork, relative_slowdown
 from lean_finetune.memory.gpus import GPUS, Device, Speed
-from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import (
     Line,
     ModelShapes,
@@ -128,15 +128,7 @@ class Costs:
 
     def lines(self, setting: Setting) -> tuple[Line, ...]:
         """The states of a setting by closed form."""
-        return state_lines(
-            self._shapes,
-            setting.model,
-            setting.optimizer,
-            cuda=self._target.foreach,
-            master_weights=setting.master_weights,
-            offload=setting.offload,
-            optimizer_in_backward=setting.optimizer_in_backward,
-        )
+        return state_lines(self._shapes, setting, cuda=self._target.foreach)
 
     def least_bytes(self, setting: Setting) -> int:
         """What the end of every backward holds, whatever the micro-batches."""

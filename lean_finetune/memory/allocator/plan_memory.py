@@ -17,8 +17,9 @@ from lean_finetune.memory.allocator.replay import Replay, replay
 from lean_finetune.memory.allocator.reserved_memory import ALLOCATORS, kinds_by_suffix, segments_of
 from lean_finetune.memory.allocator.sampled_steps import sample_steps
 from lean_finetune.memory.gpus import CudaContext, Device
-from lean_finetune.memory.predict.peak import Prediction, Setting
+from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.peak_explanation import trace_origins
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.allocation_origins import OriginTrace
 from lean_finetune.memory.trace.cuda_kernels import Target

@@ -20,8 +20,9 @@ from lean_finetune.memory.estimate.planned_run import Confirmation
 from lean_finetune.memory.estimate.publish_estimate import Found, publish
 from lean_finetune.memory.predict.other_phases import note_of_asking, other_phases
 from lean_finetune.memory.predict.peak import Prediction
-from lean_finetune.memory.predict.peak_explanation import host_state_bytes, trace_origins
+from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.predict.process_memory import as_json, on_device, on_host
+from lean_finetune.memory.predict.state_formulas import host_state_bytes
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.allocator_settings import environment_notes

@@ -15,7 +15,8 @@ from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.devices import attention_on, precision_on, resolve_gpu
 from lean_finetune.memory.estimate.planned_run import PlannedRun, several_turns
 from lean_finetune.memory.predict.other_phases import Surroundings, generation_shapes, heldout_shape, stored_dtype
-from lean_finetune.memory.predict.peak import Prediction, Setting
+from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import longest_row
 from lean_finetune.model.allocator_settings import segments_from_environment
 from lean_finetune.model.attention import materializes_scores

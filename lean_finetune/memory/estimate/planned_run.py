@@ -14,9 +14,9 @@ from lean_finetune.memory.advice.verdict import judge, usable_bytes
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan
 from lean_finetune.memory.gpus import Device
-from lean_finetune.memory.predict.peak import Prediction, Setting
-from lean_finetune.memory.predict.peak_breakdown import predict_explained
-from lean_finetune.memory.predict.peak_explanation import Explanation
+from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.memory.predict.peak_explanation import Explanation, predict_explained
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import traced_steps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.plan.batch_plan import Plan

@@ -15,7 +15,8 @@ from lean_finetune.memory.allocator.reserved_memory import tiers_metrics
 from lean_finetune.memory.estimate.output_tables import breakdown, metrics_of
 from lean_finetune.memory.estimate.planned_inputs import Asked
 from lean_finetune.memory.predict.peak import Prediction
-from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, Explanation, closed_form
+from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, Explanation
+from lean_finetune.memory.predict.state_formulas import closed_form
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.memory_trace import Peak
 

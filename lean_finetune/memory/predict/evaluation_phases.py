@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicLayer
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.depth_extrapolation import NotRepeated, WindowTrace, deep_peaks, deep_windows
 from lean_finetune.memory.predict.layer_structure import find_repetition, with_layers
-from lean_finetune.memory.predict.peak import CPU, Setting, Trace, new_trace
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.traced_step import CPU, Trace, new_trace
 from lean_finetune.memory.trace.cached_fake_mode import QuickFakeMode
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.fake_distributed import local, shared

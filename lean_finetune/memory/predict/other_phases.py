@@ -14,7 +14,7 @@ from transformers.core_model_loading import dot_natural_key
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.core.units import readable_size
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers, peak_of_loss
-from lean_finetune.memory.predict.peak import Setting
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import (
     FP32_BYTES,
     PACKED_BITS,
@@ -23,6 +23,7 @@ from lean_finetune.memory.predict.state_formulas import (
     model_shapes,
     state_bytes,
     state_lines,
+    weight_lines,
 )
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import (
@@ -124,13 +125,8 @@ def other_phases(
     """
     if setting.sharing is not None:
         return _of_one_of_many(config, setting, around, target, update)
-    lines = state_lines(
-        model_shapes(config),
-        setting.model,
-        setting.optimizer,
-        cuda=target.foreach,
-        master_weights=setting.master_weights,
-    )
+    unsharded = replace(setting, offload="none", optimizer_in_backward=False)
+    lines = state_lines(model_shapes(config), unsharded, cuda=target.foreach)
     states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
     states.pop(GRADIENTS)
     optimizer_bytes = states.pop(OPTIMIZER, 0)
@@ -238,8 +234,7 @@ def _load(
     def stays(parameter: ParameterShape) -> int:
         """Bytes of a weight in its final type, with what its packing keeps."""
         alone = replace(shapes, parameters=(parameter,), buffer_bytes=())
-        lines = state_lines(alone, spec, setting.optimizer, cuda=target.foreach, master_weights=False)
-        kept = state_bytes(lines, granularity_bytes=target.granularity_bytes)
+        kept = state_bytes(weight_lines(alone, spec), granularity_bytes=target.granularity_bytes)
         return kept[WEIGHTS] + kept.get(QUANTISATION_STATE, 0)
 
     for parameter in sorted(shapes.parameters, key=lambda parameter: dot_natural_key(parameter.name)):

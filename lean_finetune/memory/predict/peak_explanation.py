@@ -1,38 +1,53 @@
-"""Why the peak is as high as it is: what is held at that instant and what made it, and the way up to it."""
+"""Explain a predicted peak: which allocations are alive at that instant, what made them, and the timeline up to it.
 
-import re
+A trace of all layers gives every instant. An extrapolation from shallow models gives the fullest instant of each of its
+windows; between the windows of the first and the last layers, those of the other layers are interpolated.
+"""
+
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from transformers import PretrainedConfig
 
 from lean_finetune.core.units import GIB
-from lean_finetune.memory.predict.peak import Setting, trace_steps
-from lean_finetune.memory.predict.state_formulas import host_lines, model_shapes, paged_lines, state_lines
+from lean_finetune.memory.predict.depth_extrapolation import (
+    AFTER,
+    BEFORE,
+    INSIDE,
+    Label,
+    Place,
+    Window,
+    WindowTrace,
+    peak_of,
+)
+from lean_finetune.memory.predict.layer_structure import Repetition
+from lean_finetune.memory.predict.peak import Extrapolation, Prediction, predict_from
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
-from lean_finetune.memory.trace.allocation_origins import OriginTrace
-from lean_finetune.memory.trace.cached_fake_mode import QuickFakeMode
+from lean_finetune.memory.predict.traced_step import UPDATE_PHASES, trace_steps
+from lean_finetune.memory.trace.allocation_origins import KIND_FIELDS, AllocationKind, OriginTrace
 from lean_finetune.memory.trace.cuda_kernels import Target
-from lean_finetune.memory.trace.memory_trace import CATEGORIES, OPTIMIZER
+from lean_finetune.memory.trace.memory_trace import CATEGORIES
 
-MOST_HOLDINGS = 10
+MAX_GROUPS = 10
 TIMELINE_POINTS = 400
-"""Instants of the timeline: as many as a plot can show."""
+"""Instants in a timeline: as many as a plot can show."""
 TIMELINE_COLUMNS = ("event", "phase", *CATEGORIES)
 BETWEEN = "between"
-"""Phase of what happens between two phases: a micro-batch is made, a loss is freed."""
+"""Phase of events outside any phase: a micro-batch is created, a loss is freed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
-    """Storages of one kind held at the peak: alike but for the layer they belong to."""
+class AllocationGroup:
+    """Allocations alive at the peak that are alike but for the layer they belong to."""
 
     category: str
     operation: str
-    """What made them; `held` for what existed before the first step."""
+    """The operation that made them; `held` if they existed before the first step."""
     module: str
     """Path of the module they were made for, with * for a layer's number."""
     phase: str
@@ -41,171 +56,198 @@ class Holding:
     count: int
     bytes: int
 
-    def as_json(self) -> dict[str, Any]:
-        """An entry of breakdown.json."""
-        return {
-            "category": self.category,
-            "operation": self.operation,
-            "module": self.module,
-            "phase": self.phase,
-            "shape": None if self.shape is None else list(self.shape),
-            "dtype": self.dtype,
-            "count": self.count,
-            "bytes": self.bytes,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The peak taken apart."""
+    """What the peak consists of."""
 
     peak_bytes: int
     phase: str
-    top: tuple[Holding, ...]
-    """The largest kinds of storages at the peak instant."""
+    top: tuple[AllocationGroup, ...]
+    """The largest groups at the peak."""
     timeline: Sequence[Mapping[str, Any]]
-    """Bytes by category at instants of the worst step, in their order: `TIMELINE_COLUMNS`, in GiB."""
+    """GiB by category at instants of the worst step, in order; columns as in `TIMELINE_COLUMNS`."""
 
     def as_json(self) -> dict[str, Any]:
-        """Its part of explanation.json."""
-        return {
-            "peak_bytes": self.peak_bytes,
-            "phase": self.phase,
-            "top": [holding.as_json() for holding in self.top],
-        }
+        """Content of explanation.json, without the states."""
+        return {"peak_bytes": self.peak_bytes, "phase": self.phase, "top": [asdict(group) for group in self.top]}
+
+
+class OriginWindowTrace(WindowTrace, OriginTrace):
+    """Finds the peak of every window, and distinguishes its allocations by their origin."""
+
+    def label(self, storage_id: int) -> Label:
+        """See WindowTrace."""
+        return self.kind(storage_id)
+
+
+def predict_explained(
+    config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
+) -> tuple[Prediction, Explanation]:
+    """`predict`, with an explanation of the peak.
+
+    Raises:
+        UserError: the model's memory depends on the data, or PyTorch cannot trace one of its operations.
+    """
+    prediction, deep = predict_from(OriginWindowTrace, config, setting, steps, target)
+    if deep is None:
+        return prediction, explain(trace_origins(config, setting, prediction.steps_of_peak, target))
+    return prediction, _explain_extrapolation(deep, prediction, steps, target.granularity_bytes)
 
 
 def trace_origins(config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target) -> OriginTrace:
-    """Trace steps, remembering where every storage came from.
-
-    The setting has been predicted before, so what cannot be traced was refused there.
-    """
-    trace = OriginTrace(
-        granularity_bytes=target.granularity_bytes,
-        rules=target.rules,
-        vocab_size=config.get_text_config().vocab_size,
-    )
-    with QuickFakeMode(), target.attention():
-        trace_steps(trace, config, setting, steps, target)
-    return trace
+    """Trace steps of the whole model, recording the origin of every allocation."""
+    return trace_steps(OriginTrace, config, setting, steps, target)[0]
 
 
 def explain(trace: OriginTrace) -> Explanation:
-    """Take the highest instant of a trace apart, and draw the way up to it."""
+    """Explain the peak of a trace of all layers."""
     changes = np.array([change for _, change in trace.events])
-    starts, phases = _phases(trace)
-    held = np.cumsum(changes)
-    # Of phases alone: between two only the inputs grow, and the next phase begins with them.
-    inside = phases != BETWEEN
-    peak = int(np.argmax(np.where(inside, held, -1)))
+    phases = np.full(len(changes), BETWEEN, dtype="U16")
+    for first, end, name in trace.phases:
+        phases[first:end] = name
+    current_bytes = np.cumsum(changes)
+    # Between two phases only inputs grow, and the next phase begins with them.
+    peak = int(np.argmax(np.where(phases != BETWEEN, current_bytes, -1)))
     return Explanation(
-        peak_bytes=int(held[peak]),
+        peak_bytes=int(current_bytes[peak]),
         phase=str(phases[peak]),
-        top=_largest(trace, peak),
-        timeline=_timeline(trace, changes, phases, starts),
+        top=_largest_groups(_live_after(trace, peak)),
+        timeline=_timeline_of_trace(trace, changes, phases),
     )
 
 
-def _phases(trace: OriginTrace) -> tuple[int, np.ndarray]:
-    """The first event of the first step, and the phase of every event."""
-    start = trace.micro_batches[0][0]
-    phases = np.full(len(trace.events), BETWEEN, dtype="U16")
-    for first, end, name in trace.phases:
-        phases[first:end] = name
-    return start, phases
-
-
-def _largest(trace: OriginTrace, last: int) -> tuple[Holding, ...]:
-    """The kinds of storages that hold most after event `last`."""
+def _live_after(trace: OriginTrace, last: int) -> Iterator[tuple[AllocationKind, int, int]]:
+    """(kind, 1, bytes) of every allocation that is alive after event `last`."""
     live: dict[int, int] = {}
     for storage, change in trace.events[: last + 1]:
         if change > 0:
             live[storage] = change
         else:
             del live[storage]
-    sizes: Counter[tuple] = Counter()
-    counts: Counter[tuple] = Counter()
-    for storage, size in live.items():
-        origin = trace.origins[storage]
-        module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", origin.module)
-        kind = (trace.category(storage), origin.operation, module, origin.phase, origin.shape, origin.dtype)
+    return ((trace.kind(storage), 1, size) for storage, size in live.items())
+
+
+def _largest_groups(allocations: Iterable[tuple[AllocationKind, int, int]]) -> tuple[AllocationGroup, ...]:
+    """Sum (kind, count, bytes) by kind, and keep the largest."""
+    counts: Counter[AllocationKind] = Counter()
+    sizes: Counter[AllocationKind] = Counter()
+    for kind, count, size in allocations:
+        counts[kind] += count
         sizes[kind] += size
-        counts[kind] += 1
-    return largest_holdings((kind, counts[kind], size) for kind, size in sizes.items())
-
-
-def largest_holdings(kinds: Iterable[tuple[tuple, int, int]]) -> tuple[Holding, ...]:
-    """The largest of kinds of storages, each with how many there are and their bytes.
-
-    A kind is category, operation, module, phase, shape and type; one that stands there twice is added up.
-    """
-    totals: dict[tuple, tuple[int, int]] = {}
-    for kind, count, size in kinds:
-        before = totals.get(kind, (0, 0))
-        totals[kind] = before[0] + count, before[1] + size
-    largest = sorted(totals.items(), key=lambda item: (-item[1][1], str(item[0])))[:MOST_HOLDINGS]
-    names = ("category", "operation", "module", "phase", "shape", "dtype")
+    largest = sorted(sizes.items(), key=lambda item: (-item[1], str(item[0])))[:MAX_GROUPS]
     return tuple(
-        Holding(**dict(zip(names, kind, strict=True)), count=count, bytes=size) for kind, (count, size) in largest
+        AllocationGroup(**dict(zip(KIND_FIELDS, kind, strict=True)), count=counts[kind], bytes=size)
+        for kind, size in largest
     )
 
 
-def _timeline(trace: OriginTrace, changes: np.ndarray, phases: np.ndarray, start: int) -> list[Mapping[str, Any]]:
-    """Bytes by category at the highest instant of each of `TIMELINE_POINTS` stretches of the steps."""
-    places = {category: place for place, category in enumerate(CATEGORIES)}
-    category = np.array([places[trace.category(storage)] for storage, _ in trace.events])
-    held_CE = np.zeros((len(CATEGORIES), len(changes)), dtype=np.int64)
-    held_CE[category, np.arange(len(changes))] = changes
-    held_CE = held_CE.cumsum(axis=1)
-    total = held_CE.sum(axis=0)
-    edges = np.unique(np.linspace(start, len(changes), TIMELINE_POINTS + 1).astype(int))
+def _timeline_of_trace(trace: OriginTrace, changes: np.ndarray, phases: np.ndarray) -> list[Mapping[str, Any]]:
+    """Bytes by category at the highest instant of each of `TIMELINE_POINTS` equal intervals of the steps."""
+    rows_of = {category: row for row, category in enumerate(CATEGORIES)}
+    category = np.array([rows_of[trace.category(storage)] for storage, _ in trace.events])
+    bytes_CE = np.zeros((len(CATEGORIES), len(changes)), dtype=np.int64)  # C categories, E events.
+    bytes_CE[category, np.arange(len(changes))] = changes
+    bytes_CE = bytes_CE.cumsum(axis=1)
+    total = bytes_CE.sum(axis=0)
+    start = trace.micro_batches[0][0]
+    edges = np.unique(np.linspace(start, len(changes), TIMELINE_POINTS + 1).astype(int)).tolist()
     rows: list[Mapping[str, Any]] = []
-    for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+    for first, end in zip(edges[:-1], edges[1:], strict=True):
         event = first + int(np.argmax(total[first:end]))
-        sizes = dict(zip(CATEGORIES, held_CE[:, event].tolist(), strict=True))
-        rows.append(timeline_row(event - start, str(phases[event]), sizes))
+        sizes = dict(zip(CATEGORIES, bytes_CE[:, event].tolist(), strict=True))
+        rows.append(_timeline_row(event - start, str(phases[event]), sizes))
     return rows
 
 
-def timeline_row(event: int, phase: str, sizes: Mapping[str, int]) -> Mapping[str, Any]:
-    """A row of the timeline, from bytes by category."""
-    held = {category: round(sizes.get(category, 0) / GIB, 6) for category in CATEGORIES}
-    return {"event": event, "phase": phase, **held}
+def _timeline_row(event: int, phase: str, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+    """A row of timeline.csv."""
+    gib = {category: round(sizes.get(category, 0) / GIB, 6) for category in CATEGORIES}
+    return {"event": event, "phase": phase, **gib}
 
 
-def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> Iterator[dict[str, Any]]:
-    """What stays on a GPU from step to step, by arithmetic alone: category, why, bytes; managed or host memory is last.
-
-    Of what GPUs divide, each tensor counts with an equal part: rows that do not divide evenly are left out of account.
-    """
-    shapes, spec, optimizer = model_shapes(config), setting.model, setting.optimizer
-    cuda, masters = target.foreach, setting.master_weights
-    held = state_lines(
-        shapes,
-        spec,
-        optimizer,
-        cuda=cuda,
-        master_weights=masters,
-        offload=setting.offload,
-        optimizer_in_backward=setting.optimizer_in_backward,
+def _explain_extrapolation(
+    deep: Extrapolation, prediction: Prediction, steps: TracedSteps, granularity_bytes: int
+) -> Explanation:
+    """Explain the peak of a model that was extrapolated from shallow ones."""
+    phase = prediction.worst_phase
+    in_phase = [window.contents for window in deep.windows.values() if window.phase == phase]
+    fullest = max(in_phase, key=lambda contents: peak_of(contents, granularity_bytes).bytes)
+    allocations = (
+        (label, count, count * (-(-size // granularity_bytes) * granularity_bytes))
+        for (label, size), count in fullest.items()
     )
-    if setting.offload == "none":
-        apart = paged_lines(shapes, spec, optimizer, cuda=cuda, master_weights=masters)
-    else:
-        apart = host_lines(shapes, spec, optimizer, master_weights=masters, offload=setting.offload)
-    for line in (*held, *apart):
-        category = OPTIMIZER if line in apart else line.category
-        parts = setting.sharing.holders_of(category) if setting.sharing and line.divides else 1
-        why = line.what if parts == 1 else f"{line.what}, divided among {parts} GPUs"
-        size = line.total_bytes(target.granularity_bytes, parts)
-        yield {"category": line.category, "why": why, "tensors": len(line.tensor_bytes), "bytes": size}
+    rows = _timeline_of_windows(deep, _shown_micro_batches(prediction, steps), granularity_bytes)
+    return Explanation(
+        peak_bytes=prediction.peak.bytes,
+        phase=phase,
+        top=_largest_groups(allocations),
+        timeline=[_timeline_row(number, *row) for number, row in enumerate(rows)],
+    )
 
 
-def host_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
-    """What train.offload takes of the host's memory in one process, in blocks as they are asked for."""
-    if setting.offload == "none":
-        return 0
-    masters, offload = setting.master_weights, setting.offload
-    lines = host_lines(model_shapes(config), setting.model, setting.optimizer, master_weights=masters, offload=offload)
-    holders = 1 if setting.sharing is None else setting.sharing.holders_of(OPTIMIZER)
-    return sum(line.total_bytes(1, holders) for line in lines)
+def _timeline_of_windows(
+    deep: Extrapolation, shown: Mapping[tuple[bool, int], bool], granularity_bytes: int
+) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Phase, and bytes by category, of every window of the shown micro-batches, in the order of the steps."""
+
+    def visit_of(item: tuple[Place, Window]) -> int:
+        return item[0][0]
+
+    for _, group in groupby(sorted(deep.windows.items(), key=visit_of), key=visit_of):
+        visit = dict(group)
+        phase, micro_batch = next((window.phase, window.micro_batch) for window in visit.values())
+        if not shown[phase in UPDATE_PHASES, micro_batch]:
+            continue
+        sizes = {place[1:]: peak_of(window.contents, granularity_bytes).by_category for place, window in visit.items()}
+        for by_category in _in_order(sizes, deep.repetition, backward=phase == "backward"):
+            yield phase, by_category
+
+
+def _shown_micro_batches(prediction: Prediction, steps: TracedSteps) -> Mapping[tuple[bool, int], bool]:
+    """By (is update, number of the micro-batch): whether it is the first one, or has the shape that set the peak."""
+    worst = prediction.steps_of_peak[-1][-1]
+    later = len(prediction.steps_of_peak[-1]) > 1
+    shown: dict[tuple[bool, int], bool] = {}
+    number = 0
+    for shapes in steps:
+        first = number
+        for index, shape in enumerate(shapes):
+            shown[False, number] = number == 0 or (shape == worst and (index > 0) == later)
+            number += 1
+        shown[True, number - 1] = any(shown[False, micro_batch] for micro_batch in range(first, number))
+    return shown
+
+
+def _in_order(
+    sizes: Mapping[tuple[str, int], Mapping[str, int]], repetition: Repetition, *, backward: bool
+) -> Iterator[Mapping[str, int]]:
+    """The windows of one phase in order: before any layer, every layer, after the last."""
+    for before in (INSIDE, BEFORE):
+        if ("outside", before) in sizes:
+            yield sizes["outside", before]
+    if any(end == "first" for end, _ in sizes):
+        layers = range(repetition.layers)
+        for layer in reversed(layers) if backward else layers:
+            yield _layer_sizes(sizes, layer, repetition)
+    if ("outside", AFTER) in sizes:
+        yield sizes["outside", AFTER]
+
+
+def _layer_sizes(
+    sizes: Mapping[tuple[str, int], Mapping[str, int]], layer: int, repetition: Repetition
+) -> Mapping[str, int]:
+    """Bytes by category in one layer's window: as traced near both ends, else interpolated between alike layers."""
+    period, from_end = repetition.period, repetition.layers - 1 - layer
+    if layer <= period:
+        return sizes["first", layer]
+    if from_end <= period:
+        return sizes["last", from_end]
+    low = 1 + (layer - 1) % period
+    high_from_end = 1 + (from_end - 1) % period
+    below, above = sizes["first", low], sizes["last", high_from_end]
+    span = repetition.layers - 1 - high_from_end - low
+    return {
+        category: below.get(category, 0) + (above.get(category, 0) - below.get(category, 0)) * (layer - low) // span
+        for category in {**below, **above}
+    }

@@ -1,0 +1,77 @@
+"""The parameters of a run that its memory depends on, besides the shapes of its micro-batches."""
+
+from dataclasses import dataclass, replace
+
+from transformers import PretrainedConfig
+
+from lean_finetune.config.field_types import OffloadActivations, OffloadState, OptimizerName, Precision
+from lean_finetune.config.schema import Params
+from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.step.run_optimizer import OptimSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a model is trained, as far as memory is concerned."""
+
+    model: ModelSpec
+    optimizer: OptimizerName
+    loss_chunk: int | None
+    max_grad_norm: float | None
+    master_weights: bool = False
+    offload_activations: OffloadActivations = "none"
+    offload: OffloadState = "none"
+    optimizer_in_backward: bool = False
+    sharing: Sharing | None = None
+    """How several GPUs share the run; None = one GPU."""
+
+    @classmethod
+    def from_params(cls, params: Params, precision: Precision, *, several_turns: bool) -> "Setting":
+        """Read `train`, `seed` and `hardware.num_gpus`.
+
+        Args:
+            params: parameters of the run.
+            precision: what train.precision resolves to on the device.
+            several_turns: whether a GPU accumulates gradients over several micro-batches.
+        """
+        return cls(
+            model=ModelSpec.from_params(params, precision),
+            optimizer=params.train.optimizer,
+            loss_chunk=params.train.loss_chunk,
+            max_grad_norm=params.train.max_grad_norm,
+            master_weights=params.train.master_weights,
+            offload_activations=params.train.offload_activations,
+            offload=params.train.offload,
+            optimizer_in_backward=params.train.optimizer_in_backward,
+            sharing=Sharing.from_params(params, several_turns=several_turns),
+        )
+
+    @property
+    def all_layers_reason(self) -> str | None:
+        """Why extrapolation from fewer layers is impossible for any model; None where it is possible."""
+        frees = self.master_weights or self.offload != "none"
+        if self.sharing is None or self.sharing.spec.mode != "zero1" or not frees:
+            return None
+        return "zero1's update gives up the gradients of what it owns one by one"
+
+    def of_whole(self, config: PretrainedConfig) -> "Setting":
+        """The setting for traces of this model with fewer layers than `config` has.
+
+        Raises:
+            UserError: the GPUs cannot share the model so.
+        """
+        return self if self.sharing is None else replace(self, sharing=self.sharing.of_whole(config, self.model))
+
+    @property
+    def optim_spec(self) -> OptimSpec:
+        """The optimizer. Its state depends on its name alone, so the numbers of its update are arbitrary."""
+        return OptimSpec(
+            name=self.optimizer,
+            lr=1.0,
+            weight_decay=0.0,
+            schedule="constant",
+            warmup_fraction=0.0,
+            master_weights=self.master_weights,
+            offload=self.offload,
+        )

@@ -1,0 +1,110 @@
+"""Run the training step of `lean_finetune.step` on fake tensors under a memory trace."""
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from transformers import PretrainedConfig
+
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.traced_offload import counting
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.trace.cached_fake_mode import QuickFakeMode
+from lean_finetune.memory.trace.cuda_autocast import phase_of
+from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.trace.fake_distributed import shared
+from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace
+from lean_finetune.memory.trace.static_state import hold_state, random_states_held
+from lean_finetune.memory.trace.trace_errors import untraceable_refused
+from lean_finetune.model.load_model import fake_model
+from lean_finetune.step.batches import Batch, empty_batch, idle_batch
+from lean_finetune.step.loss_scaling import LossScaler
+from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.training_step import StepSpec, training_step
+
+CPU = torch.device("cpu")
+UPDATE_PHASES = ("clip", "optimizer")
+Trace = TypeVar("Trace", bound=MemoryTrace)
+
+
+def new_trace(kind: type[Trace], config: PretrainedConfig, target: Target) -> Trace:
+    """An empty trace of class `kind` for this model and device."""
+    vocabulary = config.get_text_config().vocab_size
+    return kind(granularity_bytes=target.granularity_bytes, rules=target.rules, vocab_size=vocabulary)
+
+
+def trace_steps(
+    kind: type[Trace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
+) -> tuple[Trace, tuple[int, int]]:
+    """Build model and optimizer without weights, and trace optimizer steps of these micro-batch shapes.
+
+    Returns:
+        The trace; and the step and index of the micro-batch that set the peak.
+
+    Raises:
+        UserError: PyTorch cannot trace an operation of the step.
+    """
+    trace = new_trace(kind, config, target)
+    with (
+        untraceable_refused(config),
+        QuickFakeMode(),
+        target.attention(),
+        shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as parallel,
+    ):
+        return trace, _run_steps(parallel, trace, setting, steps, target)
+
+
+def _run_steps(
+    parallel: ParallelModel, trace: MemoryTrace, setting: Setting, steps: TracedSteps, target: Target
+) -> tuple[int, int]:
+    """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
+    optimizer = build_optimizer(parallel.owned, setting.optim_spec, trace.elsewhere)
+    away = setting.offload == "parameters"
+    hold_state(trace, parallel, optimizer, setting.model, setting.optimizer, cuda=target.foreach, parts_away=away)
+    trace.hold_bytes(target.constant_bytes, WORKSPACE)
+    trace.begin_run(parallel.model)
+    spec = StepSpec(
+        loss_chunk=setting.loss_chunk,
+        max_grad_norm=setting.max_grad_norm,
+        foreach=target.foreach,
+        optimizer_in_backward=setting.optimizer_in_backward,
+    )
+    scaler = LossScaler(finite=lambda norm: True) if setting.model.scales_loss else None
+    store, offload = counting(trace, setting.offload_activations)
+    highest_bytes, position = 0, (0, 0)
+    several_turns = setting.sharing is not None and setting.sharing.several_turns
+
+    def batches(step: int) -> Iterator[Batch]:
+        nonlocal highest_bytes, position
+        for number, shape in enumerate(steps[step]):
+            trace.begin_micro_batch(shape)
+            yield empty_batch(shape, CPU)
+            if trace.highest_bytes > highest_bytes:  # The step requests the next batch after backward.
+                highest_bytes, position = trace.highest_bytes, (step, number)
+        if several_turns and len(steps[step]) == 1:  # Gradients are reduced in a later micro-batch than this one.
+            yield idle_batch(0)
+
+    with trace.recording(), random_states_held(trace, cuda=target.foreach):
+        for step in range(len(steps)):
+            training_step(
+                parallel.model,
+                optimizer,
+                batches(step),
+                supervised_tokens=1,
+                model_spec=setting.model,
+                spec=spec,
+                phase=lambda name: phase_of(
+                    trace,
+                    name,
+                    like_cuda=target.foreach and setting.model.autocast_dtype is not None,
+                    on_host=away and name in UPDATE_PHASES,
+                ),
+                guard=lambda losses, norm: None,
+                scaler=scaler,
+                offload=offload,
+                parallel=parallel,
+                micro_batches=max(len(steps[step]), 2 if several_turns else 1),
+            )
+    trace.offloaded_peak_bytes = store.peak_bytes
+    return position
