@@ -78,9 +78,9 @@ def trace_variant(
         if variant.eager_attention:
             model.config._attn_implementation = EAGER  # type: ignore[union-attr]
         model.config.use_cache = variant.kv_cache  # type: ignore[union-attr]
-        trace.hold([*model.parameters(), *model.buffers(), *quantisation_tensors(model)], WEIGHTS)
-        trace.hold_bytes(target.constant_bytes // 2, WORKSPACE)  # Two handles, each with its own workspace.
-        trace.hold_bytes(target.constant_bytes // 2, WORKSPACE)
+        trace.register([*model.parameters(), *model.buffers(), *quantisation_tensors(model)], WEIGHTS)
+        trace.register_bytes(target.constant_bytes // 2, WORKSPACE)  # Two handles, each with its own workspace.
+        trace.register_bytes(target.constant_bytes // 2, WORKSPACE)
         with trace.recording():
             ends = _run(trace, model, variant, shapes)
     peak = max(peak.bytes for peak in trace.peaks().values())

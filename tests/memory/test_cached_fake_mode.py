@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from lean_finetune.memory.trace.cached_fake_mode import QuickFakeMode
+from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode
 
 
 def results(mode):
@@ -32,13 +32,13 @@ def results(mode):
 def test_answers_are_those_of_pytorch():
     """A trace counts storages by what these answers say: one wrong size or alias is a wrong prediction."""
     expected = results(FakeTensorMode(allow_non_fake_inputs=True))
-    assert results(QuickFakeMode()) == expected
-    assert results(QuickFakeMode()) == expected  # Another mode, from what the first one left.
+    assert results(CachedFakeMode()) == expected
+    assert results(CachedFakeMode()) == expected  # Another mode, from what the first one left.
 
 
 def test_a_tensor_that_changes_its_memory_is_followed():
     """set_ leaves the form of its argument as it was, and is not its result alone."""
-    with QuickFakeMode():
+    with CachedFakeMode():
         for _ in range(2):
             one, other = torch.empty(4), torch.empty(4)
             one.set_(other)  # type: ignore[call-overload]
@@ -47,7 +47,7 @@ def test_a_tensor_that_changes_its_memory_is_followed():
 
 def test_values_are_not_remembered():
     """A scalar that PyTorch knows the value of is asked for each time."""
-    with QuickFakeMode():
+    with CachedFakeMode():
         assert [torch.tensor(value).item() for value in (2, 3, 3)] == [2, 3, 3]
         with pytest.raises(DataDependentOutputException):
             torch.empty(1).item()

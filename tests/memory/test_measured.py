@@ -166,7 +166,7 @@ def test_prediction_holds_for_device_and_host_together(small_llama, changes, mon
         yield from (state["master"] for state in optimizer.state.values())
         yield from device_state(optimizer.inner, name, cuda=False)
 
-    monkeypatch.setattr(MemoryTrace, "elsewhere", lambda trace: nullcontext())
+    monkeypatch.setattr(MemoryTrace, "on_host", lambda trace: nullcontext())
     monkeypatch.setattr(static_state, "device_state", all_state)
     together = predict(config, setting, STEPS, CPU_TARGET).by_phase["forward"]
     assert together.bytes - apart.bytes == host_bytes

@@ -8,7 +8,7 @@ from lean_finetune.core.units import GIB
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, explain, trace_origins
 from lean_finetune.memory.predict.state_formulas import closed_form
-from lean_finetune.memory.trace.allocation_origins import HELD
+from lean_finetune.memory.trace.allocation_origins import EXISTING
 from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
 
@@ -52,7 +52,7 @@ def test_logits_are_named_with_their_shape_and_the_head():
     logits = next(holding for holding in top if holding.category == "logits")
     assert logits.shape in {(2, 96, 8192), (192, 8192), (3, 80, 8192), (240, 8192)} and logits.dtype == "float32"
     weights = {holding.module: holding for holding in top if holding.category == "weights"}
-    assert weights["lm_head"].operation == HELD and weights["lm_head"].bytes == 64 * 8192 * 4
+    assert weights["lm_head"].operation == EXISTING and weights["lm_head"].bytes == 64 * 8192 * 4
     assert weights["model.embed_tokens"].count == 1
 
 

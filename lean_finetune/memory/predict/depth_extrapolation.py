@@ -1,16 +1,16 @@
-"""The peaks of a deep model from traces of shallow ones, exactly.
+"""Extrapolate the peaks of a deep model exactly from traces of shallow ones.
 
-Where layers are alike, one more of them adds the same bytes to every instant of one and the same *window*: the stretch
-of a phase in which one layer is at work. (In forward, the layers below have kept their activations; in backward, those
-above have left their gradients; nothing else depends on depth.) So the instant at which a window is fullest stays the
-same, and what lives then grows by the same tensors with every layer: their number by size is a straight line in depth.
-The few tensors that list something of every layer (the norms that clipping stacks) grow in size instead, by the same
-step each. Windows are kept apart for the first layers, the last ones, and whatever runs outside of any layer; layers in
-the middle lie on a line between those, so none of them is fuller than both its ends. Where no layer has been at work
-(norms and update, of lists of all tensors) so are instants inside operations: what these take for themselves grows by
-other steps than lists do, and a few layers may turn the scale.
+A *window* is the part of a phase in which one layer runs. If layers are alike, one more layer adds the same bytes to
+every instant of a window: in forward, lower layers have saved their activations; in backward, upper layers have left
+their gradients; nothing else depends on depth. So the highest instant of a window stays the same, and the number of
+live tensors of each size is linear in depth. A few tensors list something of every layer (the norms that clipping
+stacks); their size is linear instead.
 
-Three depths are traced: two make the line and the third must lie on it, for every window and every size.
+There are windows for the first layers, for the last ones, and for operations outside of any layer. Layers in the middle
+are linear between those two ends, so none exceeds both. Outside of layers (norms and update) instants inside operations
+have a window of their own, because temporary memory grows differently from lists of tensors.
+
+Three depths are traced: two define the line, and the third must lie on it, for every window and every size.
 """
 
 from collections import Counter
@@ -23,86 +23,84 @@ from torch import nn
 from torch.autograd import _get_sequence_nr
 
 from lean_finetune.memory.predict.layer_structure import Repetition, decoder_layers
+from lean_finetune.memory.trace.allocation_origins import NO_SEQUENCE
 from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace, OpRules, Peak
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.loss import causal_lm
 
 BEFORE, AFTER = -1, -2
-"""In place of a layer's number: no layer is at work, and none or some have been in this phase. Layers come between."""
+"""Layer numbers of operations outside of any layer: before the first layer of the phase, and after."""
 INSIDE = -3
-"""In place of BEFORE at instants inside an operation, with the memory that it takes for itself."""
-NO_SEQUENCE = 2**64 - 1
-"""What PyTorch gives nodes that stand for no forward operation: those that add up gradients."""
-
+"""As BEFORE, at instants inside an operation that allocates temporary memory."""
 Label = tuple[Any, ...]
-"""What tells tensors of a size apart; their category comes first."""
+"""Distinguishes tensors of the same size; the category comes first."""
 Contents = Counter[tuple[Label, int]]
-"""Live tensors by label and bytes, before the allocator rounds them."""
+"""Number of live tensors by label and bytes, before the allocator's rounding."""
 Place = tuple[int, str, int]
-"""Which phase of the run, in order; from which end of the model, the layer counted from there."""
+"""Index of the phase in the run; end of the model; layer counted from that end."""
 
 
 class NotRepeated(Exception):
-    """The traced depths do not lie on a line."""
+    """Memory is not linear in the traced depths."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A stretch of the trace at its fullest."""
+    """The highest instant of a window."""
 
     phase: str
     micro_batch: int
-    """Number of the micro-batch that was last begun, over all steps; -1 before the first."""
+    """Number of the latest micro-batch over all steps; -1 before the first."""
     contents: Contents
 
 
 class WindowTrace(MemoryTrace):
-    """Follows storages and keeps the peak of every window."""
+    """Finds the highest instant of every window."""
 
     def __init__(self, *, granularity_bytes: int, rules: OpRules, vocab_size: int):
-        """Start with nothing held; see MemoryTrace."""
+        """See MemoryTrace."""
         super().__init__(granularity_bytes=granularity_bytes, rules=rules, vocab_size=vocab_size)
         self._visits: list[str] = []
         self._micro_batch = -1
-        self._at_work: int | None = None
+        self._running_layer: int | None = None
         self._outside, self._layer_before = BEFORE, BEFORE
-        # The stretches of autograd's numbers that each layer's forward passes took.
-        self._made: list[tuple[int, int, int]] = []
-        # The fullest instant of each window: bytes, number of events, micro-batch.
+        # Ranges of autograd's sequence numbers of each layer's forward passes.
+        self._sequence_ranges: list[tuple[int, int, int]] = []
+        # Highest instant of each window: bytes, number of events, micro-batch.
         self._fullest: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._raw_bytes: list[int] = []
         self._inside = False
 
-    def begin_run(self, model: nn.Module) -> None:
-        """Watch from now on which of the model's layers is at work."""
-        super().begin_run(model)
+    def begin_steps(self, model: nn.Module) -> None:
+        """Track which of the model's layers runs."""
+        super().begin_steps(model)
         layers = decoder_layers(causal_lm(model))
-        assert layers is not None  # find_repetition saw them.
+        assert layers is not None  # Checked by find_repetition.
         for number, layer in enumerate(layers):
-            self._follow(number, layer)
+            self._track(number, layer)
 
-    def _follow(self, number: int, layer: nn.Module) -> None:
-        """Note when a layer's forward pass begins and ends: the first one, and that which checkpointing runs again."""
-        begun: list[int] = []
+    def _track(self, number: int, layer: nn.Module) -> None:
+        """Record the beginning and end of a layer's forward pass, also of its recomputation by checkpointing."""
+        starts: list[int] = []
 
-        def starts(module: nn.Module, args: object) -> None:
-            begun.append(_get_sequence_nr())
-            self._at_work, self._outside = number, AFTER
+        def before_forward(module: nn.Module, args: object) -> None:
+            starts.append(_get_sequence_nr())
+            self._running_layer, self._outside = number, AFTER
 
-        def ends(module: nn.Module, args: object, output: object) -> None:
-            self._made.append((begun.pop(), _get_sequence_nr(), number))
-            self._at_work = None
+        def after_forward(module: nn.Module, args: object, output: object) -> None:
+            self._sequence_ranges.append((starts.pop(), _get_sequence_nr(), number))
+            self._running_layer = None
 
-        layer.register_forward_pre_hook(starts)
-        layer.register_forward_hook(ends, always_call=True)
+        layer.register_forward_pre_hook(before_forward)
+        layer.register_forward_hook(after_forward, always_call=True)
 
     def begin_micro_batch(self, shape: BatchShape) -> None:
-        """Count it."""
+        """See MemoryTrace."""
         super().begin_micro_batch(shape)
         self._micro_batch += 1
 
     def phase(self, name: str) -> Any:
-        """Name what happens inside."""
+        """See MemoryTrace."""
         self._visits.append(name)
         self._outside, self._layer_before = BEFORE, BEFORE
         return super().phase(name)
@@ -115,8 +113,8 @@ class WindowTrace(MemoryTrace):
         finally:
             self._inside = False
 
-    def _note_peak(self) -> None:
-        super()._note_peak()
+    def _update_peak(self) -> None:
+        super()._update_peak()
         if self._phase is None:
             return
         layer = self._layer()
@@ -125,19 +123,19 @@ class WindowTrace(MemoryTrace):
             self._fullest[window] = (self.current_bytes, len(self._events), self._micro_batch)
 
     def _layer(self) -> int:
-        """The layer at work."""
-        if self._at_work is not None:
-            return self._at_work
+        """The running layer."""
+        if self._running_layer is not None:
+            return self._running_layer
         node = torch._C._current_autograd_node() if self._phase == "backward" else None
         number = NO_SEQUENCE if node is None else node._sequence_nr()
-        if number == NO_SEQUENCE:  # In backward, a gradient is added up for the layer whose node ran before.
+        if number == NO_SEQUENCE:  # A gradient is accumulated for the layer whose node ran before.
             return self._outside if node is None else self._layer_before
-        self._layer_before = self._made_in(number)
+        self._layer_before = self._layer_of(number)
         return self._layer_before
 
-    def _made_in(self, number: int) -> int:
-        """The layer whose forward pass made a node of backward."""
-        for start, end, layer in reversed(self._made):
+    def _layer_of(self, number: int) -> int:
+        """The layer whose forward pass created an autograd node."""
+        for start, end, layer in reversed(self._sequence_ranges):
             if number >= end:
                 break
             if number >= start:
@@ -146,11 +144,11 @@ class WindowTrace(MemoryTrace):
         return self._outside
 
     def label(self, storage_id: int) -> Label:
-        """What a storage is told apart by."""
+        """How a storage is distinguished from others of its size."""
         return (self._categories[storage_id],)
 
     def windows(self) -> dict[tuple[int, int], Window]:
-        """Every window by (phase of the run, layer), in the order in which they began."""
+        """Windows by (index of the phase, layer), in the order of the run."""
         wanted: dict[int, list[tuple[int, int]]] = {}
         for key, (_, place, _) in self._fullest.items():
             wanted.setdefault(place, []).append(key)
@@ -170,18 +168,18 @@ class WindowTrace(MemoryTrace):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepPeaks:
-    """What a deep model's phases hold at their fullest."""
+    """Peaks of a deep model's phases."""
 
     by_phase: Mapping[str, Peak]
     micro_batch: int
-    """Number, over all steps, of the one in whose forward or backward the most is held."""
+    """Number over all steps of the micro-batch with the highest forward or backward peak."""
 
 
 def deep_windows(traces: Sequence[WindowTrace], repetition: Repetition, granularity_bytes: int) -> dict[Place, Window]:
-    """The windows near both ends of the model of `repetition.layers` layers, from traces at `repetition.depths`.
+    """Windows near both ends of a model of `repetition.layers` layers, from traces at `repetition.depths`.
 
     Raises:
-        NotRepeated: the depths contradict each other.
+        NotRepeated: memory is not linear in depth.
     """
     found = [trace.windows() for trace in traces]
     _check_middle(found[-1], repetition, granularity_bytes)
@@ -199,7 +197,7 @@ def deep_windows(traces: Sequence[WindowTrace], repetition: Repetition, granular
 
 
 def deep_peaks(windows: Mapping[Place, Window], granularity_bytes: int) -> DeepPeaks:
-    """The peaks of a deep model's phases."""
+    """Peaks of a deep model's phases."""
     by_phase: dict[str, Peak] = {}
     fullest, micro_batch = -1, 0
     for window in windows.values():
@@ -212,7 +210,7 @@ def deep_peaks(windows: Mapping[Place, Window], granularity_bytes: int) -> DeepP
 
 
 def _placed(windows: Mapping[tuple[int, int], Window], depth: int, period: int) -> Iterator[tuple[Place, Window]]:
-    """Windows by place: a layer near both ends of a shallow model stands for two."""
+    """Windows by place; a layer near both ends of a shallow model has two places."""
     for (visit, layer), window in windows.items():
         if layer in (BEFORE, AFTER, INSIDE):
             yield (visit, "outside", layer), window
@@ -223,10 +221,10 @@ def _placed(windows: Mapping[tuple[int, int], Window], depth: int, period: int) 
 
 
 def _check_middle(windows: Mapping[tuple[int, int], Window], repetition: Repetition, granularity_bytes: int) -> None:
-    """Between the first layer and the last one, windows must lie on a line by layer.
+    """Check that windows between the first and the last layer are linear in the layer's number.
 
     Raises:
-        NotRepeated: they do not.
+        NotRepeated: they are not.
     """
     period, depth = repetition.period, repetition.depths[-1]
     sizes = {key: peak_of(window.contents, granularity_bytes).bytes for key, window in windows.items()}
@@ -240,10 +238,10 @@ def _check_middle(windows: Mapping[tuple[int, int], Window], repetition: Repetit
 
 
 def _extended(depths: Sequence[Contents], more: int) -> Contents:
-    """What lives `more` steps of depth beyond the last of three.
+    """Contents of a window `more` steps of depth beyond the last of three.
 
     Raises:
-        NotRepeated: neither the number of tensors of a size nor the sizes themselves lie on a line.
+        NotRepeated: neither the number of tensors of a size nor the sizes are linear in depth.
     """
     first, second, third = depths
     result: Contents = Counter()
@@ -260,7 +258,7 @@ def _extended(depths: Sequence[Contents], more: int) -> Contents:
     for (label, low), (_, middle), (other, high) in zip(*lists, strict=True):
         if label[0] != other[0] or middle - low != high - middle:
             raise NotRepeated(f"tensors of {label[0]} have {low}, {middle}, {high} bytes")
-        # What grows with depth has another shape at every depth: none of them is this one's.
+        # A tensor that grows with depth has no known shape at this depth.
         label = tuple(one if one == another else None for one, another in zip(label, other, strict=True))
         result[label, high + (high - middle) * more] += 1
     if any(count < 0 for count in result.values()):
@@ -269,15 +267,15 @@ def _extended(depths: Sequence[Contents], more: int) -> Contents:
 
 
 def _by_category(tensor: tuple[Label, int]) -> tuple[str, int, str]:
-    """Order in which tensors of several depths are held against each other."""
+    """Sort key by which tensors of several depths are matched."""
     label, size = tensor
     return label[0], size, str(label)
 
 
 def peak_of(contents: Contents, granularity_bytes: int) -> Peak:
-    """Bytes of live tensors, each rounded up as the allocator does."""
+    """Bytes of live tensors, each rounded up by the allocator."""
     by_category: Counter[str] = Counter()
     for ((category, *_), size), count in contents.items():
         by_category[category] += count * (-(-size // granularity_bytes) * granularity_bytes)
-    held = {category: size for category, size in sorted(by_category.items()) if size}
-    return Peak(bytes=sum(held.values()), by_category=held)
+    sizes = {category: size for category, size in sorted(by_category.items()) if size}
+    return Peak(bytes=sum(sizes.values()), by_category=sizes)

@@ -17,7 +17,7 @@ from lean_finetune.memory.predict.depth_extrapolation import NotRepeated, Window
 from lean_finetune.memory.predict.layer_structure import find_repetition, with_layers
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_step import CPU, Trace, new_trace
-from lean_finetune.memory.trace.cached_fake_mode import QuickFakeMode
+from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.fake_distributed import local, shared
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
@@ -103,16 +103,16 @@ def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, targe
     """A trace of what is done with a model in evaluation mode."""
     trace = new_trace(kind, config, target)
     with (
-        QuickFakeMode(),
+        CachedFakeMode(),
         target.attention(),
         shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as parallel,
     ):
         model = parallel.model.eval()
-        trace.hold([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
-        trace.hold(quantisation_tensors(model), QUANTISATION_STATE)
+        trace.register([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
+        trace.register(quantisation_tensors(model), QUANTISATION_STATE)
         if setting.model.method != "full":
-            trace.hold([local(tensor) for tensor in trained_parameters(model)], ADAPTERS)
-        trace.begin_run(model)
+            trace.register([local(tensor) for tensor in trained_parameters(model)], ADAPTERS)
+        trace.begin_steps(model)
         with trace.recording(), torch.no_grad(), setting.model.autocast("cpu"):
             use(parallel, trace)
     return trace
@@ -172,7 +172,7 @@ def _hold_cache(cache: DynamicCache, trace: MemoryTrace) -> None:
     """Count the cache as such."""
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer):
-            trace.hold(_kept(layer), KV_CACHE)
+            trace.register(_kept(layer), KV_CACHE)
 
 
 def _kept(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:

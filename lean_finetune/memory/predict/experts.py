@@ -1,4 +1,4 @@
-"""Mixtures of experts: refused, as their memory depends on the data."""
+"""Refuse mixtures of experts, whose memory depends on the data."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.empty_model import meta_model
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Under which configurations, and the modules made of them, tell how many there are."""
+"""Names of the number of experts in configurations and modules."""
 
 
 def refuse_experts(config: PretrainedConfig) -> None:
@@ -27,16 +27,16 @@ def refuse_experts(config: PretrainedConfig) -> None:
 
 
 def _experts(values: Mapping[str, Any]) -> int:
-    """The most experts that a configuration, or a part of it, names."""
+    """Largest number of experts in a configuration and its parts."""
     own = [values[key] for key in EXPERT_KEYS if isinstance(values.get(key), int)]
     return max([*own, *(_experts(part) for part in values.values() if isinstance(part, dict))], default=0)
 
 
 def _has_experts(config: PretrainedConfig) -> bool:
-    """Whether any module has experts: the config of a dense model may name the number that is its family's default."""
+    """Whether any module has experts: a dense model's config may contain its family's default number."""
     try:
         modules = list(meta_model(config).modules())
-    except UserError:  # It cannot be built: what its config says is all there is.
+    except UserError:  # It cannot be built: trust its config.
         return True
     counts = (getattr(module, key, None) for module in modules for key in EXPERT_KEYS)
     return any(isinstance(count, int) and count > 1 for count in counts)

@@ -1,4 +1,4 @@
-"""Whether a model's layers are alike, so that a few of them tell of all: compared by structure, never by name."""
+"""Find how a model's layers repeat, by comparing their structure, so that a few traced layers represent all."""
 
 import copy
 import math
@@ -12,10 +12,10 @@ from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.model_spec import ModelSpec
 
 Signature = tuple[Any, ...]
-"""All that tells a layer from another: its modules, their parameters' shapes, and their plain settings."""
+"""Structure of a layer: its modules, their parameters' shapes, and their plain attributes."""
 
 DEPTHS = 3
-"""Models that are traced: the least that can contradict a straight line."""
+"""Number of traced models: the fewest that can contradict a straight line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class Repetition:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Depths from which this one follows: the last layers of each are of the same kinds as this model's last ones.
+        """Depths to trace; their last layers are of the same kinds as this model's.
 
-        Each has a layer of every kind between its first and its last one, and the deepest has three.
+        Each depth has a layer of every kind between its first and its last layer, and the deepest has three.
         """
         least = self.period + 2
         first = least + (self.layers - least) % self.period
@@ -43,15 +43,15 @@ class Repetition:
 
 
 def find_repetition(
-    config: PretrainedConfig, spec: ModelSpec, whole: str | None = None
+    config: PretrainedConfig, spec: ModelSpec, all_layers_reason: str | None = None
 ) -> tuple[Repetition | None, str]:
-    """How the layers of a model repeat, or None where all of them must be traced; and why.
+    """How the layers of a model repeat, or None if all of them must be traced; and why.
 
-    `whole` says why they must be whatever they are.
+    `all_layers_reason`: why all must be traced whatever the layers are.
     """
     count = config.get_text_config().num_hidden_layers
-    if whole is not None:
-        return None, f"all {count} layers: {whole}"
+    if all_layers_reason is not None:
+        return None, f"all {count} layers: {all_layers_reason}"
     if any("." in target for target in spec.lora_targets) and spec.method != "full":
         return None, f"all {count} layers: train.lora.targets names layers by path"
     if not Repetition(layers=count, period=1).pays:
@@ -72,7 +72,7 @@ def find_repetition(
 
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
-    """The same model with its first `count` layers alone."""
+    """The config of a model with the first `count` layers."""
     shallow = copy.deepcopy(config)
     text = shallow.get_text_config()
     layers = text.num_hidden_layers
@@ -84,19 +84,19 @@ def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
 
 
 def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList | None:
-    """The list of a model's layers; None where no one list is as long as the model is deep."""
+    """A model's list of layers; None unless exactly one list has as many entries as the model has layers."""
     count = lm.config.get_text_config().num_hidden_layers
     lists = [m for m in lm.get_decoder().children() if isinstance(m, nn.ModuleList) and len(m) == count]
     return lists[0] if len(lists) == 1 else None
 
 
 def _signatures(config: PretrainedConfig) -> list[Signature] | None:
-    """The signature of each layer."""
+    """Signature of each layer, or None if the model has no list of layers."""
     layers = decoder_layers(meta_model(config))
     if layers is None:
         return None
     described = [_describe(layer) for layer in layers]
-    # A setting that is the layer's own number everywhere says where a layer stands, not what it is.
+    # An attribute that equals the layer's number in every layer is a position, not a difference.
     numbers = {
         key for key in described[0] if all(key in values and values[key] == k for k, values in enumerate(described))
     }
@@ -104,7 +104,7 @@ def _signatures(config: PretrainedConfig) -> list[Signature] | None:
 
 
 def _describe(layer: nn.Module) -> dict[str, Any]:
-    """The plain settings, the parameters' shapes and the class of every module of a layer, by path."""
+    """Class, parameters' shapes and plain attributes of every module of a layer, by path."""
     found: dict[str, Any] = {}
     for path, module in layer.named_modules():
         found[f"{path}:class"] = type(module).__qualname__

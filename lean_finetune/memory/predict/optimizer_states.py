@@ -1,4 +1,4 @@
-"""Tensors that each optimizer keeps, by arithmetic: sizes and why."""
+"""Closed forms of optimizer state: sizes of each optimizer's tensors, and what they are."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,9 +11,9 @@ from lean_finetune.step.optimizers import is_paged
 
 FP32_BYTES = 4
 STATE_BLOCK_VALUES = 256
-"""8-bit moments have one fp32 scale per so many values (bitsandbytes' Optimizer2State)."""
+"""Values per fp32 scale of 8-bit moments (bitsandbytes' Optimizer2State)."""
 SMALLEST_8BIT_VALUES = 4096
-"""Tensors with fewer values keep fp32 moments (bitsandbytes' min_8bit_size)."""
+"""Tensors with fewer values have fp32 moments (bitsandbytes' min_8bit_size)."""
 CODE_BOOKS = 2
 """Of signed and of unsigned 8-bit values."""
 
@@ -21,20 +21,20 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class StateTensors:
     """State tensors of one kind."""
 
     what: str
-    """For people: what they are and how large a value is."""
+    """Description for users: what they are and how large a value is."""
     tensor_bytes: tuple[int, ...]
     paged: bool
-    """In managed memory, which no allocator counts."""
+    """In CUDA managed memory, which no allocator counts."""
 
 
 def optimizer_tensors(
     trained: Sequence[Shape], element_bytes: int, name: OptimizerName, *, cuda: bool
-) -> Iterator[Kept]:
-    """All state of an optimizer over parameters of these shapes, of `element_bytes` a value."""
+) -> Iterator[StateTensors]:
+    """State tensors of an optimizer over parameters of these shapes with `element_bytes` per value."""
     kind = OPTIMIZERS[name]
     values = [math.prod(shape) for shape in trained]
     if kind.factored:
@@ -45,48 +45,49 @@ def optimizer_tensors(
         yield from _moments(values, element_bytes, kind, name, cuda)
 
 
-def _kept(what: str, sizes: Iterable[int], *, paged: bool = False) -> Kept:
-    """Tensors of these sizes."""
-    return Kept(what=what, tensor_bytes=tuple(sizes), paged=paged)
+def _tensors(what: str, sizes: Iterable[int], *, paged: bool = False) -> StateTensors:
+    return StateTensors(what=what, tensor_bytes=tuple(sizes), paged=paged)
 
 
 def _moments(
     values: Sequence[int], element_bytes: int, kind: OptimizerEntry, name: OptimizerName, cuda: bool
-) -> Iterator[Kept]:
+) -> Iterator[StateTensors]:
     """Moments in fp32 or in the parameter's own type, and PyTorch's fp32 count of steps per tensor."""
     size = element_bytes if kind.state_bits is None else kind.state_bits // 8
     what = f"{_count(kind)}, {size} bytes each per trained value"
     for paged in (False, True):
         chosen = [n for n in values if is_paged(name, n, cuda=cuda) == paged]
-        yield _kept(what, (n * size * part for n in chosen for part in kind.state.values()), paged=paged)
+        yield _tensors(what, (n * size * part for n in chosen for part in kind.state.values()), paged=paged)
     if kind.step_count == "device" or (kind.step_count == "host" and not cuda):
-        yield _kept("a step count per tensor, fp32", (FP32_BYTES for _ in values))
+        yield _tensors("a step count per tensor, fp32", (FP32_BYTES for _ in values))
 
 
-def _moments_8bit(values: Sequence[int], kind: OptimizerEntry, name: OptimizerName, cuda: bool) -> Iterator[Kept]:
-    """Moments of one byte with block scales (Dettmers et al. 2021, arXiv 2110.02861); small tensors keep fp32."""
+def _moments_8bit(
+    values: Sequence[int], kind: OptimizerEntry, name: OptimizerName, cuda: bool
+) -> Iterator[StateTensors]:
+    """Moments of one byte with block scales (Dettmers et al. 2021, arXiv 2110.02861); small tensors have fp32."""
     large = [n for n in values if n >= SMALLEST_8BIT_VALUES]
     small = [n for n in values if n < SMALLEST_8BIT_VALUES]
     parts = tuple(kind.state.values())
     what = f"{_count(kind)}, a byte each per trained value"
     for paged in (False, True):
         chosen = [n for n in large if is_paged(name, n, cuda=cuda) == paged]
-        yield _kept(what, (n * part for n in chosen for part in parts), paged=paged)
+        yield _tensors(what, (n * part for n in chosen for part in parts), paged=paged)
     scales = (-(-n // STATE_BLOCK_VALUES) * FP32_BYTES * part for n in large for part in parts)
-    yield _kept(f"their scales, fp32 per {STATE_BLOCK_VALUES} values", scales)
+    yield _tensors(f"their scales, fp32 per {STATE_BLOCK_VALUES} values", scales)
     tensors = f"{_count(kind)}, fp32, of tensors below {SMALLEST_8BIT_VALUES} values"
-    yield _kept(tensors, (n * FP32_BYTES * part for n in small for part in parts))
+    yield _tensors(tensors, (n * FP32_BYTES * part for n in small for part in parts))
     books = min(CODE_BOOKS, len(parts)) * bool(large) if cuda else CODE_BOOKS
-    yield _kept("code books, fp32", (BYTE_LEVELS * FP32_BYTES for _ in range(books)))
+    yield _tensors("code books, fp32", (BYTE_LEVELS * FP32_BYTES for _ in range(books)))
 
 
-def _factored(trained: Sequence[Shape]) -> Iterator[Kept]:
+def _factored(trained: Sequence[Shape]) -> Iterator[StateTensors]:
     """Adafactor: a value per row and one per column of a matrix, one per value of a vector."""
     matrices = [shape for shape in trained if len(shape) >= 2]
     sums = (n * FP32_BYTES for shape in matrices for n in (math.prod(shape[:-1]), math.prod(shape[:-2] + shape[-1:])))
-    yield _kept("mean squares of rows and of columns, fp32", sums)
-    yield _kept("mean squares of vectors, fp32", (shape[0] * FP32_BYTES for shape in trained if len(shape) < 2))
-    yield _kept("a size per tensor", (FP32_BYTES for _ in trained))
+    yield _tensors("mean squares of rows and of columns, fp32", sums)
+    yield _tensors("mean squares of vectors, fp32", (shape[0] * FP32_BYTES for shape in trained if len(shape) < 2))
+    yield _tensors("a size per tensor", (FP32_BYTES for _ in trained))
 
 
 def _count(kind: OptimizerEntry) -> str:

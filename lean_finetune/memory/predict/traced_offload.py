@@ -1,4 +1,4 @@
-"""Activations away from the device, counted: the store of a trace (see lean_finetune.step.activation_offload)."""
+"""Count offloaded activations in a trace: a store for lean_finetune.step.activation_offload that keeps no values."""
 
 import weakref
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ from lean_finetune.step.activation_offload import ActivationOffload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Counted:
-    """What is away."""
+    """Handle of an offloaded tensor."""
 
     count: int
     dtype: torch.dtype
 
 
 class CountingStore:
-    """Keeps nothing but the number of bytes that are away, and the most of them so far."""
+    """Counts offloaded bytes and their peak."""
 
     def __init__(self, trace: MemoryTrace, *, pinned: bool):
-        """Count for a trace; blocks of pinned memory are powers of two (CUDA's CachingHostAllocator)."""
+        """`pinned`: blocks are powers of two, as in CUDA's CachingHostAllocator."""
         self.device = torch.device("cpu")
         self.peak_bytes = 0
         self._bytes, self._trace, self._pinned = 0, trace, pinned
 
     def put(self, values: torch.Tensor) -> _Counted:
-        """Count them until the handle ends."""
+        """Count `values` until the handle is freed."""
         size = 1 << (values.nbytes - 1).bit_length() if self._pinned else values.nbytes
         self._bytes += size
         self.peak_bytes = max(self.peak_bytes, self._bytes)
@@ -40,9 +40,9 @@ class CountingStore:
         return handle
 
     def get(self, handle: _Counted) -> torch.Tensor:
-        """A tensor on the traced device, told as an activation."""
+        """A new activation on the traced device."""
         values = torch.empty(handle.count, dtype=handle.dtype)
-        self._trace.hold([values], ACTIVATIONS)
+        self._trace.register([values], ACTIVATIONS)
         return values
 
     def _drop(self, size: int) -> None:
@@ -50,16 +50,16 @@ class CountingStore:
 
 
 def counting(trace: MemoryTrace, choice: OffloadActivations) -> tuple[CountingStore, ActivationOffload | None]:
-    """The store of a trace, and what sends activations there; None where they stay."""
+    """A trace's store, and the offload that writes to it; None if activations stay on the device."""
     store = CountingStore(trace, pinned=choice == "cpu")
     return store, None if choice == "none" else ActivationOffload(store)
 
 
 def offloaded_bytes(traces: Sequence[MemoryTrace], repetition: Repetition) -> int:
-    """The most that is away at once in a deep model, from traces at `repetition.depths`.
+    """Peak of offloaded bytes in a deep model, from traces at `repetition.depths`.
 
     Raises:
-        NotRepeated: they do not lie on a line.
+        NotRepeated: they are not linear in depth.
     """
     first, second, third = (trace.offloaded_peak_bytes for trace in traces)
     if third - second != second - first:

@@ -1,4 +1,4 @@
-"""The micro-batches that are traced: the worst of the real plan, in the positions where they stand."""
+"""Choose the micro-batches to trace: the worst of the plan, in their positions within a step."""
 
 import numpy as np
 
@@ -13,10 +13,14 @@ TracedSteps = tuple[tuple[BatchShape, ...], ...]
 def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool) -> TracedSteps:
     """Steps that reach the peak of the whole plan.
 
-    The first begins with the plan's first micro-batch and goes on with the worst of all later ones, which meet the
-    gradients of the one before. Each further step is one more micro-batch that is the first of its step.
-    `lengths` are the tokens of every training row; `tiled`: the device's attention works in tiles of tokens;
-    `windowed`: the model makes masks, or keeps the scores of its attention.
+    The first step has the plan's first micro-batch and the worst of all that follow another one in their step, where
+    gradients exist already. Each further step has one micro-batch that is the first of its step.
+
+    Args:
+        plan: the micro-batches.
+        lengths: tokens of every training row.
+        tiled: the device's attention works in tiles of tokens.
+        windowed: the model creates masks, or saves attention scores.
     """
     first, later = worst_micro_batches(plan, lengths, tiled=tiled, windowed=windowed)
     starts = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in first))
@@ -25,12 +29,12 @@ def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool
 
 
 def longest_row(plan: Plan, lengths: np.ndarray) -> int:
-    """Positions of the longest row: padded where rows are padded, bare where they are joined."""
+    """Tokens of the longest row: with its padding, unless rows are joined."""
     return int(lengths[plan.rows].max() if plan.flat else plan.length.max())
 
 
 def only(steps: TracedSteps, step: int, number: int) -> TracedSteps:
-    """The first micro-batch of all, and micro-batch `number` of a step in the position it has there."""
+    """The first micro-batch, and micro-batch `number` of a step in its position."""
     start = steps[0][0]
     if (step, number) == (0, 0):
         return ((start,),)
@@ -39,22 +43,22 @@ def only(steps: TracedSteps, step: int, number: int) -> TracedSteps:
 
 
 def halved(steps: TracedSteps) -> TracedSteps | None:
-    """About the same steps with bucket.max_tokens halved: half the rows; None when every micro-batch has one.
+    """Steps as with half of bucket.max_tokens: half the rows; None if every micro-batch has one row.
 
-    Supervised tokens are bounded from above, so the prediction is never too low.
+    Supervised tokens are an upper bound, so the prediction is never too low.
     """
-    if all(_rows_to_halve(shape) < 2 for step in steps for shape in step):
+    if all(_row_count(shape) < 2 for step in steps for shape in step):
         return None
     return tuple(tuple(_halved(shape) for shape in step) for step in steps)
 
 
-def _rows_to_halve(shape: BatchShape) -> int:
-    """Rows of a micro-batch, joined or not."""
+def _row_count(shape: BatchShape) -> int:
+    """Rows of a micro-batch, padded or joined."""
     return shape.rows if shape.joined_lengths is None else len(shape.joined_lengths)
 
 
 def _halved(shape: BatchShape) -> BatchShape:
-    """Half the rows of a micro-batch, rounded up; of joined ones every other, from the longest on."""
+    """Half the rows of a micro-batch, rounded up; of joined rows every second, from the longest on."""
     joined = shape.joined_lengths
     if joined is not None:
         joined = tuple(sorted(joined, reverse=True)[::2])

@@ -1,6 +1,7 @@
 """Run the training step of `lean_finetune.step` on fake tensors under a memory trace."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -9,13 +10,12 @@ from transformers import PretrainedConfig
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_offload import counting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
-from lean_finetune.memory.trace.cached_fake_mode import QuickFakeMode
-from lean_finetune.memory.trace.cuda_autocast import phase_of
+from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.fake_distributed import shared
 from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace
-from lean_finetune.memory.trace.static_state import hold_state, random_states_held
-from lean_finetune.memory.trace.trace_errors import untraceable_refused
+from lean_finetune.memory.trace.static_state import register_rng_states, register_state
+from lean_finetune.memory.trace.trace_errors import refuse_untraceable
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.step.batches import Batch, empty_batch, idle_batch
 from lean_finetune.step.loss_scaling import LossScaler
@@ -47,8 +47,8 @@ def trace_steps(
     """
     trace = new_trace(kind, config, target)
     with (
-        untraceable_refused(config),
-        QuickFakeMode(),
+        refuse_untraceable(config),
+        CachedFakeMode(),
         target.attention(),
         shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as parallel,
     ):
@@ -59,20 +59,29 @@ def _run_steps(
     parallel: ParallelModel, trace: MemoryTrace, setting: Setting, steps: TracedSteps, target: Target
 ) -> tuple[int, int]:
     """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
-    optimizer = build_optimizer(parallel.owned, setting.optim_spec, trace.elsewhere)
-    away = setting.offload == "parameters"
-    hold_state(trace, parallel, optimizer, setting.model, setting.optimizer, cuda=target.foreach, parts_away=away)
-    trace.hold_bytes(target.constant_bytes, WORKSPACE)
-    trace.begin_run(parallel.model)
+    optimizer = build_optimizer(parallel.owned, setting.optim_spec, trace.on_host)
+    cuda, weights_on_host = target.foreach, setting.offload == "parameters"
+    register_state(
+        trace,
+        parallel,
+        optimizer,
+        setting.model,
+        setting.optimizer,
+        cuda=target.foreach,
+        weights_on_host=weights_on_host,
+    )
+    trace.register_bytes(target.constant_bytes, WORKSPACE)
+    trace.begin_steps(parallel.model)
     spec = StepSpec(
         loss_chunk=setting.loss_chunk,
         max_grad_norm=setting.max_grad_norm,
-        foreach=target.foreach,
+        foreach=cuda,
         optimizer_in_backward=setting.optimizer_in_backward,
     )
     scaler = LossScaler(finite=lambda norm: True) if setting.model.scales_loss else None
     store, offload = counting(trace, setting.offload_activations)
     highest_bytes, position = 0, (0, 0)
+    cuda_autocast = cuda and setting.model.autocast_dtype is not None
     several_turns = setting.sharing is not None and setting.sharing.several_turns
 
     def batches(step: int) -> Iterator[Batch]:
@@ -85,7 +94,7 @@ def _run_steps(
         if several_turns and len(steps[step]) == 1:  # Gradients are reduced in a later micro-batch than this one.
             yield idle_batch(0)
 
-    with trace.recording(), random_states_held(trace, cuda=target.foreach):
+    with trace.recording(), register_rng_states(trace, cuda=cuda):
         for step in range(len(steps)):
             training_step(
                 parallel.model,
@@ -94,11 +103,8 @@ def _run_steps(
                 supervised_tokens=1,
                 model_spec=setting.model,
                 spec=spec,
-                phase=lambda name: phase_of(
-                    trace,
-                    name,
-                    like_cuda=target.foreach and setting.model.autocast_dtype is not None,
-                    on_host=away and name in UPDATE_PHASES,
+                phase=lambda name: _phase(
+                    trace, name, cuda_autocast=cuda_autocast, on_host=weights_on_host and name in UPDATE_PHASES
                 ),
                 guard=lambda losses, norm: None,
                 scaler=scaler,
@@ -108,3 +114,15 @@ def _run_steps(
             )
     trace.offloaded_peak_bytes = store.peak_bytes
     return position
+
+
+@contextmanager
+def _phase(trace: MemoryTrace, name: str, *, cuda_autocast: bool, on_host: bool) -> Iterator[None]:
+    """The step's `phase` hook. `cuda_autocast`: report CUDA's autocast as enabled, since peft asks for it."""
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", cuda_autocast)
+    try:
+        with trace.phase(name), trace.on_host() if on_host else nullcontext():
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before)

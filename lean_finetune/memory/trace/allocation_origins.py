@@ -20,7 +20,7 @@ from lean_finetune.step.batches import BatchShape
 
 NO_SEQUENCE = 2**64 - 1
 """Sequence number of autograd nodes that accumulate gradients: they stand for no forward operation."""
-HELD = "held"
+EXISTING = "held"
 """Operation of storages that existed before the first step."""
 PEFT_PREFIX = "base_model.model."
 """Prepended by peft to the path of every module it wraps."""
@@ -34,7 +34,7 @@ class Origin:
     """Where a storage came from."""
 
     operation: str
-    """The operation that created it, or HELD."""
+    """The operation that created it, or EXISTING."""
     module: str
     """Path of the module it was created for; empty outside of any module."""
     phase: str
@@ -79,14 +79,14 @@ class OriginTrace(MemoryTrace):
             yield
         self._end = len(self._events)
 
-    def begin_run(self, model: nn.Module) -> None:
+    def begin_steps(self, model: nn.Module) -> None:
         """Read the modules' paths, and name the modules of the parameters that are registered already."""
         self._names = {id(module): path.removeprefix(PEFT_PREFIX) for path, module in model.named_modules()}
         for path, parameter in model.named_parameters():
             storage_id = self._ids.get(parameter.untyped_storage())
             if storage_id is not None:
                 module = path.removeprefix(PEFT_PREFIX).rpartition(".")[0]
-                self.origins[storage_id] = Origin(operation=HELD, module=module, phase="", **_form(parameter))
+                self.origins[storage_id] = Origin(operation=EXISTING, module=module, phase="", **_form(parameter))
 
     def begin_micro_batch(self, shape: BatchShape) -> None:
         """Record where it begins."""
@@ -100,24 +100,24 @@ class OriginTrace(MemoryTrace):
             yield
         self.phases.append((start, len(self._events), name))
 
-    def hold(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+    def register(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """See MemoryTrace."""
         for tensor in tensors:
             self._tensor = tensor
-            super().hold((tensor,), category)
+            super().register((tensor,), category)
         self._tensor = None
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _count_tensor(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        super()._see(tensor)
+        super()._count_tensor(tensor)
         self._tensor = None
 
     def _add(self, count: int, category: str) -> int:
         storage_id = super()._add(count, category)
         self.exact_bytes.append(count)
-        operation = HELD if self._operation is None else self._operation.overloadpacket.__name__
+        operation = EXISTING if self._operation is None else self._operation.overloadpacket.__name__
         form = {"shape": None, "dtype": None} if self._tensor is None else _form(self._tensor)
-        if category == WORKSPACE and operation != HELD:
+        if category == WORKSPACE and operation != EXISTING:
             operation += " (inside)"
         self.origins[storage_id] = Origin(operation=operation, module=self._module(), phase=self._phase or "", **form)
         return storage_id

@@ -1,11 +1,11 @@
-"""What backward does in place with plain tensors, and with fake ones not: autograd never writes to a subclass so.
+"""Emulate autograd's in-place gradient accumulation, which it skips for tensor subclasses such as fake tensors.
 
-- Its engine sums two gradients of one tensor into the one that came first, where nobody else holds that one nor its
-  storage (torch/csrc/autograd/input_buffer.cpp).
-- The gradient of a choice of rows is written into the zeros it was made of (torch/csrc/autograd/FunctionsManual.cpp).
+- The engine adds two gradients of one tensor into the first, if nothing else refers to it or its storage
+  (torch/csrc/autograd/input_buffer.cpp).
+- The gradient of an index operation is written into the zeros it starts from
+  (torch/csrc/autograd/FunctionsManual.cpp).
 
-A trace that did neither would hold one tensor more at each of them. The parts of PyTorch that are not public are all in
-this file.
+Without this a trace would count one tensor too many in each case. The module uses private PyTorch functions.
 """
 
 import sys
@@ -25,35 +25,35 @@ IN_PLACE = {
     aten.index_put.default: aten.index_put_.default,
     aten.scatter_add.default: aten.scatter_add_.default,
 }
-"""Operations that may be meant, and those that run."""
+"""Out-of-place operations, and the in-place ones that run for plain tensors."""
 WRITERS = {
     aten.index_add.default: "IndexSelectBackward0",
     aten.index_put.default: "IndexBackward0",
     aten.scatter_add.default: "GatherBackward0",
 }
-"""Whose formula writes into zeros of its own."""
+"""Autograd nodes that write these operations into new zeros."""
 
 
-def meant_in_place(operation: Any, args: Sequence[Any]) -> Any:
-    """The operation that runs with plain tensors: one of `IN_PLACE`, or the same.
+def in_place_version(operation: Any, args: Sequence[Any]) -> Any:
+    """The operation that would run for plain tensors: one of `IN_PLACE`, or `operation` itself.
 
-    To be called by the dispatch mode itself: what tells the engine and the formulas of C++ from others is that no code
-    in Python runs between them and the mode.
+    Call it directly from `__torch_dispatch__`: calls from the C++ engine are recognised by the absence of Python frames
+    between the engine and the mode.
     """
     if torch.is_grad_enabled() or sys._getframe(2).f_code is not _engine_run_backward.__code__:
         return operation
     node = WRITERS.get(operation)
-    in_place = _sums_up(args) if node is None else type(torch._C._current_autograd_node()).__name__ == node
+    in_place = _accumulates(args) if node is None else type(torch._C._current_autograd_node()).__name__ == node
     return IN_PLACE[operation] if in_place else operation
 
 
-def _sums_up(args: Sequence[Any]) -> bool:
-    """Whether an addition is a sum of gradients for which the engine takes the memory of the first."""
+def _accumulates(args: Sequence[Any]) -> bool:
+    """Whether an addition sums gradients into the memory of the first."""
     if len(args) != 2 or not all(type(each) is FakeTensor for each in args):
         return False
     first, second = args
     alike = (first.shape, first.dtype) == (second.shape, second.dtype)
-    return alike and _uses(first) == lone_uses() and _dense(first)
+    return alike and _uses(first) == sole_owner_uses() and _dense(first)
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int]:
@@ -62,10 +62,10 @@ def _uses(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @cache
-def lone_uses() -> tuple[int, int]:
-    """References to a gradient that nobody but the engine holds: its own, and those of the call that asks.
+def sole_owner_uses() -> tuple[int, int]:
+    """References to a gradient that only the engine owns, including those of the measuring call.
 
-    PyTorch is asked, since it may hold more in another version; for the first time where nothing is traced.
+    Measured rather than stated, as the number may differ between PyTorch versions. Call first outside of any trace.
     """
     found: list[tuple[int, int]] = []
 
@@ -85,7 +85,7 @@ def lone_uses() -> tuple[int, int]:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values fill its part of the memory, each in a place of its own."""
+    """Whether a tensor's values are non-overlapping and dense in memory."""
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != step:

@@ -1,8 +1,7 @@
-"""FakeTensorMode with a quicker memory: what an operation made of tensors of some forms, it makes of others like them.
+"""A FakeTensorMode with a fast cache of results, by operation and metadata of its arguments.
 
-A trace asks for the same few hundred answers tens of thousands of times, and PyTorch's own cache takes longer to look
-one up than most operations would to run; it knows nothing of operations of libraries either. A form is all that shape
-functions see of a tensor. The parts of PyTorch that are not public are all in this file.
+A trace repeats a few hundred calls tens of thousands of times. PyTorch's own cache is slower than most operations, and
+does not cover operations of libraries. The module uses private PyTorch functions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,135 +12,135 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Arguments that are told apart by type and value; an operation with others is not remembered."""
-Made = Callable[["QuickFakeMode", Sequence[FakeTensor]], Any]
-"""Makes an operation's result again for a mode, from the tensors among its arguments."""
+"""Arguments that are part of the cache key by type and value; calls with other arguments are not cached."""
+Recipe = Callable[["CachedFakeMode", Sequence[FakeTensor]], Any]
+"""Recreates an operation's result for a mode, from the tensors among its arguments."""
 
 
-class NotRemembered(Exception):
-    """Something about an operation is beyond what is told apart here."""
+class NotCacheable(Exception):
+    """The cache key does not cover a property of the call."""
 
 
-class QuickFakeMode(FakeTensorMode):
-    """Fake tensors on the CPU. What is remembered holds no tensors, and serves all traces of a process."""
+class CachedFakeMode(FakeTensorMode):
+    """Fake tensors on the CPU. The cache keeps no tensors and is shared by all traces of a process."""
 
-    _answers: ClassVar[dict[tuple, Made | None]] = {}
+    _recipes: ClassVar[dict[tuple, Recipe | None]] = {}
 
     def __init__(self) -> None:
-        """With the answers that others found."""
+        """Use the shared cache."""
         super().__init__(allow_non_fake_inputs=True)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: saves what guards every operation against it."""
+        """Nothing is compiled here, so skip PyTorch's check on every operation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
         """The result of one operation."""
         try:
-            key, tensors = asked(self, func, args, kwargs or {})
-        except NotRemembered:
+            key, tensors = cache_key(self, func, args, kwargs or {})
+        except NotCacheable:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
-        made = self._answers.get(key)
+        made = self._recipes.get(key)
         if made is not None:
             return made(self, tensors)
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if key not in self._answers and out is not NotImplemented:
-            self._answers[key] = self._remembered(key, func, args, kwargs or {}, tensors, out)
+        if key not in self._recipes and out is not NotImplemented:
+            self._recipes[key] = self._recipe(key, func, args, kwargs or {}, tensors, out)
         return out
 
-    def _remembered(
+    def _recipe(
         self, key: tuple, func: Any, args: Sequence, kwargs: Mapping, tensors: Sequence[FakeTensor], out: Any
-    ) -> Made | None:
-        """How to make a result again; None where that cannot be told."""
+    ) -> Recipe | None:
+        """How to recreate a result; None if the call is not cacheable."""
         try:
-            if func._schema.is_mutable and _changes_more(func, asked(self, func, args, kwargs)[0] != key):
+            if func._schema.is_mutable and _changes_more(func, cache_key(self, func, args, kwargs)[0] != key):
                 return None
-            return making(out, tensors)
-        except NotRemembered:
+            return recipe_of(out, tensors)
+        except NotCacheable:
             return None
 
 
-def _changes_more(func: OpOverload, form_changed: bool) -> bool:
-    """Whether an operation that writes to an argument may change more of it than values."""
-    return form_changed or func.namespace != "aten" or torch.Tag.inplace_view in func.tags
+def _changes_more(func: OpOverload, metadata_changed: bool) -> bool:
+    """Whether an operation that writes to an argument may change its metadata too."""
+    return metadata_changed or func.namespace != "aten" or torch.Tag.inplace_view in func.tags
 
 
-def asked(mode: FakeTensorMode, func: Any, args: Sequence, kwargs: Mapping) -> tuple[tuple, list[FakeTensor]]:
-    """All that decides the result's form, and the tensors among the arguments.
+def cache_key(mode: FakeTensorMode, func: Any, args: Sequence, kwargs: Mapping) -> tuple[tuple, list[FakeTensor]]:
+    """Everything that determines the result's metadata, and the tensors among the arguments.
 
     Raises:
-        NotRemembered: there is more to it.
+        NotCacheable: the result depends on more.
     """
     if type(func) is not OpOverload:
-        raise NotRemembered
+        raise NotCacheable
     key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
     tensors: list[FakeTensor] = []
-    _add(mode, args, key, tensors)
+    _extend_key(mode, args, key, tensors)
     if kwargs:
         key += kwargs
-        _add(mode, kwargs.values(), key, tensors)
+        _extend_key(mode, kwargs.values(), key, tensors)
     return tuple(key), tensors
 
 
-def _add(mode: FakeTensorMode, values: Any, key: list[Any], tensors: list[FakeTensor]) -> None:
-    """Add arguments to a key."""
+def _extend_key(mode: FakeTensorMode, values: Any, key: list[Any], tensors: list[FakeTensor]) -> None:
+    """Append arguments to a key."""
     key.append(len(values))
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            key.append(_form(mode, value))
+            key.append(_metadata(mode, value))
             tensors.append(value)
         elif kind in PLAIN:
             key += (kind, value)
         elif kind is list or kind is tuple:
             key.append(kind)
-            _add(mode, value, key, tensors)
+            _extend_key(mode, value, key, tensors)
         else:
-            raise NotRemembered
+            raise NotCacheable
 
 
-def _form(mode: FakeTensorMode, tensor: FakeTensor) -> tuple:
+def _metadata(mode: FakeTensorMode, tensor: FakeTensor) -> tuple:
     """What shape functions see of a tensor.
 
     Raises:
-        NotRemembered: it is of no plain kind, or has a value.
+        NotCacheable: the tensor is not a plain strided one, or has a value.
     """
     if tensor.fake_mode is not mode or tensor.constant is not None or tensor.layout is not torch.strided:
-        raise NotRemembered
+        raise NotCacheable
     if tensor.dtype.is_complex or tensor.is_neg():
-        raise NotRemembered
+        raise NotCacheable
     return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.fake_device)
 
 
-def making(out: Any, tensors: Sequence[FakeTensor]) -> Made:
-    """How to make a result again.
+def recipe_of(out: Any, tensors: Sequence[FakeTensor]) -> Recipe:
+    """How to recreate a result.
 
     Raises:
-        NotRemembered: that cannot be told.
+        NotCacheable: it cannot be recreated from metadata.
     """
     if isinstance(out, list | tuple):
-        parts = [making(part, tensors) for part in out]
+        parts = [recipe_of(part, tensors) for part in out]
         storages = [part.untyped_storage()._cdata for part in out if isinstance(part, torch.Tensor)]
         if type(out) not in (list, tuple) or len(set(storages)) < len(storages):
-            raise NotRemembered
+            raise NotCacheable
         kind = type(out)
         return lambda mode, given: kind([part(mode, given) for part in parts])
     if not isinstance(out, torch.Tensor):
         if type(out) not in PLAIN:
-            raise NotRemembered
+            raise NotCacheable
         return lambda mode, given: out
     for place, tensor in enumerate(tensors):
         if tensor is out:
             return lambda mode, given: given[place]
-    return _making_tensor(out, tensors)
+    return _tensor_recipe(out, tensors)
 
 
-def _making_tensor(out: torch.Tensor, tensors: Sequence[FakeTensor]) -> Made:
-    """How to make a tensor again that is none of the arguments."""
+def _tensor_recipe(out: torch.Tensor, tensors: Sequence[FakeTensor]) -> Recipe:
+    """How to recreate a tensor that is none of the arguments."""
     if type(out) is not FakeTensor or out.requires_grad:
-        raise NotRemembered
-    dtype, shape, strides, offset, device = _form(out.fake_mode, out)
+        raise NotCacheable
+    dtype, shape, strides, offset, device = _metadata(out.fake_mode, out)
     attributes = {name: value for name, value in vars(out).items() if name != "fake_mode"}
     storage = out.untyped_storage()
     base = next((place for place, each in enumerate(tensors) if each.untyped_storage()._cdata == storage._cdata), None)
@@ -153,7 +152,7 @@ def _making_tensor(out: torch.Tensor, tensors: Sequence[FakeTensor]) -> Made:
         nothing = torch.empty((0,), dtype=dtype, device="meta")
         return nothing.set_(given[base].untyped_storage(), offset, shape, strides)
 
-    def faked(mode: QuickFakeMode, tensor: torch.Tensor) -> FakeTensor:
+    def faked(mode: CachedFakeMode, tensor: torch.Tensor) -> FakeTensor:
         fake = torch.Tensor._make_subclass(
             FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=device
         )
@@ -165,5 +164,5 @@ def _making_tensor(out: torch.Tensor, tensors: Sequence[FakeTensor]) -> Made:
     if base is not None:
         return lambda mode, given: faked(mode, view(given, base))
     if offset or empty().untyped_storage().nbytes() != storage.nbytes():
-        raise NotRemembered
+        raise NotCacheable
     return lambda mode, given: faked(mode, empty())

@@ -1,4 +1,4 @@
-"""What the target device does where a trace on fake CPU tensors cannot see it: kernels, workspaces, block sizes.
+"""Memory behaviour of the target device that fake CPU tensors do not show: kernels, workspaces, block sizes.
 
 Shape legend: B rows, H query heads, G key/value heads, T tokens, D head size; a linear weight is N × K.
 Sources: PyTorch's aten/src/ATen/native/transformers/cuda and native/cuda, bitsandbytes' backends/{cpu,cuda}/ops.py.
@@ -29,7 +29,7 @@ bnb = torch.ops.bitsandbytes
 CUDA_BLOCK_BYTES = 512
 """The caching allocator rounds every request up to a multiple of this (kMinBlockSize)."""
 CUBLAS_HANDLES = 2
-"""One for the thread of forward, one for autograd's thread of backward; each keeps a workspace."""
+"""One for the forward thread, one for autograd's backward thread; each has a workspace."""
 CUBLAS_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
 """cuBLAS workspace below compute capability 9 (PyTorch's default, :4096:2:16:8)."""
 CUBLAS_WORKSPACE_BYTES_HOPPER = 4096 * 8 * 1024
@@ -45,30 +45,30 @@ EMBEDDING_SORT_TOKENS = 3072
 MULTI_TENSOR_CHUNK = 65536
 """Elements of one block of the multi-tensor kernels (kChunkSize)."""
 FUSED_GEMM_MAX_ROWS = 4
-"""Up to so many tokens bitsandbytes multiplies by the packed weight; above it may unpack the weight first."""
+"""Up to this many tokens bitsandbytes multiplies by the 4-bit weight; above, it may dequantise the weight first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """How the traced device differs from the fake CPU tensors that stand for it."""
+    """How the target device differs from the fake CPU tensors that represent it."""
 
     granularity_bytes: int
-    """Blocks are rounded up to a multiple of this; 1 on the CPU, whose allocator is counted by bytes asked for."""
+    """The allocator rounds requests up to a multiple of this; 1 on the CPU, where requested bytes are counted."""
     rules: OpRules
     constant_bytes: int
-    """Held from the first step to the last, in no tensor: library workspaces."""
+    """Library workspaces, in use from the first step to the last."""
     foreach: bool
-    """PyTorch uses multi-tensor kernels there."""
+    """Whether PyTorch uses multi-tensor kernels."""
     capability: tuple[int, int] | None
-    """Compute capability of a GPU; None = attention as the CPU runs it."""
+    """Compute capability of a GPU; None for a CPU."""
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Run attention (and 8-bit products) as the device does, with the masks that training has.
+        """Run attention and 8-bit products as the device does, with training's masks.
 
-        transformers looks for packed sequences in the values of the positions and cannot look at fake ones. Rows of
-        one sequence each have none: it would give models with a sliding window a mask per row instead of one for all.
-        Rows that are joined get no mask whatever it finds.
+        transformers detects packed sequences by the values of the positions, which fake tensors lack. Without this
+        patch it would give models with a sliding window one mask per row instead of one for all. Joined rows get no
+        mask in either case.
         """
         look = masking_utils.find_packed_sequence_indices
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -101,13 +101,13 @@ def target_of(device: Device) -> Target:
 
 @contextmanager
 def _attention_on(capability: tuple[int, int]) -> Iterator[None]:
-    """Attention, and 8-bit products, as CUDA runs them at this compute capability."""
+    """Attention and 8-bit products as CUDA runs them at this compute capability."""
     with attention_kernel(cuda_attention(capability), capability), int8_training_as_on_cuda():
         yield
 
 
 def _cpu_expansions() -> dict[Any, Callable[..., Any]]:
-    """Bitsandbytes' CPU kernels that are themselves written in torch operations."""
+    """Bitsandbytes' CPU kernels that are written in torch operations."""
     expansions = {
         "optimizer_update_8bit_blockwise": getattr(bnb_cpu, "_optimizer_update_8bit_blockwise_cpu", None),
         "optimizer_update_32bit": getattr(bnb_cpu, "_optimizer_update_32bit_cpu", None),
@@ -127,14 +127,14 @@ def flash_cpu_bytes(query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs
 
 
 def mixed_cpu_bytes(first: torch.Tensor, second: Any, **kwargs: Any) -> int:
-    """Operands of another type than their common one, converted whole (TensorIterator; CUDA's kernels do so inside)."""
+    """Copies of operands converted to the common type (TensorIterator; CUDA kernels convert without a copy)."""
     common = torch.result_type(first, second)
     tensors = [each for each in (first, second) if isinstance(each, torch.Tensor) and each.dtype != common]
     return sum(each.numel() * common.itemsize for each in tensors)
 
 
 def _cuda_workspaces() -> dict[Any, Callable[..., int]]:
-    """Bytes inside CUDA kernels, by operation."""
+    """Temporary bytes of CUDA kernels, by operation."""
     workspaces: dict[Any, Callable[..., int]] = {
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
         torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward_bytes,
@@ -148,13 +148,11 @@ def _cuda_workspaces() -> dict[Any, Callable[..., int]]:
 
 
 def flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
-    """fp32 accumulators of dQ and of the softmax sums, and dK, dV per query head where heads are grouped (mha_bwd)."""
+    """fp32 accumulators of dQ and of the softmax sums; dK and dV per query head if heads are grouped (mha_bwd)."""
     B, H, T, D = query.shape
     tiled_tokens = -(-T // ATTENTION_TILE_TOKENS) * ATTENTION_TILE_TOKENS
-    tiled_head = -(-D // FLASH_ACCUMULATOR_HEAD_MULTIPLE) * FLASH_ACCUMULATOR_HEAD_MULTIPLE
-    accumulators = B * H * tiled_tokens * (tiled_head + 1) * 4
     grouped = 2 * B * H * key.shape[2] * D * key.element_size() if key.shape[1] != H else 0
-    return accumulators + grouped
+    return B * _flash_accumulator_bytes(H, tiled_tokens, D) + grouped
 
 
 def varlen_backward_bytes(
@@ -168,19 +166,23 @@ def varlen_backward_bytes(
     *rest: Any,
     **kwargs: Any,
 ) -> int:
-    """As `flash_backward_bytes`, with one tile of tokens to spare for every row (mha_varlen_bwd)."""
+    """As `flash_backward_bytes`, padded by one tile of tokens per row (mha_varlen_bwd)."""
     T, H, D = query_THD.shape
     tiled_tokens = T + (offsets.shape[0] - 1) * ATTENTION_TILE_TOKENS
-    tiled_head = -(-D // FLASH_ACCUMULATOR_HEAD_MULTIPLE) * FLASH_ACCUMULATOR_HEAD_MULTIPLE
-    accumulators = H * tiled_tokens * (tiled_head + 1) * 4
     grouped = 2 * T * H * D * key_THD.element_size() if key_THD.shape[1] != H else 0
-    return accumulators + grouped
+    return _flash_accumulator_bytes(H, tiled_tokens, D) + grouped
+
+
+def _flash_accumulator_bytes(heads: int, tokens: int, head_size: int) -> int:
+    """fp32 accumulators of dQ and of the softmax sums, the head size padded."""
+    padded = -(-head_size // FLASH_ACCUMULATOR_HEAD_MULTIPLE) * FLASH_ACCUMULATOR_HEAD_MULTIPLE
+    return heads * tokens * (padded + 1) * 4
 
 
 def efficient_backward_bytes(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any
 ) -> int:
-    """fp32 sums of gradient × output, and fp32 accumulators of dQ, dK, dV where those are not fp32 themselves."""
+    """fp32 sums of gradient × output, and fp32 accumulators of dQ, dK, dV unless these are fp32."""
     B, H, T, D = query.shape
     sums = B * H * T * 4
     accumulators = 0 if query.dtype == torch.float32 else (query.numel() + 2 * key.numel()) * 4
@@ -188,9 +190,9 @@ def efficient_backward_bytes(
 
 
 def gemm_4bit_bytes(inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *rest: Any, **kwargs: Any) -> int:
-    """The unpacked weight (N, K) and its fp32 block scales, twice (read, then shifted).
+    """The dequantised weight (N, K) and its fp32 block scales, twice (read, then shifted).
 
-    For a few hundred tokens some GPUs multiply by the packed weight instead; the most it can take is counted.
+    An upper bound: for a few hundred tokens some GPUs multiply by the 4-bit weight instead.
     """
     if inputs.numel() // inputs.shape[-1] <= FUSED_GEMM_MAX_ROWS:
         return 0
@@ -212,7 +214,7 @@ def foreach_norm_bytes(tensors: Sequence[torch.Tensor], *rest: Any, **kwargs: An
 
 
 def cuda_attention(capability: tuple[int, int]) -> Kernel:
-    """The attention that CUDA runs at this compute capability, on tensors of any device.
+    """The attention that CUDA runs at this compute capability, for tensors on any device.
 
     Flash for 16-bit types from 8.0 on; otherwise, or with a mask, the memory-efficient kernel, which also works in
     fp32. From 9.0 on PyTorch may prefer cuDNN's kernel: it saves the same tensors as flash.
@@ -254,12 +256,11 @@ def _efficient(
     scaling: float | None,
     causal: bool,
 ) -> torch.Tensor:
-    """Memory-efficient attention: one key/value head per query head, and a mask as an additive bias of whole tiles."""
+    """Memory-efficient attention: key/value heads repeated, and the mask as an additive bias padded to whole tiles."""
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    bias = None
-    if mask is not None:
-        bias = mask
+    bias = mask
+    if bias is not None:
         if bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
         length = bias.shape[-1]

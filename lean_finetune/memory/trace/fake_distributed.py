@@ -1,7 +1,7 @@
-"""The GPUs of a shared run, in one process: sharding as trained, on fake tensors and in a group that sends nothing.
+"""Simulate one process of a run on several GPUs: DDP, ZeRO-1 or FSDP2 on fake tensors, in a fake process group.
 
-PyTorch's own FSDP2 runs; what it makes and frees beside the model is told apart as `sharding`. The parts of
-PyTorch that are not public are all in this file.
+PyTorch's own FSDP2 runs; what it allocates beside the model is counted as `sharding`. The module uses private PyTorch
+functions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,45 +34,45 @@ from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.parallel_model import NamedParameters, ParallelModel, SingleProcess, named_trained
 
-CUT = {WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER}
-"""Categories of which each GPU holds a part, where weights are cut; scales of packed weights are whole."""
+SHARDED = {WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER}
+"""Categories that FSDP2 divides among GPUs; scales of quantised weights are replicated."""
 GATHERING = ("foreach_all_gather", "foreach_all_gather_copy_out")
-"""What FSDP2 calls to make a layer whole; it reduces gradients by `foreach_reduce`."""
+"""FSDP2's functions that gather a layer; it reduces gradients by `foreach_reduce`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How several GPUs share a run."""
+    """How a run is distributed over several GPUs."""
 
     spec: ShardSpec
     gpus: int
     several_turns: bool
-    """Whether a step is more than one micro-batch on each GPU."""
+    """Whether a GPU accumulates gradients over several micro-batches."""
     owned: tuple[tuple[torch.Size, torch.dtype], ...] | None = None
-    """Mode zero1: what the fullest GPU updates, where the model that is traced is not the run's; None where it is."""
+    """Mode zero1, for traces of fewer layers: shapes and types that the fullest GPU of the whole model updates."""
 
     @classmethod
     def from_params(cls, params: Params, *, several_turns: bool) -> "Sharing | None":
-        """Read hardware.num_gpus and what `train` says of sharing; None for one GPU."""
+        """Read hardware.num_gpus and train.sharding; None for one GPU."""
         found = cls(spec=ShardSpec.from_params(params), gpus=params.hardware.num_gpus, several_turns=several_turns)
         return found if found.gpus > 1 else None
 
     def holders_of(self, category: str) -> int:
-        """GPUs among which a category of states is divided, once a backward is over."""
+        """Number of GPUs that divide a category of state after backward."""
         if self.spec.mode == "zero1":
             return self.gpus if category == OPTIMIZER else 1
-        return self.holders if category in CUT else 1
+        return self.holders if category in SHARDED else 1
 
     @property
     def holders(self) -> int:
-        """GPUs that hold one copy of the weights together."""
+        """Number of GPUs that together hold one copy of the weights."""
         return self.spec.group_gpus or self.gpus if self.spec.mode in CUTTING else 1
 
     def of_whole(self, config: PretrainedConfig, spec: ModelSpec) -> "Sharing":
-        """For traces of the model with fewer layers: zero1 deals out tensors by the sizes of all.
+        """For traces of this model with fewer layers: zero1 assigns tensors by the sizes of all layers.
 
         Raises:
-            UserError: there are fewer of them than GPUs.
+            UserError: there are fewer tensors than GPUs.
         """
         if self.spec.mode != "zero1":
             return self
@@ -87,15 +87,15 @@ class Sharing:
 def shared(
     model: nn.Module, sharing: Sharing | None, trace: MemoryTrace, device: torch.device
 ) -> Iterator[ParallelModel]:
-    """The model as the process with the most memory shares it, for the length of the block.
+    """Distribute the model, as the process with the highest memory use sees it.
 
-    Call under an active FakeTensorMode, before anything is held. What sharing allocates is held when the block begins.
+    Call under an active FakeTensorMode, before anything is registered.
 
     Args:
         model: on fake tensors.
-        sharing: how; None = one GPU.
-        trace: follows what is made and freed.
-        device: where the fake tensors are.
+        sharing: None for one GPU.
+        trace: counts what sharing allocates.
+        device: of the fake tensors.
 
     Raises:
         UserError: the GPUs cannot be divided so.
@@ -109,18 +109,18 @@ def shared(
         with ExitStack() as stack:
             away = sharing.spec.offload_weights
             _patch(stack, trace, away=away)
-            with trace, trace.elsewhere() if away else trace.making(SHARDING):
+            with trace, trace.on_host() if away else trace.allocating_as(SHARDING):
                 if sharing.owned is None:
                     parallel = make_parallel(model, world, sharing.spec, device)
                 else:
-                    parallel = _OwnerOfMore(model, world, device, sharing.owned, trace)
+                    parallel = _ShallowOwner(model, world, device, sharing.owned, trace)
             yield parallel
     finally:
         dist.destroy_process_group()
 
 
 def _fullest(model: nn.Module, sharing: Sharing) -> World:
-    """The member that holds most: the first gets the larger part of what does not divide; an owner the most state."""
+    """The rank with the highest memory use: 0 gets the larger part of uneven shards; in zero1, the largest owner."""
     rank = 0
     if sharing.spec.mode == "zero1" and sharing.owned is None:
         rank, _ = _fullest_owner([parameter for _, parameter in named_trained(model)], sharing.gpus)
@@ -128,17 +128,17 @@ def _fullest(model: nn.Module, sharing: Sharing) -> World:
 
 
 def _fullest_owner(trained: Sequence[torch.Tensor], gpus: int) -> tuple[int, list[int]]:
-    """Of zero1's members, the one that owns most; and the owner of each tensor."""
+    """zero1's rank that owns most, and the owner of each tensor."""
     sizes = [parameter.numel() for parameter in trained]
     owners = assign_owners(sizes, gpus)
-    held = [sum(s for s, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(gpus)]
-    return held.index(max(held)), owners
+    sizes_of = [sum(s for s, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(gpus)]
+    return sizes_of.index(max(sizes_of)), owners
 
 
-class _OwnerOfMore(replicated.ReplicatedModel):
-    """A member of zero1 whose model has fewer layers than the run's: it updates stand-ins for what it owns there.
+class _ShallowOwner(replicated.ReplicatedModel):
+    """A rank of zero1 with fewer layers than the run's model: it updates placeholders for the tensors it owns there.
 
-    These and their gradients count for nothing: the model's own are counted, and its layers stand for all.
+    Placeholders and their gradients are not counted: the model's own parameters are.
     """
 
     def __init__(
@@ -149,43 +149,43 @@ class _OwnerOfMore(replicated.ReplicatedModel):
         owned: Sequence[tuple[torch.Size, torch.dtype]],
         trace: MemoryTrace,
     ):
-        """Put `model` beside the others, and stand-ins of these shapes and types beside it."""
+        """Replicate `model`, and create placeholders of the shapes and types in `owned`."""
         super().__init__(model, world, device, owners=False)
-        with trace.elsewhere():
+        with trace.on_host():
             parts = [nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape, dtype in owned]
             self._summed = [torch.empty_like(part) for part in parts]
-        trace.leave_out((*parts, *self._summed))
+        trace.ignore((*parts, *self._summed))
         self.owned = LocalParameters(parts)
 
     def trained_parameters(self) -> NamedParameters:
-        """See ParallelModel: gradients have been summed."""
+        """See ParallelModel; gradients are reduced."""
         for part, gradient in zip(self.owned.parameters(), self._summed, strict=True):
             part.grad = gradient
         return super().trained_parameters()
 
 
 def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
-    """Have PyTorch read no values, and tell what it makes for sharing; `away`: parts are in the host's memory."""
+    """Patch PyTorch to read no values and to count what sharding allocates; `away`: shards are in host memory."""
 
     def put(target: Any, name: str, value: Any) -> None:
         stack.enter_context(patch.object(target, name, value))
 
-    for module in (replicated, fsdp):  # Loading is over: the model is where it computes, and there is one member.
+    for module in (replicated, fsdp):  # The model is loaded, and there is one process.
         put(module, "check_same_shapes", lambda model, world, device: None)
         put(module, "broadcast_weights", lambda module, device: module)
-    put(bnb_modules, "fix_4bit_weight_quant_state_from_module", _name_scales)
-    # Shapes of whole tensors, which DTensor works out on fake tensors of its own, are no memory.
-    put(ShardingPropagator, "_fake_mode_lock", _Muted(trace))
+    put(bnb_modules, "fix_4bit_weight_quant_state_from_module", _set_quant_state)
+    # DTensor derives shapes on fake tensors of its own, which are no memory.
+    put(ShardingPropagator, "_fake_mode_lock", _UncountedLock(trace))
     for name in GATHERING:
-        put(_fsdp_param_group, name, _making(trace, getattr(_fsdp_collectives, name)))
-    put(_fsdp_param_group, "foreach_reduce", _reducing(trace, _fsdp_collectives.foreach_reduce, away=away))
-    if away:  # From a CPU to itself nothing is copied.
+        put(_fsdp_param_group, name, _counted_as_sharding(trace, getattr(_fsdp_collectives, name)))
+    put(_fsdp_param_group, "foreach_reduce", _counted_reduction(trace, _fsdp_collectives.foreach_reduce, away=away))
+    if away:  # PyTorch copies nothing from a CPU to a CPU.
         parts = vars(_fsdp_param.FSDPParam)["all_gather_inputs"].fget
         sent = property(lambda param: [part.clone() for part in parts(param)])
         put(_fsdp_param.FSDPParam, "all_gather_inputs", sent)
     resize = torch.UntypedStorage.resize_
 
-    def resized(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 gives a layer back, and takes it, this way.
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 frees and restores gathered layers so.
         result = resize(storage, size)
         trace.resized(storage, SHARDING)
         return result
@@ -193,55 +193,55 @@ def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
     put(torch.UntypedStorage, "resize_", resized)
 
 
-def _name_scales(layer: Any) -> None:
-    """Tell a whole 4-bit weight its scales; bitsandbytes makes it one of its own class, which no fake tensor can be."""
+def _set_quant_state(layer: Any) -> None:
+    """Set a gathered 4-bit weight's scales; bitsandbytes would convert it to a class that fake tensors cannot have."""
     if getattr(layer.weight, "quant_state", None) is None:
         layer.weight.quant_state = layer.quant_state
 
 
-class _Muted:
-    """In place of the lock that DTensor holds while it works out shapes."""
+class _UncountedLock:
+    """Replaces the lock that DTensor takes while it derives shapes: allocations under it are not counted."""
 
     def __init__(self, trace: MemoryTrace):
         self._trace, self._open = trace, ExitStack()
 
     def __enter__(self) -> None:
-        self._open.enter_context(self._trace.elsewhere())
+        self._open.enter_context(self._trace.on_host())
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
 
-def _making(trace: MemoryTrace, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, what it makes told as sharding."""
+def _counted_as_sharding(trace: MemoryTrace, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function to count what it allocates as sharding."""
 
-    def told(*args: Any, **kwargs: Any) -> Any:
-        with trace.making(SHARDING):
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with trace.allocating_as(SHARDING):
             return function(*args, **kwargs)
 
-    return told
+    return counted
 
 
-def _reducing(trace: MemoryTrace, reduce: Callable[..., Any], *, away: bool) -> Callable[..., Any]:
-    """FSDP2's reduction: it is handed whole gradients, and leaves parts of them, on the host where they are `away`."""
+def _counted_reduction(trace: MemoryTrace, reduce: Callable[..., Any], *, away: bool) -> Callable[..., Any]:
+    """Wrap FSDP2's reduction, which turns whole gradients into shards; on the host if `away`."""
 
-    def told(params: list[Any], gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        trace.hold(gradients, GRADIENTS)
-        with trace.making(SHARDING):
+    def counted(params: list[Any], gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        trace.register(gradients, GRADIENTS)
+        with trace.allocating_as(SHARDING):
             result = reduce(params, gradients, *args, **kwargs)
-        kept = [param.sharded_param.grad for param in params if param.sharded_param.grad is not None]
+        shards = [param.sharded_param.grad for param in params if param.sharded_param.grad is not None]
         if away:
-            with trace.elsewhere():
-                for gradient in kept:
+            with trace.on_host():
+                for gradient in shards:
                     gradient._local_tensor = gradient._local_tensor.clone()
-            trace.leave_out(local(gradient) for gradient in kept)
+            trace.ignore(local(gradient) for gradient in shards)
         else:
-            trace.hold((local(gradient) for gradient in kept), GRADIENTS)
+            trace.register((local(gradient) for gradient in shards), GRADIENTS)
         return result
 
-    return told
+    return counted
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this member holds of a tensor."""
+    """This process's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

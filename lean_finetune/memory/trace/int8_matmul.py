@@ -1,7 +1,7 @@
-"""LLM.int8() products as a device runs them: bitsandbytes' kernels, written out in operations that can be traced.
+"""Traceable versions of bitsandbytes' LLM.int8() kernels, for CUDA and for the CPU.
 
-Which input columns hold outliers depends on the data. None are taken to: the few there are (about 0.1 % of columns,
-arXiv 2208.07339, section 4) add a copy of their values and of their weights, which is not counted.
+Outlier columns depend on the data, so none are assumed. The few there are (about 0.1 % of columns, arXiv 2208.07339,
+section 4) would add a copy of their values and weights.
 
 Shape legend: inputs are M × K, a weight N × K. Sources: bitsandbytes' backends/{default,cuda}/ops.py.
 """
@@ -21,7 +21,7 @@ Quantised = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def int8_expansions(*, cuda: bool) -> dict[Any, Callable[..., Any]]:
-    """What to trace in the place of bitsandbytes' operations."""
+    """Functions to trace instead of bitsandbytes' operations."""
     return {
         bnb.int8_vectorwise_quant.default: _quantise_cuda if cuda else _quantise_cpu,
         bnb.int8_mixed_scaled_mm.default: _mixed_product,
@@ -32,7 +32,7 @@ def int8_expansions(*, cuda: bool) -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def int8_training_as_on_cuda() -> Iterator[None]:
-    """Multiply in 8 bits while training: for CPU tensors bitsandbytes would unpack the weight instead."""
+    """Multiply in 8 bits while training; for CPU tensors bitsandbytes would dequantise the weight instead."""
     unpacking = bnb_autograd.MatMul8bitFp
     bnb_autograd.MatMul8bitFp = bnb_autograd.MatMul8bitLt  # type: ignore[misc, assignment]
     try:
@@ -42,22 +42,22 @@ def int8_training_as_on_cuda() -> Iterator[None]:
 
 
 def _no_outliers(inputs_MK: torch.Tensor, threshold: float) -> torch.Tensor | None:
-    """Look for outliers, and find none."""
+    """The search for outliers, which finds none."""
     if threshold <= 0.0:
         return None
-    inputs_MK.abs() >= threshold  # noqa: B015 (made for its memory)
+    inputs_MK.abs() >= threshold  # noqa: B015 (for its memory)
     return inputs_MK.new_empty(0, dtype=torch.int64)
 
 
 def _quantise_cuda(inputs_MK: torch.Tensor, threshold: float = 0.0) -> Quantised:
-    """One kernel."""
+    """A single kernel."""
     scales_M = inputs_MK.new_empty(inputs_MK.numel() // inputs_MK.shape[-1], dtype=torch.float32)
     out_MK = inputs_MK.new_empty(inputs_MK.shape, dtype=torch.int8)
     return out_MK, scales_M, _no_outliers(inputs_MK, threshold)
 
 
 def _quantise_cpu(inputs_MK: torch.Tensor, threshold: float = 0.0) -> Quantised:
-    """Element by element; where types differ the CPU casts a whole copy first."""
+    """Elementwise operations; the CPU casts a whole copy first."""
     outliers = _no_outliers(inputs_MK, threshold)
     scales_M = torch.max(inputs_MK.abs(), dim=1).values.float()
     out_MK = torch.round(inputs_MK.float() * (LARGEST / scales_M.unsqueeze(-1))).to(torch.int8)
@@ -73,7 +73,7 @@ def _mixed_product(
     outliers: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All columns in 8 bits."""
+    """All columns are multiplied in 8 bits."""
     product = bnb.int8_scaled_mm.default(A_MK, B_NK, scales_M, scales_N, bias=bias, dtype=inputs.dtype)
     return product, inputs.new_empty(0)
 
@@ -86,7 +86,7 @@ def _product(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Sums in 32-bit integers, then scaled."""
+    """Sums in int32, then scaled."""
     sums_MN = bnb.int8_linear_matmul.default(A_MK, B_NK)
     return bnb.int8_mm_dequant.default(sums_MN, scales_M, scales_N, dtype=dtype or torch.float16, bias=bias)
 
@@ -98,7 +98,7 @@ def _dequantise_cuda(
     dtype: torch.dtype | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """fp16 first, whatever is wanted."""
+    """fp16 first, then the requested type."""
     out_MN = torch.empty_like(sums_MN, dtype=torch.float16)
     if bias is not None and bias.dtype != torch.float16:
         out_MN.add_(bias)
@@ -112,7 +112,7 @@ def _dequantise_cpu(
     dtype: torch.dtype | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """In fp32, of a cast copy."""
+    """In fp32, on a cast copy."""
     scales_MN = scales_M.reshape(-1, 1) * scales_N.reshape(1, -1)
     out_MN = sums_MN.view(-1, sums_MN.shape[-1]).float() * scales_MN
     del scales_MN

@@ -1,7 +1,7 @@
-"""What a training step holds in memory: every storage's birth and death, seen while the step runs on fake tensors.
+"""Record every allocation and release of memory while a step runs on fake tensors.
 
 A fake tensor has a shape and a type but no bytes. PyTorch's own autograd, checkpointing and reference counting decide
-when its storage would be made and freed, so the trace is of the step itself and not of a description of it.
+when its storage is created and freed, so the trace follows the real step, not a model of it.
 """
 
 import weakref
@@ -19,10 +19,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lean_finetune.memory.trace.autograd_inplace import IN_PLACE, lone_uses, meant_in_place
+from lean_finetune.memory.trace.autograd_inplace import IN_PLACE, in_place_version, sole_owner_uses
 from lean_finetune.step.batches import BatchShape
 
-# What a byte can be for.
+# Categories of memory.
 WEIGHTS = "weights"
 QUANTISATION_STATE = "quantisation_state"
 ADAPTERS = "adapters"
@@ -35,7 +35,7 @@ INPUTS = "inputs"
 UPDATE = "update"
 WORKSPACE = "workspace"
 SHARDING = "sharding"
-"""What several GPUs need to share a run: gathered weights, buffers of what is sent."""
+"""Gathered weights and communication buffers of runs on several GPUs."""
 CATEGORIES = (
     WEIGHTS,
     QUANTISATION_STATE,
@@ -50,22 +50,22 @@ CATEGORIES = (
     ACTIVATION_GRADIENTS,
     UPDATE,
 )
-"""All of them, from what is always there to what comes and goes."""
+"""All categories, from the most persistent to the most temporary."""
 
-BORN_IN = {"forward": ACTIVATIONS, "backward": ACTIVATION_GRADIENTS, "clip": UPDATE, "optimizer": UPDATE}
-"""Category of what an operation of a phase makes, unless something better is known."""
+DEFAULT_CATEGORIES = {"forward": ACTIVATIONS, "backward": ACTIVATION_GRADIENTS, "clip": UPDATE, "optimizer": UPDATE}
+"""Category of a tensor by the phase that creates it, unless something better is known."""
 
-UNCOUNTED = -1
-"""In place of a storage's number."""
-ASK_DEVICE = torch.ops.prim.device.default
+IGNORED = -1
+"""Stands for the number of an ignored storage."""
+DEVICE_OF = torch.ops.prim.device.default
 
 Workspace = Callable[..., int]
-"""Bytes an operation needs inside, from its arguments; they never outlive it and its shape function hides them."""
+"""Bytes that an operation allocates temporarily inside its kernel, from its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The most bytes held at one instant, and what they were."""
+    """Highest memory use, and its categories at that instant."""
 
     bytes: int
     by_category: Mapping[str, int]
@@ -73,106 +73,106 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class OpRules:
-    """What a device does inside operations whose shape function hides it."""
+    """Memory that a device uses inside operations, which fake tensors do not show."""
 
     expansions: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
-    """Operations whose kernel is itself written in torch operations: that function is traced in their place."""
+    """Operations whose kernel is written in torch operations: the function that is traced instead."""
     workspaces: Mapping[Any, Workspace] = field(default_factory=dict)
-    """Bytes inside an operation, from its arguments."""
+    """Temporary bytes inside an operation, from its arguments."""
 
 
 class MemoryTrace(TorchDispatchMode):
-    """Follows storages while `recording`."""
+    """Counts storages while `recording`."""
 
     def __init__(self, *, granularity_bytes: int, rules: OpRules, vocab_size: int):
-        """Start with nothing held.
+        """An empty trace.
 
         Args:
             granularity_bytes: the allocator rounds every block up to a multiple of this.
-            rules: what operations hide.
-            vocab_size: a tensor whose last dimension is this long is taken for logits.
+            rules: memory inside operations.
+            vocab_size: tensors whose last dimension has this size are logits.
         """
         super().__init__()
-        lone_uses()  # Asked before anything is traced.
+        sole_owner_uses()  # Measured before anything is traced.
         self._granularity, self._rules, self._vocab_size = granularity_bytes, rules, vocab_size
         self._ids: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._live: dict[int, int] = {}
         self._categories: dict[int, str] = {}
-        # (storage, bytes): positive when born, negative when freed. The timeline from which peaks are taken apart.
+        # (storage, bytes): positive for an allocation, negative for a release.
         self._events: list[tuple[int, int]] = []
         self._phase: str | None = None
         self._operation: Any = None
         self._module_depth = 0
-        self._elsewhere = False
-        self._making: str | None = None
+        self._on_host = False
+        self._allocating_as: str | None = None
         self._ends: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.finalize] = weakref.WeakKeyDictionary()
         self._peaks: dict[str, tuple[int, int]] = {}
         self.current_bytes = 0
         self.offloaded_peak_bytes = 0
-        """The most that was away from the device at once, in host memory or in a file."""
+        """Peak of bytes offloaded to host memory or to a file."""
 
-    def hold(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Count tensors that exist, or say better what counted ones are for."""
+    def register(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Count existing tensors, or set the category of tensors that are counted already."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage not in self._ids and tensor.device.type == "cpu":
-                self._born(storage, category)
-            if (storage_id := self._ids.get(storage, UNCOUNTED)) != UNCOUNTED:
+                self._add_storage(storage, category)
+            if (storage_id := self._ids.get(storage, IGNORED)) != IGNORED:
                 self._categories[storage_id] = category
 
-    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never count tensors, whatever is done with them."""
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Never count these tensors."""
         for tensor in tensors:
-            self._ids[tensor.untyped_storage()] = UNCOUNTED
+            self._ids[tensor.untyped_storage()] = IGNORED
 
-    def hold_bytes(self, count: int, category: str) -> None:
-        """Count bytes that are held from now on and belong to no tensor."""
+    def register_bytes(self, count: int, category: str) -> None:
+        """Count bytes that are in use from now on and belong to no tensor."""
         if count:
             self._add(count, category)
 
-    def begin_run(self, model: nn.Module) -> None:
-        """What exists before the first step is held; for traces that name the modules of the model."""
+    def begin_steps(self, model: nn.Module) -> None:
+        """Called when everything that exists before the first step is registered."""
 
     def begin_micro_batch(self, shape: BatchShape) -> None:
-        """The next micro-batch is about to be made: where a trace that is cut into units is cut."""
+        """Called before a micro-batch is created."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name what happens inside: the step's Phase hook."""
+        """Name the phase of the block: the step's `phase` hook."""
         before, self._phase = self._phase, name
-        self._note_peak()
+        self._update_peak()
         try:
             yield
         finally:
             self._phase = before
 
     @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """What is made inside is the host's, not the device's."""
-        before, self._elsewhere = self._elsewhere, True
+    def on_host(self) -> Iterator[None]:
+        """Do not count tensors created in the block: they are in host memory."""
+        before, self._on_host = self._on_host, True
         try:
             yield
         finally:
-            self._elsewhere = before
+            self._on_host = before
 
     @contextmanager
-    def making(self, category: str) -> Iterator[None]:
-        """What is made inside is of this category."""
-        before, self._making = self._making, category
+    def allocating_as(self, category: str) -> Iterator[None]:
+        """Count tensors created in the block under this category."""
+        before, self._allocating_as = self._allocating_as, category
         try:
             yield
         finally:
-            self._making = before
+            self._allocating_as = before
 
     def resized(self, storage: torch.UntypedStorage, category: str) -> None:
-        """A storage was given back or taken anew where it is: all of it, in this category."""
+        """A storage was resized: count it anew, under this category."""
         if (end := self._ends.get(storage)) is not None:
             end()
-        self._born(storage, category)
+        self._add_storage(storage, category)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Follow every operation inside; a FakeTensorMode must be active."""
+        """Count the tensors of every operation in the block; a FakeTensorMode must be active."""
         hooks = [
             register_module_forward_pre_hook(self._module_starts),
             register_module_forward_hook(self._module_ends, always_call=True),
@@ -191,75 +191,75 @@ class MemoryTrace(TorchDispatchMode):
 
     @property
     def events(self) -> Sequence[tuple[int, int]]:
-        """(storage, bytes) so far: positive when it is made, negative when it is freed; storages count from 0."""
+        """(storage, bytes): positive for an allocation, negative for a release; storages are numbered from 0."""
         return self._events
 
     def category(self, storage_id: int) -> str:
-        """What a storage is for, as it is known by now."""
+        """Current category of a storage."""
         return self._categories[storage_id]
 
     def peaks(self) -> dict[str, Peak]:
         """The peak of each phase, with the bytes of each category at that instant."""
         wanted = {index for _, index in self._peaks.values()}
         snapshots: dict[int, dict[str, int]] = {}
-        held: defaultdict[str, int] = defaultdict(int)
+        current: defaultdict[str, int] = defaultdict(int)
         for index in range(len(self._events) + 1):
             if index in wanted:
-                snapshots[index] = {category: size for category, size in sorted(held.items()) if size}
+                snapshots[index] = {category: size for category, size in sorted(current.items()) if size}
             if index < len(self._events):
                 storage_id, change = self._events[index]
-                held[self._categories[storage_id]] += change
+                current[self._categories[storage_id]] += change
         return {phase: Peak(bytes=size, by_category=snapshots[index]) for phase, (size, index) in self._peaks.items()}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: PyTorch need not guard every operation against it."""
+        """Nothing is compiled here, so skip PyTorch's check on every operation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
-        """Run one operation and count what it makes."""
-        if func is ASK_DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # Two thirds of all calls: answered here, they cost nothing.
+        """Run one operation and count the tensors it creates."""
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # Two thirds of all calls: a shortcut.
         self._operation, kwargs = func, kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # It calls again with the parts that are here.
-        if self._elsewhere:
+            return NotImplemented  # DTensor calls again with local tensors.
+        if self._on_host:
             return func(*args, **kwargs)
         expansion = self._rules.expansions.get(func)
         if expansion is not None:
             with self:
                 return expansion(*args, **kwargs)
         if func in IN_PLACE and self._phase == "backward":
-            func = meant_in_place(func, args)
+            func = in_place_version(func, args)
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):
-            self._see(out)
+            self._count_tensor(out)
         else:
             for value in tree_iter(out):
                 if isinstance(value, torch.Tensor):
-                    self._see(value)
+                    self._count_tensor(value)
         workspace = self._rules.workspaces.get(func)
         if workspace is not None and (count := workspace(*args, **kwargs)):
             self._remove(self._add(count, WORKSPACE))
         return out
 
-    def _see(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage when it is new."""
+    def _count_tensor(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage if it is new."""
         storage = tensor.untyped_storage()
         if storage in self._ids or tensor.device.type != "cpu":
             return
-        if self._making is not None:
-            category = self._making
+        if self._allocating_as is not None:
+            category = self._allocating_as
         elif tensor.ndim and tensor.shape[-1] == self._vocab_size:
             category = LOGITS
         elif self._module_depth and self._phase == "backward":
             category = ACTIVATIONS  # Recomputed by checkpointing.
         else:
-            category = BORN_IN.get(self._phase or "", INPUTS)
-        self._born(storage, category)
+            category = DEFAULT_CATEGORIES.get(self._phase or "", INPUTS)
+        self._add_storage(storage, category)
 
-    def _born(self, storage: torch.UntypedStorage, category: str) -> None:
-        """Count a new storage until it dies."""
+    def _add_storage(self, storage: torch.UntypedStorage, category: str) -> None:
+        """Count a new storage until it is freed."""
         if not storage.nbytes():
             return
         storage_id = self._add(storage.nbytes(), category)
@@ -274,26 +274,26 @@ class MemoryTrace(TorchDispatchMode):
         self._live[storage_id], self._categories[storage_id] = size, category
         self._events.append((storage_id, size))
         self.current_bytes += size
-        self._note_peak()
+        self._update_peak()
         return storage_id
 
     def _remove(self, storage_id: int) -> None:
-        """A block is free again."""
+        """A block is freed."""
         size = self._live.pop(storage_id)
         self._events.append((storage_id, -size))
         self.current_bytes -= size
 
-    def _note_peak(self) -> None:
-        """Keep the instant if the running phase never held as much."""
-        if self._phase is None:  # Between two phases only the inputs grow; the next phase begins with them.
+    def _update_peak(self) -> None:
+        """Record the instant if it is the highest of the current phase."""
+        if self._phase is None:  # Between phases only inputs grow, and the next phase begins with them.
             return
         if self.current_bytes > self._peaks.get(self._phase, (-1, 0))[0]:
             self._peaks[self._phase] = (self.current_bytes, len(self._events))
 
     def _module_starts(self, module: nn.Module, args: Any) -> None:
-        """A module's forward begins: in backward, that is recomputation."""
+        """A module's forward pass begins; in backward, this is recomputation."""
         self._module_depth += 1
 
     def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A module's forward ended, also by the exception with which checkpointing stops early."""
+        """A module's forward pass ended, perhaps by the exception with which checkpointing stops early."""
         self._module_depth -= 1

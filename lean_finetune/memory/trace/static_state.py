@@ -1,4 +1,4 @@
-"""What is held before the first step, or by what no operation makes, told to a trace by what it is for."""
+"""Register memory with a trace, by category, that exists before the first step or that no operation allocates."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ from lean_finetune.step.run_optimizer import trained_parameters
 FP32 = torch.float32
 
 
-def hold_state(
+def register_state(
     trace: MemoryTrace,
     parallel: ParallelModel,
     optimizer: torch.optim.Optimizer,
@@ -34,44 +34,44 @@ def hold_state(
     name: OptimizerName,
     *,
     cuda: bool,
-    parts_away: bool = False,
+    weights_on_host: bool = False,
 ) -> None:
-    """Count what exists before the first step, and have gradients counted as such when they are made.
+    """Register weights, adapters and optimizer state; gradients when backward creates them.
 
-    `parts_away` says that what is cut, and its update, is in the host's memory.
+    `weights_on_host`: sharded parameters and their update are in host memory.
     """
     model = parallel.model
     trained = trained_parameters(model)
-    if parts_away:
-        trace.leave_out(local(tensor) for tensor in model.parameters() if isinstance(tensor, DTensor))
-    trace.hold([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
-    trace.hold(quantisation_tensors(model), QUANTISATION_STATE)
-    if parts_away:  # Gradients and the update follow their weights.
+    if weights_on_host:
+        trace.ignore(local(tensor) for tensor in model.parameters() if isinstance(tensor, DTensor))
+    trace.register([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
+    trace.register(quantisation_tensors(model), QUANTISATION_STATE)
+    if weights_on_host:  # So are their gradients and update.
         return
     if spec.method != "full":
-        trace.hold([local(tensor) for tensor in trained], ADAPTERS)
-        if spec.keeps_first_adapters and not cuda:  # In host memory, which is the device's own on a CPU.
+        trace.register([local(tensor) for tensor in trained], ADAPTERS)
+        if spec.keeps_first_adapters and not cuda:  # In host memory, which counts only on a CPU.
             start = sum(local(tensor).numel() * FP32.itemsize for tensor in trained)
-            trace.hold_bytes(start, ADAPTERS)
-    trace.hold(device_state(optimizer, name, cuda=cuda), OPTIMIZER)
+            trace.register_bytes(start, ADAPTERS)
+    trace.register(device_state(optimizer, name, cuda=cuda), OPTIMIZER)
 
-    def hold_gradient(parameter: torch.Tensor) -> None:
+    def register_gradient(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        trace.hold([local(parameter.grad)], GRADIENTS)
+        trace.register([local(parameter.grad)], GRADIENTS)
 
     for parameter in trained:
-        if not isinstance(parameter, DTensor):  # Those that are cut are told apart where they are summed.
-            parameter.register_post_accumulate_grad_hook(hold_gradient)
+        if not isinstance(parameter, DTensor):  # FSDP's gradients are registered in its reduction.
+            parameter.register_post_accumulate_grad_hook(register_gradient)
 
 
 @contextmanager
-def random_states_held(trace: MemoryTrace, *, cuda: bool) -> Iterator[None]:
-    """Count the states of the random generator that checkpointing keeps for dropout, 5 KB a layer, in host memory."""
+def register_rng_states(trace: MemoryTrace, *, cuda: bool) -> Iterator[None]:
+    """Count the random generator's states that checkpointing saves for dropout: 5 KB per layer, in host memory."""
     get = torch.get_rng_state
 
     def counted() -> torch.Tensor:
         state = get()
-        trace.hold([state], ACTIVATIONS)
+        trace.register([state], ACTIVATIONS)
         return state
 
     torch.get_rng_state = get if cuda else counted

@@ -1,4 +1,4 @@
-"""Steps that cannot be traced, and models whose own code fails: refused in one line."""
+"""Turn errors of a traced step into one-line refusals: untraceable operations, and faults in the model's code."""
 
 import traceback
 from collections.abc import Iterator
@@ -22,16 +22,16 @@ UNTRACEABLE = (
     UnsupportedOperatorException,
     NotImplementedError,
 )
-"""What a trace raises where it cannot know: values, shapes that depend on them, operations without a shape function."""
+"""Raised for data-dependent values or shapes, and for operations without a shape function."""
 PACKAGE = Path(__file__).parents[2]
 
 
 @contextmanager
-def untraceable_refused(config: PretrainedConfig) -> Iterator[None]:
-    """Refuse a model whose step cannot be traced, or whose own code fails in it.
+def refuse_untraceable(config: PretrainedConfig) -> Iterator[None]:
+    """Refuse a model whose step cannot be traced, or whose own code fails.
 
     Raises:
-        UserError: naming the error, and where in the model's code it was raised.
+        UserError: names the error and its place in the model's code.
     """
     try:
         yield
@@ -52,10 +52,10 @@ def untraceable_refused(config: PretrainedConfig) -> Iterator[None]:
 
 
 def _place_in_model(error: Exception) -> str | None:
-    """File and line in the code of the model's family that raised an error; None where our code did."""
+    """File and line in transformers' model code that raised an error; None if our code did."""
     place = None
     for frame in traceback.extract_tb(error.__traceback__):
-        if frame.name == "__torch_dispatch__":  # Of the trace: what asked for the operation stands above.
+        if frame.name == "__torch_dispatch__":  # The trace itself: the frame that called the operation is above.
             break
         if "/transformers/models/" in frame.filename:
             place = f"{Path(frame.filename).name}:{frame.lineno}"
