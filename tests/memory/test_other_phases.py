@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.estimate_cpu import SMALL, make_code_books, save_small
 from lean_finetune.evaluate.generate import Prompt, greedy_answers
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
-from lean_finetune.memory.predict.other_phases import Surroundings, generation_shapes, note_of_asking, other_phases
+from lean_finetune.memory.predict.other_phases import OtherPhases, evaluation_note, generation_shapes, other_phases
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.memory_trace import Peak
@@ -29,7 +29,7 @@ TRAINING, EVALUATION, CHUNK = shape(2, 96, 150), shape(3, 80, 200), 64
 ANSWERS = GenerationShape(rows=5, prompt_tokens=90, new_tokens=40)
 NOTHING = Peak(bytes=0, by_category={})
 """What one GPU alone is not asked for."""
-AROUND = Surroundings(
+AROUND = OtherPhases(
     stored_dtype=torch.bfloat16,
     in_training=TRAINING,
     evaluation=EVALUATION,
@@ -205,9 +205,9 @@ def peaks_of(**sizes: int) -> dict[str, Peak]:
 def test_a_model_that_takes_more_to_be_asked_than_to_be_trained_is_told_with_what_mends_it():
     """Memory that ends after training, in a stage that nobody thought of."""
     fits = peaks_of(heldout=500, evaluate=900, generate=1000)
-    assert note_of_asking(fits, 1000, 4096, 100) is None
-    above = note_of_asking({**fits, **peaks_of(generate=1800)}, 1000, 4096, 100)
+    assert evaluation_note(fits, 1000, 4096, 100) is None
+    above = evaluation_note({**fits, **peaks_of(generate=1800)}, 1000, 4096, 100)
     assert above is not None and above.startswith("generate is predicted to hold 1.758 KiB, training 0.9766 KiB; ")
     assert above.endswith("with -S evaluate.max_tokens=2048 it holds no more")
-    for beyond in (note_of_asking(peaks_of(heldout=1800), 1000, 4096, 100), note_of_asking(fits, 210, 4096, 100)):
-        assert beyond is not None and "do not mend that: rows are up to 100 long" in beyond
+    for beyond in (evaluation_note(peaks_of(heldout=1800), 1000, 4096, 100), evaluation_note(fits, 210, 4096, 100)):
+        assert beyond is not None and "do not help: rows are up to 100 long" in beyond

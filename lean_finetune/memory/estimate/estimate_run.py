@@ -18,7 +18,7 @@ from lean_finetune.memory.devices import Device
 from lean_finetune.memory.estimate.planned_inputs import Asked, read_run
 from lean_finetune.memory.estimate.planned_run import Confirmation
 from lean_finetune.memory.estimate.publish_estimate import Found, publish
-from lean_finetune.memory.predict.other_phases import note_of_asking, other_phases
+from lean_finetune.memory.predict.other_phases import evaluation_note, other_phases
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.predict.process_memory import as_json, on_device, on_host
@@ -101,7 +101,7 @@ def _phases(p: Params, asked: Asked, prediction: Prediction) -> dict[str, Peak]:
     target, training = target_of(asked.planned.device), prediction.by_phase
     others = other_phases(asked.config, asked.setting, asked.surroundings(p), target, training["optimizer"])
     phases = {**training, **others}
-    note = note_of_asking(phases, prediction.peak.bytes, EvaluationLimits.from_params(p).max_tokens, asked.longest)
+    note = evaluation_note(phases, prediction.peak.bytes, EvaluationLimits.from_params(p).max_tokens, asked.longest)
     if note is not None:
         click.echo(f"note: {note}", err=True)
     return phases

@@ -14,7 +14,7 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.devices import attention_on, precision_on, resolve_gpu
 from lean_finetune.memory.estimate.planned_run import PlannedRun, several_turns
-from lean_finetune.memory.predict.other_phases import Surroundings, generation_shapes, heldout_shape, stored_dtype
+from lean_finetune.memory.predict.other_phases import OtherPhases, generation_shapes, heldout_shape, stored_dtype
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import longest_row
@@ -74,10 +74,10 @@ class Asked:
             unpadded_tokens_per_step=p.train.tokens_per_step,
         )
 
-    def surroundings(self, p: Params) -> Surroundings:
+    def surroundings(self, p: Params) -> OtherPhases:
         """What runs besides the training step."""
         plan, limits = self.planned.own_plan, EvaluationLimits.from_params(p)
-        return Surroundings(
+        return OtherPhases(
             stored_dtype=self.stored,
             in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), self.longest),
             evaluation=heldout_shape(limits.max_tokens, self.longest),

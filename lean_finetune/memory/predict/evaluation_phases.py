@@ -1,9 +1,9 @@
-"""Memory of a model that is asked and not trained: held-out losses, and answers with their KV cache.
+"""Predict the memory of evaluation: held-out losses, and generation with its KV cache.
 
 Shapes: B prompts, T tokens of a prompt, H key/value heads, D head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +30,19 @@ from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import trained_parameters
 
 KV_CACHE = "kv_cache"
-"""Category of the keys and values that generation keeps for every token so far."""
+"""Category of the KV cache."""
 Use = Callable[[ParallelModel, MemoryTrace], None]
-"""What is done with a shared model, in phases of the trace."""
+"""Runs a model, in phases of the trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationShape:
-    """The largest batch of prompts that is answered."""
+    """A batch of prompts to answer."""
 
     rows: int
     prompt_tokens: int
     new_tokens: int
-    """Longest answer."""
+    """Length of the longest answer."""
 
 
 def peak_of_loss(
@@ -52,7 +52,7 @@ def peak_of_loss(
     target: Target,
     loss: Callable[[nn.Module, Batch], torch.Tensor],
 ) -> Peak:
-    """The peak of one batch through the model in evaluation mode."""
+    """Peak of computing the loss of one batch in evaluation mode."""
 
     def use(parallel: ParallelModel, trace: MemoryTrace) -> None:
         with trace.phase("forward"):
@@ -62,10 +62,10 @@ def peak_of_loss(
 
 
 def peak_of_answers(config: PretrainedConfig, setting: Setting, shape: GenerationShape, target: Target) -> Peak:
-    """The peak of greedy decoding: of reading the prompts, or of the last token, when the KV cache is longest.
+    """Peak of greedy decoding: at the prefill, or at the last token, when the KV cache is longest.
 
     Raises:
-        UserError: PyTorch cannot trace an operation of it.
+        UserError: PyTorch cannot trace an operation.
     """
 
     def use(parallel: ParallelModel, trace: MemoryTrace) -> None:
@@ -81,7 +81,7 @@ def peak_of_answers(config: PretrainedConfig, setting: Setting, shape: Generatio
 
 
 def _peak_of_use(config: PretrainedConfig, setting: Setting, target: Target, use: Use) -> Peak:
-    """The highest peak of what is done with a model, from shallow ones where its layers repeat."""
+    """Highest peak of `use`, extrapolated from shallow models if the layers repeat."""
     repetition, _ = find_repetition(config, setting.model)
     if repetition is not None:
         try:
@@ -90,17 +90,16 @@ def _peak_of_use(config: PretrainedConfig, setting: Setting, target: Target, use
             windows = deep_windows(traces, repetition, target.granularity_bytes)
             return _highest(deep_peaks(windows, target.granularity_bytes).by_phase)
         except NotRepeated:
-            pass  # All layers are traced: slower, and as right.
+            pass  # Trace all layers: slower, same result.
     return _highest(_traced(MemoryTrace, config, setting, target, use).peaks())
 
 
-def _highest(peaks: Any) -> Peak:
-    """The highest of the peaks of phases."""
+def _highest(peaks: Mapping[str, Peak]) -> Peak:
     return max(peaks.values(), key=lambda peak: peak.bytes)
 
 
 def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, target: Target, use: Use) -> Trace:
-    """A trace of what is done with a model in evaluation mode."""
+    """Trace `use` of a model in evaluation mode."""
     trace = new_trace(kind, config, target)
     with (
         CachedFakeMode(),
@@ -119,33 +118,33 @@ def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, targe
 
 
 def _answer(lm: PreTrainedModel, shape: GenerationShape, trace: MemoryTrace) -> None:
-    """Read the prompts, then make the last token, as `generate` calls the model; its own loop reads values."""
+    """Call the model as `generate` does, for the prompts and for the last token; `generate` itself reads values."""
     B, T = shape.rows, shape.prompt_tokens
-    asked = [torch.empty((B, T), dtype=torch.int64) for _ in range(2)]  # Tokens and mask, the caller's.
+    prompts_BT, mask_BT = (torch.empty((B, T), dtype=torch.int64) for _ in range(2))  # Kept by the caller.
     with trace.phase("prompts"):
         cache = DynamicCache(config=lm.config.get_text_config())
-        scores_BV = _forward(lm, T, T, asked[1], cache)
-        _hold_cache(cache, trace)
+        scores_BV = _forward(lm, T, T, mask_BT, cache)
+        _register_cache(cache, trace)
     if shape.new_tokens == 1:
         return
-    # Every answer's last token is made by the call before it would be read.
+    # The call before the last token is read creates it.
     longest = T + shape.new_tokens - 1
-    cache = _grown(lm, cache, longest - 1)
-    _hold_cache(cache, trace)
-    told_BT = torch.empty((B, longest), dtype=torch.int64)
+    cache = _grow(lm, cache, longest - 1)
+    _register_cache(cache, trace)
+    tokens_BT = torch.empty((B, longest), dtype=torch.int64)
     with trace.phase("last token"):
-        _forward(lm, longest, 1, torch.ones_like(told_BT), cache)
-        _hold_cache(cache, trace)
-    del asked, scores_BV, told_BT  # Until here the loop holds them: what was asked and told, the scores before.
+        _forward(lm, longest, 1, torch.ones_like(tokens_BT), cache)
+        _register_cache(cache, trace)
+    del prompts_BT, mask_BT, scores_BV, tokens_BT  # `generate` keeps them until here.
 
 
 def _forward(lm: Any, tokens: int, new: int, mask_BT: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-    """One call of the model over the last `new` of `tokens` tokens; the scores of what comes next, fp32 (B, V)."""
+    """Run the model on the last `new` of `tokens` tokens; returns the scores of the next token, fp32 (B, V)."""
     positions_BT = mask_BT.cumsum(-1) - 1
     last_alone = {"logits_to_keep": 1} if lm._supports_logits_to_keep() else {}
     output = lm(
         input_ids=torch.empty((mask_BT.shape[0], new), dtype=torch.int64),
-        # A prompt alone has no padding, and transformers makes no mask of scores then: it looks, which no trace can.
+        # One prompt has no padding, so transformers creates no mask; it would check the values, which are fake.
         attention_mask=mask_BT if len(mask_BT) > 1 else None,
         position_ids=positions_BT if new == tokens else positions_BT[:, -new:].clone(),
         past_key_values=cache,
@@ -155,27 +154,28 @@ def _forward(lm: Any, tokens: int, new: int, mask_BT: torch.Tensor, cache: Dynam
     return output.logits[:, -1].to(copy=True, dtype=torch.float32)
 
 
-def _grown(lm: PreTrainedModel, cache: DynamicCache, tokens: int) -> DynamicCache:
-    """A cache of so many tokens, the last of them appended on its own: layers with a window drop what is before it."""
+def _grow(lm: PreTrainedModel, cache: DynamicCache, tokens: int) -> DynamicCache:
+    """A cache of `tokens` tokens, the last one appended separately, so that sliding-window layers drop older ones."""
     grown = DynamicCache(config=lm.config.get_text_config())
     for number, layer in enumerate(cache.layers):
-        if not isinstance(layer, DynamicLayer):  # A state of constant size, as linear attention keeps.
+        if not isinstance(layer, DynamicLayer):  # State of constant size, as in linear attention.
             grown.layers[number] = layer
             continue
         for count in (tokens - 1, 1):
-            key, value = (states.new_empty((*states.shape[:2], count, states.shape[3])) for states in _kept(layer))
+            key, value = (
+                states.new_empty((*states.shape[:2], count, states.shape[3])) for states in _keys_values(layer)
+            )
             grown.update(key, value, number)
     return grown
 
 
-def _hold_cache(cache: DynamicCache, trace: MemoryTrace) -> None:
-    """Count the cache as such."""
+def _register_cache(cache: DynamicCache, trace: MemoryTrace) -> None:
+    """Register the cache under its category."""
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer):
-            trace.register(_kept(layer), KV_CACHE)
+            trace.register(_keys_values(layer), KV_CACHE)
 
 
-def _kept(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a layer that has seen tokens."""
+def _keys_values(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
     assert layer.keys is not None and layer.values is not None
     return layer.keys, layer.values

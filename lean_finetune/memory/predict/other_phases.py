@@ -1,7 +1,7 @@
-"""Memory outside of the training step: loading, held-out losses, answers, saving.
+"""Predict memory outside of the training step: loading, held-out losses, generation, saving.
 
-What passes through the model is traced, as the step is; loading and saving move tensors one by one, and what they hold
-is a sum, stated here and checked against a measured load in the tests. Merging holds one weight more than saving.
+Forward passes are traced, as the step is. Loading and saving move tensors one by one; their memory is a sum, which
+tests compare with measured loads. Merging needs one weight more than saving.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,43 +42,42 @@ from lean_finetune.step.loss import summed_loss, token_losses
 
 LOAD, HELDOUT, EVALUATE, GENERATE, SAVE = "load", "heldout", "evaluate", "generate", "save"
 EVALUATE_MERGED = "evaluate_merged"
-ASKING = (HELDOUT, EVALUATE, GENERATE, EVALUATE_MERGED)
-"""Phases in which a model is asked and not trained."""
+EVALUATION_PHASES = (HELDOUT, EVALUATE, GENERATE, EVALUATE_MERGED)
+"""Phases of held-out losses and generation."""
 STATES = (WEIGHTS, QUANTISATION_STATE, ADAPTERS, OPTIMIZER)
-"""Categories that do not depend on what a model is asked."""
+"""Categories that do not depend on batches."""
 FILE = "weight_files"
-"""Category of a weight as it was read, until it is converted."""
-WHOLE = "whole_weights"
-"""Category of weights that are whole on a GPU while they are cut, or gathered to be saved."""
+"""Category of a weight as read from its file, until it is converted."""
+UNSHARDED = "whole_weights"
+"""Category of weights that are unsharded on a GPU while loading shards them, or saving gathers them."""
 LOADING = "loading"
-"""Category of what quantising one layer needs for a moment."""
+"""Category of temporary memory that quantising one weight needs."""
 HALF_BYTES = 2
-"""Of a number in 16 bits."""
+"""Bytes of a 16-bit value."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class OtherPhases:
     """What these phases depend on besides the setting."""
 
     stored_dtype: torch.dtype
-    """Type of the weights in the model's files. (A config forgets it once a model of another type is made of it.)"""
-
+    """Type of the weights in the model's files. (Building a model of another type changes the config's.)"""
     in_training: BatchShape
-    """Largest batch of held-out rows; no larger than training's own."""
+    """Largest batch of held-out rows during training."""
     evaluation: BatchShape
     """Largest batch of held-out rows in stage evaluate."""
     logits_chunk: int
-    """Tokens whose logits exist at once there."""
+    """Tokens whose logits exist at the same time in stage evaluate."""
     generation: tuple[GenerationShape, ...]
-    """Batches of prompts in stage evaluate that can be the largest; none where none is answered."""
+    """Candidates for the largest batch of prompts in stage evaluate; empty if nothing is generated."""
     merged: bool
-    """evaluate.merged: whether the merged model, which is not quantised, is asked as well."""
+    """evaluate.merged: also evaluate the merged model, which is not quantised."""
 
 
 def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
-    """The largest batch of held-out rows within a budget of padded tokens, all of them trained.
+    """The largest batch of held-out rows within a budget of padded tokens, all of them supervised.
 
-    Held-out rows are taken to be no longer than the longest training row, `longest`.
+    Assumes that no held-out row is longer than the longest training row, `longest`.
     """
     rows = max(1, max_tokens // longest)
     return BatchShape(rows=rows, length=longest, supervised=rows * longest, joined_lengths=None)
@@ -87,16 +86,16 @@ def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
 def generation_shapes(
     limits: EvaluationLimits, *, prompts: int, longest: int, positions: int | None
 ) -> tuple[GenerationShape, ...]:
-    """The batches of prompts that can need the most memory; none where nothing is answered, or no prompt has room.
+    """Batches of prompts that can need the most memory; none if nothing is generated, or no prompt has room.
 
-    That of the longest prompts may leave much of `limits.max_tokens` over; that of one prompt more does not, and where
-    the longest stands alone, it alone needs no mask.
+    The batch of the longest prompts may leave much of `limits.max_tokens` unused. A batch of one prompt more does not,
+    and needs a mask even if the longest prompt is alone in its batch.
 
     Args:
         limits: of stage evaluate.
-        prompts: how many are answered.
-        longest: tokens of the longest training row; no held-out prompt is taken to be longer.
-        positions: the longest row the model knows; None where it knows no end.
+        prompts: number of prompts.
+        longest: tokens of the longest training row, assumed to be the longest prompt.
+        positions: the model's max_position_embeddings; None if unlimited.
     """
     new_tokens, shapes = limits.max_new_tokens, []
     prompt_tokens = longest if positions is None else min(longest, positions - new_tokens)
@@ -111,75 +110,75 @@ def generation_shapes(
 
 
 def stored_dtype(config: PretrainedConfig) -> torch.dtype:
-    """Type of a model's weights in its files, of a config fresh from its file; fp32 where it does not say."""
+    """Type of the weights in a model's files, by a config just read from its file; fp32 if not stated."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
 def other_phases(
-    config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target, update: Peak
+    config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target, update: Peak
 ) -> Mapping[str, Peak]:
-    """Peaks of load, heldout (during training), evaluate, generate and save, on the device.
+    """Peaks of load, heldout (during training), evaluate, generate and save on the device.
 
-    The setting has been predicted before, so what cannot be traced was refused there. `update` is its peak in the
-    optimizer's phase: where several GPUs share the run, it tells what one of them holds. Stage evaluate is one GPU's.
+    Call after `predict`, which refuses untraceable models. `update` is the predicted peak of the optimizer's phase: in
+    runs on several GPUs it gives the state of one GPU. Stage evaluate always runs on one GPU.
     """
     if setting.sharing is not None:
-        return _of_one_of_many(config, setting, around, target, update)
+        return _sharded_phases(config, setting, around, target, update)
     unsharded = replace(setting, offload="none", optimizer_in_backward=False)
     lines = state_lines(model_shapes(config), unsharded, cuda=target.foreach)
     states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
     states.pop(GRADIENTS)
     optimizer_bytes = states.pop(OPTIMIZER, 0)
     heldout = _heldout(config, setting, around, target)
-    asked = _asked(config, setting, around, target)
+    evaluation = _evaluation(config, setting, around, target)
     return {
         LOAD: _load(config, setting, around.stored_dtype, target, states, optimizer_bytes),
         HELDOUT: _peak({**heldout.by_category, OPTIMIZER: optimizer_bytes}),
-        **asked,
+        **evaluation,
         SAVE: _peak({**states, OPTIMIZER: optimizer_bytes}),
     }
 
 
-def _of_one_of_many(
-    config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target, update: Peak
+def _sharded_phases(
+    config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target, update: Peak
 ) -> Mapping[str, Peak]:
-    """The same where several GPUs share the run: of one of them, and of the one that evaluates."""
+    """`other_phases` on one of several GPUs."""
     shapes, sharing = model_shapes(config), setting.sharing
     assert sharing is not None
     optimizer_bytes = update.by_category.get(OPTIMIZER, 0)
-    kept = {category: update.by_category.get(category, 0) for category in (*STATES, SHARDING)}
+    states = {category: update.by_category.get(category, 0) for category in (*STATES, SHARDING)}
     largest = max(parameter.values for parameter in shapes.parameters) * setting.model.dtype.itemsize
-    # The last to be cut is what no layer holds: whole on the device once, beside the parts of all layers.
-    uncut = largest if sharing.holders > 1 else 0
-    loaded = {**kept, OPTIMIZER: 0, WHOLE: uncut * (1 if config.get_text_config().tie_word_embeddings else 2)}
+    # Embedding and head are sharded last: unsharded on the device once, beside the shards of all layers.
+    unsharded = largest if sharing.holders > 1 else 0
+    loaded = {**states, OPTIMIZER: 0, UNSHARDED: unsharded * (1 if config.get_text_config().tie_word_embeddings else 2)}
     return {
-        LOAD: max(_peak(kept), _peak(loaded), key=lambda peak: peak.bytes),
+        LOAD: max(_peak(states), _peak(loaded), key=lambda peak: peak.bytes),
         HELDOUT: _peak({**_heldout(config, setting, around, target).by_category, OPTIMIZER: optimizer_bytes}),
-        **_asked(config, replace(setting, sharing=None), around, target),
-        SAVE: _peak({**kept, WHOLE: uncut}),
+        **_evaluation(config, replace(setting, sharing=None), around, target),
+        SAVE: _peak({**states, UNSHARDED: unsharded}),
     }
 
 
-def _heldout(config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target) -> Peak:
-    """The peak of held-out losses during training, but for the optimizer's state."""
+def _heldout(config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target) -> Peak:
+    """Peak of held-out losses during training, without the optimizer's state."""
     shape = around.in_training
-    chunk = setting.loss_chunk or shape.rows * shape.length  # As the loop has it.
+    chunk = setting.loss_chunk or shape.rows * shape.length  # As in the training loop.
     return peak_of_loss(config, setting, shape, target, lambda model, batch: summed_loss(model, batch, chunk))
 
 
-def _asked(config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target) -> dict[str, Peak]:
-    """Peaks of stage evaluate's questions, to the merged model too where it is asked."""
-    found = _asked_of_one(config, setting, around, target)
+def _evaluation(config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target) -> dict[str, Peak]:
+    """Peaks of stage evaluate, with the merged model if requested."""
+    found = _evaluation_of(config, setting, around, target)
     if around.merged:
         whole = replace(setting, model=replace(setting.model, method="full"))
-        merged = _asked_of_one(config, whole, around, target).values()
+        merged = _evaluation_of(config, whole, around, target).values()
         found[EVALUATE_MERGED] = max(merged, key=lambda peak: peak.bytes)
     return found
 
 
-def _asked_of_one(config: PretrainedConfig, setting: Setting, around: Surroundings, target: Target) -> dict[str, Peak]:
-    """Peaks of its questions to one model."""
-    plain = replace(setting, model=replace(setting.model, attention="auto"))  # As stage evaluate loads it.
+def _evaluation_of(config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target) -> dict[str, Peak]:
+    """Peaks of evaluating one model."""
+    plain = replace(setting, model=replace(setting.model, attention="auto"))  # As in stage evaluate.
     loss = peak_of_loss(
         config, plain, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)
     )
@@ -187,30 +186,29 @@ def _asked_of_one(config: PretrainedConfig, setting: Setting, around: Surroundin
     return {EVALUATE: loss} | ({GENERATE: max(answers, key=lambda peak: peak.bytes)} if answers else {})
 
 
-def note_of_asking(by_phase: Mapping[str, Peak], training_bytes: int, max_tokens: int, longest: int) -> str | None:
-    """What to tell of a model that takes more memory to be asked than to be trained; None where none does.
+def evaluation_note(by_phase: Mapping[str, Peak], training_bytes: int, max_tokens: int, longest: int) -> str | None:
+    """A note if evaluation needs more memory than training; None if it does not.
 
     Args:
         by_phase: peaks of all phases.
-        training_bytes: the highest of the training step.
+        training_bytes: peak of the training step.
         max_tokens: padded tokens in a batch of stage evaluate.
         longest: tokens of the longest training row.
     """
-    highest = max((phase for phase in ASKING if phase in by_phase), key=lambda phase: by_phase[phase].bytes)
+    highest = max((phase for phase in EVALUATION_PHASES if phase in by_phase), key=lambda phase: by_phase[phase].bytes)
     peak = by_phase[highest]
     if peak.bytes <= training_bytes:
         return None
-    told = f"{highest} is predicted to hold {readable_size(peak.bytes)}, training {readable_size(training_bytes)}"
+    note = f"{highest} is predicted to hold {readable_size(peak.bytes)}, training {readable_size(training_bytes)}"
     states = sum(peak.by_category.get(category, 0) for category in STATES)
-    # What passes through the model grows in step with the tokens, or faster.
+    # Activations grow linearly with the tokens, or faster.
     fewer = int(max_tokens * (training_bytes - states) / (peak.bytes - states))
     if highest == HELDOUT or fewer < longest:
-        return f"{told}; fewer tokens in evaluate.max_tokens do not mend that: rows are up to {longest} long"
-    return f"{told}; with -S evaluate.max_tokens={fewer} it holds no more"
+        return f"{note}; fewer tokens in evaluate.max_tokens do not help: rows are up to {longest} long"
+    return f"{note}; with -S evaluate.max_tokens={fewer} it holds no more"
 
 
 def _peak(by_category: Mapping[str, int]) -> Peak:
-    """A peak from its parts."""
     return Peak(bytes=sum(by_category.values()), by_category=dict(sorted(by_category.items())))
 
 
@@ -222,50 +220,50 @@ def _load(
     states: Mapping[str, int],
     optimizer_bytes: int,
 ) -> Peak:
-    """The most held while weights arrive or, where that is more, at the end with the optimizer's state.
+    """Peak of loading: while weights are read, or at the end with the optimizer's state.
 
-    Weights arrive one at a time, in the order of their names: read, converted, packed, and only then the next. A GPU
-    gets each in its final type, or in 16 or 32 bits where it packs it there.
+    Weights are read, converted and quantised one at a time, in the order of their names. A GPU gets each in its final
+    type, or in 16 or 32 bits if it quantises it there.
     """
     end = _peak({**states, OPTIMIZER: optimizer_bytes})
     spec, placed, moments = setting.model, 0, [end]
     shapes = model_shapes(config)
 
-    def stays(parameter: ParameterShape) -> int:
-        """Bytes of a weight in its final type, with what its packing keeps."""
+    def final_bytes(parameter: ParameterShape) -> int:
+        """Bytes of a weight in its final type, with its scales."""
         alone = replace(shapes, parameters=(parameter,), buffer_bytes=())
-        kept = state_bytes(weight_lines(alone, spec), granularity_bytes=target.granularity_bytes)
-        return kept[WEIGHTS] + kept.get(QUANTISATION_STATE, 0)
+        sizes = state_bytes(weight_lines(alone, spec), granularity_bytes=target.granularity_bytes)
+        return sizes[WEIGHTS] + sizes.get(QUANTISATION_STATE, 0)
 
     for parameter in sorted(shapes.parameters, key=lambda parameter: dot_natural_key(parameter.name)):
-        own = stays(parameter)
-        for file_bytes, loading_bytes in _passing(parameter, spec, stored, on_cpu=target.capability is None):
+        own = final_bytes(parameter)
+        for file_bytes, loading_bytes in _temporary_bytes(parameter, spec, stored, on_cpu=target.capability is None):
             moments.append(_peak({WEIGHTS: placed + own, FILE: file_bytes, LOADING: loading_bytes}))
         placed += own
     if spec.adapted and (spec.lora_dora or spec.lora_init != "default"):
         adapted = max(adapted_weights(shapes, spec), key=lambda parameter: parameter.values)
-        moments.append(_peak({**states, LOADING: _starting_bytes(adapted, spec, stays(adapted))}))
+        moments.append(_peak({**states, LOADING: _adapter_init_bytes(adapted, spec, final_bytes(adapted))}))
     return max(moments, key=lambda peak: peak.bytes)
 
 
-def _starting_bytes(weight: ParameterShape, spec: ModelSpec, stays_bytes: int) -> int:
-    """Bytes that the start of an adapter takes beside the model, once all weights are there.
+def _adapter_init_bytes(weight: ParameterShape, spec: ModelSpec, final_bytes: int) -> int:
+    """Temporary bytes of initialising an adapter, after all weights are loaded.
 
-    DoRA measures the rows of the weight: the product of the adapter, that product scaled, and the weight with it are
-    there at once; a packed weight is copied as it is, and unpacked. PiSSA has the weight in fp32, what it takes of it,
-    and what is left; LoftQ the weight of the files, the packed one and their difference.
+    DoRA computes the norms of the weight's rows: the adapter's product, the scaled product and their sum with the
+    weight exist at the same time; a quantised weight is copied and dequantised. PiSSA needs the weight in fp32, its
+    principal part and the rest; LoftQ the original weight, the quantised one and their difference.
     """
     full_bytes, fp32_bytes = weight.values * spec.dtype.itemsize, weight.values * FP32_BYTES
-    measuring = 3 * full_bytes + (stays_bytes + full_bytes if spec.method in PACKED_BITS else 0)
+    norm_bytes = 3 * full_bytes + (final_bytes + full_bytes if spec.method in PACKED_BITS else 0)
     # A frozen weight that is fp32 already is one of the copies.
     copies = ADAPTER_STARTS[spec.lora_init].fp32_copies - (full_bytes == fp32_bytes and spec.method not in PACKED_BITS)
-    return max(measuring if spec.lora_dora else 0, copies * fp32_bytes)
+    return max(norm_bytes if spec.lora_dora else 0, copies * fp32_bytes)
 
 
-def _passing(
+def _temporary_bytes(
     parameter: ParameterShape, spec: ModelSpec, stored: torch.dtype, *, on_cpu: bool
 ) -> Iterator[tuple[int, int]]:
-    """(bytes as read, other bytes) beside what stays of a weight, at each moment of its arrival."""
+    """(bytes as read, other bytes) beside a weight's final bytes, at each moment of loading it."""
     packed = parameter.linear and spec.method in PACKED_BITS
     as_read = parameter.values * stored.itemsize if on_cpu and stored != spec.dtype else 0
     if not packed:
@@ -274,16 +272,16 @@ def _passing(
     converted = parameter.values * spec.dtype.itemsize
     if as_read:
         yield as_read, converted
-    yield 0, converted + int(parameter.values * _packing_bytes(spec, on_cpu=on_cpu))
+    yield 0, converted + int(parameter.values * _quantising_bytes(spec, on_cpu=on_cpu))
 
 
-def _packing_bytes(spec: ModelSpec, *, on_cpu: bool) -> float:
-    """Bytes per value that bitsandbytes needs while it packs a weight, beside the weight and what stays of it."""
+def _quantising_bytes(spec: ModelSpec, *, on_cpu: bool) -> float:
+    """Temporary bytes per value while bitsandbytes quantises a weight, beside its input and output."""
     halved = 0 if spec.dtype == torch.float16 else HALF_BYTES
-    if spec.method == "int8_lora":  # A copy in fp16; on a CPU its scaled values and those rounded, less the bytes kept.
+    if spec.method == "int8_lora":  # fp16 copy; on a CPU also scaled and rounded values.
         return halved + (2 * FP32_BYTES - 1 if on_cpu else 0)
     if not on_cpu:
         return 0
     widened = 0 if spec.dtype == torch.float32 else FP32_BYTES
-    # Values scaled (fp32), their numbers (int32), those in a byte, and every second of them shifted by half a byte.
+    # Scaled values (fp32), their codes (int32), the codes as bytes, and every second one shifted by 4 bits.
     return widened + 2 * FP32_BYTES + 1.5

@@ -4,7 +4,7 @@ A model whose layers repeat is traced at three small depths and extrapolated; an
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
@@ -22,7 +22,6 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_offload import offloaded_bytes
 from lean_finetune.memory.predict.traced_shapes import TracedSteps, only
 from lean_finetune.memory.predict.traced_step import trace_steps
-from lean_finetune.memory.trace.allocation_origins import OriginTrace
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import MemoryTrace, Peak
 
@@ -39,8 +38,6 @@ class Prediction:
     """Which layers were traced, and why."""
     offloaded_bytes: int = 0
     """Peak of activations offloaded to pinned host memory or to a file."""
-    shallow: tuple[tuple[int, OriginTrace], ...] = field(default=(), compare=False, repr=False)
-    """Traces of models of fewer layers, by their number, where they recorded origins; else none."""
 
     @property
     def worst_phase(self) -> str:
@@ -113,12 +110,10 @@ def _extrapolated(
     windows = deep_windows(traces, repetition, target.granularity_bytes)
     peaks = deep_peaks(windows, target.granularity_bytes)
     positions = [(step, number) for step, shapes in enumerate(steps) for number in range(len(shapes))]
-    by_depth = zip(repetition.depths, traces, strict=True)
     prediction = Prediction(
         by_phase=peaks.by_phase,
         steps_of_peak=only(steps, *positions[peaks.micro_batch]),
         layers_traced=reason,
         offloaded_bytes=offloaded_bytes(traces, repetition),
-        shallow=tuple((depth, trace) for depth, trace in by_depth if isinstance(trace, OriginTrace)),
     )
     return prediction, Extrapolation(windows=windows, repetition=repetition)
