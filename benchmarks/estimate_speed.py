@@ -24,8 +24,8 @@ from lean_finetune.memory.advice.workload import Costs, Workload, full_batch, la
 from lean_finetune.memory.allocator.plan_memory import replay_plan
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.peak_explanation import predict_explained
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 
