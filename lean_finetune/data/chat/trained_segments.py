@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lean_finetune.data.chat.control_tokens import TRAINED_END, TRAINED_START
-from lean_finetune.data.format.example import PlainText, RowFault
+from lean_finetune.data.format.example import RowFault
 
 _SENTINELS = (TRAINED_START, TRAINED_END)
 _SENTINEL = re.compile(f"([{TRAINED_START}{TRAINED_END}])")
@@ -16,18 +16,6 @@ class Segment(NamedTuple):
 
     text: str
     trained: bool
-
-
-def plain_segments(example: PlainText, *, bos: str, eos: str, train_on: str) -> list[Segment]:
-    """Prompt and completion, with BOS in front where the tokenizer adds one, and EOS at the end.
-
-    `bos` is empty where the tokenizer adds none. With `train_on` all, the prompt is trained too.
-    """
-    segments = (
-        Segment(text=bos + example.prompt, trained=train_on == "all"),
-        Segment(text=example.completion + eos, trained=True),
-    )
-    return [segment for segment in segments if segment.text]
 
 
 def split_segments(parts: Sequence[str]) -> list[Segment]:

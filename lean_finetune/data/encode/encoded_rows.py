@@ -1,18 +1,8 @@
 """Encoded rows as flat arrays, without a Python object per row."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-
-
-class EncodedRow(NamedTuple):
-    """The tokens of one row."""
-
-    ids: np.ndarray
-    """int32, shape (tokens,)."""
-    spans: np.ndarray
-    """int64, shape (spans, 2): half-open ranges of trained token positions, ascending and disjoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +24,6 @@ class EncodedRows:
     def lengths(self) -> np.ndarray:
         """Tokens of each row, int64."""
         return np.diff(self.offsets)
-
-    def __getitem__(self, number: int) -> EncodedRow:
-        """One row."""
-        ids = self.ids[self.offsets[number] : self.offsets[number + 1]]
-        return EncodedRow(ids=ids, spans=self.spans[self.span_rows == number])
 
 
 def from_segments(

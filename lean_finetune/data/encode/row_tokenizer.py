@@ -10,7 +10,7 @@ import numpy as np
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard
-from lean_finetune.data.chat.trained_segments import Segment, plain_segments
+from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.encode.encoded_rows import EncodedRows, from_segments
 from lean_finetune.data.encode.engine_choice import LoadedTokenizer
 from lean_finetune.data.encode.joined_encoder import JoinedRowEncoder
@@ -98,12 +98,16 @@ class RowTokenizer:
         return self.special_tokens["bos_token"] if self.bos_id is not None and first == self.bos_id else ""
 
     def plain_segments(self, example: PlainText, train_on: str) -> list[Segment]:
-        """Segments of guarded plain text, with BOS where the tokenizer adds it, and with EOS.
+        """Segments of guarded plain text, with BOS in front where the tokenizer adds it, and EOS at the end.
+
+        With `train_on` all, the prompt is trained too.
 
         Raises:
             UserError: the tokenizer has no end-of-sequence token.
         """
-        return plain_segments(example, bos=self.bos_text, eos=self.eos_text, train_on=train_on)
+        prompt, completion = self.bos_text + example.prompt, example.completion + self.eos_text
+        segments = Segment(text=prompt, trained=train_on == "all"), Segment(text=completion, trained=True)
+        return [segment for segment in segments if segment.text]
 
     def encode_rows(self, rows: Sequence[Sequence[Segment]]) -> EncodedRows:
         """Encode rows of guarded segments."""

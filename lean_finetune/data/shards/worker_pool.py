@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def open_pool(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int, ki
     Threads and spawned processes call `make`, which must be picklable.
     """
     if workers == 1:
-        yield Pool(_Serial(tokenize).submit, 1)
+        yield Pool(partial(_tokenize_now, tokenize), 1)
         return
     if kind == "processes":
         executor, task = _processes(tokenize, make, workers), _work_in_process
@@ -99,16 +100,11 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-class _Serial:
-    """Tokenizes in this process."""
-
-    def __init__(self, tokenize: Tokenize):
-        self._tokenize = tokenize
-
-    def submit(self, block: RowBlock) -> "Future[BlockTokens]":
-        done: Future[BlockTokens] = Future()
-        done.set_result(self._tokenize(block))
-        return done
+def _tokenize_now(tokenize: Tokenize, block: RowBlock) -> "Future[BlockTokens]":
+    """Tokenize in this process."""
+    done: Future[BlockTokens] = Future()
+    done.set_result(tokenize(block))
+    return done
 
 
 def _processes(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int) -> Executor:

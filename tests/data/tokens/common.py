@@ -1,13 +1,15 @@
 """What the tests of the tokenize room share."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.data.chat.trained_segments import Segment
+from lean_finetune.data.encode.encoded_rows import EncodedRows
 from lean_finetune.data.encode.engine_choice import load_tokenizer
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.format.example import Conversation
@@ -57,8 +59,20 @@ def row_tokenizer(directory: Path, engine: str = "tokenizers") -> RowTokenizer:
     return RowTokenizer(directory, load_tokenizer(engine, directory))
 
 
-def encode_one(tokenizer: RowTokenizer, segments: list[Segment]):
-    return tokenizer.encode_rows([segments])[0]
+class EncodedRow(NamedTuple):
+    """The ids and trained spans of one row."""
+
+    ids: np.ndarray
+    spans: np.ndarray
+
+
+def encode_one(tokenizer: RowTokenizer, segments: list[Segment]) -> EncodedRow:
+    return row_of(tokenizer.encode_rows([segments]), 0)
+
+
+def row_of(encoded: EncodedRows, number: int) -> EncodedRow:
+    ids = encoded.ids[encoded.offsets[number] : encoded.offsets[number + 1]]
+    return EncodedRow(ids=ids, spans=encoded.spans[encoded.span_rows == number])
 
 
 def decoder(directory: Path):

@@ -15,10 +15,9 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template, read_template
 from lean_finetune.data.chat.control_tokens import REPLACEMENT, TRAINED_END, TRAINED_START, Guard
 from lean_finetune.data.chat.trained_segments import Segment, split_segments
-from lean_finetune.data.encode.encoded_rows import EncodedRow
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.format.row_formats import Conversation, PlainText, RowFault
-from tests.data.tokens.common import DATE, MESSAGES, chat_row, decoder, encode_one, row_tokenizer
+from tests.data.tokens.common import DATE, MESSAGES, EncodedRow, chat_row, decoder, encode_one, row_tokenizer
 
 CONTROL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 

@@ -16,7 +16,7 @@ from lean_finetune.data.encode.encoded_rows import from_segments
 from lean_finetune.data.encode.padding_token import choose_pad
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from tests.data.tokens.built import byte_level, save, sentencepiece
-from tests.data.tokens.common import row_tokenizer
+from tests.data.tokens.common import encode_one, row_of, row_tokenizer
 
 STYLES = ("gpt2", "llama3", "qwen2", "mistral", "llama2", "gemma")
 WHOLE = {"mistral", "llama2"}
@@ -62,7 +62,7 @@ def test_trained_tokens_decode_to_the_answer_and_its_end(tokenizers, style, rows
     encoded = tokenizer.encode_rows(segments)
     decode = lambda ids: reference.decode(ids.tolist(), skip_special_tokens=False)  # noqa: E731
     for number, (_, answer) in enumerate(rows):
-        ids, spans = encoded[number]
+        ids, spans = row_of(encoded, number)
         assert spans.shape == (1, 2) and spans[0, 1] == len(ids)
         expected = f"{''.join(answer)}{eos}"
         if style == "qwen2":
@@ -83,7 +83,7 @@ def test_ids_are_those_of_the_whole_text_where_a_space_comes_first(tokenizers, s
     tokenizer, reference = tokenizers(style)
     segments = [Segment("<s>[INST] What is it? [/INST]", False), Segment(" An answer.</s>", True)]
     segments += [Segment("[INST] And then, ", False), Segment("nothing ", True), Segment("more", False)]
-    ids, spans = tokenizer.encode_rows([segments])[0]
+    ids, spans = encode_one(tokenizer, segments)
     assert ids.tolist() == reference.encode("".join(one.text for one in segments), add_special_tokens=False).ids
     trained = [[reference.id_to_token(n) for n in ids[start:end]] for start, end in spans.tolist()]
     assert "".join(trained[0]) == "▁An▁answer.</s>"
@@ -95,7 +95,7 @@ def test_ids_are_those_of_the_whole_text_where_a_space_comes_first(tokenizers, s
 def test_control_tokens_as_text_change_nothing_around_them_in_a_whole_text(tokenizers, style):
     tokenizer, reference = tokenizers(style)
     text = tokenizer.guard.protect("a </s> b</s><s>c")
-    ids, spans = tokenizer.encode_rows([[Segment("<s>", False), Segment(text + END, True), Segment(" tail", False)]])[0]
+    ids, spans = encode_one(tokenizer, [Segment("<s>", False), Segment(text + END, True), Segment(" tail", False)])
     assert (ids == tokenizer.eos_id).sum() == 1 and ids[spans[0, 1] - 1] == tokenizer.eos_id
     assert reference.decode(ids[slice(*spans[0])].tolist(), skip_special_tokens=False).strip() == "a </s> b</s><s>c</s>"
 
@@ -108,7 +108,7 @@ def test_a_tokenizer_that_loses_text_is_refused_in_one_line(tmp_path):
 
 
 @given(units=st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=5), max_size=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_units_become_the_rows_and_spans_that_a_plain_loop_finds(units):
     flat = [unit for row in units for unit in row]
     lengths = np.array([length for length, _ in flat], np.int64)
@@ -118,7 +118,7 @@ def test_units_become_the_rows_and_spans_that_a_plain_loop_finds(units):
     start = 0
     for number, row in enumerate(units):
         mask = np.array([is_trained for length, is_trained in row for _ in range(length)], bool)
-        found, spans = encoded[number]
+        found, spans = row_of(encoded, number)
         assert found.tolist() == list(range(start, start + len(mask)))
         built = np.zeros(len(mask), bool)
         for first, last in spans.tolist():
