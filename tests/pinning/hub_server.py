@@ -1,4 +1,4 @@
-"""A hub of one's own on this machine: the few routes that the real client asks for, over HTTP."""
+"""A local HTTP server with the few routes of the Hugging Face Hub that the client requests."""
 
 import hashlib
 import json
@@ -16,14 +16,14 @@ LFS_FROM_BYTES = 10_000
 
 @dataclass
 class Hub:
-    """What the server holds, and where it listens."""
+    """The server's repositories and address."""
 
     repositories: dict[str, dict[str, bytes]]
     """`models/org/name` or `datasets/org/name` → path → content."""
     url: str = ""
     asked: list[str] = field(default_factory=list)
     sends: dict[str, bytes] = field(default_factory=dict)
-    """Route of a file → what is sent in its place, whatever its id says."""
+    """By route of a file: other content to send."""
 
 
 def blob(content: bytes) -> dict:
@@ -35,7 +35,7 @@ def blob(content: bytes) -> dict:
 
 
 def entries(files: dict[str, bytes], below: str, is_recursive: bool) -> list[dict]:
-    """What a listing of a directory holds: files, and the directories on the way to them."""
+    """A listing of a directory: files, and the directories above them."""
     found: dict[str, dict] = {}
     for path, content in files.items():
         parts = PurePosixPath(path).parts

@@ -43,7 +43,7 @@ def test_a_file_is_pinned_by_content_and_watched_by_a_relative_link(pin):
 
 
 def test_an_edited_file_changes_the_lock_and_pinning_twice_changes_nothing(pin):
-    """A lock that varied between runs would rerun the whole pipeline for nothing."""
+    """A lock that varied between runs would rerun the pipeline for nothing."""
     source = write_rows(Path("mine.jsonl"), ROWS)
     pin(source)
     first, link = Path("locks/data.json").read_bytes(), LINK.lstat().st_mtime_ns
@@ -82,7 +82,7 @@ def test_a_file_that_git_ignores_is_linked_absolutely(pin):
 
 
 def test_a_link_in_the_source_is_watched_itself(pin, tmp_path):
-    """Were the file behind it watched, a link that is repointed to another version would never be noticed."""
+    """If its target were watched, a link changed to another version would not be noticed."""
     first, second = (write_rows(tmp_path / f"{name}.jsonl", ROWS) for name in ("v1", "v2"))
     Path("latest.jsonl").symlink_to(first)
     pin(Path.cwd() / "latest.jsonl")
@@ -144,7 +144,7 @@ BAD_SOURCES = {
 
 
 @pytest.mark.parametrize("source, rule", BAD_SOURCES.values(), ids=BAD_SOURCES)
-def test_a_bad_source_is_refused_and_leaves_the_last_pin_whole(pin, source, rule):
+def test_a_bad_source_is_refused_and_the_last_lock_stays(pin, source, rule):
     Path("folder").mkdir()
     Path("empty.jsonl").touch()
     Path("rows.xlsx").write_bytes(b"PK")
@@ -196,18 +196,18 @@ def test_a_link_in_a_directory_that_would_be_skipped_is_refused(pin, tmp_path):
 
 
 def test_a_revision_of_a_local_source_is_refused(pin):
-    """It would be ignored in silence."""
+    """It would be silently ignored."""
     source = write_rows(Path("mine.jsonl"), ROWS)
     assert told(pin(source, revision="main")).startswith("data.revision: only a hub source")
 
 
 def test_data_files_name_places_as_the_user_wrote_them(pin):
-    """Faults in rows are told as file:line, which has to be a path the user knows."""
+    """Faults in rows are reported as file:line, with the path as the user wrote it."""
     pin(write_rows(Path("data/mine.jsonl"), ROWS))
     assert [file.name for file in data_files(read_json(Path("locks/data.json")))] == ["data/mine.jsonl"]
 
 
-def test_a_lock_that_is_missing_is_told():
+def test_a_missing_lock_is_refused():
     with pytest.raises(UserError, match="file is missing; run `dvc repro`"):
         read_json(Path("no/such/lock.json"))
 
@@ -290,7 +290,7 @@ def test_faults_in_a_list_name_the_entry(pin, tmp_path):
 
 
 def test_any_number_of_directories_is_watched(pin, tmp_path):
-    """Beyond the links to directories each file has one; what that leaves unnoticed is said."""
+    """Directories without a link of their own have a link for each file, and a note says what DVC does not notice."""
     for k in range(6):
         write_rows(tmp_path / f"{k}/rows.jsonl", ROWS)
     result = pin([{"source": str(tmp_path / f"{k}")} for k in range(6)])

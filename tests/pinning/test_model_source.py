@@ -1,4 +1,4 @@
-"""pin model: only whole, safe models pass, each fault in one line before anything is loaded."""
+"""pin_model: only complete, safe models pass; each fault is one line."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def test_tiny_is_pinned_by_content_and_found_beside_the_code(pin, tiny_dir):
 
 
 def test_a_model_with_the_same_tokenizer_has_the_same_tokenizer_lock(pin, own):
-    """Else another size of the same family would tokenize everything again."""
+    """Otherwise another size of the same family would tokenize everything again."""
     pin("tiny")
     before = Path("locks/tokenizer.json").read_bytes()
     config = json.loads((own / "config.json").read_text())
@@ -158,7 +158,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("spoil, rule", SPOILT.values(), ids=SPOILT)
-def test_a_spoilt_model_is_refused_and_leaves_the_last_pin_whole(pin, own, spoil, rule):
+def test_a_damaged_model_is_refused_and_the_last_lock_stays(pin, own, spoil, rule):
     pin("tiny")
     before = {path.name: path.read_bytes() for path in Path("locks").glob("*.json")}
     spoil(own)
@@ -169,7 +169,7 @@ def test_a_spoilt_model_is_refused_and_leaves_the_last_pin_whole(pin, own, spoil
 
 
 def test_a_revision_of_a_local_model_is_refused(pin, own):
-    """It would be ignored in silence."""
+    """It would be silently ignored."""
     assert told(pin("tiny", revision="main")).startswith("model.revision: only a hub model has revisions")
     assert told(pin("own", revision="v1")).startswith("model.revision: only a hub model has revisions")
 
@@ -178,7 +178,7 @@ def test_a_name_that_is_nothing_is_refused_without_asking_the_network(pin):
     assert told(pin("./no/such/model")).startswith("model.name: must be tiny, an existing directory, or a hub id")
 
 
-def test_a_pinned_directory_that_is_gone_is_told(pin, own):
+def test_a_pinned_directory_that_is_gone_is_refused(pin, own):
     pin("own")
     shutil.rmtree(own)
     with pytest.raises(UserError, match="the pinned directory 'own' is gone"):

@@ -1,4 +1,4 @@
-"""Paths that cannot be read, or not be written down: told in one line, and no row is lost in silence."""
+"""Paths that cannot be read or stored are refused in one line."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ def test_rows_that_may_not_be_listed_are_not_lost_in_silence(pin, repo_root, giv
 
 
 def test_a_pattern_for_one_directory_asks_for_that_one_alone(pin, monkeypatch):
-    """Others beside its files, such as lost+found, are none of its business."""
+    """Other directories next to its files, such as lost+found, are ignored."""
     write_rows(Path("rows/b.jsonl"), ROWS)
     write_rows(Path("rows/deep/a.jsonl"), ROWS)
     listed: list[str] = []
@@ -58,7 +58,7 @@ def test_a_pattern_for_one_directory_asks_for_that_one_alone(pin, monkeypatch):
     assert "rows" in listed and "rows/deep" not in listed
 
 
-def test_odd_names_and_files_are_told(pin, tmp_path):
+def test_unusual_names_and_files_are_refused(pin, tmp_path):
     folder = tmp_path / "odd"
     write_rows(folder / "a.jsonl", ROWS)
     odd = folder / os.fsdecode(b"\xff.jsonl")
@@ -74,8 +74,8 @@ def test_odd_names_and_files_are_told(pin, tmp_path):
 
 
 @pytest.mark.parametrize("given", ["rows", "rows/**/*.jsonl"])
-def test_a_temporary_run_reads_a_directory_whole_of_which_git_tracks_a_part(pin, monkeypatch, given):
-    """Its copy of the checkout has the tracked files alone; the others would be lost in silence."""
+def test_a_temporary_run_reads_a_partly_tracked_directory_completely(pin, monkeypatch, given):
+    """Its copy of the checkout has the tracked files alone; the others would be lost silently."""
     checkout = Path.cwd()
     for name in ("rows/tracked.jsonl", "rows/deep/mine.jsonl"):
         write_rows(Path(name), ROWS)

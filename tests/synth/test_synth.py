@@ -1,4 +1,4 @@
-"""The offline default: generated data, tokenizer and tiny model are what their scripts and cards say they are."""
+"""The offline default: generated data, tokenizer and tiny model match their scripts and cards."""
 
 import functools
 import itertools
@@ -132,7 +132,7 @@ def test_pad_is_its_own_id_and_never_produced_from_text(sample, tokenizer):
     assert tokenizer("a b").input_ids == tokenizer("a b", add_special_tokens=False).input_ids
 
 
-def test_template_marks_what_the_assistant_says_and_nothing_else(tokenizer):
+def test_template_marks_only_the_assistants_text(tokenizer):
     """Prevents training on prompts, and replies whose end of turn is not learnt."""
     encoded = tokenizer.apply_chat_template(
         TOOL_CHAT,

@@ -41,7 +41,7 @@ PAIRS = st.lists(st.tuples(st.sampled_from(["a", "b", 'c":', "d: "]), st.integer
 @given(pairs=PAIRS, inner=PAIRS, space=st.sampled_from(["", " ", "\t"]))
 @settings(max_examples=100, deadline=None)
 def test_a_key_that_comes_twice_is_always_found(pairs, inner, space):
-    """Whichever value were kept, the other would be lost in silence."""
+    """Whichever value were used, the other would be silently lost."""
 
     def write(pairs, more=""):
         written = [f"{json.dumps(key)}{space}:{value}" for key, value in pairs]

@@ -35,7 +35,7 @@ FEW_EXAMPLES = settings(max_examples=25, deadline=None, suppress_health_check=[H
 
 @given(rows=ROWS, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans(), block=st.integers(6, 40))
 @FEW_EXAMPLES
-def test_an_array_read_in_blocks_equals_the_array_read_whole(tmp_path, rows, indent, ascii_only, block):
+def test_an_array_read_in_blocks_equals_the_complete_array(tmp_path, rows, indent, ascii_only, block):
     """A value, an escape or a character that a block's end splits must neither be lost nor become a fault."""
     path = tmp_path / "rows.json"
     text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)

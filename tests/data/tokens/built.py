@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tests.conftest import ROOT
 
-# The words of these cuts: contractions, letters with what stands before them, numbers, other marks, white space.
+# The patterns match contractions, letters with a preceding character, numbers, punctuation, white space.
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_CUT = rf"{_LETTERS}|\p{{N}}{{1,3}}|{_OTHERS}"

@@ -19,7 +19,7 @@ VALUES = st.recursive(TEXTS, lambda inner: st.lists(inner, max_size=3) | st.dict
 @given(value=VALUES)
 @settings(max_examples=300, deadline=None)
 def test_a_row_called_clean_is_one_that_protection_leaves_as_it_is(value):
-    """A control token that the fast look missed, say because JSON escapes it, would end the user's turn."""
+    """A control token that the fast search missed, such as one that JSON escapes, would end the user's turn."""
     guard = Guard(TOKENS)
     protected = guard.protect(value)
     assert guard.is_clean(value) == (guard.control_tokens == guard.surrogates == 0)
@@ -42,7 +42,7 @@ def test_the_longest_of_the_texts_at_a_place_is_found(texts, text):
     assert re.findall(f"(?:{any_of(texts)})", text) == re.findall(longest_first, text)
 
 
-def test_pieces_give_back_the_text_with_its_control_tokens_apart():
+def test_split_separates_control_tokens_from_text():
     guard = Guard(TOKENS)
     text = f"a<s>b[INST]{TRAINED_START}é¥\ud800"
     pieces = guard.split(guard.protect(text))

@@ -53,7 +53,7 @@ def chat(*turns: dict[str, Any], **columns: Any) -> dict[str, Any]:
     return {"messages": list(turns), **columns}
 
 
-# Dialect → its row, its answers, and what else its text says.
+# By dialect: its row, its answers, and other texts that must be shown.
 HONOURED: dict[str, tuple[Any, list[str], list[str]]] = {
     "axolotl-train": (
         chat({**USER, "train": False}, {**BAD, "train": False}, USER, {**ANSWER, "train": True}),
@@ -210,7 +210,7 @@ def test_other_columns_are_named_once_for_each_source(run_sources):
     ]
 
 
-def test_a_preference_pair_of_no_other_shape_says_how_to_train_its_better_answer(run_sources):
+def test_a_preference_pair_is_refused_with_a_remedy(run_sources):
     pair = {"prompt": "Q", "chosen": "A", "rejected": "B"}
     assert "data.columns={completion: chosen}" in told(run_sources({"pairs": pair}))
     transcript = {"chosen": "Human: Q\nAssistant: A", "rejected": "Human: Q\nAssistant: B"}

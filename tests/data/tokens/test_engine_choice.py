@@ -171,7 +171,7 @@ def test_an_engine_that_differs_on_the_probes_or_on_the_data_alone_is_caught(dir
     assert choose_engine("auto", directories["llama3"], ["no"]).name == "tiktoken"
 
 
-def test_another_cut_of_words_is_caught_by_the_probes(directories, monkeypatch):
+def test_another_split_pattern_is_detected_by_the_probes(directories, monkeypatch):
     """Two libraries of regular expressions could read one pattern in two ways."""
     monkeypatch.setattr(tiktoken_engine, "_pattern", lambda cut: LLAMA3_CUT.replace(r"\p{L}+", r"\p{L}{1,3}"))
     assert choose_engine("auto", directories["llama3"], []).name == "tokenizers"
@@ -197,7 +197,7 @@ def test_probes_contain_every_kind_of_character():
 
 
 @pytest.mark.slow
-def test_both_libraries_of_regular_expressions_cut_at_every_character_alike():
+def test_both_regex_libraries_split_at_every_character_alike():
     """The probes hold only the ends of each run of like characters; here every one is seen.
 
     Merges that reach over each kind of neighbour show where text was cut.

@@ -26,7 +26,7 @@ def run_rows(run):
     return write_and_run
 
 
-def test_a_source_is_held_out_whole_and_no_other_row_is(run_rows):
+def test_all_rows_of_the_heldout_source_and_no_others_are_held_out(run_rows):
     write_rows(Path("test.jsonl"), [{"question": f"Is {n}?", "answer": "Yes."} for n in range(7)])
     heldout = [{"source": "test.jsonl", "columns": {"prompt": "question", "completion": "answer"}, "rows": 5}]
     result = run_rows(ROWS, data__heldout_fraction=0, data__heldout_source=heldout, data__max_rows=20)
@@ -38,8 +38,8 @@ def test_a_source_is_held_out_whole_and_no_other_row_is(run_rows):
     assert describe_data(read_json(Path("locks/data.json"))) == "rows.jsonl, test.jsonl (held out)"
 
 
-def test_a_lock_without_a_held_out_source_is_as_it_was(run_rows):
-    """Else the pin of every data set would change, and with it all that follows."""
+def test_a_lock_without_a_heldout_source_is_unchanged(run_rows):
+    """Otherwise the pin of every data set would change, and with it all that follows."""
     run_rows(ROWS)
     assert "heldout" not in read_json(Path("locks/data.json"))["sources"][0]
 
@@ -69,13 +69,13 @@ def test_trained_rows_are_not_held_out_under_another_name(run_rows):
     assert refusal.startswith("data.heldout_source: same.jsonl has the content of a data.source file (rows.jsonl)")
 
 
-def test_a_held_out_source_without_a_usable_row_is_told_as_that(run_rows):
+def test_a_heldout_source_without_a_usable_row_is_refused(run_rows):
     write_rows(Path("test.jsonl"), [chat_row("word " * 600)])
     refusal = told(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="test.jsonl"))
     assert refusal.startswith("data.heldout_source: leaves no row to evaluate on, 1 lost their answer")
 
 
-def test_a_missing_held_out_source_is_told_by_its_own_key(run_rows):
+def test_a_missing_heldout_source_is_refused_under_its_key(run_rows):
     assert told(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="no.jsonl")).startswith(
         "data.heldout_source: no such file or directory; got 'no.jsonl'"
     )

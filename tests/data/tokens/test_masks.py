@@ -223,7 +223,7 @@ ANSWER = (
 )
 
 
-def test_a_broken_template_is_told_with_its_line(render, own):
+def test_a_broken_template_is_refused_with_its_line(render, own):
     with pytest.raises(
         UserError, match="^data.chat_template: the template is broken \\(line 2: .*; correct it, or name"
     ):
@@ -253,7 +253,7 @@ TEMPLATE_FAULTS = {
 
 
 @pytest.mark.parametrize("template, rule", TEMPLATE_FAULTS.values(), ids=TEMPLATE_FAULTS)
-def test_a_template_that_cannot_show_a_row_says_so(render, template, rule):
+def test_a_template_that_cannot_render_a_row_refuses_it(render, template, rule):
     with pytest.raises(RowFault, match=rule):
         render(template + "{% if false %}{% generation %}{% endgeneration %}{% endif %}")
 

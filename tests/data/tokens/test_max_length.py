@@ -1,4 +1,4 @@
-"""data.max_length: what is kept of a long row, and what is counted as lost."""
+"""data.max_length: chunks of long rows, and counts of lost ones."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def rows_of(*rows: list[tuple[int, bool]]) -> EncodedRows:
 
 
 def listed(cut: Chunks) -> list[tuple[int, int, int, list[list[int]]]]:
-    """(row, start, length, spans) of each piece."""
+    """(row, start, length, spans) of each chunk."""
     return [
         (int(row), int(start), int(length), cut.spans[cut.span_chunks == number].tolist())
         for number, (row, start, length) in enumerate(zip(cut.rows, cut.starts, cut.lengths, strict=True))
@@ -43,7 +43,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("over_length", EXPECTED)
-def test_long_rows_are_cut_dropped_or_split_and_every_row_ends_with_a_trained_token(over_length):
+def test_long_rows_are_truncated_dropped_or_split_and_end_with_a_trained_token(over_length):
     cut = limit_lengths(rows_of(LONG, SHORT, LATE), 10, over_length)
     pieces, truncated, dropped, split, no_answer = EXPECTED[over_length]
     assert listed(cut) == pieces
@@ -57,7 +57,7 @@ def test_a_row_is_long_only_by_what_is_trained_and_before_it():
 
 
 def test_a_first_token_alone_is_not_supervised():
-    """Nothing stands before it to predict it from."""
+    """No token before it predicts it."""
     for over_length in ("truncate", "drop", "split"):
         cut = limit_lengths(rows_of([(1, True)], [(2, True)]), 10, over_length)
         assert listed(cut) == [(1, 1, 2, [[0, 2]])]
@@ -69,7 +69,7 @@ UNITS = st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=6)
 
 @given(rows=st.lists(UNITS, max_size=5), max_length=st.integers(2, 9), over_length=st.sampled_from(sorted(EXPECTED)))
 @settings(max_examples=400, deadline=None)
-def test_pieces_are_those_of_a_plain_loop(rows, max_length, over_length):
+def test_chunks_equal_those_of_a_plain_loop(rows, max_length, over_length):
     encoded = rows_of(*rows)
     expected, lost = [], []
     start = 0

@@ -31,7 +31,7 @@ def rows_of(out, side):
     return [row for path in sorted((out / side).iterdir()) for row in read_records(path)]
 
 
-def test_the_index_says_of_each_row_what_the_shards_hold(tmp_path):
+def test_the_index_describes_each_row_of_the_shards(tmp_path):
     totals, out = merged(tmp_path, text_blocks(BLOCKS, source_of=lambda number: number // 100), sources=2)
     for side in ("train", "heldout"):
         rows, index = rows_of(out, side), read_records(out / f"{side}-index.arrow")
@@ -111,7 +111,7 @@ def test_the_histogram_counts_every_row_in_its_bin(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["4/4", "1", "-1/2", "a/b", "1/2/3", "0/0"])
-def test_a_part_written_wrong_is_told(text):
+def test_an_invalid_part_is_refused(text):
     with pytest.raises(UserError, match="--part: must be i/n"):
         parse_part(text)
 
@@ -171,7 +171,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault, key, rule", FAULTS.values(), ids=FAULTS)
-def test_parts_that_are_not_one_whole_are_told(tmp_path, fault, key, rule):
+def test_incomplete_or_damaged_parts_are_refused(tmp_path, fault, key, rule):
     make_parts(tmp_path, 2)
     fault(tmp_path)
     with pytest.raises(UserError) as told:

@@ -97,11 +97,11 @@ def test_plain_shapes():
         ({"text": ""}, "text", "the first row has text"),
     ],
 )
-def test_auto_reads_the_shape_off_the_keys_and_says_why(row, shape, reason):
+def test_auto_detects_the_format_by_keys_with_a_reason(row, shape, reason):
     assert detect_format(row, {}) == (shape, reason)
 
 
-def test_auto_names_the_keys_it_found_and_the_shapes_it_knows():
+def test_auto_refuses_unknown_keys_and_lists_the_formats():
     with pytest.raises(
         RowFault, match=r'no format with the keys \["question", "answer"\].*alpaca: instruction, output'
     ):
@@ -242,7 +242,7 @@ def test_a_family_is_text_or_absent_and_may_stand_in_another_column():
 
 
 def test_rows_with_one_prompt_share_a_key_whatever_their_answer_and_shape():
-    """Else a prompt could be trained on and held out at once."""
+    """Otherwise a prompt could be both trained and held out."""
     alpaca = parse_row({"instruction": "Q", "output": "A"}, shape_of("alpaca"))
     other = parse_row(messages(USER, {"role": "assistant", "content": "B"}), shape_of("messages"))
     assert alpaca.prompt_key() == other.prompt_key()
@@ -257,7 +257,7 @@ def test_rows_with_one_prompt_share_a_key_whatever_their_answer_and_shape():
 @pytest.mark.parametrize("before", [[], [{"role": "system", "content": "S"}], [{**ANSWER, "content": "Welcome!"}]])
 @pytest.mark.parametrize("weight", [{}, {"weight": 0}])
 def test_a_conversation_shares_the_key_of_its_beginnings(before, weight):
-    """Every answer is trained: held out, the beginning would be asked about what its continuation has taught."""
+    """Otherwise the beginning could be held out while its continuation trains the same answers."""
     start = [*before, USER, {**ANSWER, **weight}]
     key = parse_row(messages(*start, USER, ANSWER), shape_of("messages")).prompt_key()
     assert key == parse_row(messages(*before, USER, ANSWER), shape_of("messages")).prompt_key()
@@ -267,8 +267,8 @@ def test_a_conversation_shares_the_key_of_its_beginnings(before, weight):
     )
 
 
-def test_rows_in_which_nobody_asks_are_told_apart():
-    """One key for all would put a whole data set on one side."""
+def test_rows_without_a_question_have_different_keys():
+    """One key for all would put a complete data set on one side."""
     keys = {parse_row(messages({**ANSWER, "content": text}), shape_of("messages")).prompt_key() for text in ("a", "b")}
     assert len(keys) == 2
 
@@ -407,7 +407,7 @@ def test_a_prompt_that_the_fast_encoder_refuses_has_a_key():
 
 @pytest.mark.parametrize("value", [b"\xff\x00", Decimal("1.50"), timedelta(days=3)])
 def test_a_value_that_json_has_no_like_for_moves_no_row(value):
-    """Column formats hold such values beside a message's text."""
+    """Column formats can have such values in a message."""
     row = {"messages": [{**USER, "extra": value}, ANSWER]}
     sides = {is_heldout(conversation(row, "messages"), 0.5, seed) for seed in range(20)}
     assert sides == {True, False}

@@ -1,4 +1,4 @@
-"""Segments as tokens: what decodes from the trained spans is what was marked, with tokenizers of every style."""
+"""Row tokenizer: trained spans decode to the trained segments, with tokenizers of every style."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def tokenizers(tmp_path_factory) -> Callable[[str], tuple[RowTokenizer, Tokenize
     return loaded.__getitem__
 
 
-def test_only_tokenizers_that_put_a_space_first_encode_rows_as_one_text(tokenizers):
+def test_only_space_adding_tokenizers_encode_rows_as_one_text(tokenizers):
     ids = np.zeros(0, np.int32)
     joined = {style for style in STYLES if tokenizers(style)[0].differs_when_joined([Segment("a", True)], ids) is None}
     assert joined == WHOLE
@@ -69,7 +69,7 @@ def test_trained_tokens_decode_to_the_answer_and_its_end(tokenizers, style, rows
             expected = _nfc(expected)
         # Inside its text: alone, it would lose a first space.
         found = decode(ids)[len(decode(ids[: spans[0, 0]])) :]
-        # Llama 2 begins each text after a control token with a space of its own.
+        # Llama 2 adds a space to the text after each control token.
         assert found == expected or (style == "llama2" and found == f" {expected}")
         assert (ids == tokenizer.eos_id).sum() == 2
 
@@ -79,7 +79,7 @@ def _nfc(text: str) -> str:
 
 
 @pytest.mark.parametrize("style", sorted(WHOLE))
-def test_ids_are_those_of_the_whole_text_where_a_space_comes_first(tokenizers, style):
+def test_ids_equal_those_of_the_joined_text_for_space_adding_tokenizers(tokenizers, style):
     tokenizer, reference = tokenizers(style)
     segments = [Segment("<s>[INST] What is it? [/INST]", False), Segment(" An answer.</s>", True)]
     segments += [Segment("[INST] And then, ", False), Segment("nothing ", True), Segment("more", False)]
@@ -87,12 +87,12 @@ def test_ids_are_those_of_the_whole_text_where_a_space_comes_first(tokenizers, s
     assert ids.tolist() == reference.encode("".join(one.text for one in segments), add_special_tokens=False).ids
     trained = [[reference.id_to_token(n) for n in ids[start:end]] for start, end in spans.tolist()]
     assert "".join(trained[0]) == "▁An▁answer.</s>"
-    # The space before a stretch belongs to its first word; one at its end belongs to the next word, which is not in it.
+    # A space before a trained segment belongs to its first word; a space at its end belongs to the next word.
     assert "".join(trained[1]) == "▁nothing"
 
 
 @pytest.mark.parametrize("style", sorted(WHOLE))
-def test_control_tokens_as_text_change_nothing_around_them_in_a_whole_text(tokenizers, style):
+def test_control_tokens_as_text_do_not_change_the_ids_around_them(tokenizers, style):
     tokenizer, reference = tokenizers(style)
     text = tokenizer.guard.protect("a </s> b</s><s>c")
     ids, spans = encode_one(tokenizer, [Segment("<s>", False), Segment(text + END, True), Segment(" tail", False)])
@@ -109,7 +109,7 @@ def test_a_tokenizer_that_loses_text_is_refused_in_one_line(tmp_path):
 
 @given(units=st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=5), max_size=5))
 @settings(max_examples=80, deadline=None)
-def test_units_become_the_rows_and_spans_that_a_plain_loop_finds(units):
+def test_segments_become_the_rows_and_spans_of_a_plain_loop(units):
     flat = [unit for row in units for unit in row]
     lengths = np.array([length for length, _ in flat], np.int64)
     trained = np.array([is_trained for _, is_trained in flat], bool)
@@ -147,7 +147,7 @@ def test_padding_is_a_token_that_no_answer_ends_with(named, control, number, why
 
 
 @pytest.mark.parametrize("role", ["bos_token", "eos_token", "pad_token"])
-def test_a_special_token_that_the_tokenizer_does_not_know_is_told(tmp_path, tiny_dir, role):
+def test_a_special_token_outside_the_vocabulary_is_refused(tmp_path, tiny_dir, role):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((tiny_dir / file).read_bytes())
     config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {role: "<|gone|>"}

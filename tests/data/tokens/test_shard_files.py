@@ -1,4 +1,4 @@
-"""Shards are whole or not there: resumed, damaged, made from other bytes; and held by one process at a time."""
+"""Shards: resumed, damaged, or made from other bytes; and their directory, locked by one process."""
 
 import json
 import multiprocessing
@@ -98,7 +98,7 @@ def test_a_finished_shard_of_other_bytes_is_thrown_away(tmp_path):
     assert after == files(tmp_path / "clean")
 
 
-def test_a_bad_row_is_told_with_its_place_and_leaves_the_shards_before_it(tmp_path):
+def test_a_bad_row_is_refused_with_its_line_and_earlier_shards_stay(tmp_path):
     blocks = [replace(block, payload=b"fine\nbad\nbad") if block.number == 100 else block for block in text_blocks(130)]
     with pytest.raises(UserError, match=r"^rows\.txt:302: is bad$"):
         make(tmp_path, blocks)
@@ -108,7 +108,7 @@ def test_a_bad_row_is_told_with_its_place_and_leaves_the_shards_before_it(tmp_pa
     assert shards[1].counts["0"]["bad_rows"] == 2
 
 
-def test_of_many_rejected_rows_the_first_100_are_kept(tmp_path):
+def test_the_first_100_rejected_rows_are_listed(tmp_path):
     blocks = [replace(block, payload=b"\n".join([b"bad"] * 70)) for block in text_blocks(2)]
     _, [shard], _ = make(tmp_path, blocks, fails=False)
     assert len(shard.rejects) == 100 and shard.counts["0"]["bad_rows"] == 140
@@ -127,7 +127,7 @@ def refuse(text):
     raise AssertionError(text)
 
 
-def test_a_workplace_is_removed_when_done_and_kept_with_its_finished_shards_after_a_fault(tmp_path):
+def test_a_work_directory_is_removed_when_done_and_stays_with_finished_shards_after_an_error(tmp_path):
     with work_directory(tmp_path, "k", refuse) as root:
         (root / "half").write_text("")
     assert list(tmp_path.iterdir()) == []
@@ -155,7 +155,7 @@ def hold(root, ready, release):
 
 
 @pytest.mark.multiprocess
-def test_a_second_run_of_the_same_work_waits_and_says_so(tmp_path):
+def test_a_second_run_of_the_same_work_waits_with_a_note(tmp_path):
     context = multiprocessing.get_context("spawn")
     ready, release = context.Event(), context.Event()
     other = context.Process(target=hold, args=(tmp_path, ready, release))
@@ -175,7 +175,7 @@ def test_a_second_run_of_the_same_work_waits_and_says_so(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path):
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(UserError, match="file/part: cannot be written"),

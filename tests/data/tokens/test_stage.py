@@ -93,7 +93,7 @@ def test_rows_do_not_change_sides_when_others_are_added_or_answers_change(run):
     assert before < after and after - before <= {row["messages"][0]["content"] for row in more[:40]}
 
 
-def test_long_rows_are_cut_and_rows_without_an_answer_left_are_dropped(run):
+def test_long_rows_are_truncated_and_rows_without_an_answer_are_dropped(run):
     long_answer = chat_row("Hi", "word " * 100)
     long_prompt = chat_row("word " * 100, "Yes.")
     rows = [*ROWS, long_answer, long_prompt]
@@ -215,7 +215,7 @@ def test_a_refusal_leaves_the_last_tokens_unchanged(run):
 
 
 def test_a_source_edited_between_pinning_and_reading_is_refused(run):
-    """Else the tokens would be of other rows than the lock names."""
+    """Otherwise the tokens would be of other rows than the lock names."""
     source = write_rows(Path("rows.jsonl"), ROWS)
     run(source)
     before = snapshot()
@@ -242,7 +242,7 @@ def full_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
-def test_a_disk_that_refuses_in_mid_write_leaves_the_last_tokens_whole(run):
+def test_a_full_disk_leaves_the_last_tokens_unchanged(run):
     source = write_rows(Path("rows.jsonl"), ROWS)
     run(source)
     before = snapshot()

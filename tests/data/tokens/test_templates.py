@@ -29,7 +29,7 @@ def turn(role: str, content: str, **others: Any) -> dict[str, Any]:
 
 
 def chat(*texts: str, system: str | None = None) -> Conversation:
-    """Questions and answers in turn."""
+    """Alternating questions and answers."""
     messages = [turn("user" if n % 2 == 0 else "assistant", text) for n, text in enumerate(texts)]
     return Conversation(messages=([turn("system", system)] if system else []) + messages, tools=None)
 
@@ -206,7 +206,7 @@ def test_the_last_answer_is_the_last_of_weight_1(directories):
     assert trained(template.render(conversation)) == ["A<|im_end|>"]
 
 
-def test_the_choice_is_told_with_its_reason(directories, bundled, by_segments):
+def test_the_method_has_a_reason(directories, bundled, by_segments):
     assert (
         "no generation marks, but renders test conversations as the bundled gemma template" in bundled["gemma"].reason
     )
@@ -257,7 +257,7 @@ HIDDEN = {
 
 @pytest.mark.parametrize("part", HIDDEN)
 def test_a_part_that_the_template_leaves_out_is_a_fault(part, bundled):
-    """Calls would be learnt as empty answers, and questions about results that nobody has shown."""
+    """Otherwise calls would be trained as empty answers."""
     with pytest.raises(RowFault, match=f"the chat template does not show '{part}', which the row has; set data.chat_t"):
         bundled["zephyr"].render(HIDDEN[part])
 
@@ -275,7 +275,7 @@ ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def test_a_greeting_before_any_question_is_found(directories, monkeypatch):
-    """Templates that look at the first message cannot render what is before it."""
+    """Templates that read the first message cannot render an empty list."""
     monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_bundled", no_bundled)
     template = custom(directories, "{{ '' if messages[0].role.strip() else '' }}" + LOOP + ASK)
     greeting = Conversation(messages=[turn("assistant", "Welcome!"), *chat("Q", "A").messages], tools=None)
@@ -300,7 +300,7 @@ def test_turns_are_found_where_a_prefix_is_rendered_otherwise(source, directorie
 
 
 @pytest.mark.parametrize("name", [*WITH_TOOLS, "chatml"])
-def test_public_tool_calls_are_told_in_every_template_that_shows_them(name, public_data, directories):
+def test_public_tool_calls_are_located_in_every_template_that_shows_them(name, public_data, directories):
     """Every row is either trained on all its assistant's turns, or refused in one line."""
     rows = json.loads((public_data / "glaive_toolcall_en_demo.json").read_text(encoding="utf-8"))[:100]
     template = open_family(directories[name], name, template="chatml" if name == "chatml" else "tokenizer")
@@ -337,7 +337,7 @@ def test_a_turn_ends_at_its_own_token_where_calls_end_otherwise(directories, mon
 
 
 def test_a_marked_template_whose_marks_are_not_one_a_turn_follows_weights_by_the_turns(directories):
-    """A mark then does not say which turn it is, and the wrong one could be trained."""
+    """Otherwise a mark could be assigned to the wrong turn."""
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
         "{% generation %}{{ m.content }}{% endgeneration %} {% generation %}<|im_end|>{% endgeneration %}"

@@ -1,4 +1,4 @@
-"""A block of rows through a worker: every row is either in the tokens or counted, and its place is kept."""
+"""Tokenizing of a block: every row is either in the tokens, with its number, or counted."""
 
 import json
 import sys
@@ -148,7 +148,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("over_length", LOSSES)
-def test_long_rows_are_told(tiny_dir, over_length):
+def test_long_rows_are_counted(tiny_dir, over_length):
     tokens = BlockTokenizer(settings_of(tiny_dir, max_length=64, over_length=over_length))(block_of(LONG))
     counts, rejected, used = LOSSES[over_length]
     assert counted(tokens) == {"rows": 5} | counts

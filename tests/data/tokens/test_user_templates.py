@@ -156,7 +156,7 @@ REASONING = LOOP.replace(
 
 
 def chat(*texts: str, **fields: str) -> Conversation:
-    """Questions and answers in turn; every answer has the fields."""
+    """Alternating questions and answers; every answer has the fields."""
     turns = [{"role": "user", "content": q} for q in texts[::2]]
     answers = [{"role": "assistant", "content": a, **fields} for a in texts[1::2]]
     return Conversation(messages=[m for pair in zip(turns, answers, strict=True) for m in pair], tools=None)
@@ -185,7 +185,7 @@ def test_what_the_template_does_not_show_is_a_fault_of_the_row(tiny_dir, field):
     assert trained(template, chat("Q", "A", **{field: " "})) == ["A<|im_end|>"]
 
 
-def test_reasoning_under_another_name_than_the_templates_is_told_its_name(tiny_dir):
+def test_reasoning_under_another_key_is_refused_with_the_templates_key(tiny_dir):
     template = load_template(REASONING.replace("FIELD", "thinking"), tiny_dir, {}, "assistant", DATE)
     with pytest.raises(
         RowFault, match="does not show 'reasoning_content', .* rename it 'thinking', which it shows, or"
@@ -194,7 +194,7 @@ def test_reasoning_under_another_name_than_the_templates_is_told_its_name(tiny_d
 
 
 def test_reasoning_of_earlier_answers_is_counted_and_of_the_last_refused(run_template):
-    """Qwen3's way: the earlier answers are trained as they stand in the prompt, and the user is told."""
+    """As with Qwen3: earlier answers are trained without reasoning, with a note for the user."""
     reasoning = REASONING.replace("FIELD", "thinking")
     rows = [*ROWS, {"messages": chat("Q", "A", "R", "B", thinking="Hm.").messages}]
     result = run_template(reasoning, rows)
@@ -210,7 +210,7 @@ def test_reasoning_of_earlier_answers_is_counted_and_of_the_last_refused(run_tem
 
 
 def test_an_answer_of_which_nothing_is_shown_counts_as_empty(run_template):
-    """What is trained decides, not which keys the row has."""
+    """The trained text decides, not the keys of the row."""
     silent = [
         {"messages": chat("Q", "", "R", "B", thinking="Hm.").messages},  # reasoning alone, and not in the last answer
         {"messages": chat("Q", " ", id="a1").messages},

@@ -30,7 +30,7 @@ def test_results_come_in_order_and_equal_those_of_one_worker(workers, kind):
 
 
 def test_few_blocks_are_in_memory_at_a_time():
-    """Else a source larger than memory would be read whole while the workers are busy."""
+    """Otherwise a source larger than memory would be read completely while workers are busy."""
     read = []
 
     def blocks():
@@ -44,7 +44,7 @@ def test_few_blocks_are_in_memory_at_a_time():
 
 
 @pytest.mark.multiprocess
-def test_a_killed_worker_is_told_in_one_line():
+def test_a_killed_worker_is_reported_in_one_line():
     """As the system does to the largest process when memory runs out."""
     blocks = list(text_blocks(6))
     deadly = type(blocks[0])(number=3, source=0, file=0, kind="text", payload=b"die", first_row=0)
@@ -56,7 +56,7 @@ def test_a_killed_worker_is_told_in_one_line():
 
 
 def test_a_process_with_another_thread_is_not_forked():
-    """The child would inherit a lock that nobody opens any more."""
+    """The child would inherit a lock that is never released."""
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
@@ -68,7 +68,7 @@ def test_a_process_with_another_thread_is_not_forked():
 
 
 def test_a_fresh_process_with_the_workers_libraries_can_be_forked():
-    """Else each worker would import them anew, and share no memory."""
+    """Otherwise each worker would import them anew, and share no memory."""
     code = (
         "import stages.tokenize, lean_finetune.data.encode.row_tokenizer\n"
         "from lean_finetune.data.shards.worker_pool import is_safe_to_fork\n"
@@ -107,7 +107,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes in /proc")
 @pytest.mark.parametrize("start, end", [("fork", signal.SIGKILL), ("spawn", signal.SIGINT), ("fork", signal.SIGTERM)])
 def test_no_worker_outlives_its_parent(tmp_path, start, end):
-    """However the parent ends; Ctrl-C goes to the workers, too, and they say nothing of it."""
+    """However the parent ends. Workers get Ctrl-C too, and print nothing."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     with (

@@ -60,7 +60,7 @@ def tokenize(*arguments: str) -> str:
 
 
 def test_there_are_several_shards(prepared):
-    """Else the tests below would test nothing."""
+    """Otherwise the tests below would test nothing."""
     directory, made = prepared
     size = (directory / "rows.jsonl").stat().st_size
     shards = -(-size // (BLOCK_BYTES * BLOCKS_PER_SHARD))
