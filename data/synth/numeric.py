@@ -102,7 +102,7 @@ def date_add(rng: random.Random, language: str) -> Turn:
 
 
 def unit_convert(rng: random.Random, language: str) -> Turn:
-    """Convert a whole number of a large unit to a smaller one."""
+    """Convert an integer number of a large unit to a smaller one."""
     large, small, factor = rng.choice(UNITS[language])
     count = rng.randrange(2, 1000 if factor in (100, 1000) else 100)
     phrase = pick_phrase(

@@ -40,7 +40,7 @@ def make_row(rng: random.Random, name: str, family: Family) -> dict:
 
 
 def prompts_of(row: dict) -> list[str]:
-    """List what the user says in a row, turn by turn."""
+    """List the user's messages of a row."""
     return [message["content"] for message in row["messages"] if message["role"] == "user"]
 
 

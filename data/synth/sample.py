@@ -34,7 +34,7 @@ def make_sample(seed: int, rows: int) -> list[dict]:
 
 
 def to_jsonl(rows: list[dict]) -> str:
-    """Write rows as JSON lines, non-ASCII kept as it is."""
+    """Write rows as JSON Lines, without escaping non-ASCII."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

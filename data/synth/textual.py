@@ -75,7 +75,7 @@ def reverse_list(rng: random.Random, language: str) -> Turn:
 
 
 def bullet_list(rng: random.Random, language: str) -> Turn:
-    """Put each item of a list on a line of its own after a bullet."""
+    """Put each item of a list on its own line after a bullet."""
     words = draw_words(rng, language, draw_size(rng, 6, least=2, most=120))
     phrase = pick_phrase(
         rng,
@@ -234,7 +234,7 @@ def table_lookup(rng: random.Random, language: str) -> Turn:
 
 
 def table_filter(rng: random.Random, language: str) -> Turn:
-    """List the names in a two-column table whose city is the one asked for, in the table's order."""
+    """List the names in a two-column table with the requested city, in the table's order."""
     names = rng.sample(NAMES[language], draw_size(rng, 5, least=3, most=len(NAMES[language])))
     cities = rng.sample(CITIES[language], 2)
     homes = [rng.choice(cities) for _ in names]

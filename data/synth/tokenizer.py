@@ -44,7 +44,7 @@ def train_bpe(seed: int, rows: int) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json beside the chat template that `directory` already holds."""
+    """Write tokenizer.json and tokenizer_config.json next to the chat template in `directory`."""
     pad, _, end = SPECIAL_TOKENS
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -1,4 +1,4 @@
-"""Unseen families: held out from pretraining, so what a fine-tune learns about them is its own doing.
+"""Unseen families: excluded from pretraining, so only the fine-tune can learn them.
 
 Each recombines what the seen families teach (copying, picking, marks between words) under an instruction that the base
 model has never met.
@@ -80,7 +80,7 @@ def arrow_lookup(rng: random.Random, language: str) -> Turn:
 
 
 def double_each(rng: random.Random, language: str) -> Turn:
-    """Say every word twice in place: `red red dog dog`."""
+    """Repeat every word: `red red dog dog`."""
     words, text = draw_list(rng, language, median=6, most=80)
     phrase = pick_phrase(
         rng,

@@ -1,4 +1,4 @@
-"""Word lists and small random pieces that every task family draws from, in English and Chinese."""
+"""Word lists and random parts of prompts for all task families, in English and Chinese."""
 
 import random
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def draw_words(rng: random.Random, language: str, count: int) -> list[str]:
 
 
 def draw_separator(rng: random.Random, language: str) -> str:
-    """Draw what stands between the items of a list in a prompt."""
+    """Draw the separator of a list's items in a prompt."""
     return rng.choice((", ", " ") if language == "en" else ("、", " "))
 
 
