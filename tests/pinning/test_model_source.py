@@ -146,7 +146,7 @@ SPOILT = {
     "no model type": (edit("config.json", model_type=None), "config.json names no model_type"),
     "vocabulary": (edit("config.json", vocab_size=100), "but config.json has vocab_size 100"),
     "broken config": (overwrite("config.json", "{"), "config.json is not JSON"),
-    "config list": (overwrite("config.json", "[]"), "config.json must hold a JSON object, got list"),
+    "config list": (overwrite("config.json", "[]"), "config.json must be a JSON object, got list"),
     "broken special tokens": (overwrite("special_tokens_map.json", "{"), "special_tokens_map.json is not JSON"),
     "special token list": (overwrite("special_tokens_map.json", "[]"), "special_tokens_map.json must hold a JSON ob"),
     "template in Latin-1": (

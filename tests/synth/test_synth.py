@@ -56,6 +56,7 @@ def test_committed_sample_is_what_the_script_makes():
     assert to_jsonl(make_sample(SAMPLE_SEED, SAMPLE_ROWS)).encode() == SAMPLE.read_bytes()
 
 
+@pytest.mark.slow
 def test_committed_tokenizer_is_what_the_script_trains():
     trained = json.loads(train_bpe(TOKENIZER_SEED, TOKENIZER_ROWS).to_str())
     committed = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
@@ -181,6 +182,7 @@ def test_model_knows_the_seen_families_and_not_the_unseen(sample, tokenizer, mod
     assert losses["unseen"] > 2 * losses["seen"]
 
 
+@pytest.mark.slow
 def test_pretraining_twice_gives_the_same_weights(tokenizer):
     """Prevents a base that its own script cannot make again on the same machine."""
     weights = []

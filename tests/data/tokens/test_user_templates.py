@@ -96,31 +96,16 @@ SYSTEM_MARKED = LOOP.replace(
     "{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}",
 )
 WRONG = {
-    "marks around every role": (
-        MARKED,
-        "has generation marks around the text of user messages, which would be trained",
-    ),
+    "marks around every role": (MARKED, "has generation marks around the text of user messages, which would be tr"),
     "marks around the system": (SYSTEM_MARKED, "has generation marks around the text of system messages, which would"),
     "no prompts": (
         "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
         "does not show the text of user messages, so it would be lost; let it show each message, or name another",
     ),
-    "the last question alone": (
-        LOOP.replace("in messages", "in messages[-2:]"),
-        "does not show the text of user messages, so it would be lost",
-    ),
-    "no answers": (
-        LOOP.replace("in messages", "in messages if m.role != 'assistant'"),
-        "does not show the text of assistant messages, so it would be lost",
-    ),
-    "marks around the last answer": (
-        ASSISTANT_MARKED.replace("CONDITION", "loop.last"),
-        "has generation marks, but not around the text of each assistant message; correct them, or set data.train_on",
-    ),
-    "marks around nothing": (
-        ASSISTANT_MARKED.replace("CONDITION", "false"),
-        "has generation marks, but not around the text of the last assistant message; correct them",
-    ),
+    "the last question alone": (LOOP.replace("in messages", "in messages[-2:]"), "does not show the text of user"),
+    "no answers": (LOOP.replace("in messages", "in messages if m.role != 'assistant'"), "does not show the text o"),
+    "marks around the last answer": (ASSISTANT_MARKED.replace("CONDITION", "loop.last"), "has generation marks, b"),
+    "marks around nothing": (ASSISTANT_MARKED.replace("CONDITION", "false"), "has generation marks, but not aroun"),
     "marks inside marks": (
         MARKED.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"),
         "cannot be used: the chat template puts a generation block inside another",

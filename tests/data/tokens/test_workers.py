@@ -94,6 +94,7 @@ def finished() -> list[Path]:
     return sorted(Path("scratch/tokenize").glob("*/done/*.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_killed_run_is_resumed(prepared):
     """SIGKILL leaves no half shard; finished ones are reused."""
@@ -136,6 +137,7 @@ def test_parts_merge_to_the_bytes_of_one_run(prepared):
     assert "made with other parameters than here" in told(invoke(stage, "--merge", "parts/machine1", "parts/machine0"))
 
 
+@pytest.mark.slow
 def test_shards_of_a_source_edited_during_a_run_are_discarded(prepared):
     """Their key has the pinned hash, but they have other bytes."""
     directory, expected = prepared
@@ -150,6 +152,7 @@ def test_shards_of_a_source_edited_during_a_run_are_discarded(prepared):
     assert contents(OUT, METRICS) == expected
 
 
+@pytest.mark.slow
 def test_the_documented_slurm_job_makes_its_part(prepared):
     """As SLURM starts task 1 of 3, but for the shared directory and the size of the blocks."""
     directory, _ = prepared
@@ -166,6 +169,7 @@ def test_the_documented_slurm_job_makes_its_part(prepared):
     assert manifest["shards"] == list(range(1, manifest["all_shards"], 3)) != []
 
 
+@pytest.mark.slow
 def test_the_tokens_open_with_datasets(prepared):
     """In the line that the documentation gives."""
     from datasets import load_dataset
