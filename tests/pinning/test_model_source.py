@@ -148,7 +148,7 @@ SPOILT = {
     "broken config": (overwrite("config.json", "{"), "config.json is not JSON"),
     "config list": (overwrite("config.json", "[]"), "config.json must be a JSON object, got list"),
     "broken special tokens": (overwrite("special_tokens_map.json", "{"), "special_tokens_map.json is not JSON"),
-    "special token list": (overwrite("special_tokens_map.json", "[]"), "special_tokens_map.json must hold a JSON ob"),
+    "special token list": (overwrite("special_tokens_map.json", "[]"), "special_tokens_map.json must be a JSON ob"),
     "template in Latin-1": (
         lambda own: (own / "chat_template.jinja").write_bytes(b"{# \xe4 #}"),
         "own/chat_template.jinja is not UTF-8 text",
