@@ -12,7 +12,6 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.encode import engine_choice as engine_module
-from lean_finetune.data.encode import tiktoken_engine
 from lean_finetune.data.encode.engine_choice import choose_engine, load_tokenizer
 from lean_finetune.data.encode.engine_probes import EDGE_CASES, probe_texts
 from lean_finetune.data.encode.tiktoken_engine import TiktokenEngine
@@ -169,12 +168,6 @@ def test_an_engine_that_differs_on_the_probes_or_on_the_data_alone_is_caught(dir
         chosen = choose_engine("auto", directories["llama3"], sample)
         assert chosen.name == "tokenizers" and "it gives other ids for" in chosen.reason
     assert choose_engine("auto", directories["llama3"], ["no"]).name == "tiktoken"
-
-
-def test_another_split_pattern_is_detected_by_the_probes(directories, monkeypatch):
-    """Two libraries of regular expressions could read one pattern in two ways."""
-    monkeypatch.setattr(tiktoken_engine, "_pattern", lambda cut: LLAMA3_CUT.replace(r"\p{L}+", r"\p{L}{1,3}"))
-    assert choose_engine("auto", directories["llama3"], []).name == "tokenizers"
 
 
 def test_choosing_starts_no_thread(directories):

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template, read_template
-from lean_finetune.data.chat.control_tokens import REPLACEMENT, TRAINED_END, TRAINED_START, Guard
+from lean_finetune.data.chat.control_tokens import TRAINED_END, TRAINED_START
 from lean_finetune.data.chat.trained_segments import Segment, split_segments
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.format.row_formats import Conversation, PlainText, RowFault
@@ -131,22 +131,6 @@ def test_our_own_marks_in_a_row_train_nothing(tokenizer, decode):
     row = encode_chat(tokenizer, chat_row(prompt, "y")["messages"])
     assert trained_texts(row, decode) == ["y<|im_end|>"]
     assert prompt in decode(row.ids)
-
-
-def test_lone_surrogates_are_replaced_and_counted():
-    """No encoder takes them, and one broken emoji must not end a run."""
-    guard = Guard(CONTROL)
-    assert guard.protect({"a": ["x\ud83dy", "\U0001f600"]}) == {"a": [f"x{REPLACEMENT}y", "\U0001f600"]}
-    assert (guard.surrogates, guard.control_tokens) == (1, 0)
-
-
-def test_the_longest_control_token_wins():
-    guard = Guard(["<|end|>", "<|end|>_of_turn"])
-    assert guard.split(guard.protect("a<|end|>_of_turn<|end|>")) == [
-        ("a", False),
-        ("<|end|>_of_turn", True),
-        ("<|end|>", True),
-    ]
 
 
 def test_plain_rows_end_in_eos_and_train_the_completion_alone(tokenizer, decode):
