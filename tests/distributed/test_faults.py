@@ -94,15 +94,9 @@ MESSAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "rank"),
-    [
-        ("killed", 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("memory", 1), ("hangs", 1), ("nccl", 1), ("disk", 0), ("absent", 1))
-        ),
-    ],
+    ("kind", "rank"), [("killed", 1), ("memory", 1), ("hangs", 1), ("nccl", 1), ("disk", 0), ("absent", 1)]
 )
 def test_one_process_fails_and_the_same_command_goes_on(copy: Path, kind: str, rank: int):  # noqa: F811
     """The others would wait forever, or print a traceback each."""
