@@ -1,4 +1,4 @@
-"""The cases this project started from, each with its figure: what users of other tools ran into on one GPU."""
+"""Published out-of-memory cases on one GPU, each with its predicted peak: the cases this project started from."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,7 +44,7 @@ QLORA: dict[str, Any] = {
 
 
 def peak_gib(config: LlamaConfig, setting: Setting, gpu: str, length: int) -> float:
-    """Of tensors, for one row of this length, half of it trained."""
+    """Return the predicted peak of tensors for one row of a length, half of it trained."""
     return predict(config, setting, ((shape(1, length, length // 2),),), gpu_target(gpu)).peak.bytes / GIB
 
 
@@ -52,11 +52,8 @@ def memory_gib(gpu: str) -> float:
     return resolve_gpu(gpu)[0].memory_bytes / GIB
 
 
-# Settings that do not fit, and those that do.
-
-
 def test_llama_8b_full_fits_80_gb_in_bf16_alone_and_not_with_fp32_copies():
-    """OpenRLHF's run out of memory at 128 tokens: 16 bytes a parameter, 119.7 GiB, however short the rows."""
+    """OpenRLHF's run, out of memory at 128 tokens: 16 bytes a parameter take 119.7 GiB, however short the rows."""
     fp32, bf16 = (
         peak_gib(LLAMA_3_1_8B, setting_of(method="full", precision=p, grad_ckpt=True), "A100-80GB", 128)
         for p in ("fp32", "bf16")
@@ -66,7 +63,7 @@ def test_llama_8b_full_fits_80_gb_in_bf16_alone_and_not_with_fp32_copies():
 
 
 def test_llama_8b_full_with_fp32_copies_fits_80_gb_with_its_optimizer_on_the_host():
-    """OpenRLHF's run, 16 bytes a parameter: 4 stay on the GPU and 12 go to the host, gradients as large as weights."""
+    """OpenRLHF's run with offload: of 16 bytes a parameter 4 stay on the GPU (weights, gradients), 12 go to the host."""
     setting = setting_of(method="full", precision="bf16", grad_ckpt=True, master_weights=True)
     without, on_host = (
         peak_gib(LLAMA_3_1_8B, replace(setting, offload=place), "A100-80GB", 128) for place in ("none", "optimizer")
@@ -78,7 +75,7 @@ def test_llama_8b_full_with_fp32_copies_fits_80_gb_with_its_optimizer_on_the_hos
 
 
 def test_llama_8b_full_fits_24_gb_with_updates_in_backward_on_the_host():
-    """Neither gradients nor state on the GPU: what remains is the weights, and the largest gradient on its way."""
+    """Gradients and optimizer state counted on the GPU, which only holds the weights and the largest gradient."""
     setting = setting_of(
         method="full",
         precision="bf16",
@@ -91,16 +88,16 @@ def test_llama_8b_full_fits_24_gb_with_updates_in_backward_on_the_host():
     assert 17.9 < peak_gib(LLAMA_3_1_8B, setting, "RTX-4090", 128) < 18.0 < memory_gib("RTX-4090")
 
 
-def test_llama_8b_full_takes_6_gib_of_each_gpu_with_its_parts_on_the_host():
-    """FSDP2 with CPU offload: nothing that stays is on a GPU, only layers that compute, activations and the ends."""
-    alone = setting_of(method="full", precision="bf16", grad_ckpt=True)
+def test_llama_8b_full_takes_6_gib_of_each_gpu_with_its_shards_on_the_host():
+    """FSDP2 with CPU offload: shards counted on a GPU, which only holds the running layers, activations and logits."""
+    one_gpu = setting_of(method="full", precision="bf16", grad_ckpt=True)
     spec = ShardSpec(mode="zero3")
-    shared = replace(alone, sharing=Sharing(spec=spec, gpus=8, several_turns=False))
+    shared = replace(one_gpu, sharing=Sharing(spec=spec, gpus=8, several_turns=False))
     assert round(peak_gib(LLAMA_3_1_8B, parts_away(shared), "A100-80GB", 2048), 1) == 5.9
 
 
-def test_the_basic_three_save_more_than_half():
-    """bf16, checkpointing and an 8-bit optimizer recommended for a saving they do not have."""
+def test_bf16_checkpointing_and_an_8_bit_optimizer_save_more_than_half():
+    """Three common switches recommended for a saving that they do not have."""
     start = setting_of(method="full", precision="fp32", loss_chunk=None)
     basic = setting_of(method="full", precision="bf16", grad_ckpt=True, optimizer="adamw_8bit", loss_chunk=None)
     before, after = (peak_gib(LLAMA_3_1_8B, setting, "A100-80GB", 2048) for setting in (start, basic))
@@ -110,7 +107,7 @@ def test_the_basic_three_save_more_than_half():
 
 @pytest.mark.slow
 def test_qlora_70b_fits_one_48_gb_card_up_to_a_length():
-    """A 70B promised to a card that it leaves in the middle of a run."""
+    """A 70B predicted to fit a card that runs out of memory in the middle of a run."""
     setting = setting_of(precision="bf16", **QLORA)
     lengths = (2048, 5376, 5632)
     peaks = [peak_gib(LLAMA_3_1_70B, setting, "A6000", length) for length in lengths]
@@ -119,13 +116,13 @@ def test_qlora_70b_fits_one_48_gb_card_up_to_a_length():
 
 
 def test_bf16_on_a_p4_is_refused():
-    """7B in 4 bits on 8 GB cards with bf16 set: a card that only imitates bf16, found out hours later."""
+    """7B in 4 bits with bf16 on 8 GB cards, which only emulate bf16 and take hours longer."""
     with pytest.raises(UserError, match="got bf16 for P4; set train.precision to fp16"):
         precision_on(resolve_gpu("P4")[0], "bf16")
 
 
 @pytest.mark.slow
 def test_qlora_7b_fits_a_p4_in_fp32():
-    """A refusal without a way out: in fp32, with the weights in 4 bits, the card is large enough."""
+    """A refusal without a remedy: in fp32, with the weights in 4 bits, the card is large enough."""
     peak = peak_gib(LLAMA_2_7B, setting_of(precision="fp32", **QLORA), "P4", 512)
     assert round(peak, 1) == 4.9 and peak < memory_gib("P4")
