@@ -63,7 +63,7 @@ def test_llama_8b_full_fits_80_gb_in_bf16_alone_and_not_with_fp32_copies():
 
 
 def test_llama_8b_full_with_fp32_copies_fits_80_gb_with_its_optimizer_on_the_host():
-    """OpenRLHF's run with offload: of 16 bytes a parameter 4 stay on the GPU (weights, gradients), 12 go to the host."""
+    """OpenRLHF's run with offload: of 16 bytes a parameter 4 stay on the GPU and 12 go to the host."""
     setting = setting_of(method="full", precision="bf16", grad_ckpt=True, master_weights=True)
     without, on_host = (
         peak_gib(LLAMA_3_1_8B, replace(setting, offload=place), "A100-80GB", 128) for place in ("none", "optimizer")
