@@ -15,7 +15,7 @@ from lean_finetune.step.batches import BatchShape
 
 MAX_MICRO_BATCHES = 12
 MAX_TRACED_LAYERS = 96
-"""Layers that are traced, over all micro-batches together: 3 micro-batches of an 8B model take about 4 s of a core."""
+"""Layers that are traced, over all micro-batches together: 3 micro-batches of an 8B model."""
 MIN_MICRO_BATCHES = 2
 
 
