@@ -152,7 +152,7 @@ def random_plan(rows: int, *, mode: str = "bucketed"):
     return cut_plan(index_of(lengths), cutting_of(mode=mode, max_tokens=4096), tokens_per_step=9000), lengths
 
 
-@pytest.mark.parametrize(("layers", "most"), [(4, MAX_MICRO_BATCHES), (32, 3), (80, MIN_MICRO_BATCHES)])
+@pytest.mark.parametrize(("layers", "most"), [(4, MAX_MICRO_BATCHES), (32, 4), (80, MIN_MICRO_BATCHES)])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_sample_of_a_long_plan_has_its_first_micro_batch_and_the_peak(layers, most, later):
     """An estimate that takes hours, or one that misses the micro-batch that sets the peak."""

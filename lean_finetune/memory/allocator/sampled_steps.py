@@ -14,8 +14,8 @@ from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.batches import BatchShape
 
 MAX_MICRO_BATCHES = 12
-MAX_TRACED_LAYERS = 96
-"""Layers that are traced, over all micro-batches together: 3 micro-batches of an 8B model."""
+MAX_TRACED_LAYERS = 128
+"""Layers that are traced, over all micro-batches together: 4 micro-batches of an 8B model."""
 MIN_MICRO_BATCHES = 2
 
 
@@ -42,11 +42,16 @@ def sample_steps(
 
 
 def _sample(plan: Plan, peak: int, most: int) -> Sequence[int]:
-    """Return about `most` numbers of micro-batches: half of them from the first step, two from each further step."""
-    bounds = plan.step_bounds
-    chosen = {peak, int(bounds[plan.step[peak] - plan.step[0]]), *_evenly(0, bounds[1], most // 2)}
+    """Return about `most` numbers of micro-batches: a quarter of them from the first step, two from each further step.
+
+    A further step is represented by its first micro-batch, which allocates the gradients, and its largest other one,
+    which needs space between them.
+    """
+    bounds, tokens = plan.step_bounds, plan.padded_tokens
+    chosen = {peak, int(bounds[plan.step[peak] - plan.step[0]]), *_evenly(0, bounds[1], most // 4)}
     for step in _evenly(1, len(bounds) - 1, (most - len(chosen)) // 2):
-        chosen |= {int(bounds[step]), int(bounds[step + 1]) - 1}
+        first, end = int(bounds[step]), int(bounds[step + 1])
+        chosen |= {first, max(range(first, end), key=lambda number: (number > first, tokens[number]))}
     return sorted(chosen)
 
 
