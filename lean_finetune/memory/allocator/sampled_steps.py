@@ -48,7 +48,8 @@ def _sample(plan: Plan, peak: int, most: int) -> Sequence[int]:
     which needs space between them.
     """
     bounds, tokens = plan.step_bounds, plan.padded_tokens
-    chosen = {peak, int(bounds[plan.step[peak] - plan.step[0]]), *_evenly(0, bounds[1], most // 4)}
+    first_of_peak = int(bounds[plan.step[peak] - plan.step[0]])
+    chosen = {0, first_of_peak, peak, *_evenly(0, bounds[1], most // 4)}
     for step in _evenly(1, len(bounds) - 1, (most - len(chosen)) // 2):
         first, end = int(bounds[step]), int(bounds[step + 1])
         chosen |= {first, max(range(first, end), key=lambda number: (number > first, tokens[number]))}
