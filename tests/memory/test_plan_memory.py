@@ -181,7 +181,7 @@ def test_several_gpus_are_not_replayed_and_say_so(prediction):
     ("rows", "mode"),
     [(36, "bucketed"), pytest.param(36, "packed", marks=SLOW), pytest.param(300, "bucketed", marks=SLOW)],
 )
-def test_reserved_memory_of_a_cut_plan_is_flat_after_its_first_step(rows, mode):
+def test_reserved_memory_of_a_cut_plan_settles_in_its_first_step(rows, mode):
     """Memory that grows while a run goes on, and ends it hours after its start."""
     plan, lengths = random_plan(rows, mode=mode)
     steps = traced_steps(plan, lengths, tiled=True, windowed=False)
@@ -193,5 +193,6 @@ def test_reserved_memory_of_a_cut_plan_is_flat_after_its_first_step(rows, mode):
     sampled = f" of {len(plan)} micro-batches in {len(found.steps)} of {len(plan.steps)} steps replayed: "
     assert f"all {len(plan.steps)} steps replayed" == description if rows == 36 else sampled in description
     for kind, replay in found.unlimited.items():
-        assert len({step.reserved_bytes for step in replay.steps}) == 1, kind
+        reserved = [step.reserved_bytes for step in replay.steps]
+        assert max(reserved) - reserved[0] <= 20 * MIB, f"{kind}: one large segment at most"
         assert len({step.allocated_peak_bytes for step in replay.steps}) >= 3, "although steps differ"

@@ -1,8 +1,8 @@
 """Choose which micro-batches of a plan are traced to predict its reserved memory.
 
-Reserved memory does not grow after the first step, because the plan puts its largest micro-batch there. A bounded
-sample of the plan therefore shows how much the allocator reserves: the first step, the micro-batch that sets the peak,
-and further steps at even distances.
+Reserved memory hardly grows after the first step, because the plan puts its largest micro-batch there. A bounded
+sample of the plan therefore shows how much the allocator reserves: micro-batches of the first step, the one that sets
+the peak, and those of further steps at even distances.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def _sample(plan: Plan, peak: int, most: int) -> Sequence[int]:
     bounds, tokens = plan.step_bounds, plan.padded_tokens
     first_of_peak = int(bounds[plan.step[peak] - plan.step[0]])
     chosen = {0, first_of_peak, peak, *_evenly(0, bounds[1], most // 4)}
-    for step in _evenly(1, len(bounds) - 1, (most - len(chosen)) // 2):
+    for step in _evenly(1, len(bounds) - 1, max(0, most - len(chosen)) // 2):
         first, end = int(bounds[step]), int(bounds[step + 1])
         chosen |= {first, max(range(first, end), key=lambda number: (number > first, tokens[number]))}
     return sorted(chosen)
