@@ -197,7 +197,7 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
         launches: the directory of the logs of all launches.
 
     Raises:
-        SystemExit: with code 1 after any fault, and with that of a signal.
+        SystemExit: with code 1 after any fault, and with 128 + its number after a signal.
     """
     if world.size == 1:
         yield None
@@ -228,7 +228,7 @@ def _reported(world: World, directory: Path, terminal: int) -> Iterator[None]:
     """Leave markers of how this process ended; print the fault if no `launch` will.
 
     Raises:
-        SystemExit: with code 1 after any fault, and with that of a signal.
+        SystemExit: with code 1 after any fault, and with 128 + its number after a signal.
     """
     try:
         with _markers_left(world, directory):
@@ -244,7 +244,7 @@ def _markers_left(world: World, directory: Path) -> Iterator[None]:
     """Leave files that record how this process ended.
 
     Raises:
-        SystemExit: with code 1 after any fault, and with that of a signal.
+        SystemExit: with code 1 after any fault, and with 128 + its number after a signal.
     """
     marker = directory / str(world.rank)
     try:

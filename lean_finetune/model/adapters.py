@@ -109,7 +109,7 @@ def save_adapter(
     Args:
         model: with the adapters.
         directory: where to write.
-        base_name: written as the base's name, in place of the directory it was loaded from, which may be temporary.
+        base_name: written as the base's name; the directory it was loaded from may be temporary.
         tensors: the adapters by the model's names, if the model has shards of them only.
         revision: the base's revision on the hub.
     """

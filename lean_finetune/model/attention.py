@@ -173,7 +173,7 @@ def training_attention(config: PretrainedConfig, choice: AttentionName = "auto")
 def generation_attention(config: PretrainedConfig) -> str:
     """The registered name of a model's attention in generation, which pads on the left and so uses a mask.
 
-    It is that of transformers, unless scores are capped, which its sdpa ignores.
+    It is transformers' sdpa, unless the model caps scores, which sdpa ignores.
     """
     return CAPPED_ATTENTION if caps_scores(config) else "sdpa"
 

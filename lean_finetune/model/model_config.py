@@ -76,7 +76,7 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
     if "text_config" in config.sub_configs and kind.config_class is type(config):
         yield f"{name} has parts for more than text, which rows of text never train; give its language model alone"
     if caps_scores(config) and not kind._supports_attention_backend:
-        yield f"{name} caps attention scores in code of its own; not supported yet"
+        yield f"{name} caps attention scores in its own attention code, which is not supported yet"
     for key in UNSUPPORTED_HEADS:
         if getattr(config, key, None) not in (None, 1, 1.0):
             yield f"{name} scales its logits ({key}), which is not supported yet"

@@ -13,7 +13,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from lean_finetune.model.model_spec import WeightsSpec
 
-# It tells of every type but fp16 that 8-bit products are made of fp16 inputs: so does docs/memory-switches.md.
+# It warns for every type but fp16 that 8-bit products use fp16 inputs; docs/memory-switches.md says so too.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 # bitsandbytes' own constants: weights per absmax, and absmax values per second-level absmax.
