@@ -15,7 +15,7 @@ from benchmarks.harness import Bar, Measured, Row, benchmark
 from benchmarks.specs import model_spec, padded
 from lean_finetune.config.field_types import Method, OffloadState, Precision, Sharding
 from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.memory.advice.config_variants import parts_away
+from lean_finetune.memory.advice.switches import weights_on_host
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
@@ -61,7 +61,7 @@ class Case:
             spec=ShardSpec(mode=self.mode, group_gpus=self.group_gpus), gpus=self.gpus, several_turns=True
         )
         shared = replace(alone, sharing=sharing)
-        return parts_away(shared) if self.offload == "parameters" else replace(shared, offload=self.offload)
+        return weights_on_host(shared) if self.offload == "parameters" else replace(shared, offload=self.offload)
 
 
 def cases() -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""The command `lean-finetune`: questions that need no pipeline, in any directory."""
+"""The command `lean-finetune`, which works in any directory without a pipeline."""
 
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from lean_finetune.memory.gpus import GPUS
 
 PATH = click.Path(path_type=Path)
 COMMON_PARAMS = Path(__file__).with_name("fit_params.yaml")
-"""Parameters of a common run: QLoRA in 16 bits on rows of up to 4096 tokens."""
+"""Parameters for `fit` where there is no params.yaml."""
+COMMON_RUN = "defaults of this command: QLoRA, rows of up to 4096 tokens"
 
 
 @click.group()
@@ -20,35 +21,39 @@ def main() -> None:
 
 
 @main.command(cls=StageCommand)
-@click.option("--model", type=PATH, help="A config.json or its directory, in place of model.name.")
-@click.option("--gpu", help="A known GPU or a size such as 24GiB, in place of hardware.gpu.")
-@click.option("--params", type=PATH, help="Parameters of the run. Default: ./params.yaml, or a common run without it.")
-@click.option("--list-gpus", is_flag=True, help="List the known GPUs and end.")
+@click.option("--model", type=PATH, help="A config.json or its directory. Default: model.name.")
+@click.option("--gpu", help="A known GPU or a size such as 24GiB. Default: hardware.gpu.")
+@click.option(
+    "--params",
+    type=PATH,
+    help="Parameters of the run. Default: ./params.yaml if it exists, else QLoRA on rows of up to 4096 tokens.",
+)
+@click.option("--list-gpus", is_flag=True, help="List the known GPUs and exit.")
 def fit(model: Path | None, gpu: str | None, params: Path | None, list_gpus: bool) -> None:
-    """Say whether a run fits a GPU, and what would: from a config.json alone, without weights, data or a GPU.
+    """Predict whether a run fits a GPU. Needs only a config.json: no weights, data or GPU.
 
-    Prints the predicted peak of each phase, the verdict, settings that fit, the smallest GPU, the longest row and the
-    largest token budget.
+    Prints the peak memory of each phase, the verdict, settings that fit if the run does not, the smallest GPU for the
+    run, the longest row and the largest micro-batch.
     """
     if list_gpus:
         return _list_gpus()
     file = params or (PARAMS_FILE if PARAMS_FILE.exists() else COMMON_PARAMS)
     p = load_params(file)
-    from lean_finetune.memory.advice.fit_command import tell_what_fits  # Here: it imports torch, --help does without.
+    from lean_finetune.memory.advice.fit_command import fit_report, labelled  # Here: imports torch, which --help skips.
 
     common = file == COMMON_PARAMS
-    click.echo(f"params     {'of a common run: QLoRA, rows of up to 4096 tokens' if common else file}")
-    for line in tell_what_fits(p, gpu, model, shorten=common):
-        click.echo(line)
+    click.echo(labelled("params", COMMON_RUN if common else str(file)))
+    for text in fit_report(p, gpu, model, shorten=common):
+        click.echo(text)
 
 
 @main.command(cls=StageCommand)
 @click.argument("curve", type=PATH)
-@click.option("--left-gib", type=click.FloatRange(min=0), help="Memory still free at the end of the curve.")
+@click.option("--left-gib", type=click.FloatRange(min=0), help="Free memory in GiB at the end of the curve.")
 def explain(curve: Path, left_gib: float | None) -> None:
-    """Say why memory grows in CURVE, a CSV file with a row for each training step.
+    """Explain why memory grows in CURVE, a CSV file with one line per training step.
 
-    It has the column `step` and one of `allocated_gib`, `reserved_gib` and `rss_gib`; `tokens` helps.
+    It needs the column `step` and one of `allocated_gib`, `reserved_gib` and `rss_gib`. A column `tokens` helps.
     """
     from lean_finetune.train.monitor.recorded_curves import explained
 

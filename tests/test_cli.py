@@ -61,5 +61,5 @@ def test_the_wheel_holds_the_library_alone_and_answers_in_an_empty_directory(tmp
     program += f"assert cli.__file__.startswith({str(installed)!r}); cli.main()"
     fit = ["fit", "--model", "config.json", "--gpu", "RTX-4090"]
     done = run_bounded([sys.executable, "-c", program, *fit], cwd=empty, check=True)
-    assert "verdict    fits: " in done.stdout
+    assert "verdict              fits: " in done.stdout
     assert [path.name for path in empty.iterdir()] == ["config.json"]

@@ -12,7 +12,7 @@ from tests.test_schema import put, values  # noqa: F401 (a fixture)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_gpus": 2}, r"train\.sharding: several GPUs must .*; got none with hardware\.num_gpus=2; set it to ddp"),
+        ({"num_gpus": 2}, r"train\.sharding: several GPUs need .*; got none with hardware\.num_gpus=2; set it to ddp"),
         ({"sharding": "ddp"}, r"train\.sharding: has an effect only with hardware\.num_gpus above 1; got ddp with 1"),
         (
             {"num_gpus": 4, "sharding": "zero3", "shard_group_gpus": 2},
@@ -20,11 +20,11 @@ from tests.test_schema import put, values  # noqa: F401 (a fixture)
         ),
         (
             {"num_gpus": 4, "sharding": "hsdp", "shard_group_gpus": 3},
-            r"train\.shard_group_gpus: must be a divisor of hardware\.num_gpus=4, above 1 and below it; got 3; set",
+            r"train\.shard_group_gpus: must be a divisor of hardware\.num_gpus=4, above 1 and below it; got 3; change",
         ),
         (
             {"num_gpus": 4, "sharding": "hsdp", "shard_group_gpus": 4},
-            r"train\.shard_group_gpus: .* got 4; set it, or use train\.sharding=zero3",
+            r"train\.shard_group_gpus: .* got 4; change it, or use train\.sharding=zero3",
         ),
         *(
             (
@@ -35,7 +35,7 @@ from tests.test_schema import put, values  # noqa: F401 (a fixture)
         ),
         (
             {"num_gpus": 2, "sharding": "zero2", "method": "int8_lora"},
-            r"train\.sharding: 8-bit weights cannot be cut: .* got zero2 with train\.method=int8_lora; use ddp",
+            r"train\.sharding: cannot split 8-bit weights.* got zero2 with train\.method=int8_lora; use ddp",
         ),
     ],
 )

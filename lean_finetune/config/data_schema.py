@@ -11,7 +11,7 @@ HELDOUT_SOURCE = "data.heldout_source"
 
 
 class Source(Section):
-    """One of several sources of rows. A key that is absent takes the value of `data.<key>`."""
+    """One of several sources of rows. An absent key takes the value of `data.<key>`."""
 
     source: Text
     """A file, glob, directory, `datasets.save_to_disk` folder, or `hf://org/name`."""
@@ -20,19 +20,19 @@ class Source(Section):
     config: Text | None = None
     """Hub configuration (subset)."""
     split: Text | None = None
-    """Split of a hub data set or of a saved DatasetDict."""
+    """Split of a Hub data set or of a saved DatasetDict."""
     format: Format | None = None
-    """Shape of its rows."""
+    """Row format."""
     columns: dict[Text, Text] | None = None
-    """Column of the source by name of the shape's key."""
+    """Column of the source for each key of the row format."""
     rows: PositiveInt | None = None
-    """Its first rows, at most; absent means all."""
+    """Use only the first rows, at most this many. Absent means all."""
     weight: PositiveFloat = 1.0
-    """Mean times each of its training rows is taken in an epoch: 0.5 takes half of them, another half each epoch."""
+    """Mean uses of each training row per epoch. 0.5 uses half of the rows in one epoch, the other half in the next."""
 
 
 def _source_form(value: Any) -> str:
-    """Which form of data.source a value has, so that its faults are told of that form alone."""
+    """The form of a `data.source` value, so that an error is about that form only."""
     return "list" if isinstance(value, list) else "path"
 
 
@@ -41,53 +41,53 @@ Sources = Annotated[Annotated[Text, Tag("path")] | Annotated[SourceList, Tag("li
 
 
 def named_sources(source: str | list[Source], parameter: str = "data.source") -> list[tuple[str, Source]]:
-    """The sources that a value of data.source (or of `parameter`) names, each with the dotted parameter of its path."""
+    """The sources in a value of `parameter`, each with the dotted key of its path."""
     if isinstance(source, str):
         return [(parameter, Source(source=source))]
     return [(f"{parameter}.{k}.source", one) for k, one in enumerate(source)]
 
 
 class Data(Section):
-    """Which rows are learnt, and how they become tokens."""
+    """The rows to learn, and how to turn them into tokens."""
 
     source: Sources
-    """A file, glob, directory, `datasets.save_to_disk` folder or `hf://org/name`; or a list of such with weights."""
+    """A file, glob, directory, `datasets.save_to_disk` folder or `hf://org/name`, or a list of them with weights."""
     revision: Text | None
-    """Hub branch, tag or commit; None means main."""
+    """Hub branch, tag or commit. None means main."""
     config: Text | None
-    """Hub configuration (subset); None means the default one."""
+    """Hub configuration (subset). None means the default one."""
     split: Text | None
-    """Split of a hub data set or of a saved DatasetDict; None means train."""
+    """Split of a Hub data set or of a saved DatasetDict. None means train."""
     format: Format
-    """Shape of a row; `auto` reads it off the first row."""
+    """Row format. `auto` detects it from the first row."""
     columns: dict[Text, Text] | None
-    """Column of the source by name of the shape's key; None means the names are the same."""
+    """Column of the source for each key of the row format. None means that the names are equal."""
     ignore_columns: list[Text] | None
-    """Columns that are read as if no row had them; None means none."""
+    """Columns to ignore, as if no row had them. None means none."""
     on_bad_row: Literal["fail", "skip"]
-    """What a row that cannot be used does: end the run, or be counted and listed."""
+    """What to do with an unusable row: end the run, or count and list it."""
     chat_template: Text
     """`tokenizer` (its own), `chatml` (built in), or the path of a .jinja file."""
     template_date: IsoDate
-    """What templates are given as today (`strftime_now`): fixed, so that equal rows give equal tokens tomorrow."""
+    """Today's date for chat templates (`strftime_now`). A fixed date gives equal tokens on every day."""
     train_on: Literal["assistant", "last_assistant", "all"]
-    """Whose tokens count in the loss."""
+    """Tokens that count in the loss."""
     max_length: Annotated[int, Field(ge=8)]
-    """Tokens of the longest row. Activation memory grows with it."""
+    """Longest row in tokens. Activation memory grows with it."""
     over_length: Literal["truncate", "drop", "split"]
-    """What is done with a longer row."""
+    """What to do with a longer row."""
     drop_duplicates: bool
-    """Leave out training and held-out rows whose tokens are those of an earlier row."""
+    """Drop training and held-out rows whose tokens equal those of an earlier row."""
     heldout_fraction: Annotated[float, Field(ge=0.0, lt=1.0)]
-    """Share of rows held out, by a hash of heldout_seed and what precedes the first answer; 0 means none."""
+    """Share of held-out rows, chosen by a hash of heldout_seed and the text before the first answer. 0 means none."""
     heldout_seed: Annotated[int, Field(ge=0, lt=2**32)]
-    """Another number holds out other rows."""
+    """Another seed holds out other rows."""
     heldout_source: Sources | None
-    """Rows that are held out in place of a share of data.source, in the same forms; None means that share."""
+    """Held-out rows that replace a share of data.source, in the same forms. None means to use that share."""
     max_rows: PositiveInt | None
-    """Rows of data.source read at most; None means all."""
+    """Read at most this many rows of data.source. None means all."""
 
     def named_sources(self) -> list[tuple[str, Source]]:
-        """All sources as they are given, the held-out ones last, each with the dotted parameter of its path."""
+        """All sources, held-out ones last, each with the dotted key of its path."""
         heldout = [] if self.heldout_source is None else named_sources(self.heldout_source, HELDOUT_SOURCE)
         return [*named_sources(self.source), *heldout]

@@ -1,4 +1,4 @@
-"""The one reader of parameters: under DVC a stage can read only what dvc.yaml declares for it."""
+"""Read the parameters of a stage. Under DVC, a stage can read only the parameters that dvc.yaml declares for it."""
 
 import json
 import os
@@ -14,10 +14,10 @@ from lean_finetune.core.errors import UserError
 
 
 class Declared:
-    """A section from which a stage reads only what dvc.yaml declares, so an undeclared read leaves no stale cache."""
+    """A section that refuses undeclared reads, after which DVC would reuse a stale result."""
 
     def __init__(self, section: BaseModel, declared: Mapping[str, Any], stage: str, prefix: str, reads: set[str]):
-        """Wrap `section`; `declared` holds the keys allowed below `prefix`; every leaf read is added to `reads`."""
+        """Wrap `section`. `declared` lists the allowed keys below `prefix`; `reads` collects what is read."""
         self._section, self._declared, self._stage, self._prefix, self._reads = section, declared, stage, prefix, reads
 
     def __getattr__(self, key: str) -> Any:
@@ -39,34 +39,33 @@ class Declared:
 
 
 def tracked_values(params: Params) -> dict[str, Any]:
-    """All values that the stage may read, as plain nested dictionaries; not those of `run`, which none tracks."""
+    """All values that the stage may read, as nested dictionaries, without section `run`, which no stage tracks."""
     return {key: value for key, value in _values(params).items() if key != "run"}
 
 
 def _values(section: Any) -> dict[str, Any]:
-    """All values of a section, or of what a stage may read of it."""
+    """All values of a section, or the declared ones."""
     if isinstance(section, Declared):
         return {key: _plain(getattr(section, key)) for key in section._declared}
     return section.model_dump()
 
 
 def _plain(value: Any) -> Any:
-    """A leaf unchanged, a section as a dictionary."""
+    """A section as a dictionary, another value unchanged."""
     return _values(value) if isinstance(value, Declared | BaseModel) else value
 
 
 def read_params() -> Params:
     """The parameters of the running stage.
 
-    Under DVC (`DVC_STAGE` is set) only the keys declared in dvc.yaml can be read; without DVC the schema alone rules.
-    With `LEAN_FINETUNE_PARAM_READS` set to a directory, the keys read are written there as `<stage>.json`, for the
-    contract test.
+    Under DVC (`DVC_STAGE` is set) only the keys that dvc.yaml declares can be read. If `LEAN_FINETUNE_PARAM_READS`
+    names a directory, the keys that the stage read are written there as `<stage>.json`, for the contract test.
 
     Raises:
-        UserError: params.yaml breaks the schema.
+        UserError: params.yaml has a wrong value.
     """
     params = load_params()
-    # From a subdirectory DVC names the stage by its file too: ../dvc.yaml:train.
+    # In a subdirectory, DVC's name of the stage includes the file: ../dvc.yaml:train.
     stage = os.environ.get("DVC_STAGE", "").rpartition(":")[2]
     if not stage:
         return params

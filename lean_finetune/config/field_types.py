@@ -1,4 +1,4 @@
-"""Types of params.yaml: what a section is, names that may be chosen, and ranges."""
+"""Field types of params.yaml: sections, choices and ranges."""
 
 from collections.abc import Mapping
 from datetime import date
@@ -12,7 +12,7 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 
 
 def _iso_date(value: Any) -> str:
-    """A date as YYYY-MM-DD; YAML reads one without quotes as a date."""
+    """A date as YYYY-MM-DD. YAML reads a date without quotes as a date object."""
     try:
         return (value if isinstance(value, date) else date.fromisoformat(value)).strftime("%Y-%m-%d")
     except (TypeError, ValueError):
@@ -54,6 +54,6 @@ Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", 
 
 
 class Section(BaseModel):
-    """A frozen, strict part of params.yaml: unknown keys are refused and there are no defaults."""
+    """A frozen, strict part of params.yaml without defaults. Unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

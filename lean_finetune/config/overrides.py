@@ -1,4 +1,4 @@
-"""Parameters as a line of `dvc exp run -S` changes them."""
+"""Apply overrides in the form of `dvc exp run -S`."""
 
 from collections.abc import Iterable
 
@@ -7,10 +7,10 @@ from lean_finetune.config.schema import Params
 
 
 def with_flags(params: Params, flags: Iterable[str]) -> Params:
-    """Parameters with some changed, each as `dvc exp run -S` takes it: a dotted key, an equals sign, a YAML value.
+    """Parameters with overrides such as `train.lr=1e-4`: a dotted key, an equals sign and a YAML value.
 
     Raises:
-        UserError: what comes out breaks the schema or a rule.
+        UserError: the result has a wrong value.
     """
     from ruamel.yaml import YAML
 

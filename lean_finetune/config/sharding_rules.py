@@ -1,61 +1,70 @@
-"""Rules of params.yaml for runs that several GPUs share."""
+"""Rules of params.yaml for runs on several GPUs."""
 
 from lean_finetune.config.field_types import Sharding
+from lean_finetune.config.rule import Rule
 from lean_finetune.config.schema import Params
-from lean_finetune.core.errors import UserError
 
-CUTTING: frozenset[Sharding] = frozenset({"zero2", "zero3", "hsdp"})
-"""Modes in which every GPU holds a part of each weight."""
-GATHERING: frozenset[Sharding] = frozenset({"zero3", "hsdp"})
-"""Those of them in which a layer's weights are whole only while it computes."""
+SPLIT_WEIGHTS: frozenset[Sharding] = frozenset({"zero2", "zero3", "hsdp"})
+"""Modes in which every GPU stores a shard of each weight."""
+GATHERED_LAYERS: frozenset[Sharding] = frozenset({"zero3", "hsdp"})
+"""Modes in which a layer's full weights exist only while it computes."""
 
 
-def check_sharing(params: Params) -> None:
-    """Refuse what has no effect, or has another one than its name says.
+def _indivisible(params: Params) -> bool:
+    """Whether hsdp cannot divide the GPUs into groups of shard_group_gpus."""
+    gpus, group = params.hardware.num_gpus, params.train.shard_group_gpus
+    return params.train.sharding == "hsdp" and group is not None and (gpus % group != 0 or not 1 < group < gpus)
 
-    Raises:
-        UserError: naming the parameters, the rule, what was given and the remedy.
-    """
-    train, gpus = params.train, params.hardware.num_gpus
-    mode, group = train.sharding, train.shard_group_gpus
-    several, cut = gpus > 1, train.sharding in CUTTING
-    faults = (
-        (
-            several and mode == "none",
-            f"train.sharding: several GPUs must be told how they share the run; got none with hardware.num_gpus={gpus}"
-            "; set it to ddp (every GPU holds all) or zero3 (a part each), or set hardware.num_gpus=1",
-        ),
-        (
-            not several and mode != "none",
-            f"train.sharding: has an effect only with hardware.num_gpus above 1; got {mode} with 1; set it to none, or "
-            "raise hardware.num_gpus",
-        ),
-        (
-            group is not None and mode != "hsdp",
-            f"train.shard_group_gpus: has an effect only with train.sharding=hsdp; got {group} with {mode}; "
-            "leave it blank",
-        ),
-        (
-            mode == "hsdp" and group is not None and (gpus % group != 0 or not 1 < group < gpus),
-            f"train.shard_group_gpus: must be a divisor of hardware.num_gpus={gpus}, above 1 and below it; got {group}"
-            "; set it, or use train.sharding=zero3 (one group of all) or ddp (groups of one)",
-        ),
-        (
-            mode == "hsdp" and group is None and not any(gpus % size == 0 for size in range(2, gpus)),
-            f"train.sharding: hsdp needs at least two groups of two GPUs; got hsdp with hardware.num_gpus={gpus}; use "
-            "zero3 (one group of all) or ddp (groups of one), or change hardware.num_gpus",
-        ),
-        (
-            cut and train.method == "int8_lora",
-            f"train.sharding: 8-bit weights cannot be cut: bitsandbytes keeps them outside of parameters; got {mode} "
-            "with train.method=int8_lora; use ddp or zero1, or train.method=qlora",
-        ),
-        (
-            train.offload == "parameters" and mode not in GATHERING,
-            "train.offload: parameters sends a GPU the weights of a layer when zero3 or hsdp gather it; got parameters "
-            f"with train.sharding={mode}; set train.sharding=zero3 (hardware.num_gpus above 1), or use optimizer",
-        ),
+
+def _too_few_groups(params: Params) -> bool:
+    """Whether hsdp cannot divide the GPUs into equal groups of any size."""
+    gpus, train = params.hardware.num_gpus, params.train
+    return (
+        train.sharding == "hsdp" and train.shard_group_gpus is None and all(gpus % size != 0 for size in range(2, gpus))
     )
-    for wrong, message in faults:
-        if wrong:
-            raise UserError(message)
+
+
+SHARDING_RULES = [
+    Rule(
+        "train.sharding",
+        lambda p: p.hardware.num_gpus > 1 and p.train.sharding == "none",
+        "several GPUs need a way to share the run; got none with hardware.num_gpus={hardware.num_gpus}; set it to ddp "
+        "(a full copy on every GPU) or zero3 (a shard on each), or set hardware.num_gpus=1",
+    ),
+    Rule(
+        "train.sharding",
+        lambda p: p.hardware.num_gpus == 1 and p.train.sharding != "none",
+        "has an effect only with hardware.num_gpus above 1; got {train.sharding} with 1; set it to none, or raise "
+        "hardware.num_gpus",
+    ),
+    Rule(
+        "train.shard_group_gpus",
+        lambda p: p.train.shard_group_gpus is not None and p.train.sharding != "hsdp",
+        "has an effect only with train.sharding=hsdp; got {train.shard_group_gpus} with {train.sharding}; leave it "
+        "blank",
+    ),
+    Rule(
+        "train.shard_group_gpus",
+        _indivisible,
+        "must be a divisor of hardware.num_gpus={hardware.num_gpus}, above 1 and below it; got "
+        "{train.shard_group_gpus}; change it, or use train.sharding=zero3 (one group of all) or ddp (groups of one)",
+    ),
+    Rule(
+        "train.sharding",
+        _too_few_groups,
+        "hsdp needs at least two groups of two GPUs; got hsdp with hardware.num_gpus={hardware.num_gpus}; use zero3 "
+        "(one group of all) or ddp (groups of one), or change hardware.num_gpus",
+    ),
+    Rule(
+        "train.sharding",
+        lambda p: p.train.sharding in SPLIT_WEIGHTS and p.train.method == "int8_lora",
+        "cannot split 8-bit weights, which bitsandbytes stores outside of parameters; got {train.sharding} with "
+        "train.method=int8_lora; use ddp or zero1, or train.method=qlora",
+    ),
+    Rule(
+        "train.offload",
+        lambda p: p.train.offload == "parameters" and p.train.sharding not in GATHERED_LAYERS,
+        "parameters needs zero3 or hsdp, which fetch the weights of one layer at a time; got parameters with "
+        "train.sharding={train.sharding}; set train.sharding=zero3 (hardware.num_gpus above 1), or use optimizer",
+    ),
+]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.config.schema import Params
-from lean_finetune.config.sharding_rules import CUTTING
+from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel
 from lean_finetune.distributed.processes import World
@@ -57,7 +57,7 @@ class ShardSpec:
 
     def load_device(self, device: torch.device) -> torch.device:
         """Where weights are loaded: host memory if no GPU may hold all of them."""
-        return torch.device("cpu") if self.mode in CUTTING else device
+        return torch.device("cpu") if self.mode in SPLIT_WEIGHTS else device
 
 
 def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> ParallelModel:
@@ -75,7 +75,7 @@ def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch
     """
     if world.size == 1:
         return SingleProcess(model)
-    if spec.mode not in CUTTING:
+    if spec.mode not in SPLIT_WEIGHTS:
         return ReplicatedModel(model, world, device, owners=spec.mode == "zero1")
     return ShardedModel(
         model,

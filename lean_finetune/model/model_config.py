@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig
+from transformers.activations import ACT2CLS
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import caps_scores
@@ -100,6 +101,13 @@ def _impossible_size(config: PretrainedConfig) -> str | None:
         for value in layer_settings(config, size):
             if isinstance(value, int) and value < 1:
                 return f"{size} must be at least 1; got {value}"
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
+        for value in layer_settings(config, key):
+            if isinstance(value, str) and value not in ACT2CLS:
+                return f"{key} must be an activation function of transformers; got {value!r}"
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if not isinstance(rope.get("rope_theta", 1.0), int | float | dict):
+        return f"rope_theta must be a number; got {rope['rope_theta']!r}"
     counts = (layer_settings(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
     for heads, groups in zip(*counts, strict=True):
         if isinstance(heads, int) and isinstance(groups, int) and heads % groups:

@@ -7,7 +7,8 @@ import torch
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import AttentionName, GradCkptPolicy, LoraInit, Method, Precision, QuantType
-from lean_finetune.config.schema import ALL_LINEAR, Params
+from lean_finetune.config.schema import Params
+from lean_finetune.config.train_schema import ALL_LINEAR
 
 DTYPES = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB
 from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.memory.advice.config_variants import parts_away
+from lean_finetune.memory.advice.switches import weights_on_host
 from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
@@ -93,7 +93,7 @@ def test_llama_8b_full_takes_6_gib_of_each_gpu_with_its_shards_on_the_host():
     one_gpu = setting_of(method="full", precision="bf16", grad_ckpt=True)
     spec = ShardSpec(mode="zero3")
     shared = replace(one_gpu, sharing=Sharing(spec=spec, gpus=8, several_turns=False))
-    assert round(peak_gib(LLAMA_3_1_8B, parts_away(shared), "A100-80GB", 2048), 1) == 5.9
+    assert round(peak_gib(LLAMA_3_1_8B, weights_on_host(shared), "A100-80GB", 2048), 1) == 5.9
 
 
 def test_bf16_checkpointing_and_an_8_bit_optimizer_save_more_than_half():

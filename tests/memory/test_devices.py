@@ -28,7 +28,7 @@ def test_a_new_gpu_is_one_row(small_llama, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     answer = invoke(fit, "--model", str(small_llama), "--gpu", "NVIDIA New 1000 Special Edition")
     assert answer.exit_code == 0 and "device     NEW-1000: 2 GiB" in answer.stdout, answer.output
-    assert "verdict    fits: " in answer.stdout
+    assert "verdict              fits: " in answer.stdout
     speed, reason = ranking_speed(card)
     assert reason == "by the speed of NEW-1000"
     h100 = step_seconds(EIGHT_B, ranking_speed(resolve_gpu("H100")[0])[0])

@@ -58,7 +58,7 @@ def test_no_config_ends_in_a_traceback(part, method, tmp_path, monkeypatch):
             result = CliRunner().invoke(fit, ["--model", "config.json", "--gpu", "100000GiB"])
             tried += 1
             refused = result.exit_code == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-            answered = result.exit_code == 0 and "\nverdict    fits: " in result.stdout
+            answered = result.exit_code == 0 and "\nverdict              fits: " in result.stdout
             if not refused and not answered:
                 faults.append((family, whole, result.exit_code, repr(result.exception), result.stderr[-300:]))
     assert not faults, faults

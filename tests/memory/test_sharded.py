@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from lean_finetune.memory.advice.config_variants import parts_away
+from lean_finetune.memory.advice.switches import weights_on_host
 from lean_finetune.memory.predict import peak as traced
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import closed_form, model_shapes
@@ -122,7 +122,7 @@ def test_parts_on_the_host_take_nothing_of_the_device(mode, method):
     """Parts, gradients or state counted where they are not; or a part's copy on its way counted nowhere."""
     setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
     here = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET).by_phase
-    there = predict(DEEP, parts_away(setting), STEPS["two turns"], CPU_TARGET).by_phase
+    there = predict(DEEP, weights_on_host(setting), STEPS["two turns"], CPU_TARGET).by_phase
     stay = ("activations", "inputs", "logits", "quantisation_state", "sharding")
     for phase in ("forward", "clip", "optimizer"):
         held, left = here[phase].by_category, there[phase].by_category

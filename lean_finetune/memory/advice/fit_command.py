@@ -1,4 +1,4 @@
-"""What fits, asked without a pipeline: `lean-finetune fit`."""
+"""The command `lean-finetune fit`: whether a run fits a GPU, from a config.json alone."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.schema import Params, round_up
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import readable_size
-from lean_finetune.memory.advice.largest_that_fits import Largest, turn_round
+from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest, Limits, find_limits
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.verdict import describe, judge, usable_bytes
 from lean_finetune.memory.advice.verdict_with_advice import answer
@@ -32,21 +32,24 @@ from lean_finetune.step.host_transfer import refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 
 CONFIG_FILE = "config.json"
+LABEL_WIDTH = 21
+LARGEST_PARTS = 3
+VERDICTS = {"fits": "fits", "tight": "fits, but with less headroom than asked for", "does not fit": "does not fit"}
 
 
-def tell_what_fits(p: Params, gpu: str | None, model: Path | None, *, shorten: bool = False) -> Iterator[str]:
-    """The lines of the answer, as they become known.
+def fit_report(p: Params, gpu: str | None, model: Path | None, *, shorten: bool = False) -> Iterator[str]:
+    """The lines of the answer, each as soon as it is known.
 
-    The run is that of params.yaml with micro-batches full of its longest rows, all of their tokens trained.
+    The run is that of params.yaml with every micro-batch full of rows of data.max_length, all of their tokens trained.
 
     Args:
         p: the parameters.
-        gpu: in place of hardware.gpu.
-        model: a directory or a config.json, in place of model.name.
-        shorten: lower data.max_length to the positions that the model has.
+        gpu: replaces hardware.gpu.
+        model: a directory or a config.json that replaces model.name.
+        shorten: lower data.max_length to the positions of the model.
 
     Raises:
-        UserError: a parameter, the device or the model cannot be.
+        UserError: the device, the model or a parameter does not work.
     """
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device, reason = resolve_gpu(gpu or p.hardware.gpu)
@@ -62,40 +65,31 @@ def tell_what_fits(p: Params, gpu: str | None, model: Path | None, *, shorten: b
     run = workload_of(p, config, precision)
     if p.train.optimizer_in_backward:
         refuse_in_backward(run.setting.model, [math.ceil(run.micro_batches_per_step)])
-    beyond_window = run.longest >= (attention_window(config) or math.inf)
-    masked = beyond_window and p.bucket.mode != "packed"
-    attention = attention_on(device, config, run.setting.model, masked=masked)
-    headroom = p.estimate.headroom_percent
-    memory = f"{readable_size(device.memory_bytes)}, less {device.headroom_text(headroom)}"
-    yield f"device     {device.name}: {memory} ({reason})"
-    yield f"model      {directory}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers"
-    train = f"{p.train.method}, {precision}, {p.train.optimizer}, grad_ckpt={str(p.train.grad_ckpt).lower()}"
-    train += f", loss_chunk={p.train.loss_chunk or 'null'}"
-    yield f"run        {train}, micro-batches of {describe(run.steps[-1][-1])}"
-    yield f"attention  {attention}"
-    for note in environment_notes(p.train.expandable_segments) if device.kind == "cuda" else ():
-        yield f"note       {note}"
+    yield labelled("device", f"{_device_text(device, p)} ({reason})")
+    yield labelled("model", f"{directory}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers")
+    yield from _run_lines(p, run, device)
     prediction = predict(config, run.setting, run.steps, target_of(device))
-    yield from _peaks(prediction)
-    if prediction.offloaded_bytes:
-        yield f"{p.train.offload_activations:<11}{readable_size(prediction.offloaded_bytes):>10}  activations there"
-    if host_bytes := host_state_bytes(config, run.setting):
-        yield f"host       {readable_size(host_bytes):>10}  optimizer there"
-    yield from _verdict(run, prediction, device, p)
-    inverse = turn_round(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)
-    yield f"smallest   {inverse.smallest_gpu or 'no known GPU is large enough'} (of the known GPUs, for this run)"
-    yield f"longest    {_largest(inverse.longest_row)} in one row (data.max_length)"
-    yield f"budget     {_largest(inverse.largest_max_tokens)} in a micro-batch (bucket.max_tokens)"
+    yield from _peak_lines(p, run, prediction)
+    yield from _verdict_lines(run, prediction, device, p)
+    headroom = p.estimate.headroom_percent
+    yield from _limit_lines(
+        run, find_limits(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)
+    )
+
+
+def labelled(label: str, text: str) -> str:
+    """A labelled line of the answer."""
+    return f"{label:<{LABEL_WIDTH}}{text}"
 
 
 def find_model(name: str) -> Path:
     """The directory of a model's config.json.
 
     Args:
-        name: the shipped model's name, a directory, or a path of a config.json.
+        name: `tiny`, a directory, or the path of a config.json.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such file.
     """
     path = TINY_DIRECTORY if name == TINY else Path(name).expanduser()
     directory = path.parent if path.name == CONFIG_FILE else path
@@ -108,10 +102,10 @@ def find_model(name: str) -> Path:
 
 
 def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Workload:
-    """The run of params.yaml, its micro-batches full of the longest rows.
+    """The run of params.yaml with every micro-batch full of rows of data.max_length.
 
     Raises:
-        UserError: rows are too long for the model, or cannot be joined.
+        UserError: rows are too long for the model, or it does not support packed rows.
     """
     length = round_up(p.data.max_length, p.bucket.pad_multiple)
     refuse_long_rows(config, length)
@@ -133,40 +127,72 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
     )
 
 
-def _peaks(prediction: Prediction) -> Iterator[str]:
-    """A line per phase."""
-    for phase, peak in prediction.by_phase.items():
-        largest = sorted(peak.by_category.items(), key=lambda item: -item[1])[:3]
-        parts = ", ".join(f"{category} {readable_size(size)}" for category, size in largest)
-        yield f"{phase:<11}{readable_size(peak.bytes):>10}  {parts}"
-
-
-def _verdict(run: Workload, prediction: Prediction, device: Device, p: Params) -> Iterator[str]:
-    """Whether it fits, before anything is searched; then, where it does not, what would."""
+def _device_text(device: Device, p: Params) -> str:
+    """The device with its memory."""
     headroom = p.estimate.headroom_percent
-    usable = usable_bytes(device, headroom)
-    words = {"fits": "fits", "tight": f"fits with less than {headroom:g}% headroom", "does not fit": "does not fit"}
+    usable = readable_size(usable_bytes(device, headroom))
+    return (
+        f"{device.name}: {readable_size(device.memory_bytes)}, less {device.headroom_text(headroom)}: {usable} usable"
+    )
+
+
+def _run_lines(p: Params, run: Workload, device: Device) -> Iterator[str]:
+    """What is trained and how."""
+    model = run.setting.model
+    beyond_window = run.longest >= (attention_window(run.config) or math.inf)
+    attention = attention_on(device, run.config, model, masked=beyond_window and p.bucket.mode != "packed")
+    text = f"{model.method}, {model.precision}, {p.train.optimizer}, grad_ckpt={str(p.train.grad_ckpt).lower()}"
+    yield labelled(
+        "run", f"{text}, loss_chunk={p.train.loss_chunk or 'null'}, micro-batches of {describe(run.steps[-1][-1])}"
+    )
+    yield labelled("attention", attention)
+    for note in environment_notes(p.train.expandable_segments) if device.kind == "cuda" else ():
+        yield labelled("note", note)
+
+
+def _peak_lines(p: Params, run: Workload, prediction: Prediction) -> Iterator[str]:
+    """The peak of each phase with its largest parts, and memory of the host."""
+    for phase, peak in prediction.by_phase.items():
+        largest = sorted(peak.by_category.items(), key=lambda item: -item[1])[:LARGEST_PARTS]
+        parts = ", ".join(f"{category} {readable_size(size)}" for category, size in largest)
+        yield labelled(f"peak in {phase}", f"{readable_size(peak.bytes):>10}: {parts}")
+    if prediction.offloaded_bytes:
+        where = {"cpu": "in host memory", "disk": "on disk"}[p.train.offload_activations]
+        yield labelled(where, f"{readable_size(prediction.offloaded_bytes):>10}: activations")
+    if host_bytes := host_state_bytes(run.config, run.setting):
+        yield labelled("in host memory", f"{readable_size(host_bytes):>10}: optimizer")
+
+
+def _verdict_lines(run: Workload, prediction: Prediction, device: Device, p: Params) -> Iterator[str]:
+    """The verdict, and if the run does not fit, the settings that do. The verdict comes before the search for them."""
+    headroom = p.estimate.headroom_percent
     verdict = judge(prediction, device, (), headroom_percent=headroom, enforce=p.estimate.enforce)
-    yield f"verdict    {words[verdict.state]}: {readable_size(prediction.peak.bytes)} of {readable_size(usable)} usable"
+    usable = readable_size(usable_bytes(device, headroom))
+    yield labelled(
+        "verdict", f"{VERDICTS[verdict.state]}: peak {readable_size(prediction.peak.bytes)}, usable {usable}"
+    )
     if verdict.fits:
         return
 
     def confirm(candidate: Candidate, peak_bytes: int) -> int | None:
-        return _asked_again(p, candidate, device, run.config, peak_bytes)
+        return _confirmed_peak(p, candidate, device, run.config, peak_bytes)
 
     found = answer(run, prediction, device, p, confirm=confirm)
-    yield f"advice     ranked {found.ranked}" if found.remedies else "advice     none found: choose a larger device"
+    if not found.remedies:
+        yield labelled("advice", "no settings found that fit: choose a larger device")
+        return
+    yield labelled("advice", f"settings that fit, ranked {found.ranked}")
     for remedy in found.remedies:
         yield f"  {remedy.command}"
-        yield f"    {readable_size(remedy.peak_bytes)}, {remedy.slowdown:.2f}x time per token; {remedy.effect}"
+        yield f"    peak {readable_size(remedy.peak_bytes)}, {remedy.slowdown:.2f}x time per token; {remedy.effect}"
 
 
-def _asked_again(
+def _confirmed_peak(
     p: Params, candidate: Candidate, device: Device, config: PretrainedConfig, peak_bytes: int
 ) -> int | None:
-    """The peak that is told of a changed run when its line is given; None where it does not fit or is refused.
+    """The peak that this command reports for a candidate's overrides; None if they do not fit or are refused.
 
-    `peak_bytes` is that of the candidate's own micro-batches, which are mostly the same.
+    `peak_bytes` is the peak of the candidate's own micro-batches, which are mostly the same.
     """
     try:
         changed = with_flags(p, candidate.flags)
@@ -180,8 +206,14 @@ def _asked_again(
     return peak_bytes if peak_bytes <= usable_bytes(device, p.estimate.headroom_percent) else None
 
 
-def _largest(found: Largest) -> str:
-    """A largest size with what limits it."""
-    if not found.value:
-        return "not even the least"
-    return f"{found.value} tokens" + (f", limited by {found.limit}" if found.limit else "")
+def _limit_lines(run: Workload, limits: Limits) -> Iterator[str]:
+    """The smallest GPU for this run, the longest row and the largest micro-batch."""
+    yield labelled("smallest GPU", f"{limits.smallest_gpu or 'none is large enough'} (of the known GPUs, for this run)")
+    row, batch = limits.longest_row, limits.largest_max_tokens
+    yield labelled("longest row", _tokens(row) or f"not even {LENGTH_STEP} tokens fit")
+    yield labelled("largest micro-batch", _tokens(batch) or f"not even one row of {run.longest} tokens fits")
+
+
+def _tokens(found: Largest) -> str:
+    """A largest size, with the limit that it reaches if that is not memory."""
+    return f"{found.value} tokens{f' (= {found.limit})' if found.limit else ''}" if found.value else ""

@@ -1,4 +1,4 @@
-"""The question turned round: the smallest GPU a run fits, the longest rows and the largest budget that fit a GPU."""
+"""The smallest GPU for a run, and the longest row and the largest micro-batch that fit a GPU."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -11,68 +11,68 @@ from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 
 LENGTH_STEP = 64
-"""Row lengths are told as multiples of this."""
+"""Row lengths are multiples of this."""
 PRECISION = 64
-"""A largest size is known to one part in so many, or exactly below that."""
+"""A largest size is accurate to one part in this many, and exact below it."""
 MOST_TRACES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Largest:
-    """The most of something that fits."""
+    """The largest value that fits."""
 
     value: int
-    """0: not even the least fits."""
+    """0 if nothing fits."""
     limit: str | None
-    """What else ends it, where memory does not; None where memory does."""
+    """The limit that it reaches if that is not memory; None if it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inverse:
+class Limits:
     """The answers for one run."""
 
     smallest_gpu: str | None
-    """None: no known one is large enough."""
+    """None if no known GPU is large enough."""
     longest_row: Largest
     """In tokens, one row in a micro-batch."""
     largest_max_tokens: Largest
-    """Tokens of a micro-batch of rows of the longest length."""
+    """Tokens of a micro-batch with rows of data.max_length."""
 
     def as_json(self) -> dict[str, Any]:
-        """As what_fits.json holds it."""
+        """The content of what_fits.json."""
         return asdict(self)
 
 
-def turn_round(
+def find_limits(
     run: Workload, device: Device, *, peak_bytes: int, headroom_percent: float, positions: int | None
-) -> Inverse:
-    """Answer all three questions; every answer that fits was traced.
+) -> Limits:
+    """Find all three limits. Every returned value was traced and fits.
 
     Args:
-        run: what is trained.
-        device: what rows and budget have to fit.
-        peak_bytes: what the run was predicted to hold on it.
-        headroom_percent: percent of a device kept free.
-        positions: the longest row the model knows; None where it knows no end.
+        run: the run.
+        device: the device that rows and micro-batches have to fit.
+        peak_bytes: predicted peak of the run on that device.
+        headroom_percent: percent of a device to leave free.
+        positions: positions of the model; None for a model without a limit.
     """
     usable, target = usable_bytes(device, headroom_percent), target_of(device)
     shape = run.steps[-1][-1]
     states = Costs(run, device, target).least_bytes(run.setting)
     near = {0: states, shape.rows * shape.length: peak_bytes}
-    return Inverse(
+    return Limits(
         smallest_gpu=smallest_gpu(run, headroom_percent, {_generation(device): peak_bytes}),
         longest_row=longest_row(run, target, usable, positions, near),
-        largest_max_tokens=largest_budget(run, target, usable, near),
+        largest_max_tokens=largest_micro_batch(run, target, usable, near),
     )
 
 
 def _generation(gpu: Device) -> tuple[bool, bool]:
-    """What a GPU runs depends on its generation alone: flash attention, the size of cuBLAS' workspaces."""
+    """The generation of a GPU decides all that changes a peak: flash attention and the size of cuBLAS' workspaces."""
     return gpu.compute_capability >= BF16_CAPABILITY, gpu.compute_capability >= (9, 0)
 
 
 def smallest_gpu(run: Workload, headroom_percent: float, known: Mapping[tuple[bool, bool], int]) -> str | None:
-    """The known GPU with the least memory that the run fits; `known` are its peaks by generation, so far."""
+    """The known GPU with the least memory that the run fits. `known` are peaks of the run by generation."""
     peaks = dict(known)
     for gpu in sorted(GPUS, key=lambda gpu: gpu.memory_bytes):
         if run.setting.model.needs_native_bf16 and not gpu.native_bf16:
@@ -86,7 +86,7 @@ def smallest_gpu(run: Workload, headroom_percent: float, known: Mapping[tuple[bo
 
 
 def longest_row(run: Workload, target: Target, usable: int, positions: int | None, near: Mapping[int, int]) -> Largest:
-    """The longest row of which one fits; `near` as for `largest_budget`."""
+    """The longest row that fits alone in a micro-batch. `near` as for `largest_micro_batch`."""
     most = (positions or 10**6) // LENGTH_STEP
 
     def peak_of(count: int) -> int:
@@ -99,10 +99,10 @@ def longest_row(run: Workload, target: Target, usable: int, positions: int | Non
     return Largest(value=found * LENGTH_STEP, limit=limit)
 
 
-def largest_budget(run: Workload, target: Target, usable: int, near: Mapping[int, int]) -> Largest:
-    """The most tokens of rows of the longest length in a micro-batch; more than a step has are never in one.
+def largest_micro_batch(run: Workload, target: Target, usable: int, near: Mapping[int, int]) -> Largest:
+    """The most tokens in a micro-batch with rows of data.max_length, up to the tokens of a step.
 
-    `near` are peaks by tokens of a micro-batch, of other shapes: they say where to look first.
+    `near` are peaks by the tokens of micro-batches of other shapes. They tell where to start.
     """
     most = max(1, int(run.tokens_per_step // run.longest))
 
@@ -115,18 +115,17 @@ def largest_budget(run: Workload, target: Target, usable: int, near: Mapping[int
 
 
 def _peak(run: Workload, target: Target, length: int, *, max_tokens: int, rows: int) -> int:
-    """The predicted peak with micro-batches full of such rows."""
+    """The predicted peak with micro-batches of such rows."""
     shape = full_batch(run.mode, length, max_tokens=max_tokens, fixed_rows=rows)
     steps = largest_steps(shape, several=run.micro_batches_per_step > 1)
     return predict(run.config, run.setting, steps, target).peak.bytes
 
 
 def largest_fitting(peak_of: Callable[[int], int], usable: int, most: int, hints: Mapping[float, int]) -> int:
-    """The largest count, from 1 to `most`, whose peak is within `usable`; 0 where 1 is not.
+    """The largest count, from 1 to `most`, whose peak is at most `usable`; 0 if there is none.
 
-    Peaks are nearly straight lines in what they grow with, so each guess is where the line through the nearest two
-    known peaks meets `usable`; until two are known, `hints` stand for them. The answer itself fits; it may be short of
-    the largest by one part in PRECISION.
+    Peaks grow nearly linearly with the count. So each guess is where the line through the nearest two known peaks meets
+    `usable`. `hints` replace known peaks at the start. The result fits; it may be too small by one part in PRECISION.
     """
     known: dict[float, int] = {}
     low, high = 0, most + 1
@@ -144,7 +143,7 @@ def largest_fitting(peak_of: Callable[[int], int], usable: int, most: int, hints
 
 
 def _guess(points: Mapping[float, int], usable: int, low: int) -> int:
-    """Where the line through the two points nearest to `usable` meets it."""
+    """Where the line through the two points nearest to `usable` meets `usable`."""
     if len(points) < 2:
         return 4 * low
     (a, peak_a), (b, peak_b) = sorted(points.items(), key=lambda point: abs(point[1] - usable))[:2]

@@ -1,64 +1,52 @@
-"""The changes that advice tries: every option of every switch, their combinations, and what each does to learning."""
+"""The changes that advice tries: the options of every switch and their combinations."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
-from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice import config_variants
+from lean_finetune.memory.advice.switch import (
+    LESS_DATA,
+    SAME,
+    SMALLER_STEPS,
+    UNCLIPPED,
+    Support,
+    Switch,
+    flag,
+)
+from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.advice.workload import Costs, Workload, full_batch
-from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps, halved
 from lean_finetune.model.model_config import refuse_joined_rows
 from lean_finetune.step.batches import BatchShape
 
-SAME, ROUNDED, UNCLIPPED, SMALLER_STEPS, OTHER_WEIGHTS, LESS_DATA = range(6)
-EFFECTS = (
-    "changes nothing that is learnt",
-    "rounds otherwise: the loss may differ a little",
-    "gradients are not clipped",
-    "steps of fewer rows, whose gradients are not clipped",
-    "trains other weights",
-    "rows are cut shorter",
-)
-"""What each class does to learning."""
-LOSS_CHUNK_TOKENS = 512
-"""The chunk offered where none is set, and no smaller one: logits are then a small part."""
+MICRO_BATCH = "micro_batch"
+"""The switch of section `bucket`: smaller micro-batches, then shorter rows."""
 SHORTEST_ROW_TOKENS = 64
 ROW_MULTIPLE = 8
-SWITCHES = (
-    "micro_batch",
-    "activations",
-    "loss_chunk",
-    "optimizer",
-    "state",
-    "sharing",
-    "precision",
-    "method",
-    "in_backward",
-)
-"""What is varied, in the order of a line's flags."""
-OF_FULL = ("state", "in_backward")
-"""Switches of full training: what another method trains is too small for them."""
 SAME_SPEED = 0.005
-"""Slow-downs closer than this are a tie: the model of speed knows no better."""
+"""Slowdowns closer than this count as equal, because the cost model is no more accurate."""
+HARDEST = 9
+"""Ease of shorter rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way to set one switch."""
+    """One value of one switch."""
 
     flags: tuple[str, ...]
-    """What `dvc exp run -S` takes; empty: as it is."""
+    """Overrides for `dvc exp run -S`. Empty for the value of the run itself."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The values that change the setting, by dotted key."""
     effect: int
-    """Class of what it does to learning."""
+    """Index in EFFECTS."""
     ease: int
-    """Place in the order from easy to hard."""
+    """Rank from easy to hard."""
     strength: int
-    """How far along its switch: more takes less memory."""
+    """Position in its switch. A stronger option needs less memory."""
     run: Workload
-    """The run with this option alone."""
+    """The run with the micro-batches of this option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,141 +54,129 @@ class Candidate:
     """A combination of options."""
 
     options: tuple[Option, ...]
-    """One of each switch."""
+    """One option of each switch."""
     run: Workload
     slowdown: float
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All flags, easy ones first; of a flag given twice the last one."""
+        """All overrides in the order of the switches. If two set one parameter, the last one counts."""
         last = {flag.partition("=")[0]: flag for option in self.options for flag in option.flags}
         return tuple(last.values())
 
     @property
     def effect(self) -> int:
-        """Class of the change that touches learning most."""
+        """The most harmful effect of its options."""
         return max((option.effect for option in self.options if option.flags), default=SAME)
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """By which candidates are tried."""
+        """The sort key for trying candidates."""
         eases = [option.ease for option in self.options if option.flags]
         return (self.effect, round(self.slowdown / SAME_SPEED), max(eases), len(eases))
 
     def strength(self, switch: str) -> int:
-        """How far along a switch it goes."""
-        return self.options[SWITCHES.index(switch)].strength
+        """The strength of the option of one switch."""
+        return self.options[switch_names().index(switch)].strength
 
     def covers(self, other: "Candidate") -> bool:
-        """Whether this one goes at least as far as the other on every switch."""
+        """Whether every option is at least as strong as the other candidate's."""
         return all(a.strength >= b.strength for a, b in zip(self.options, other.options, strict=True))
+
+
+def switch_names() -> list[str]:
+    """Names of all switches, in the order of a candidate's options."""
+    return [MICRO_BATCH, *(switch.name for switch in SWITCHES)]
 
 
 class Space:
     """The options of every switch, and their combinations."""
 
     def __init__(self, run: Workload, costs: Costs, native_bf16: bool):
-        """Look for options once; `native_bf16` says whether the device offers precision bf16."""
+        """Find the options. `native_bf16` is whether the device supports bf16."""
         self._run, self._costs = run, costs
-        self._plain = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
-        found = _options(run, costs.cuda, native_bf16)
-        self._switches = [[self._plain, *found.get(switch, ())] for switch in SWITCHES]
+        self._unchanged = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
+        support = Support(cuda=costs.cuda, native_bf16=native_bf16)
+        # Updates in the backward pass need steps of one micro-batch.
+        smaller = [] if run.setting.optimizer_in_backward else budgets_of(run)
+        found = [smaller, *(_options_of(switch, run, support) for switch in SWITCHES)]
+        self._options = [[self._unchanged, *options] for options in found]
 
     @property
     def unchanged(self) -> Candidate:
-        """The run as it is."""
-        return Candidate(options=(self._plain,) * len(SWITCHES), run=self._run, slowdown=1.0)
+        """The run without changes."""
+        return Candidate(options=(self._unchanged,) * len(self._options), run=self._run, slowdown=1.0)
 
     def of_effect(self, effect: int) -> list[Candidate]:
-        """Every combination of this class, in the order in which they are tried."""
-        within = [[option for option in options if option.effect <= effect] for options in self._switches]
+        """Every combination with this effect, in the order in which to try them."""
+        allowed = [[option for option in options if option.effect <= effect] for options in self._options]
         chosen = (
             options
-            for options in product(*within)
+            for options in product(*allowed)
             if max((o.effect for o in options if o.flags), default=-1) == effect and _compatible(options)
         )
         return sorted(map(self._candidate, chosen), key=lambda candidate: candidate.order)
 
     def _candidate(self, options: tuple[Option, ...]) -> Candidate:
-        """The combination of options."""
-        changed = _combined(self._run, options)
+        """The combination of options. At most one of them changes the micro-batches."""
+        values = {key: value for option in options for key, value in option.values.items()}
+        resized = next((option.run for option in options if option.run is not self._run), self._run)
+        changed = replace(resized, setting=setting_with(self._run.setting, values))
         return Candidate(options=options, run=changed, slowdown=self._costs.slowdown(changed))
 
 
-def _options(run: Workload, cuda: bool, native_bf16: bool) -> dict[str, Sequence[Option]]:
-    """The options of each switch that has any, each further along it than the one before."""
-    setting, found = run.setting, dict[str, Sequence[Option]]()
-    # Updates in backward need steps of one micro-batch.
-    found["micro_batch"] = () if setting.optimizer_in_backward else tuple(budgets_of(run))
-    found["activations"] = _in_turn(run, config_variants.lighter_activations(setting, cuda=cuda), SAME, 1)
-    if setting.loss_chunk is None:
-        chunked = replace(setting, loss_chunk=LOSS_CHUNK_TOKENS)
-        found["loss_chunk"] = _in_turn(run, [(chunked, (f"train.loss_chunk={LOSS_CHUNK_TOKENS}",))], SAME, 4)
-    if (lighter := OPTIMIZERS[setting.optimizer].lighter) is not None:
-        small = replace(setting, optimizer=lighter)
-        found["optimizer"] = _in_turn(run, [(small, (f"train.optimizer={lighter}",))], ROUNDED, 5)
-    found["state"] = _in_turn(run, config_variants.lighter_state(setting, cuda=cuda), SAME, 8)
-    found["sharing"] = _in_turn(run, config_variants.lighter_sharing(setting, cuda=cuda), SAME, 9)
-    if setting.model.precision == "fp32" and (native_bf16 or setting.model.adapted):  # Full weights stay fp32 in fp16.
-        half = config_variants.with_precision(setting, "bf16" if native_bf16 else "fp16")
-        found["precision"] = _in_turn(run, [half], ROUNDED, 6)
-    methods = [config_variants.with_method(setting, method) for method in config_variants.LIGHTER[setting.model.method]]
-    found["method"] = _in_turn(run, methods, OTHER_WEIGHTS, 7)
-    found["in_backward"] = tuple(_updated_in_backward(run))
-    return found
+def _options_of(switch: Switch, run: Workload, support: Support) -> Iterator[Option]:
+    """The options of a switch for a run, each stronger than the one before."""
+    variants = [different(run.setting, variant) for variant in switch.lighter(run.setting, support)]
+    for number, values in enumerate(filter(None, variants)):
+        option = Option(
+            flags=tuple(flag(key, value) for key, value in values.items()),
+            values=values,
+            effect=max(switch.effect, UNCLIPPED if "train.max_grad_norm" in values else SAME),
+            ease=switch.ease + number,
+            strength=1 + number,
+            run=run,
+        )
+        if switch.one_micro_batch:
+            yield from _of_one_micro_batch(option)
+        else:
+            yield option
 
 
-def _compatible(options: tuple[Option, ...]) -> bool:
-    """Whether no two of them set one parameter to different values, and each has an effect beside the others."""
-    by_switch = dict(zip(SWITCHES, options, strict=True))
-    if by_switch["method"].flags and any(by_switch[switch].flags for switch in OF_FULL):
-        return False
-    if by_switch["in_backward"].flags and by_switch["micro_batch"].flags:
+def _compatible(options: Sequence[Option]) -> bool:
+    """Whether the options can be combined: no switch excludes another, and no parameter has two values."""
+    chosen = {name for name, option in zip(switch_names(), options, strict=True) if option.flags}
+    if any(switch.name in chosen and chosen & switch.excludes for switch in SWITCHES):
         return False
     values: dict[str, str] = {}
-    flags = (flag.split("=", 1) for option in options for flag in option.flags)
-    return all(values.setdefault(key, value) == value for key, value in flags)
+    pairs = (flag.split("=", 1) for option in options for flag in option.flags)
+    return all(values.setdefault(key, value) == value for key, value in pairs)
 
 
-def _in_turn(
-    run: Workload, settings: Sequence[tuple[Setting, tuple[str, ...]]], effect: int, ease: int
-) -> list[Option]:
-    """Options of one switch, from settings and their flags, each further along it than the one before."""
-    return [
-        Option(flags=flags, effect=effect, ease=ease + k, strength=1 + k, run=replace(run, setting=setting))
-        for k, (setting, flags) in enumerate(settings)
-    ]
-
-
-def _combined(run: Workload, options: Sequence[Option]) -> Workload:
-    """A run with all options: one of them at most changes micro-batches, the others one part of the setting each."""
-    model, setting = run.setting.model, run.setting
-    for option in options:
-        other = option.run.setting
-        changed = {k: v for k, v in vars(other.model).items() if v != getattr(run.setting.model, k)}
-        model = replace(model, **changed)
-        changed = {k: v for k, v in vars(other).items() if k != "model" and v != getattr(run.setting, k)}
-        setting = replace(setting, **changed)
-    cut = next((option.run for option in options if option.run.steps is not run.steps), run)
-    return replace(cut, setting=replace(setting, model=model))
-
-
-def _updated_in_backward(run: Workload) -> Iterator[Option]:
-    """Updates in backward: steps of one micro-batch, of joined rows; where steps are large, of smaller steps too."""
-    changed = config_variants.updated_in_backward(run.setting)
-    if changed is None or not _can_be_joined(run):
+def _of_one_micro_batch(option: Option) -> Iterator[Option]:
+    """The option with every step packed into one micro-batch, and then with smaller steps too."""
+    run = option.run
+    try:
+        refuse_joined_rows(run.config, run.longest)
+    except UserError:
         return
-    setting, flags = changed
-    effect = SAME if run.setting.max_grad_norm is None else UNCLIPPED
-    yield _whole_steps(replace(run, setting=setting), flags, effect, strength=1)
+    yield _packed_steps(option)
     tokens = max(run.max_tokens - run.longest, run.longest)
     if tokens < run.unpadded_tokens_per_step:
-        smaller = replace(run, setting=setting, unpadded_tokens_per_step=tokens, tokens_per_step=float(tokens))
-        yield _whole_steps(smaller, (f"train.tokens_per_step={tokens}", *flags), SMALLER_STEPS, strength=2)
+        smaller = replace(
+            option,
+            flags=(f"train.tokens_per_step={tokens}", *option.flags),
+            effect=SMALLER_STEPS,
+            ease=option.ease + 1,
+            strength=option.strength + 1,
+            run=replace(run, unpadded_tokens_per_step=tokens, tokens_per_step=float(tokens)),
+        )
+        yield _packed_steps(smaller)
 
 
-def _whole_steps(run: Workload, flags: tuple[str, ...], effect: int, *, strength: int) -> Option:
-    """Every step one micro-batch of joined rows, with as many tokens as a step can have."""
+def _packed_steps(option: Option) -> Option:
+    """The option with every step packed into one micro-batch that has room for the largest step."""
+    run, flags = option.run, option.flags
     max_tokens = run.most_step_tokens
     if run.mode == "packed" and run.max_tokens >= max_tokens:
         max_tokens = run.max_tokens
@@ -208,65 +184,45 @@ def _whole_steps(run: Workload, flags: tuple[str, ...], effect: int, *, strength
         flags = (f"bucket.max_tokens={max_tokens}", *flags)
     if run.mode != "packed":
         flags = ("bucket.mode=packed", *flags)
-    whole = full_batch("packed", run.longest, max_tokens=max_tokens, fixed_rows=run.fixed_rows)
-    joined = replace(run, steps=((whole,),), mode="packed", max_tokens=max_tokens, micro_batches_per_step=1)
-    return Option(flags=flags, effect=effect, ease=9 + strength, strength=strength, run=joined)
-
-
-def _can_be_joined(run: Workload) -> bool:
-    """Whether bucket.mode=packed is possible for the model."""
-    try:
-        refuse_joined_rows(run.config, run.longest)
-    except UserError:
-        return False
-    return True
+    largest = full_batch("packed", run.longest, max_tokens=max_tokens, fixed_rows=run.fixed_rows)
+    packed = replace(run, steps=((largest,),), mode="packed", max_tokens=max_tokens, micro_batches_per_step=1)
+    return replace(option, flags=flags, run=packed)
 
 
 def budgets_of(run: Workload) -> Iterator[Option]:
-    """Smaller micro-batches by halves down to the longest row, then shorter rows by halves."""
+    """Halve micro-batches down to the longest row, then halve the longest row."""
     steps: TracedSteps = run.steps
     strength, parts, fixed = 0, 1, run.mode == "fixed"
     while (fewer := halved(steps)) is not None:
-        steps = fewer
-        parts *= 2
-        flag = f"bucket.fixed_rows={run.fixed_rows // parts}"
-        if not fixed:
-            if run.max_tokens // parts < run.longest:
-                break
-            flag = f"bucket.max_tokens={run.max_tokens // parts}"
-        elif run.fixed_rows // parts < 1:
+        steps, parts = fewer, 2 * parts
+        rows, tokens = run.fixed_rows // parts, run.max_tokens // parts
+        if rows < 1 if fixed else tokens < run.longest:
             break
         strength += 1
-        smaller = replace(
-            run,
-            steps=steps,
-            max_tokens=run.max_tokens if fixed else run.max_tokens // parts,
-            fixed_rows=run.fixed_rows // parts if fixed else run.fixed_rows,
-            micro_batches_per_step=run.micro_batches_per_step * parts,
-        )
-        yield Option(flags=(flag,), effect=SAME, ease=0, strength=strength, run=smaller)
-    if fixed:
-        return
+        sizes: dict[str, Any] = {"fixed_rows": rows} if fixed else {"max_tokens": tokens}
+        smaller = replace(run, steps=steps, micro_batches_per_step=run.micro_batches_per_step * parts, **sizes)
+        flags = tuple(flag(f"bucket.{key}", value) for key, value in sizes.items())
+        yield Option(flags=flags, effect=SAME, ease=0, strength=strength, run=smaller)
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
-    while length >= SHORTEST_ROW_TOKENS:
+    while length >= SHORTEST_ROW_TOKENS and not fixed:
         strength += 1
-        yield _shorter(run, length, strength)
+        yield _shorter_rows(run, length, strength)
         length = length // 2 // ROW_MULTIPLE * ROW_MULTIPLE
 
 
-def _shorter(run: Workload, length: int, strength: int) -> Option:
-    """Rows of at most this length, one in a micro-batch."""
+def _shorter_rows(run: Workload, length: int, strength: int) -> Option:
+    """Rows of at most `length` tokens, one per micro-batch."""
 
-    def cut(shape: BatchShape) -> BatchShape:
+    def shortened(shape: BatchShape) -> BatchShape:
         joined = None if shape.joined_lengths is None else (length,)
         return BatchShape(rows=1, length=length, supervised=min(shape.supervised, length), joined_lengths=joined)
 
     shorter = replace(
         run,
-        steps=tuple(tuple(cut(shape) for shape in step) for step in run.steps),
+        steps=tuple(tuple(shortened(shape) for shape in step) for step in run.steps),
         max_tokens=length,
         longest=length,
         micro_batches_per_step=run.tokens_per_step / length,
     )
     flags = (f"data.max_length={length}", f"bucket.max_tokens={length}")
-    return Option(flags=flags, effect=LESS_DATA, ease=9, strength=strength, run=shorter)
+    return Option(flags=flags, effect=LESS_DATA, ease=HARDEST, strength=strength, run=shorter)

@@ -1,8 +1,8 @@
-"""About how long a step takes on a GPU: arithmetic and bytes against the device's peaks, to rank switches by slow-down.
+"""A cost model of a training step on a GPU, to rank switches by slowdown.
 
-A step is the sum of its parts, each bound by arithmetic or by bytes. Peaks are those of the vendor's data sheets; the
-shares of them that training reaches are assumptions, stated below. Seconds are therefore rough, but the same shares
-apply to both sides of a comparison: use `relative_slowdown`, and nothing else, to decide.
+A step is the sum of its parts, each limited by arithmetic or by bandwidth. Peak rates come from data sheets. The shares
+of them that training reaches are the assumptions below. Seconds are therefore rough, but both sides of a comparison use
+the same shares: decide by `relative_slowdown` only.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ BANDWIDTH_SHARE = 0.8
 LINK_SHARE = 0.8
 """Assumed share of the link's bandwidth that copies from and to pinned host memory reach."""
 DISK_BYTES_PER_SECOND = 2 * GIGA
-"""Assumed rate at which a solid-state disk takes activations, and gives them back."""
+"""Assumed rate of a solid-state disk for writing and reading activations."""
 SELECTIVE_SHARE = 0.1
-"""Assumed share of a forward pass that policy selective runs again: all but products of weights and attention."""
+"""Assumed share of a forward pass that policy selective recomputes: all but matmuls and attention."""
 HOST_BYTES_PER_SECOND = 20 * GIGA
-"""Assumed rate at which a CPU updates weights in host memory."""
+"""Assumed rate of a CPU's update of weights in host memory."""
 OPTIMIZER_8BIT_PASSES = 2
-"""Assumed cost of an 8-bit update in passes over its bytes: values are looked up in code books, twice."""
+"""Assumed passes of an 8-bit update over its bytes, which includes two table lookups per value."""
 
 FP32_BYTES = 4
 PASSES_FORWARD, PASSES_BACKWARD = 1, 2
@@ -35,10 +35,10 @@ FLOP_PER_PRODUCT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What a step of one setting computes and moves."""
+    """Computation and data transfers of a step."""
 
     parameters: int
-    """Values of the weights that a token is multiplied with: all but the input embedding."""
+    """Values of the weights that a token is multiplied with: all except the input embedding."""
     trained_parameters: int
     layers: int
     width: int
@@ -46,24 +46,24 @@ class StepWork:
     tokens: int
     """Of the whole step, padding included."""
     length: int
-    """Tokens a token may attend to, causally half of them on average."""
+    """Tokens that the last token attends to. On average a token attends to half of them."""
     micro_batches: int
     method: Method
     precision: Precision
     optimizer: OptimizerName
     grad_ckpt: bool
     offloaded_optimizer: bool
-    """The update runs on the host: gradients go there and weights come back."""
+    """The update runs on the host: gradients are copied there and weights back."""
     master_weights: bool = False
-    """The update is of fp32 copies."""
+    """The update changes fp32 copies."""
     recomputed_share: float = 1.0
-    """With grad_ckpt, of the forward pass's products and attention."""
+    """With grad_ckpt: the share of the forward pass to compute again."""
     weights_from_host: float = 0
-    """The share of all weights that a GPU fetches from the host for each pass over a micro-batch."""
+    """Share of all weights that a GPU copies from the host for each pass over a micro-batch."""
     offload_to_disk: bool = False
-    """Activations go on to a file."""
+    """Activations are written to a file."""
     offloaded_activations_bytes: int
-    """Bytes that a step's forward passes send to the host and its backward passes fetch again."""
+    """Bytes that a step copies to the host in forward and back in backward."""
 
 
 def step_seconds(work: StepWork, speed: Speed) -> dict[str, float]:
@@ -96,26 +96,26 @@ def relative_slowdown(work: StepWork, than: StepWork, speed: Speed) -> float:
 
 
 def _weight_bytes(work: StepWork, passes: float, element_bytes: int) -> float:
-    """Bytes moved for the weights of all passes; unpacking reads a weight, writes a value, and reads it back."""
+    """Bytes moved for the weights of all passes. Dequantization reads a weight, writes a value and reads it again."""
     moved = element_bytes + {"qlora": 0.5 + element_bytes, "int8_lora": 1 + element_bytes}.get(work.method, 0)
     return moved * work.parameters * passes * work.micro_batches
 
 
 def _update_seconds(work: StepWork, element_bytes: int, bandwidth: float) -> float:
-    """Read gradients; read and write weights and moments."""
+    """Seconds to read gradients, and to read and write weights and moments."""
     value_bytes = element_bytes if work.method == "full" else FP32_BYTES
     kind = OPTIMIZERS[work.optimizer]
     updated_bytes = FP32_BYTES if work.master_weights else value_bytes
     moment_bytes = updated_bytes if kind.state_bits is None else kind.state_bits / 8
     passes = OPTIMIZER_8BIT_PASSES if kind.state_bits == 8 else 1
     moved = work.trained_parameters * (3 * updated_bytes + 2 * kind.values_per_trained_value * moment_bytes) * passes
-    if work.offloaded_optimizer or work.master_weights:  # Gradients are copied there first, and weights back.
+    if work.offloaded_optimizer or work.master_weights:  # Gradients are copied first, then weights back.
         moved += 4 * work.trained_parameters * value_bytes
     return moved / (HOST_BYTES_PER_SECOND if work.offloaded_optimizer else bandwidth)
 
 
 def _link_bytes(work: StepWork, element_bytes: int) -> float:
-    """Gradients out and weights back, activations out and back; weights for forward and again for backward."""
+    """Bytes copied between host and GPU: gradients, updated weights, activations, and weights for each pass."""
     value_bytes = element_bytes if work.method == "full" else FP32_BYTES
     state = 2 * work.trained_parameters * value_bytes if work.offloaded_optimizer else 0
     weight_bytes = 0.5 if work.method == "qlora" else element_bytes

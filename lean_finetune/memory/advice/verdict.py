@@ -21,14 +21,14 @@ NO_REMEDY = "no change of the known switches makes it fit: choose a larger devic
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What train obeys. It says nothing of the device when the run fits, so another device does not retrain."""
+    """Whether train may start. It names no device if the run fits, so another device causes no retraining."""
 
     enforce: bool
-    """Whether train obeys."""
+    """Whether train refuses a run that does not fit."""
     state: Literal["fits", "tight", "does not fit"]
-    """Tight: it fits the device, but not with the headroom left free; train refuses that too."""
+    """Tight: it fits the device, but without the headroom. Train refuses that too."""
     refusal: str | None
-    """One line: prediction, capacity, where the bytes are, what would fit; None when the run fits."""
+    """One line with prediction, capacity, largest parts and settings that fit; None if the run fits."""
 
     @property
     def fits(self) -> bool:
@@ -36,16 +36,16 @@ class Verdict:
         return self.state == "fits"
 
     def as_json(self, precision: Precision | None) -> dict[str, Any]:
-        """The content of verdict.json; nothing in it varies with the device unless the run is refused.
+        """The content of verdict.json.
 
-        `precision` is what train.precision=auto means on the device, None where the user chose.
+        `precision` is the one that train.precision=auto means on the device; None if the user chose one.
         """
-        told = {"enforce": self.enforce, "refusal": self.refusal if self.enforce else None}
-        return told if precision is None else {**told, "precision": precision}
+        content = {"enforce": self.enforce, "refusal": self.refusal if self.enforce else None}
+        return content if precision is None else {**content, "precision": precision}
 
 
 def usable_bytes(device: Device, headroom_percent: float) -> int:
-    """For tensors: the device's memory less what is kept free."""
+    """Memory for tensors: the device's memory without the headroom."""
     return device.usable_bytes(headroom_percent)
 
 
@@ -83,18 +83,18 @@ def judge(
 
 
 def _first_failure(prediction: Prediction, usable: int, memory: PlanMemory | None) -> str:
-    """Where the run would stop: the first phase above what is usable, and the micro-batch that is in work then."""
+    """Where the run would stop: the first phase whose peak is too large, and its micro-batch."""
     phase = next(phase for phase, peak in prediction.by_phase.items() if peak.bytes > usable)
-    told = "" if phase == prediction.worst_phase else f", too much from {phase} on"
+    earlier = "" if phase == prediction.worst_phase else f", too large from {phase} on"
     step = None if memory is None else memory.first_step_above(usable)
     at = "" if step is None else f", at optimizer step {step}"
-    return f"{told}, micro-batch of {describe(prediction.steps_of_peak[-1][-1])}{at}"
+    return f"{earlier}, micro-batch of {describe(prediction.steps_of_peak[-1][-1])}{at}"
 
 
 def _would_fit(remedies: Sequence[Remedy]) -> str | None:
-    """The first few remedies; None where there is none."""
-    told = [f"{r.switches} ({readable_size(r.peak_bytes)}, {r.slowdown:.2f}x time)" for r in remedies[:MOST_REMEDIES]]
-    return f"would fit: {'; '.join(told)}" if told else None
+    """The first few remedies; None if there is none."""
+    shown = [f"{r.switches} ({readable_size(r.peak_bytes)}, {r.slowdown:.2f}x time)" for r in remedies[:MOST_REMEDIES]]
+    return f"would fit: {'; '.join(shown)}" if shown else None
 
 
 def _reserved_too_much(memory: PlanMemory, device: Device, remedies: Sequence[Remedy]) -> str | None:
@@ -109,7 +109,7 @@ def _reserved_too_much(memory: PlanMemory, device: Device, remedies: Sequence[Re
 
 
 def describe(shape: BatchShape) -> str:
-    """A micro-batch in a few words."""
+    """A micro-batch in words."""
     if shape.joined_lengths is not None:
-        return f"{len(shape.joined_lengths)} rows joined to {shape.length} tokens"
+        return f"{len(shape.joined_lengths)} rows packed into {shape.length} tokens"
     return f"{shape.rows} x {shape.length} tokens"

@@ -1,4 +1,4 @@
-"""What a prediction means on a device: the verdict, and what would fit where the run does not."""
+"""The verdict on a predicted run, with settings that fit if the run does not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from lean_finetune.config.schema import Params
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
-from lean_finetune.memory.advice.search_space import EFFECTS, SAME
+from lean_finetune.memory.advice.switch import EFFECTS, SAME
 from lean_finetune.memory.advice.verdict import Verdict, judge, usable_bytes
 from lean_finetune.memory.advice.workload import Costs, Workload
 from lean_finetune.memory.allocator.plan_memory import PlanMemory
@@ -23,9 +23,9 @@ class Answer:
 
     verdict: Verdict
     remedies: tuple[Remedy, ...]
-    """Best first; none where the run fits."""
+    """Best first; empty if the run fits."""
     ranked: str | None
-    """How remedies were ranked; None where nothing was."""
+    """How remedies were ranked; None if there was no search."""
 
     def as_json(self) -> dict[str, Any]:
         """The content of advice.json."""
@@ -41,11 +41,16 @@ def answer(
     memory: PlanMemory | None = None,
     confirm: Confirm | None = None,
 ) -> Answer:
-    """Hold a prediction against a device, and look for changes where the run does not fit.
+    """Compare a prediction with a device, and search for changes if the run does not fit.
 
-    `memory` is the replay of the whole plan, where there is one. Where tensors fit but not the segments they lie in,
-    the other kind of segments comes before every other change: it costs nothing. `confirm` holds a changed run against
-    the device in the same way: without it tensors alone decide what is offered.
+    Args:
+        run: the run.
+        prediction: of its peak.
+        device: that it has to fit.
+        p: the parameters.
+        memory: the allocator's behaviour over the plan, if known. If only fragmentation makes the run fail, the other
+            kind of segments is the first remedy, because it costs no time.
+        confirm: returns the peak of a changed run that the caller accepts. Without it, tensors alone decide.
     """
     headroom, enforce = p.estimate.headroom_percent, p.estimate.enforce
     usable, target = usable_bytes(device, headroom), target_of(device)
@@ -69,12 +74,12 @@ def answer(
         progress=p.run.progress,
         confirm=confirm,
     )
-    ranked = f"by what is learnt, then {costs.reason}"
+    ranked = f"by effect on learning, then {costs.reason}"
     return Answer(verdict=judged(remedies), remedies=tuple(remedies), ranked=ranked)
 
 
 def other_segments(memory: PlanMemory, prediction: Prediction) -> tuple[Remedy, ...]:
-    """The other kind of segments, where memory ends in those of the run and not in these; it costs no time."""
+    """The other kind of allocator segments, if the run fails with its own kind and not with the other."""
     if memory.failing_step(memory.chosen) is None:
         return ()
     return tuple(

@@ -1,4 +1,4 @@
-"""A run as advice changes it: its setting, the micro-batches that matter, and what its steps cost."""
+"""A run as advice varies it: its setting, its largest micro-batches and the cost of its steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Literal
 from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import Sharding
-from lean_finetune.config.sharding_rules import CUTTING
+from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.memory.advice.step_cost import SELECTIVE_SHARE, StepWork, relative_slowdown
 from lean_finetune.memory.gpus import GPUS, Device, Speed
 from lean_finetune.memory.predict.setting import Setting
@@ -27,18 +27,18 @@ from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape
 
 RANKED_AS = "A100-80GB"
-"""The GPU by whose speed changes are ranked where the device's own is not known: their order hardly depends on it."""
+"""Its speed ranks changes for a device of unknown speed. Their order hardly depends on the GPU."""
 VALUES_KEPT = 28
-"""Values that a layer keeps for backward, by its width: of Llama-3.1-8B with LoRA in bf16, traced."""
+"""Values per token that a layer stores for backward, in multiples of its width. Traced: Llama-3.1-8B, LoRA, bf16."""
 SENDING_TIME: Mapping[Sharding, float] = {"zero1": 1.02, "zero2": 1.05, "zero3": 1.10, "hsdp": 1.08}
-"""Assumed: weights are sent as well as gradients, once or twice, mostly while layers compute."""
+"""Assumed factor on the time of a step: weights are communicated too, mostly while layers compute."""
 FIRST = BatchShape(rows=1, length=8, supervised=7, joined_lengths=None)
-"""A micro-batch so small that the one behind it sets the peak."""
+"""A micro-batch so small that the next one sets the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained, and how a step is cut."""
+    """What is trained, and how a step is divided into micro-batches."""
 
     config: PretrainedConfig
     setting: Setting
@@ -48,23 +48,23 @@ class Workload:
     max_tokens: int
     """bucket.max_tokens."""
     fixed_rows: int
-    """bucket.fixed_rows; only mode fixed heeds it."""
+    """bucket.fixed_rows, for mode fixed."""
     longest: int
     """Padded tokens of the longest row."""
     tokens_per_step: float
-    """Padding included, on average."""
+    """Mean tokens per step with padding, on one GPU."""
     micro_batches_per_step: float
     unpadded_tokens_per_step: int
     """train.tokens_per_step: of all GPUs."""
 
     @property
     def most_step_tokens(self) -> int:
-        """Tokens that no step surpasses, padding left out: it ends with the row that brings it to what it must have."""
+        """Upper bound of the tokens in a step without padding: a step ends with the row that reaches its tokens."""
         return self.unpadded_tokens_per_step - 1 + self.longest
 
 
 def full_batch(mode: str, length: int, *, max_tokens: int, fixed_rows: int) -> BatchShape:
-    """The largest micro-batch of rows of this length, every token but the first of each row trained."""
+    """The largest micro-batch of rows of this length, with every token trained except the first of each row."""
     if mode == "packed":
         rows, rest = divmod(max_tokens, length)
         joined = (length,) * rows + ((rest,) if rest else ())
@@ -74,7 +74,7 @@ def full_batch(mode: str, length: int, *, max_tokens: int, fixed_rows: int) -> B
 
 
 def largest_steps(shape: BatchShape, *, several: bool) -> TracedSteps:
-    """A step whose largest micro-batch has this shape; with `several` it meets the gradients of one before."""
+    """A step whose largest micro-batch has this shape. With `several`, it adds to gradients of an earlier one."""
     if not several:
         return ((shape,),)
     first = replace(FIRST, joined_lengths=None if shape.joined_lengths is None else (FIRST.length,))
@@ -82,7 +82,7 @@ def largest_steps(shape: BatchShape, *, several: bool) -> TracedSteps:
 
 
 def ranking_speed(device: Device) -> tuple[Speed, str]:
-    """The speed by which changes are ranked, and why."""
+    """The speed that ranks changes, and the reason."""
     speed = device.speed or next((gpu.speed for gpu in GPUS if gpu.name == device.name), None)
     if speed is not None:
         return speed, f"by the speed of {device.name}"
@@ -91,12 +91,12 @@ def ranking_speed(device: Device) -> tuple[Speed, str]:
 
 
 def _recomputed_share(model: ModelSpec) -> float:
-    """Of a forward pass, where anything is recomputed."""
+    """Share of a forward pass that gradient checkpointing computes again."""
     return SELECTIVE_SHARE if model.grad_ckpt_policy == "selective" else 1 / model.recomputed_every
 
 
 def _offloaded_bytes(run: Workload) -> int:
-    """About what a step's forward passes send away: the input of a recomputed layer, and all that another one keeps."""
+    """Rough bytes that a step offloads: the inputs of recomputed layers and all activations of the others."""
     text, model = run.config.get_text_config(), run.setting.model
     if run.setting.offload_activations == "none":
         return 0
@@ -107,15 +107,15 @@ def _offloaded_bytes(run: Workload) -> int:
 
 
 def sending_time(setting: Setting) -> float:
-    """A step's time by what its GPUs send, that of plain sums being 1; assumed, since links are not known."""
+    """Assumed time of a step by its communication, relative to ddp. The links between GPUs are unknown."""
     return 1.0 if setting.sharing is None else SENDING_TIME.get(setting.sharing.spec.mode, 1.0)
 
 
 class Costs:
-    """What a run holds at least and how long its steps take, beside the run that is changed."""
+    """Minimum memory and step time of changed runs, compared with the original run."""
 
     def __init__(self, run: Workload, device: Device, target: Target):
-        """Look at the model once."""
+        """Compute the shapes of the model once."""
         self._run, self._target = run, target
         self._shapes: ModelShapes = model_shapes(run.config)
         self._speed, self.reason = ranking_speed(device)
@@ -127,48 +127,48 @@ class Costs:
         return self._target.foreach
 
     def lines(self, setting: Setting) -> tuple[Line, ...]:
-        """The states of a setting by closed form."""
+        """Weights, gradients and optimizer state of a setting by formula."""
         return state_lines(self._shapes, setting, cuda=self._target.foreach)
 
     def least_bytes(self, setting: Setting) -> int:
-        """What the end of every backward holds, whatever the micro-batches."""
+        """Bytes at the end of every backward pass, for any micro-batches."""
         return sum(self._states(setting).values()) + self._target.constant_bytes
 
     def gradient_bytes(self, setting: Setting) -> int:
-        """Of that, gradients."""
+        """Bytes of gradients at the end of backward."""
         return self._states(setting).get(GRADIENTS, 0)
 
     def _states(self, setting: Setting) -> Mapping[str, int]:
         """Bytes by category at the end of a backward, on one GPU."""
-        # What does not change states is left out of the key: a search asks for few states of many settings.
+        # The key leaves out what does not change states: a search asks for few states of many settings.
         model = replace(setting.model, grad_ckpt=False, grad_ckpt_policy="full")
         key = replace(setting, model=model, loss_chunk=None, offload_activations="none", max_grad_norm=None)
         if key not in self._known:
-            held = state_bytes(self.lines(setting), granularity_bytes=self._target.granularity_bytes)
+            states = state_bytes(self.lines(setting), granularity_bytes=self._target.granularity_bytes)
             sharing = setting.sharing
             if sharing is not None:
-                held = {category: size // sharing.holders_of(category) for category, size in held.items()}
-            self._known[key] = held
+                states = {category: size // sharing.holders_of(category) for category, size in states.items()}
+            self._known[key] = states
         return self._known[key]
 
     def gathered_bytes(self, setting: Setting) -> int:
-        """Whole weights at the end of forward, beside the part that a GPU keeps: sharding zero2 gathers them."""
+        """Bytes of gathered weights at the end of forward, which sharding zero2 has besides each GPU's shard."""
         sharing = setting.sharing
         if sharing is None or sharing.spec.mode != "zero2":
             return 0
         return self._states(setting).get(WEIGHTS, 0) * sharing.holders_of(WEIGHTS)
 
     def slowdown(self, changed: Workload) -> float:
-        """How many times as long a token takes."""
-        # Weights that are cut are gathered anew for each micro-batch.
+        """Time per token relative to the original run."""
+        # Sharded weights are gathered for each micro-batch.
         turns = changed.micro_batches_per_step / self._run.micro_batches_per_step
         sharing = changed.setting.sharing
-        turns = turns if sharing is not None and sharing.spec.mode in CUTTING else 1.0
+        turns = turns if sharing is not None and sharing.spec.mode in SPLIT_WEIGHTS else 1.0
         sent = (1 + turns * (sending_time(changed.setting) - 1)) / sending_time(self._run.setting)
         return sent * relative_slowdown(self._work(changed), self._work(self._run), self._speed)
 
     def _work(self, run: Workload) -> StepWork:
-        """The terms of the cost model."""
+        """The input of the cost model."""
         config, model, sharing = run.config, run.setting.model, run.setting.sharing
         text = config.get_text_config()
         looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size

@@ -8,8 +8,8 @@ import torch
 
 from lean_finetune.config.schema import Params
 from lean_finetune.core.units import readable_size
-from lean_finetune.memory.advice.largest_that_fits import turn_round
-from lean_finetune.memory.advice.one_change_sweep import Switch, halving_flag, trace_switches
+from lean_finetune.memory.advice.largest_that_fits import find_limits
+from lean_finetune.memory.advice.one_change_sweep import SweepPoint, halving_flag, sweep_switches
 from lean_finetune.memory.advice.verdict import judge, usable_bytes
 from lean_finetune.memory.advice.verdict_with_advice import answer
 from lean_finetune.memory.advice.workload import Workload
@@ -82,10 +82,10 @@ def _tell_verdict(p: Params, prediction: Prediction, device: Device, memory: Pla
         click.echo(f"does not fit {device.name}: {peak} of {usable} usable; searching for what would", err=True)
 
 
-def _switches(p: Params, asked: Asked, prediction: Prediction) -> list[Switch]:
+def _switches(p: Params, asked: Asked, prediction: Prediction) -> list[SweepPoint]:
     """What each single switch would make of the peak."""
     device = asked.planned.device
-    return trace_switches(
+    return sweep_switches(
         asked.config,
         asked.setting,
         target_of(device),
@@ -144,5 +144,5 @@ def _inverse(p: Params, asked: Asked, run: Workload, prediction: Prediction) -> 
         return {"reason": "asked of GPUs only: name one in hardware.gpu, or ask `lean-finetune fit`"}
     positions = getattr(asked.config.get_text_config(), "max_position_embeddings", None)
     headroom = p.estimate.headroom_percent
-    found = turn_round(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)
+    found = find_limits(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)
     return {"reason": None, **found.as_json()}

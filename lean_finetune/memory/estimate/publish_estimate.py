@@ -7,7 +7,7 @@ from typing import Any
 
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
 from lean_finetune.core.units import GIB
-from lean_finetune.memory.advice.one_change_sweep import Switch, as_advice
+from lean_finetune.memory.advice.one_change_sweep import SweepPoint, as_advice
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.verdict_with_advice import Answer
 from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, row_without_replay
@@ -32,7 +32,7 @@ class Found:
     explanation: Explanation
     by_phase: Mapping[str, Peak]
     """Also of what runs besides the step."""
-    switches: Sequence[Switch]
+    switches: Sequence[SweepPoint]
     memory: PlanMemory | None
     replayed: str | None
     """How much of the plan was replayed, or why none."""

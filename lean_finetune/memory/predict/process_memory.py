@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import Method, Sharding
-from lean_finetune.config.sharding_rules import CUTTING
+from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.units import MIB
 from lean_finetune.distributed.sharding_modes import READ_BY_EVERY_PROCESS
 from lean_finetune.memory.gpus import Device
@@ -107,7 +107,7 @@ def on_host(
         figures["optimizer"] = _derived(optimizer_bytes, why)
     figures["process"] = Figure(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=imports)
     figures["loading"] = _derived(threads * largest * (stored.itemsize + spec.dtype.itemsize), moving)
-    if sharding in CUTTING:
+    if sharding in SPLIT_WEIGHTS:
         # The whole model is read on one process's host and handed to the GPUs layer by layer.
         model_bytes = sum(line.total_bytes(1) for line in weight_lines(shapes, spec))
         if spec.adapted:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from lean_finetune.config.schema import ALL_LINEAR
+from lean_finetune.config.train_schema import ALL_LINEAR
 from lean_finetune.memory.predict.optimizer_states import optimizer_tensors
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Params
-from lean_finetune.config.sharding_rules import CUTTING
+from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.distributed import fsdp, replicated
 from lean_finetune.distributed.forward_wrapper import LocalParameters
 from lean_finetune.distributed.processes import World
@@ -66,7 +66,7 @@ class Sharing:
     @property
     def holders(self) -> int:
         """Number of GPUs that together hold one copy of the weights."""
-        return self.spec.group_gpus or self.gpus if self.spec.mode in CUTTING else 1
+        return self.spec.group_gpus or self.gpus if self.spec.mode in SPLIT_WEIGHTS else 1
 
     def of_whole(self, config: PretrainedConfig, spec: ModelSpec) -> "Sharing":
         """For traces of this model with fewer layers: zero1 assigns tensors by the sizes of all layers.

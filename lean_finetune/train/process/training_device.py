@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import OffloadActivations, OffloadState, Sharding
-from lean_finetune.config.sharding_rules import CUTTING
+from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.units import readable_size
@@ -108,7 +108,7 @@ def check_host(
             f"train.offload: {choice} must have room in the host's memory; {sizes}; free some, use "
             "train.optimizer=adamw_8bit, or none"
         )
-    if sharding in CUTTING and device.type == "cuda":
+    if sharding in SPLIT_WEIGHTS and device.type == "cuda":
         raise UserError(
             f"train.sharding: {sharding} must have room in the host's memory for all weights, until they are handed "
             f"out; {sizes}; free some, use a host with more, or train.method=qlora (a quarter of 16 bits)"

@@ -1,0 +1,248 @@
+"""Schema of section `train` of params.yaml, and the rules between its parameters."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS
+from lean_finetune.config.field_types import (
+    AnyPrecision,
+    AttentionName,
+    GradCkptPolicy,
+    LoraInit,
+    Method,
+    NonNegativeFloat,
+    OffloadActivations,
+    OffloadState,
+    OptimizerName,
+    PositiveFloat,
+    PositiveInt,
+    QuantType,
+    Section,
+    Sharding,
+    Share,
+    Text,
+)
+from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
+from lean_finetune.config.rule import Rule
+
+if TYPE_CHECKING:
+    from lean_finetune.config.schema import Params
+
+ALL_LINEAR = "all-linear"
+
+
+class Quant(Section):
+    """4-bit weights of method qlora (Dettmers et al. 2023)."""
+
+    type: QuantType
+    """The 16 levels: quantiles of a normal distribution, or floating point."""
+    double: bool
+    """Quantize the scales too, which saves 0.37 bits per weight."""
+
+
+class Lora(Section):
+    """Adapters of every method but full (Hu et al. 2021)."""
+
+    rank: PositiveInt
+    """Rank of the adapter matrices. Trained parameters grow in proportion to it."""
+    alpha: PositiveInt
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: Share
+    """Dropout on the adapter's input."""
+    targets: Annotated[list[Text], Field(min_length=1)]
+    """Names of linear layers, or only `all-linear`."""
+    rslora: bool
+    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023)."""
+    dora: bool
+    """Train the magnitude of each weight row separately from its direction (Liu et al. 2024)."""
+    init: LoraInit
+    """Initial adapters: zero output, the weight's largest singular vectors, or those of the 4-bit error."""
+
+
+class Train(Section):
+    """The training step and its schedule."""
+
+    method: Method
+    """Train all weights, or adapters on 16-bit or 32-bit, 4-bit or 8-bit weights."""
+    quant: Quant
+    """4-bit weights, for method qlora."""
+    precision: AnyPrecision
+    """Data type of weights and arithmetic. Adapters are fp32 except with pure_bf16."""
+    master_weights: bool
+    """Method full in bf16: update an fp32 copy of the weights."""
+    grad_ckpt: bool
+    """Recompute activations layer by layer in the backward pass."""
+    grad_ckpt_policy: GradCkptPolicy
+    """What to recompute: every layer | one layer in grad_ckpt_every | all but the outputs of matmuls and attention."""
+    grad_ckpt_every: Annotated[int, Field(ge=2)]
+    """Policy every_n: recompute one layer in this many. The other layers store their activations."""
+    offload_activations: OffloadActivations
+    """Where to store layers' activations until the backward pass: on the device, in pinned host memory or in a file."""
+    expandable_segments: bool
+    """Let the CUDA allocator grow its segments instead of reserving segments of fixed sizes."""
+    attention: AttentionName
+    """Attention kernels. `auto` is sdpa, or eager for models with capped attention scores."""
+    optimizer: OptimizerName
+    """Update rule. It decides the bytes of optimizer state per trained value."""
+    offload: OffloadState
+    """Move to host memory: nothing, the optimizer and its update, or also weights and gradients."""
+    optimizer_in_backward: bool
+    """Method full, steps of one micro-batch: update each weight in the backward pass and free its gradient."""
+    sharding: Sharding
+    """Which of weights, gradients and optimizer state the GPUs divide among them."""
+    shard_group_gpus: PositiveInt | None
+    """Sharding hsdp: GPUs that store one copy of the weights. None means the GPUs of a node."""
+    lr: PositiveFloat
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat
+    """Decoupled weight decay. Never applied to norms and biases."""
+    schedule: Literal["cosine", "constant"]
+    """Learning rate after warm-up."""
+    warmup_fraction: Share
+    """Share of all optimizer steps with linear warm-up."""
+    epochs: PositiveInt
+    """Passes over the training rows."""
+    tokens_per_step: PositiveInt
+    """Tokens without padding per optimizer step. With seed and epoch it alone decides the rows of a step."""
+    max_grad_norm: PositiveFloat | None
+    """Clip gradients to this global L2 norm. None disables clipping."""
+    loss_chunk: PositiveInt | None
+    """Supervised tokens per chunk of the loss. Only one chunk's logits exist at a time. None: the whole micro-batch."""
+    heldout_every_steps: PositiveInt | None
+    """Optimizer steps between held-out losses. None disables them during training."""
+    heldout_rows: PositiveInt
+    """Held-out rows in each of these losses."""
+    lora: Lora
+    """Adapters, for every method but full."""
+    merge: bool
+    """Also write the full model with merged adapters to data/tuned/merged."""
+
+
+METHOD = "train.method={train.method}"
+IN_BACKWARD = "train.optimizer_in_backward"
+
+
+def _optimizer(params: "Params") -> OptimizerEntry:
+    return OPTIMIZERS[params.train.optimizer]
+
+
+def _foreach_excludes(setting: str, given: Callable[["Params"], bool]) -> Rule:
+    """The rule that an optimizer cannot update all tensors at once with a setting that updates them one by one."""
+    return Rule(
+        "train.optimizer",
+        lambda p: _optimizer(p).foreach and given(p),
+        lambda p: (
+            f"{{train.optimizer}} updates all tensors at once, but {setting} updates them one by one; got "
+            f"{{train.optimizer}}; use {_optimizer(p).use_instead}"
+        ),
+    )
+
+
+def _start_message(params: "Params") -> str:
+    start = ADAPTER_STARTS[params.train.lora.init]
+    methods = " or ".join(f"train.method={method}" for method in start.methods)
+    return f"{{train.lora.init}} {start.reason}; got {{train.lora.init}} with {METHOD}; use {methods}, or default"
+
+
+TRAIN_RULES = [
+    Rule(
+        "train.master_weights",
+        lambda p: p.train.master_weights and (p.train.method != "full" or p.train.precision not in ("auto", "bf16")),
+        "has an effect only with train.method=full and train.precision=bf16; got true with {train.method} and "
+        "{train.precision}; set it to false",
+    ),
+    _foreach_excludes("train.master_weights=true", lambda p: p.train.master_weights),
+    _foreach_excludes("train.offload=optimizer", lambda p: p.train.offload == "optimizer"),
+    _foreach_excludes("train.optimizer_in_backward=true", lambda p: p.train.optimizer_in_backward),
+    Rule(
+        "train.optimizer",
+        lambda p: _optimizer(p).paged and p.train.offload != "none",
+        lambda p: (
+            "a paged optimizer moves its state to the host itself; got {train.optimizer} with "
+            f"train.offload={{train.offload}}; use {_optimizer(p).use_instead}, or train.offload=none"
+        ),
+    ),
+    Rule(
+        IN_BACKWARD,
+        lambda p: p.train.optimizer_in_backward and p.hardware.num_gpus > 1,
+        "needs one GPU, because several GPUs sum their gradients first; got true with "
+        "hardware.num_gpus={hardware.num_gpus}; set train.optimizer_in_backward=false, or hardware.num_gpus=1",
+    ),
+    Rule(
+        IN_BACKWARD,
+        lambda p: p.train.optimizer_in_backward and p.train.method != "full",
+        f"has an effect only with train.method=full, because gradients of adapters are small; got true with {METHOD}; "
+        "set it to false, or use train.method=full",
+    ),
+    Rule(
+        IN_BACKWARD,
+        lambda p: p.train.optimizer_in_backward and p.train.max_grad_norm is not None,
+        "updates weights before the norm of all gradients is known; got true with "
+        "train.max_grad_norm={train.max_grad_norm}; leave train.max_grad_norm blank, or set "
+        "train.optimizer_in_backward=false",
+    ),
+    Rule(
+        IN_BACKWARD,
+        lambda p: p.train.optimizer_in_backward and p.train.precision == "fp16",
+        "updates weights before an fp16 overflow is known; got true with train.precision=fp16; use bf16 or fp32, or "
+        "set train.optimizer_in_backward=false",
+    ),
+    Rule(
+        "train.quant.type",
+        lambda p: p.train.quant.type != "nf4" and p.train.method != "qlora",
+        f"has an effect only with train.method=qlora; got {{train.quant.type}} with {METHOD}; set it to nf4, or use "
+        "train.method=qlora",
+    ),
+    Rule(
+        "train.quant.double",
+        lambda p: not p.train.quant.double and p.train.method != "qlora",
+        f"has an effect only with train.method=qlora; got false with {METHOD}; set it to true, or use "
+        "train.method=qlora",
+    ),
+    Rule(
+        "train.lora.dropout",
+        lambda p: p.train.lora.dropout > 0 and p.train.method == "full",
+        "has an effect only with adapters; got {train.lora.dropout} with train.method=full; set it to 0.0, or use "
+        "train.method=lora",
+    ),
+    Rule(
+        "train.lora.rslora",
+        lambda p: p.train.lora.rslora and p.train.method == "full",
+        "has an effect only with adapters; got true with train.method=full; set it to false, or use train.method=lora",
+    ),
+    Rule(
+        "train.lora.init",
+        lambda p: p.train.method not in ADAPTER_STARTS[p.train.lora.init].methods,
+        _start_message,
+    ),
+    Rule(
+        "train.lora.dora",
+        lambda p: p.train.lora.dora and (p.train.method not in ("lora", "qlora") or p.train.lora.init != "default"),
+        "needs train.method=lora or qlora (peft drops the scales of 8-bit weights) and train.lora.init=default; got "
+        "{train.method}, {train.lora.init}; set it to false",
+    ),
+    Rule(
+        "train.lora.targets",
+        lambda p: ALL_LINEAR in p.train.lora.targets and len(p.train.lora.targets) > 1,
+        f"{ALL_LINEAR} must be the only entry; got {{train.lora.targets}}; remove it or the other names",
+    ),
+    Rule(
+        "train.grad_ckpt_policy",
+        lambda p: p.train.grad_ckpt_policy != "full" and not p.train.grad_ckpt,
+        "has an effect only with train.grad_ckpt=true; got {train.grad_ckpt_policy} with train.grad_ckpt=false; set "
+        "train.grad_ckpt=true, or the policy to full",
+    ),
+    Rule(
+        "train.grad_ckpt_policy",
+        lambda p: p.train.grad_ckpt_policy == "selective" and p.train.method == "int8_lora",
+        "selective cannot see bitsandbytes' 8-bit matmuls; got selective with train.method=int8_lora; use full or "
+        "every_n",
+    ),
+    Rule(
+        "train.merge",
+        lambda p: p.train.merge and p.train.method == "full",
+        "has an effect only with adapters; got true with train.method=full; set it to false",
+    ),
+]

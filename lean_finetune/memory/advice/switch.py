@@ -1,0 +1,83 @@
+"""A memory switch: which parameters it varies, the values to try, and what they do to learning."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from lean_finetune.memory.predict.setting import Setting
+
+Values = Mapping[str, Any]
+"""Values by dotted key of params.yaml."""
+SAME, ROUNDED, UNCLIPPED, SMALLER_STEPS, OTHER_WEIGHTS, LESS_DATA = range(6)
+EFFECTS = (
+    "changes nothing that is learnt",
+    "rounds otherwise: the loss may differ a little",
+    "gradients are not clipped",
+    "steps of fewer rows, whose gradients are not clipped",
+    "trains other weights",
+    "rows are cut shorter",
+)
+"""Effects on learning, the least harmful first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """What the device can do."""
+
+    cuda: bool
+    native_bf16: bool
+
+
+Variants = Callable[[Setting, Support], Iterable[Values]]
+"""Values to try for a setting. Values equal to the setting's own are ignored."""
+
+
+def no_variants(setting: Setting, support: Support) -> Iterable[Values]:
+    """For a switch without variants."""
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """A way to change the memory of a run. `memory/advice/switches.py` lists all of them."""
+
+    name: str
+    parameters: Mapping[str, str]
+    """Dotted keys that it varies, each with its attribute in `Setting`: `{"train.method": "model.method"}`."""
+    lighter: Variants = no_variants
+    """Variants for advice, each with less memory than the one before."""
+    shown: Variants = no_variants
+    """Variants for switches.csv, heavier ones too."""
+    effect: int
+    """Index in EFFECTS."""
+    ease: int
+    """Rank from easy to hard of the first variant. It decides between candidates of equal speed."""
+    excludes: frozenset[str] = field(default=frozenset())
+    """Names of switches that it is not combined with."""
+    one_micro_batch: bool = False
+    """Needs optimizer steps of a single micro-batch."""
+    saves: str | None = None
+    """Memory category that it reduces, if it is only one: it can never save more than all of that category."""
+    changes_states: bool = True
+    """Changes the bytes of weights, gradients or optimizer state."""
+    other_memory: Literal["same", "not less", "unknown"] = "unknown"
+    """Memory besides these states and `saves`, compared with a weaker variant. A safe default for a new switch."""
+
+
+def flag(key: str, value: Any) -> str:
+    """An override for `dvc exp run -S`."""
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def read_attribute(owner: Any, path: str) -> Any:
+    """The value of a nested attribute such as `model.method`."""
+    for name in path.split("."):
+        owner = getattr(owner, name)
+    return owner
+
+
+def replace_attribute(owner: Any, path: str, value: Any) -> Any:
+    """A copy of nested dataclasses with another value of one attribute."""
+    name, _, rest = path.partition(".")
+    return replace(owner, **{name: replace_attribute(getattr(owner, name), rest, value) if rest else value})

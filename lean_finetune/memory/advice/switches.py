@@ -1,0 +1,264 @@
+"""All memory switches.
+
+To add one: a parameter and its rules in `config/train_schema.py`, a `Switch` here, and the code that acts on it. The
+table in docs/memory-switches.md, switches.csv and the advice of estimate and `lean-finetune fit` read this list.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lean_finetune.config.field_types import Method, Precision, Sharding
+from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.config.sharding_rules import GATHERED_LAYERS, SPLIT_WEIGHTS
+from lean_finetune.memory.advice.switch import (
+    EFFECTS,
+    OTHER_WEIGHTS,
+    ROUNDED,
+    SAME,
+    Support,
+    Switch,
+    Values,
+    read_attribute,
+    replace_attribute,
+)
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, LOGITS
+
+LIGHTER_METHODS: Mapping[Method, tuple[Method, ...]] = {
+    "full": ("lora", "qlora"),
+    "lora": ("qlora",),
+    "int8_lora": ("qlora",),
+    "qlora": (),
+}
+"""Methods with less memory than a method, the most similar first."""
+LIGHTER_SHARDING: Mapping[Sharding, tuple[Sharding, ...]] = {
+    "none": (),
+    "ddp": ("zero1", "zero2", "zero3"),
+    "zero1": ("zero2", "zero3"),
+    "zero2": ("zero3",),
+    "zero3": (),
+    "hsdp": ("zero3",),
+}
+"""Modes with less memory per GPU than a mode, the most similar first."""
+LOSS_CHUNK_TOKENS = 512
+"""Logits of so many tokens are a small part of the peak, so no smaller chunk is offered."""
+
+
+def _lighter_activations(setting: Setting, support: Support) -> Iterable[Values]:
+    """Recompute all but matmuls and attention, then all, then store layer inputs in host memory."""
+    full = {"train.grad_ckpt": True, "train.grad_ckpt_policy": "full"}
+    if not setting.model.grad_ckpt and setting.model.method != "int8_lora":
+        yield {"train.grad_ckpt": True, "train.grad_ckpt_policy": "selective"}
+    yield full
+    if support.cuda and setting.offload_activations == "none":
+        yield {**full, "train.offload_activations": "cpu"}
+
+
+def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
+    if not setting.model.grad_ckpt:
+        return [{"train.grad_ckpt": True}]
+    return [{"train.grad_ckpt": False, "train.grad_ckpt_policy": "full"}, *_lighter_activations(setting, support)]
+
+
+def _lighter_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
+    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS}] if setting.loss_chunk is None else []
+
+
+def _shown_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
+    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS if setting.loss_chunk is None else None}]
+
+
+def _lighter_optimizer(setting: Setting, support: Support) -> Iterable[Values]:
+    lighter = OPTIMIZERS[setting.optimizer].lighter
+    return [] if lighter is None else [{"train.optimizer": lighter}]
+
+
+def _lighter_offload(setting: Setting, support: Support) -> Iterable[Values]:
+    """The optimizer in host memory. The optimizer state of adapters is too small to gain much."""
+    optimizer = OPTIMIZERS[setting.optimizer]
+    possible = not optimizer.foreach and not optimizer.paged
+    if support.cuda and not setting.model.adapted and setting.offload == "none" and possible:
+        yield {"train.offload": "optimizer"}
+
+
+def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
+    """Modes with smaller shards; at last, weights and gradients in host memory too."""
+    if setting.sharing is None:
+        return
+    mode, values, model = setting.sharing.spec.mode, {}, setting.model
+    for lighter in LIGHTER_SHARDING[mode]:
+        # 8-bit weights cannot be split. Optimizer state of adapters is too small to be worth dividing.
+        unsplittable = lighter in SPLIT_WEIGHTS and model.method == "int8_lora"
+        if not unsplittable and not (lighter == "zero1" and model.adapted):
+            mode, values = lighter, {"train.sharding": lighter, "train.shard_group_gpus": None}
+            yield values
+    on_device = setting.offload != "parameters" and not OPTIMIZERS[setting.optimizer].paged
+    if support.cuda and mode in GATHERED_LAYERS and on_device:
+        yield {**values, "train.offload": "parameters"}
+
+
+def with_precision(precision: Precision) -> Values:
+    """Another precision, with the settings turned off that exclude it."""
+    in_backward = {"train.optimizer_in_backward": False} if precision == "fp16" else {}
+    return {"train.precision": precision, "train.master_weights": False, **in_backward}
+
+
+def _lighter_precision(setting: Setting, support: Support) -> Iterable[Values]:
+    # In fp16, full training stores fp32 weights, so it saves nothing.
+    if setting.model.precision == "fp32" and (support.native_bf16 or setting.model.adapted):
+        yield with_precision("bf16" if support.native_bf16 else "fp16")
+
+
+def with_method(method: Method) -> Values:
+    """Another method, with the options reset that it ignores or excludes."""
+    values: dict[str, Any] = {"train.method": method, "train.lora.init": "default", "train.lora.dora": False}
+    if method == "full":
+        values |= {"train.lora.dropout": 0.0, "train.lora.rslora": False}
+    if method != "qlora":
+        values |= {"train.quant.type": "nf4", "train.quant.double": True}
+    return {**values, "train.master_weights": False, "train.optimizer_in_backward": False}
+
+
+def _update_in_backward(setting: Setting, support: Support) -> Iterable[Values]:
+    """Update each weight in the backward pass, which excludes clipping and updates of all tensors at once."""
+    model = setting.model
+    if model.method == "full" and model.precision != "fp16" and not setting.sharing:
+        entry = OPTIMIZERS[setting.optimizer]
+        optimizer = entry.use_instead if entry.foreach and entry.use_instead else setting.optimizer
+        yield {"train.optimizer_in_backward": True, "train.max_grad_norm": None, "train.optimizer": optimizer}
+
+
+SWITCHES = [
+    Switch(
+        name="activations",
+        parameters={
+            "train.grad_ckpt": "model.grad_ckpt",
+            "train.grad_ckpt_policy": "model.grad_ckpt_policy",
+            "train.offload_activations": "offload_activations",
+        },
+        lighter=_lighter_activations,
+        shown=_shown_activations,
+        effect=SAME,
+        ease=1,
+        saves=ACTIVATIONS,
+        changes_states=False,
+        other_memory="same",
+    ),
+    Switch(
+        name="loss_chunk",
+        parameters={"train.loss_chunk": "loss_chunk"},
+        lighter=_lighter_loss_chunk,
+        shown=_shown_loss_chunk,
+        effect=SAME,
+        ease=4,
+        saves=LOGITS,
+        changes_states=False,
+        other_memory="same",
+    ),
+    Switch(
+        name="optimizer",
+        parameters={"train.optimizer": "optimizer"},
+        lighter=_lighter_optimizer,
+        shown=lambda setting, support: [{"train.optimizer": "adamw"}, {"train.optimizer": "adamw_8bit"}],
+        effect=ROUNDED,
+        ease=5,
+        other_memory="same",
+    ),
+    Switch(
+        name="offload",
+        parameters={"train.offload": "offload"},
+        lighter=_lighter_offload,
+        shown=_lighter_offload,
+        effect=SAME,
+        ease=8,
+        excludes=frozenset({"method"}),
+        other_memory="not less",
+    ),
+    Switch(
+        name="sharding",
+        parameters={
+            "train.sharding": "sharing.spec.mode",
+            "train.shard_group_gpus": "sharing.spec.group_gpus",
+        },
+        lighter=_lighter_sharding,
+        effect=SAME,
+        ease=9,
+        other_memory="not less",
+    ),
+    Switch(
+        name="precision",
+        parameters={"train.precision": "model.precision", "train.master_weights": "master_weights"},
+        lighter=_lighter_precision,
+        shown=lambda setting, support: [
+            *([with_precision("bf16")] if support.native_bf16 and setting.model.precision != "bf16" else []),
+            *([with_precision("fp32")] if setting.model.precision != "fp32" else []),
+        ],
+        effect=ROUNDED,
+        ease=6,
+    ),
+    Switch(
+        name="method",
+        parameters={
+            "train.method": "model.method",
+            "train.lora.init": "model.lora_init",
+            "train.lora.dora": "model.lora_dora",
+            "train.lora.dropout": "model.lora_dropout",
+            "train.lora.rslora": "model.lora_rslora",
+            "train.quant.type": "model.quant_type",
+            "train.quant.double": "model.double_quant",
+        },
+        lighter=lambda setting, support: map(with_method, LIGHTER_METHODS[setting.model.method]),
+        shown=lambda setting, support: [
+            with_method(method) for method in ("full", "lora", "qlora") if method != setting.model.method
+        ],
+        effect=OTHER_WEIGHTS,
+        ease=7,
+    ),
+    Switch(
+        name="in_backward",
+        parameters={
+            "train.optimizer_in_backward": "optimizer_in_backward",
+            "train.max_grad_norm": "max_grad_norm",
+        },
+        lighter=_update_in_backward,
+        effect=SAME,
+        ease=10,
+        excludes=frozenset({"method", "micro_batch"}),
+        one_micro_batch=True,
+    ),
+]
+
+
+def attributes() -> dict[str, str]:
+    """The attribute in `Setting` of every parameter that a switch varies."""
+    return {key: attribute for switch in SWITCHES for key, attribute in switch.parameters.items()}
+
+
+def different(setting: Setting, values: Values) -> Values:
+    """The values that differ from those of a setting."""
+    paths = attributes()
+    return {key: value for key, value in values.items() if read_attribute(setting, paths[key]) != value}
+
+
+def setting_with(setting: Setting, values: Values) -> Setting:
+    """The setting with other values."""
+    paths = attributes()
+    for key, value in values.items():
+        setting = replace_attribute(setting, paths[key], value)
+        if key == "train.offload" and setting.sharing is not None:
+            setting = replace_attribute(setting, "sharing.spec.offload_weights", value == "parameters")
+    return setting
+
+
+def switch_table() -> str:
+    """The table of docs/memory-switches.md: what each switch varies and what that does to learning."""
+    rows = ["| switch | parameters | effect of a lighter value |", "|---|---|---|"]
+    for switch in SWITCHES:
+        keys = ", ".join(f"`{key}`" for key in switch.parameters)
+        rows.append(f"| {switch.name} | {keys} | {EFFECTS[switch.effect]} |")
+    return "\n".join(rows)
+
+
+def weights_on_host(setting: Setting) -> Setting:
+    """The sharded setting with weights, gradients and optimizer state in host memory."""
+    return setting_with(setting, {"train.offload": "parameters"})

@@ -1,0 +1,171 @@
+"""The registry of memory switches: its variants pass the rules of params.yaml, and a new switch needs one entry."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lean_finetune.config.load import load_params, parse_params
+from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.rule import Rule
+from lean_finetune.config.train_schema import TRAIN_RULES
+from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.one_change_sweep import single_changes
+from lean_finetune.memory.advice.search_space import Space
+from lean_finetune.memory.advice.switch import OTHER_WEIGHTS, Support, Switch, Values, flag
+from lean_finetune.memory.advice.switches import (
+    SWITCHES,
+    different,
+    setting_with,
+    switch_table,
+    with_method,
+    with_precision,
+)
+from lean_finetune.memory.predict.setting import Setting
+from tests.conftest import ROOT
+from tests.memory.common import setting_of
+from tests.memory.workloads import costs_of, workload
+
+GPU = Support(cuda=True, native_bf16=True)
+PARAMS = load_params(ROOT / "params.yaml")
+
+
+def lighter(name: str, setting: Setting, support: Support = GPU) -> list[tuple[str, ...]]:
+    """The overrides of a switch's variants."""
+    switch = next(switch for switch in SWITCHES if switch.name == name)
+    changes = (different(setting, values) for values in switch.lighter(setting, support))
+    return [tuple(flag(key, value) for key, value in values.items()) for values in changes if values]
+
+
+def halved_rank(setting: Setting, support: Support) -> list[Values]:
+    return [{"train.lora.rank": setting.model.lora_rank // 2}] if setting.model.adapted else []
+
+
+@pytest.fixture
+def new_switch() -> Iterator[Switch]:
+    """A switch and a rule that only this test knows."""
+    switch = Switch(
+        name="rank",
+        parameters={"train.lora.rank": "model.lora_rank"},
+        lighter=halved_rank,
+        shown=halved_rank,
+        effect=OTHER_WEIGHTS,
+        ease=7,
+    )
+    rule = Rule("train.lora.rank", lambda p: p.train.lora.rank % 2 == 1, "must be even; got {train.lora.rank}; add 1")
+    SWITCHES.append(switch)
+    TRAIN_RULES.append(rule)
+    yield switch
+    SWITCHES.remove(switch)
+    TRAIN_RULES.remove(rule)
+
+
+def test_a_new_switch_is_swept_advised_documented_and_refused_by_its_rule(new_switch):
+    """A switch that needs changes in a dozen files."""
+    run = workload(method="lora", loss_chunk=None)
+    assert ("train.lora.rank=2",) in [flags for flags, _ in single_changes(run.setting, GPU)]
+    offered = Space(run, costs_of(run), native_bf16=True).of_effect(OTHER_WEIGHTS)
+    smaller = next(candidate for candidate in offered if candidate.flags == ("train.lora.rank=2",))
+    assert smaller.run.setting == replace(run.setting, model=replace(run.setting.model, lora_rank=2))
+    assert "| rank | `train.lora.rank` | trains other weights |" in switch_table()
+    with pytest.raises(UserError, match=r"^train\.lora\.rank: must be even; got 7; add 1$"):
+        with_flags(PARAMS, ["train.lora.rank=7"])
+
+
+def test_the_documentation_has_the_table_of_switches():
+    """A switch that a user cannot find. Copy the table from `switch_table()` after a change."""
+    assert switch_table() in (ROOT / "docs/memory-switches.md").read_text(encoding="utf-8")
+
+
+def test_each_parameter_belongs_to_one_switch_and_is_in_the_schema():
+    """A misspelt key, or one switch that overwrites the parameter of another."""
+    keys = [key for switch in SWITCHES for key in switch.parameters]
+    assert len(keys) == len(set(keys))
+    values = parse_params(PARAMS.model_dump()).model_dump()
+    for key in keys:
+        section = values
+        for name in key.split("."):
+            section = section[name]
+    setting = setting_of(method="qlora")
+    assert setting_with(setting, {"train.quant.type": "fp4"}).model.quant_type == "fp4"
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({}, ["on selective", "on", "on away"]),
+        ({"method": "int8_lora"}, ["on", "on away"]),
+        ({"grad_ckpt": True}, ["away"]),
+        ({"grad_ckpt": True, "grad_ckpt_policy": "every_n"}, ["full", "full away"]),
+        ({"grad_ckpt": True, "offload_activations": "disk"}, []),
+    ],
+)
+def test_activations_are_recomputed_before_they_are_offloaded(setting: dict[str, Any], expected: list[str]):
+    """Copies over the link where recomputing is enough, or a value that has no effect."""
+    names = {
+        "on": "train.grad_ckpt=true",
+        "selective": "train.grad_ckpt_policy=selective",
+        "full": "train.grad_ckpt_policy=full",
+        "away": "train.offload_activations=cpu",
+    }
+    assert lighter("activations", setting_of(**setting)) == [
+        tuple(names[word] for word in line.split()) for line in expected
+    ]
+
+
+def test_the_optimizer_is_offloaded_only_where_its_state_is_large_and_the_host_can_update():
+    full = setting_of(method="full", precision="bf16", master_weights=True)
+    assert lighter("offload", full) == [("train.offload=optimizer",)]
+    for optimizer in ("paged_adamw_8bit", "adamw_foreach"):
+        assert lighter("offload", setting_of(method="full", optimizer=optimizer)) == []
+    assert lighter("offload", setting_of(method="lora")) == []
+    assert lighter("offload", full, Support(cuda=False, native_bf16=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "values", "expected"),
+    [
+        ({"method": "lora"}, with_method("qlora"), ["method=qlora"]),
+        ({"method": "lora", "lora_dora": True}, with_method("qlora"), ["method=qlora", "lora.dora=false"]),
+        ({"method": "lora", "lora_init": "pissa"}, with_method("qlora"), ["method=qlora", "lora.init=default"]),
+        (
+            {"method": "qlora", "quant_type": "fp4", "double_quant": False},
+            with_method("lora"),
+            ["method=lora", "quant.type=nf4", "quant.double=true"],
+        ),
+        (
+            {"method": "qlora", "lora_dropout": 0.1, "lora_rslora": True},
+            with_method("full"),
+            ["method=full", "lora.dropout=0.0", "lora.rslora=false"],
+        ),
+        (
+            {"method": "full", "precision": "bf16", "master_weights": True},
+            with_precision("fp32"),
+            ["precision=fp32", "master_weights=false"],
+        ),
+        (
+            {"method": "full", "optimizer_in_backward": True, "max_grad_norm": None},
+            with_precision("fp16"),
+            ["precision=fp16", "optimizer_in_backward=false"],
+        ),
+        (
+            {"method": "full", "optimizer_in_backward": True, "max_grad_norm": None},
+            with_precision("bf16"),
+            ["precision=bf16"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_variant_turns_off_what_it_excludes(changes: dict[str, Any], values: Values, expected: list[str]):
+    """An override that params.yaml refuses, or a trace of another setting than the override leads to."""
+    found = different(setting_of(**changes), values)
+    assert [flag(key, value) for key, value in found.items()] == [f"train.{line}" for line in expected]
+    assert different(setting_with(setting_of(**changes), found), values) == {}
+
+
+def test_single_changes_of_a_recomputing_run_are_complete():
+    """grad_ckpt=false with a policy, which params.yaml refuses."""
+    recomputing = setting_of(grad_ckpt=True, grad_ckpt_policy="selective")
+    flags = [flags for flags, _ in single_changes(recomputing, GPU)]
+    assert flags[:2] == [("train.grad_ckpt=false", "train.grad_ckpt_policy=full"), ("train.grad_ckpt_policy=full",)]
