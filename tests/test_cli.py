@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner
 from ruamel.yaml import YAML
 
-from lean_finetune.cli import COMMON_PARAMS, main
+from lean_finetune.cli import COMMON_PARAMS, COMMON_RUN, main
 from lean_finetune.config.load import load_params
+from lean_finetune.memory.advice.fit_command import labelled
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -28,9 +29,9 @@ def test_the_params_of_a_common_run_have_every_key():
 def test_fit_reads_params_yaml_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An answer for another run than the one in this directory."""
     monkeypatch.chdir(tmp_path)
-    assert "params     of a common run" in CliRunner().invoke(main, ["fit", "--gpu", "T4"]).stdout
+    assert labelled("params", COMMON_RUN) in CliRunner().invoke(main, ["fit", "--gpu", "T4"]).stdout
     shutil.copy(ROOT / "params.yaml", tmp_path)
-    assert "params     params.yaml\n" in CliRunner().invoke(main, ["fit", "--gpu", "T4"]).stdout
+    assert labelled("params", "params.yaml\n") in CliRunner().invoke(main, ["fit", "--gpu", "T4"]).stdout
     missing = CliRunner().invoke(main, ["fit", "--params", "none.yaml"])
     assert missing.exit_code == 1 and missing.stderr.startswith("error: none.yaml: file is missing")
 
@@ -61,5 +62,5 @@ def test_the_wheel_holds_the_library_alone_and_answers_in_an_empty_directory(tmp
     program += f"assert cli.__file__.startswith({str(installed)!r}); cli.main()"
     fit = ["fit", "--model", "config.json", "--gpu", "RTX-4090"]
     done = run_bounded([sys.executable, "-c", program, *fit], cwd=empty, check=True)
-    assert "verdict              fits: " in done.stdout
+    assert labelled("verdict", "fits: ") in done.stdout
     assert [path.name for path in empty.iterdir()] == ["config.json"]

@@ -85,7 +85,7 @@ def test_the_first_phase_that_is_too_much_and_its_joined_rows_are_named():
     run = Prediction(by_phase=peaks, steps_of_peak=((joined((60, 40), 90),),), layers_traced="all")
     refusal = judge(run, gpu(16), [], headroom_percent=8.0, enforce=True).refusal
     assert refusal is not None
-    assert "(in backward, too much from forward on, micro-batch of 2 rows joined to 100 tokens)" in refusal
+    assert "(in backward, too large from forward on, micro-batch of 2 rows packed into 100 tokens)" in refusal
 
 
 def test_a_small_runs_refusal_is_told_in_mib():
