@@ -1,6 +1,6 @@
-"""Stage bucket: cut the training rows into optimizer steps and micro-batches."""
+"""Divide the training rows into optimizer steps and micro-batches: `python -m stages.bucket`."""
 
-import lean_finetune.core.signals  # noqa: F401 - first: signals are its own from here on
+import lean_finetune.core.signals  # noqa: F401 - first, so that Ctrl-C prints no traceback
 
 # isort: split
 from collections.abc import Iterable, Iterator
@@ -22,10 +22,10 @@ from lean_finetune.plan.row_index import read_index
 @click.option("--index", "index_path", type=Path, default="data/tokens/train-index.arrow", show_default=True)
 @click.option("--out", type=Path, default="data/batches", show_default=True, help="Directory for plan.arrow.")
 def main(index_path: Path, out: Path) -> None:
-    """Plan the run: rows of every optimizer step, and its micro-batches, shared evenly by hardware.num_gpus.
+    """Plan the rows of every optimizer step and its micro-batches, divided evenly among hardware.num_gpus.
 
-    The rows of a step depend on seed, train.tokens_per_step, train.epochs and the sources' weights alone; bucket.*
-    decides only how a step is cut, so it changes memory and speed and never what is learnt.
+    The rows of a step depend only on seed, train.tokens_per_step, train.epochs and the sources' weights. bucket.* only
+    divides a step into micro-batches, so it changes memory and speed and never the training result.
     """
     p = read_params()
     run = PlanSettings.from_params(p)

@@ -1,6 +1,6 @@
-"""Entry of the stage pin_code."""
+"""Pin the code of every stage: `python -m stages.code`."""
 
-import lean_finetune.core.signals  # noqa: F401 - first: signals are its own from here on
+import lean_finetune.core.signals  # noqa: F401 - first, so that Ctrl-C prints no traceback
 
 # isort: split
 from pathlib import Path
@@ -17,9 +17,9 @@ ENTRIES = sorted({path.stem for path in Path(__file__).parent.glob("*.py")} - {"
 @click.command(cls=StageCommand)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("locks/code"), show_default=True)
 def main(out: Path) -> None:
-    """Pin the code of every stage: a file a stage, with a hash of each module that it imports.
+    """Write one file per stage, with a hash of each module that the stage imports.
 
-    Comments, docstrings and formatting are not in the hashes, so that an edit of them reruns no stage.
+    The hashes ignore comments, docstrings and formatting, so that editing them reruns no stage.
     """
     with atomic_directory(out) as aside:
         for entry in ENTRIES:

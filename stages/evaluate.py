@@ -1,6 +1,6 @@
 """Compare the base and the tuned model on held-out rows: `python -m stages.evaluate`."""
 
-import lean_finetune.core.signals  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+import lean_finetune.core.signals  # noqa: F401 - first, so that Ctrl-C prints no traceback
 
 # isort: split
 from pathlib import Path
@@ -14,7 +14,7 @@ PATH = click.Path(path_type=Path)
 
 @click.command(cls=StageCommand)
 @click.option("--tokens", type=PATH, default="data/tokens", show_default=True, help="Token files of stage tokenize.")
-@click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned base.")
+@click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned base model.")
 @click.option("--tokenizer-lock", type=PATH, default="locks/tokenizer.json", show_default=True, help="Its tokenizer.")
 @click.option("--tuned", type=PATH, default="data/tuned", show_default=True, help="Adapter or model of stage train.")
 @click.option("--verdict", type=PATH, default="data/estimate/verdict.json", show_default=True, help="Its precision.")
@@ -23,10 +23,10 @@ PATH = click.Path(path_type=Path)
 def main(**paths: Path) -> None:
     """Compare the base and the tuned model on held-out rows.
 
-    Loss and perplexity of the trained tokens, overall and by row length, and exact match of greedy answers by task
-    family. The base is loaded as it was trained on (4-bit for qlora), so that the difference is the training's.
+    Writes loss and perplexity of the trained tokens, overall and by row length, and exact match of greedy answers by
+    task family. The base model is loaded as for training (4-bit for qlora), so that only training makes a difference.
     """
-    from lean_finetune.evaluate.evaluate_run import run_stage  # Here: it imports torch, and --help does without.
+    from lean_finetune.evaluate.evaluate_run import run_stage  # Here: imports torch, which --help skips.
 
     run_stage(**paths)
 

@@ -1,6 +1,6 @@
-"""Entry of the stages pin_data and pin_model."""
+"""Pin the data or the model of a run: `python -m stages.pin data` or `python -m stages.pin model`."""
 
-import lean_finetune.core.signals  # noqa: F401 - first: signals are its own from here on
+import lean_finetune.core.signals  # noqa: F401 - first, so that Ctrl-C prints no traceback
 
 # isort: split
 from pathlib import Path
@@ -19,8 +19,7 @@ from lean_finetune.pinning.model_source import pin_model
 def main(what: str, locks: Path) -> None:
     """Pin the data (data.source) or the model (model.name) of params.yaml.
 
-    A local path is pinned by the content of its files, a hub id by its commit. Later stages read nothing that is not
-    pinned.
+    A local path is pinned by the content of its files, a Hub id by its commit. Later stages read only pinned files.
     """
     p = read_params()
     if what == "data":

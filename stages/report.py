@@ -1,6 +1,6 @@
-"""One page for a person: `python -m stages.report`."""
+"""Write the report of a run: `python -m stages.report`."""
 
-import lean_finetune.core.signals  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+import lean_finetune.core.signals  # noqa: F401 - first, so that Ctrl-C prints no traceback
 
 # isort: split
 from pathlib import Path
@@ -27,7 +27,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--evaluate", type=PATH, default="data/evaluate", show_default=True, help="Output of stage evaluate.")
 @click.option("--out", type=PATH, default="data/report", show_default=True, help="Directory of report.md.")
 def main(metrics: Path, out: Path, **places: Path) -> None:
-    """Put predicted beside measured memory and write one page with pictures: report.md.
+    """Write report.md, one page with pictures that compares predicted and measured memory.
 
     Also writes metrics/report.json (the prediction's error in percent) and memory.csv for `dvc plots`.
     """
@@ -42,7 +42,7 @@ def main(metrics: Path, out: Path, **places: Path) -> None:
     }
     inputs = read_inputs(**places)
     numbers = report_metrics(inputs)
-    from lean_finetune.report.plots import draw  # Here: matplotlib takes a second to import, and --help does without.
+    from lean_finetune.report.plots import draw  # Here: matplotlib is slow to import.
 
     with atomic_directory(out) as aside:
         draw(aside, inputs)

@@ -43,9 +43,9 @@ def main(
     merge: bool,
     directories: tuple[Path, ...],
 ) -> None:
-    """Turn the pinned rows into tokens, with the spans that are trained, split into training and held-out rows.
+    """Tokenize the pinned rows, mark the trained spans, and split the rows into training and held-out ones.
 
-    On several machines: `--part I/N --out DIRECTORY` on each, then `--merge DIRECTORY...` on one gives the same bytes.
+    To use several machines, run `--part I/N --out DIRECTORY` on each, then `--merge DIRECTORY...`: the bytes are the same.
     """
     if bool(directories) != merge or (merge and part):
         raise UserError(

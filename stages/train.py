@@ -1,6 +1,6 @@
-"""Fine-tune as planned: `python -m stages.train`."""
+"""Fine-tune the pinned model: `python -m stages.train`."""
 
-import lean_finetune.core.signals  # noqa: F401 - first: Ctrl-C ends in silence from here on, and the others take seconds to import
+import lean_finetune.core.signals  # noqa: F401 - first, so that Ctrl-C prints no traceback
 import lean_finetune.core.torchrun_threads  # noqa: F401 - before torch, which reads the number of threads once
 
 # isort: split
@@ -30,7 +30,7 @@ def main(**paths: Path) -> None:
     Refuses a run that is predicted not to fit (unless estimate.enforce is false), trains, and writes the weights, a
     model card, per-step curves and the measured peak memory.
     """
-    # Here: it imports torch, which takes seconds; --help does without.
+    # Imported here because torch takes seconds, and --help does not need it.
     from lean_finetune.train.train_run import run_stage
 
     run_stage(**paths)

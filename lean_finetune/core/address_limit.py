@@ -1,4 +1,4 @@
-"""The limit of a process's addresses (RLIMIT_AS: `ulimit -v`), which ends memory that the machine still has."""
+"""The address-space limit of a process (RLIMIT_AS, `ulimit -v`), which can refuse memory that the machine has."""
 
 import sys
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ import psutil
 
 @dataclass(frozen=True, kw_only=True)
 class AddressLimit:
-    """What a process may have, and has."""
+    """The limit and its use, in bytes."""
 
     limit_bytes: int
     used_bytes: int
-    """Addresses in use, whether or not memory stands behind them: libraries and mapped files count."""
+    """Mapped addresses, with or without physical memory. Libraries and mapped files count."""
 
 
 def address_limit_met(asked_bytes: int | None) -> AddressLimit | None:
-    """The limit of this process where a request that was refused met it; None elsewhere. Only Linux enforces it.
+    """The limit of this process if it caused a refused allocation; None otherwise. Only Linux enforces it.
 
-    Linux refuses no other request than one above a limit, or above what the machine has. What was in use then may be
-    free by now: the step's tensors go as the refusal passes through it. `asked_bytes` is None where nobody said it.
+    Linux refuses an allocation only above a limit or above the machine's memory. Memory in use at that time may be free
+    now, because the exception has released the step's tensors. `asked_bytes` is None if the request is unknown.
     """
     if sys.platform != "linux":
         return None

@@ -1,4 +1,4 @@
-"""Atomic files and directories: write aside, fsync, rename. A killed run or a full disk leaves nothing half-written."""
+"""Atomic writes of files and directories: a killed run or a full disk never leaves partial output."""
 
 import csv
 import errno
@@ -17,39 +17,39 @@ from lean_finetune.core.signals import held_back
 
 READ_BLOCK_BYTES = 1 << 20
 FIGURES = "figures.json"
-"""In a stage's output directory: all that it counted. Of these, metrics/ has the results that runs are compared by."""
+"""A stage's file of all its figures, in its output directory. metrics/ has only those that compare runs."""
 
 
 def repo_root() -> Path:
-    """The user's checkout: DVC's root also in `--temp` and queued runs, whose working directory is a copy."""
+    """The user's checkout, also in `--temp` and queued runs, whose working directory is a copy of it."""
     return Path(os.environ.get("DVC_ROOT", "."))
 
 
 def find_source(path: str) -> Path:
-    """Where a local path from params.yaml is: beside the working directory, or beside the user's checkout.
+    """Resolve a local path of params.yaml in the working directory or in the user's checkout.
 
-    Temporary and queued experiments run in a copy that lacks what git does not track; a directory of which some files
-    are tracked and others are not is taken from the checkout, where it is whole.
+    Temporary and queued experiments run in a copy without the files that git does not track. A directory with some
+    untracked files is read from the checkout, where it is complete.
     """
     here, there = Path(path), repo_root() / path
-    if here.is_absolute() or (here.exists() and not _holds_more(there, here)):
+    if here.is_absolute() or (here.exists() and not _has_more_files(there, here)):
         return here
     return there
 
 
-def _holds_more(whole: Path, copy: Path) -> bool:
-    """Whether one directory holds files that the other, a copy of it, lacks."""
-    if not (copy.is_dir() and whole.is_dir()) or whole.samefile(copy):
+def _has_more_files(original: Path, copy: Path) -> bool:
+    """Whether a copy of a directory lacks some of its files."""
+    if not (copy.is_dir() and original.is_dir()) or original.samefile(copy):
         return False
     return any(
-        not os.path.lexists(copy / Path(directory).relative_to(whole) / name)
-        for directory, _, names in os.walk(whole)
+        not os.path.lexists(copy / Path(directory).relative_to(original) / name)
+        for directory, _, names in os.walk(original)
         for name in names
     )
 
 
 def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file's bytes, read in blocks."""
+    """Hex SHA-256 of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(READ_BLOCK_BYTES):
@@ -59,12 +59,12 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_json(value: Any) -> str:
-    """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces)."""
+    """Hex SHA-256 of a JSON value in canonical form: sorted keys, no spaces."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file another stage wrote.
+    """Read a JSON file that another stage wrote.
 
     Raises:
         UserError: the file is missing or not JSON.
@@ -79,36 +79,36 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def told_in_one_line(path: Path) -> Iterator[None]:
-    """Turn an operating-system refusal (disk full, no permission) into a `UserError` naming the path."""
+    """Turn an `OSError` (disk full, no permission) into a `UserError` that names the path."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        # What was refused is often another file: one that is read, or one inside.
+        # The error is often about another file: one that is read, or one inside the directory.
         where = "" if error.filename is None or str(error.filename) == str(path) else f": {error.filename}"
         raise UserError(f"{path}: cannot be written ({reason}{where}); {_remedy(error)}, then rerun") from error
 
 
 def _remedy(error: OSError) -> str:
-    """What the user can do about a refusal."""
+    """The remedy for an error."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "free space"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "change permissions or write elsewhere"
     if error.errno == errno.ENOENT:
-        return "let nothing remove files while a stage runs"
-    return "mend that"
+        return "do not remove files while a stage runs"
+    return "correct that"
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path to write a file at; it replaces `path` in one step when the block ends without a fault.
+    """Yield a temporary path for a file, which replaces `path` when the block ends without an exception.
 
     Raises:
-        UserError: the disk refused, or another run is writing the same.
+        UserError: writing failed, or another run is writing the same path.
     """
-    with _bench(path) as bench:
-        made = bench / path.name
+    with _temporary(path) as temporary:
+        made = temporary / path.name
         yield made
         sync(made)
         os.replace(made, path)
@@ -117,24 +117,24 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory to fill; it replaces `path` when the block ends without a fault.
+    """Yield a temporary directory, which replaces `path` when the block ends without an exception.
 
     Raises:
-        UserError: the disk refused, or another run is writing the same.
+        UserError: writing failed, or another run is writing the same path.
     """
-    with _bench(path) as bench:
-        made = bench / path.name
+    with _temporary(path) as temporary:
+        made = temporary / path.name
         made.mkdir()
         yield made
         for each in sorted(made.rglob("*")):
             sync(each)
         sync(made)
-        _replace_directory(made, path, bench / "old")
+        _replace_directory(made, path, temporary / "old")
         sync(path.parent)
 
 
 def _replace_directory(made: Path, path: Path, old: Path) -> None:
-    """Put `made` where `path` is; a directory cannot be replaced in one move, so the old one steps aside first."""
+    """Replace the directory `path` by `made`. This takes two renames, because a rename cannot replace a directory."""
     had = path.is_dir()
     if had:
         os.replace(path, old)
@@ -147,7 +147,7 @@ def _replace_directory(made: Path, path: Path, old: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file's bytes, or a directory's entries, on the disk."""
+    """Flush a file's bytes or a directory's entries to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -157,54 +157,51 @@ def sync(path: Path) -> None:
 
 
 def bench_of(path: Path) -> Path:
-    """Where the new content of `path` is made, under the same name."""
+    """The directory in which the new content of `path` is written, under the same name."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager
-def _bench(path: Path) -> Iterator[Path]:
-    """A directory beside `path` in which its new content is made, by one process at a time; gone afterwards.
-
-    What a killed run left in it is removed first.
-    """
-    bench, held = bench_of(path), None
+def _temporary(path: Path) -> Iterator[Path]:
+    """A locked temporary directory next to `path` for its new content. Leftovers of a killed run are removed first."""
+    temporary, lock = bench_of(path), None
     with told_in_one_line(path):
         try:
             with held_back():
-                held = hold(bench)
-            if held is None:
-                raise UserError(f"{path}: another run is writing it now; wait for that to end, then rerun")
-            clear(bench)
-            yield bench
+                lock = hold(temporary)
+            if lock is None:
+                raise UserError(f"{path}: another run is writing it; wait until that ends, then rerun")
+            clear(temporary)
+            yield temporary
         finally:
-            if held is not None:
+            if lock is not None:
                 with held_back():
-                    clear(bench)
-                    leave(bench, held)
+                    clear(temporary)
+                    leave(temporary, lock)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file atomically."""
-    with atomic_path(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: sorted keys, two spaces, a newline at the end.
+    """Write JSON atomically, with sorted keys and an indent of two.
 
     Raises:
-        ValueError: the value holds NaN or infinity, which JSON cannot.
+        ValueError: the value contains NaN or infinity.
     """
     write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a CSV atomically; a None becomes an empty cell.
+    """Write a CSV atomically. None becomes an empty cell.
 
     Raises:
         ValueError: a row has a key that is not a column.
     """
-    with atomic_path(path) as aside, open(aside, "w", newline="", encoding="utf-8") as file:
+    with atomic_path(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(columns), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

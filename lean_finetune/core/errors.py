@@ -1,4 +1,4 @@
-"""Faults a user can mend, and the one line in which they are told."""
+"""Errors that a user can correct, printed in one line without a traceback."""
 
 import logging
 import sys
@@ -9,36 +9,36 @@ import click
 from lean_finetune.core import signals
 from lean_finetune.core.dvc_leftovers import override_remedy, restore_metrics
 
-# While it is imported, bitsandbytes tells of an optional inference kernel that no stage uses. Every entry imports this
-# module before any that brings bitsandbytes, so it is silenced in time.
+# On import, bitsandbytes warns about an optional inference kernel that no stage uses. Every entry imports this module
+# before bitsandbytes.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class UserError(Exception):
-    """A fault in the input, parameters or machine.
+    """An error in the input, the parameters or the machine.
 
     The message is one line: the dotted parameter or file:line, the rule, the value got, the remedy.
     """
 
     def __init__(self, message: str, *details: str):
-        """Say `message`, and below it a few lines where one cannot hold what the user needs."""
+        """`details` are further lines for what does not fit in one."""
         super().__init__(message)
         self.details = details
 
 
 class StageCommand(click.Command):
-    """A click command that ends a `UserError` as one line on standard error and exit code 1."""
+    """A click command that prints a `UserError` as one line on standard error and exits with code 1."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """As click's; one that failed leaves metrics as they were, one that a signal ended is gone soon after.
+        """Run the command. A failed one restores the metrics; one that a signal ended exits quickly.
 
         Raises:
             SystemExit: with the exit code.
         """
         try:
             return super().main(*args, **kwargs)
-        except BaseException as ending:
-            code = ending.code if isinstance(ending, SystemExit) else 1
+        except BaseException as error:
+            code = error.code if isinstance(error, SystemExit) else 1
             if code:
                 restore_metrics()
             if isinstance(code, int) and code > signals.FIRST_OF_SIGNALS:

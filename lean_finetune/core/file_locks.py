@@ -1,4 +1,4 @@
-"""A directory held by one process at a time, whichever way that process ends."""
+"""Lock a directory. The lock ends with the process, however that ends."""
 
 import fcntl
 import os
@@ -11,25 +11,26 @@ LOCK_FILE = "lock"
 
 
 def hold(directory: Path, waits: Callable[[], object] | None = None, *, shared: bool = False) -> int | None:
-    """An open and locked handle of the directory's lock file; the lock goes with the handle or the process.
+    """Lock a directory by a file in it.
 
     Args:
-        directory: made where it is missing.
-        waits: called before another process is waited for; None = not to wait.
-        shared: several processes may hold the directory so; one that holds it alone excludes them.
+        directory: created if it is missing.
+        waits: called before waiting for another process. None means not to wait.
+        shared: take a lock that other shared locks do not exclude.
 
     Returns:
-        The handle, to be closed; None where another process holds the directory and is not waited for.
+        The open file descriptor of the lock, which the caller closes; None if another process has the lock and `waits`
+        is None.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the directory or the file could not be created.
     """
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / LOCK_FILE
         try:
             handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
-        except FileNotFoundError:  # Its last holder removed the directory just now.
+        except FileNotFoundError:  # Another process has just removed the directory.
             continue
         try:
             kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -48,7 +49,7 @@ def hold(directory: Path, waits: Callable[[], object] | None = None, *, shared: 
 
 
 def clear(directory: Path) -> None:
-    """Remove all but the lock from a directory that is held; one that somebody removed is clear."""
+    """Remove everything except the lock from a locked directory."""
     with suppress(FileNotFoundError):
         for left in directory.iterdir():
             if left.is_dir() and not left.is_symlink():
@@ -58,9 +59,9 @@ def clear(directory: Path) -> None:
 
 
 def leave(directory: Path, handle: int) -> None:
-    """Let go of a directory; if it is clear, remove it."""
-    # The lock goes before the directory and after all else: another process may take a directory without one at once,
-    # and then the directory is no longer empty.
+    """Unlock a directory, and remove it if it is empty."""
+    # The lock file is removed last but before the directory: another process may then lock the directory at once, and
+    # rmdir fails because it is no longer empty.
     with suppress(OSError):
         if [left.name for left in directory.iterdir()] == [LOCK_FILE]:
             (directory / LOCK_FILE).unlink()
@@ -69,7 +70,7 @@ def leave(directory: Path, handle: int) -> None:
 
 
 def _try_lock(handle: int, kind: int) -> bool:
-    """Whether the lock of an open file could be had at once."""
+    """Lock an open file without waiting; False if another process has the lock."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -78,7 +79,7 @@ def _try_lock(handle: int, kind: int) -> bool:
 
 
 def _is_still(path: Path, handle: int) -> bool:
-    """Whether an open file is the one that the path names, not one that was removed while its lock was awaited."""
+    """Whether a path still names this open file, which may have been removed while waiting for its lock."""
     try:
         return os.path.samestat(path.stat(), os.fstat(handle))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The memory limit that this process shares with its container or job: Linux control groups, versions 2 and 1.
+"""Memory limits of the container or job of this process: Linux control groups, versions 1 and 2.
 
-A limit holds for a group and all groups inside it, so every directory from the process's own up to the top counts.
-Version 1 is what old hosts and some clusters have; there a container may see its own group only at the top.
+A limit applies to a group and all groups inside it, so every directory from the process's group up to the root counts.
+Old hosts and some clusters use version 1, where a container may see its own group only at the root.
 """
 
 from collections.abc import Iterator
@@ -14,21 +14,21 @@ from lean_finetune.core.units import readable_size
 
 FILESYSTEM = Path("/")
 UNLIMITED_BYTES = 1 << 60
-"""Version 1 says `no limit` with a number near 2**63."""
+"""Version 1 writes a number near 2**63 for `no limit`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """Of one group."""
+    """The limit of one group."""
 
     limit_bytes: int
     room_bytes: int
-    """Of the limit, what is not in use; file pages that the kernel gives back when it must count as room."""
+    """Unused part of the limit. Reclaimable file pages count as unused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Names:
-    """How a version of control groups names what is read here."""
+    """File and field names in one version of control groups."""
 
     limit: str
     used: str
@@ -46,12 +46,12 @@ _V1 = _Names(
 
 
 def memory_limits(root: Path = FILESYSTEM) -> list[MemoryLimit]:
-    """All limits that hold for this process. `root` is where the file system begins."""
+    """All limits that apply to this process. `root` is the root of the file system."""
     return [limit for directory, names in _groups(root) if (limit := _limit_of(directory, names)) is not None]
 
 
 def oom_kills(root: Path = FILESYSTEM) -> int | None:
-    """How many processes of this group the kernel has ended for want of memory; None where it does not count."""
+    """Number of processes in this group that the kernel's OOM killer has ended; None if the kernel does not count."""
     for directory, names in _groups(root):
         if (events := directory / names.events).is_file():
             return _fields(events).get("oom_kill")
@@ -59,7 +59,7 @@ def oom_kills(root: Path = FILESYSTEM) -> int | None:
 
 
 def free_host_bytes(root: Path = FILESYSTEM) -> tuple[int, str]:
-    """RAM that this process can still have, and whose it is, for people."""
+    """RAM available to this process, and what limits it, as text."""
     available = psutil.virtual_memory().available
     limit = min(memory_limits(root), key=lambda limit: limit.room_bytes, default=None)
     if limit is None or limit.room_bytes >= available:
@@ -68,7 +68,7 @@ def free_host_bytes(root: Path = FILESYSTEM) -> tuple[int, str]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """Directories of the process's group and of those around it, innermost first."""
+    """Directories of the process's group and its parents, innermost first."""
     membership = root / "proc/self/cgroup"
     if not membership.is_file():
         return
@@ -83,7 +83,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
 
 
 def _limit_of(directory: Path, names: _Names) -> MemoryLimit | None:
-    """The limit of one directory; None where it sets none, or is not there."""
+    """The limit of one directory; None if there is none."""
     file = directory / names.limit
     text = file.read_text(encoding="ascii").strip() if file.is_file() else ""
     if not text.isdigit() or int(text) >= UNLIMITED_BYTES:
@@ -94,6 +94,6 @@ def _limit_of(directory: Path, names: _Names) -> MemoryLimit | None:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """The fields of a file with lines of a name and a number."""
     pairs = (line.split() for line in file.read_text(encoding="ascii").splitlines())
     return {name: int(value) for name, value in pairs}

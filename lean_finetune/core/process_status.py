@@ -1,4 +1,4 @@
-"""What Linux counts of this process's memory."""
+"""Linux's memory counters of this process (/proc/self/status)."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ KIB = 2**10
 
 
 def process_status() -> dict[str, int]:
-    """Bytes by the kernel's name of the count (`VmRSS`, `RssFile`); some containers' kernels leave names out.
+    """Bytes by counter (`VmRSS`, `RssFile`). Some kernels lack some of them.
 
     Raises:
         FileNotFoundError: this is not Linux.

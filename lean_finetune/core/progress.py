@@ -1,6 +1,6 @@
-"""Long work says that it goes on, and whoever listens in this process hears it: nobody, or what others wait for.
+"""Progress reports of long work within a process, so that a watchdog does not take it for hung.
 
-What reads, writes, hashes or packs much calls `made` after each part of it, from any thread.
+Code that reads, writes, hashes or quantizes much data calls `report` after each part, from any thread.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,14 +10,14 @@ _listeners: list[Callable[[], None]] = []
 
 
 def made() -> None:
-    """A part of long work is done."""
+    """Report progress to all listeners."""
     for listener in _listeners:
         listener()
 
 
 @contextmanager
 def heard_by(listener: Callable[[], None]) -> Iterator[None]:
-    """Inside, `listener` is called whenever progress is made; it must take no time."""
+    """Call `listener` at every progress report while the block runs. It must be fast."""
     _listeners.append(listener)
     try:
         yield

@@ -1,7 +1,6 @@
-"""SIGTERM, Ctrl-C and the parent's end end a stage in order: no half-written output, no workers left, one line.
+"""End a stage cleanly on SIGTERM, Ctrl-C or the end of its parent: no partial output, no workers left, one line.
 
-Every entry imports this first: libraries such as torch take seconds to import, and from here on Ctrl-C ends the process
-without a traceback of that. They take seconds to take down as well, for which nobody waits who asked a process to end.
+Every entry imports this module first. From then on, Ctrl-C causes no traceback during the import of torch.
 """
 
 import atexit
@@ -17,121 +16,114 @@ from lean_finetune.core.parent_death import PARENT_ENDED, parent_ended, watch_pa
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM, PARENT_ENDED)
 GRACE_SECONDS = 8
-"""After which a stage that was asked to end is killed, should a library keep what was raised to itself."""
-
-
+"""Time after which a stopped stage is killed, in case a library swallows the exception."""
 FIRST_OF_SIGNALS = 128
-"""Exit codes above it are of signals: it, and the signal's number."""
-_asked: list[int] = []
-"""The exit code of this process, once a signal has decided it."""
-_held_back: list[int | None] = []
-"""For each block not to be left in the middle, outer ones first: the signal that came in it; None for none yet."""
+"""The exit code after a signal is this plus the signal's number."""
+_exit_codes: list[int] = []
+"""The exit code of this process once a signal has decided it."""
+_deferred: list[int | None] = []
+"""For each open `held_back` block, outer ones first: the signal that arrived in it, or None."""
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end. No `Exception`: nothing that mends faults may take it for one."""
+    """A signal stops this process. Not an `Exception`, so that no error handler catches it."""
 
     def __init__(self, number: int):
-        """By the signal of this number."""
-        ended = number == PARENT_ENDED and parent_ended()
-        self.name = "the end of its parent" if ended else signal.Signals(number).name
+        """`number` is the signal."""
+        by_parent = number == PARENT_ENDED and parent_ended()
+        self.name = "the end of its parent" if by_parent else signal.Signals(number).name
         self.exit_code = FIRST_OF_SIGNALS + number
-        """The shell's code of a process that a signal ended."""
+        """The exit code that a shell reports for this signal."""
         super().__init__(self.name)
 
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Inside, the first signal to end raises `Interrupted` in the main thread, and a second one ends the process.
+    """Raise `Interrupted` in the main thread at the first stop signal in the block. A second one kills the process.
 
-    A signal that this process was told to ignore (`nohup`, a shell's background job) stays ignored.
+    Signals that this process ignores (`nohup`, a shell's background job) stay ignored.
     """
     before = {number: signal.getsignal(number) for number in ENDINGS}
-    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
 
     def end(number: int, _: FrameType | None) -> None:
-        for each in heeded:
-            # A signal to the whole group ends the parent as well: that is the same request, not a second one.
+        for each in handled:
+            # A signal to the process group also ends the parent. That is the same request, not a second one.
             signal.signal(each, signal.SIG_IGN if each == PARENT_ENDED else signal.SIG_DFL)
         signal.alarm(GRACE_SECONDS)
-        if not _held_back:
+        if not _deferred:
             raise Interrupted(number)
-        _held_back[0] = number
+        _deferred[0] = number
 
-    for number in heeded:
+    for number in handled:
         signal.signal(number, end)
     try:
         yield
     finally:
         signal.alarm(0)
-        for number in heeded:
+        for number in handled:
             signal.signal(number, before[number])
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Inside, a signal to end waits for the end of the block: for what takes no time and must not be left half done.
-
-    Signals come to the main thread: in another one this does nothing.
+    """Defer stop signals to the end of the block, which must be short. Has no effect outside the main thread.
 
     Raises:
-        Interrupted: at the end of the outermost block, where a signal came inside.
+        Interrupted: at the end of the outermost block, if a signal arrived in it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _held_back.append(None)
+    _deferred.append(None)
     try:
         yield
     finally:
-        number = _held_back.pop()
+        number = _deferred.pop()
         if number is not None:
             raise Interrupted(number)
 
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Inside, a signal ends the process there and then: for calls that wait in C++, where no handler of ours can run.
+    """Let signals kill the process while the block waits in C++, where no Python handler can run.
 
-    Nothing may be under way that a stage would have to tidy.
+    The block must not need any cleanup.
     """
     before = {number: signal.getsignal(number) for number in ENDINGS}
-    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    for number in heeded:
+    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in handled:
         signal.signal(number, signal.SIG_DFL)
     try:
         yield
     finally:
-        for number in heeded:
+        for number in handled:
             signal.signal(number, before[number])
 
 
 def _is_a_stage() -> bool:
-    """Whether this process is `python -m stages.…`, whose signals are ours to handle."""
+    """Whether this process is `python -m stages.…`."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.startswith("stages.")
 
 
 def end_soon(code: int) -> None:
-    """Have this process, if it is a stage, end with `code` once its threads have ended and what is to run at exit has.
-
-    What is left out is the interpreter's taking down of modules, which holds nothing that is not the system's to free.
-    """
-    _asked.append(code)
+    """Make a stage exit with `code` after its threads and exit handlers, without the slow teardown of modules."""
+    _exit_codes.append(code)
 
 
-def _end_if_asked() -> None:
-    """Be the last that runs at exit."""
-    if not _asked:
+def _exit_if_stopped() -> None:
+    """Exit handler that runs last."""
+    if not _exit_codes:
         return
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # Whoever read it is gone.
+        with suppress(OSError, ValueError):  # The reader is gone.
             stream.flush()
-    os._exit(_asked[-1])
+    os._exit(_exit_codes[-1])
 
 
 if _is_a_stage():
     watch_parent()
-    atexit.register(_end_if_asked)  # Registered first, so called last.
+    atexit.register(_exit_if_stopped)  # Registered first, so called last.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
