@@ -45,7 +45,7 @@ def main(
 ) -> None:
     """Tokenize the pinned rows, mark the trained spans, and split the rows into training and held-out ones.
 
-    To use several machines, run `--part I/N --out DIRECTORY` on each, then `--merge DIRECTORY...`: the bytes are the same.
+    On several machines, run `--part I/N --out DIRECTORY` on each, then `--merge DIRECTORY...`: the bytes are the same.
     """
     if bool(directories) != merge or (merge and part):
         raise UserError(
