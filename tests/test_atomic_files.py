@@ -54,7 +54,7 @@ def test_a_directory_that_cannot_be_put_in_place_puts_the_old_one_back(tmp_path,
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(UserError, match=r"out: cannot be written \(Input/output error\); mend that, then rerun"):
+    with pytest.raises(UserError, match=r"out: cannot be written \(Input/output error\); correct that, then rerun"):
         make(out, "new")
     assert names(tmp_path) == ["out"] and (out / "inside.txt").read_text() == "old"
 
@@ -74,7 +74,7 @@ def test_a_second_writer_is_refused_and_changes_nothing(tmp_path):
     out = tmp_path / "out"
     with atomic_directory(out) as aside:
         (aside / "first.txt").touch()
-        with pytest.raises(UserError, match="out: another run is writing it now; wait for that to end, then rerun"):
+        with pytest.raises(UserError, match="out: another run is writing it; wait until that ends, then rerun"):
             make(out, "second")
         assert names(aside) == ["first.txt"]
     assert names(out) == ["first.txt"] and names(tmp_path) == ["out"]
@@ -83,8 +83,8 @@ def test_a_second_writer_is_refused_and_changes_nothing(tmp_path):
 REMEDIES = {
     errno.ENOSPC: "free space",
     errno.EROFS: "change permissions or write elsewhere",
-    errno.ENOENT: "let nothing remove files while a stage runs",
-    errno.EIO: "mend that",
+    errno.ENOENT: "do not remove files while a stage runs",
+    errno.EIO: "correct that",
 }
 
 

@@ -61,7 +61,7 @@ def test_a_second_run_does_not_write_what_another_is_writing(runner, quick, tmp_
     first = runner.start(stage, workspace, Fault(at_change=aside, signal=signal.SIGSTOP))
     wait_until_stopped(first.pid)
     line = runner.run(stage, workspace).refusal()
-    assert ": another run is writing it now; wait for that to end, then rerun" in line
+    assert ": another run is writing it; wait until that ends, then rerun" in line
     assert state(workspace, stage) == old
     first.send(signal.SIGCONT, to_group=False)
     ended = first.wait()
