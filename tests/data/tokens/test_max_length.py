@@ -68,7 +68,7 @@ UNITS = st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=6)
 
 
 @given(rows=st.lists(UNITS, max_size=5), max_length=st.integers(2, 9), over_length=st.sampled_from(sorted(EXPECTED)))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_chunks_equal_those_of_a_plain_loop(rows, max_length, over_length):
     encoded = rows_of(*rows)
     expected, lost = [], []
