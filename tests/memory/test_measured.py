@@ -28,24 +28,8 @@ from tests.small_model import CPU, VOCABULARY
 # What remains: the code book bitsandbytes makes once per process (1,276 bytes), and three scalars.
 TOLERATED_SHARE, TOLERATED_BYTES = 1e-3, 1536
 
-FAST = [
-    ("full", False, "adamw"),
-    ("full", True, "adamw_8bit"),
-    ("lora", True, "adamw"),
-    ("qlora", False, "adamw"),
-    ("qlora", True, "adamw_8bit"),
-]
-SLOW = [
-    (method, grad_ckpt, optimizer)
-    for method in ("full", "lora", "qlora")
-    for grad_ckpt in (False, True)
-    for optimizer in ("adamw", "adamw_8bit")
-    if (method, grad_ckpt, optimizer) not in FAST
-]
-
-
-JOINED_FAST = [("lora", True, "adamw"), ("qlora", True, "adamw_8bit")]
 STEPS, JOINED = LAYOUTS["padded"], LAYOUTS["joined"]
+ONE_MICRO_BATCH: TracedSteps = tuple(step[:1] for step in STEPS)
 
 
 def check(directory: Path, setting: Setting, steps: TracedSteps = STEPS) -> None:
@@ -58,87 +42,77 @@ def check(directory: Path, setting: Setting, steps: TracedSteps = STEPS) -> None
         assert abs(size - expected[phase]) <= max(TOLERATED_SHARE * expected[phase], TOLERATED_BYTES), phase
 
 
-@pytest.mark.parametrize(("method", "grad_ckpt", "optimizer"), FAST)
-def test_prediction_equals_what_the_allocator_counted(small_llama, method, grad_ckpt, optimizer):
-    """A step that is traced unlike it is trained."""
-    check(small_llama, setting_of(method=method, grad_ckpt=grad_ckpt, optimizer=optimizer))
+def slow(cases: list[dict[str, Any]]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in ("adamw", "adamw_8bit")])
-def test_prediction_holds_for_every_optimizer(small_llama, optimizer):
-    """An update whose state or passing tensors are not what was traced; all weights, where they are largest."""
-    check(small_llama, setting_of(method="full", optimizer=optimizer))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "grad_ckpt", "optimizer"), SLOW)
-def test_prediction_equals_what_the_allocator_counted_in_all_other_cases(small_llama, method, grad_ckpt, optimizer):
-    """The same for every other combination of switches."""
-    check(small_llama, setting_of(method=method, grad_ckpt=grad_ckpt, optimizer=optimizer))
-
-
-@pytest.mark.parametrize(
-    ("method", "grad_ckpt", "optimizer"),
-    [case if case in JOINED_FAST else pytest.param(*case, marks=pytest.mark.slow) for case in FAST],
-)
-def test_prediction_holds_for_joined_rows(small_llama, method, grad_ckpt, optimizer):
-    """Joined rows traced with a mask, or as one long row."""
-    check(small_llama, setting_of(method=method, grad_ckpt=grad_ckpt, optimizer=optimizer), JOINED)
-
-
-POLICIES = [
-    {"method": "lora", "lora_dropout": 0.1},  # The random generator's state is kept for each layer.
-    {"method": "int8_lora", "lora_dropout": 0.1},
-    {"method": "lora", "grad_ckpt_policy": "every_n"},
-    {"method": "full", "grad_ckpt_policy": "selective"},
-    {"method": "lora", "grad_ckpt_policy": "selective"},
-    {"method": "qlora", "grad_ckpt_policy": "selective"},
-]
-
-
-@pytest.mark.parametrize("changes", POLICIES, ids=str)
-def test_prediction_holds_for_every_policy_of_recomputation(small_llama, changes):
-    """What a policy keeps traced as recomputed, or the other way round."""
-    check(small_llama, setting_of(grad_ckpt=True, **changes))
-
-
-@pytest.mark.parametrize("steps", [STEPS, JOINED], ids=["padded", "joined"])
-def test_prediction_holds_for_attention_by_scores(small_llama, steps):
-    """Scores traced that training never has, or missed."""
-    check(small_llama, setting_of(method="lora", attention="eager"), steps)
-
-
-SENT_AWAY = [
+FAST: list[dict[str, Any]] = [
     {"method": "full"},
-    {"method": "full", "grad_ckpt": True},
+    {"method": "full", "grad_ckpt": True, "optimizer": "adamw_8bit"},
+    {"method": "lora", "grad_ckpt": True},
+    {"method": "lora", "grad_ckpt": True, "lora_dropout": 0.1},  # The random generator's state is saved for each layer.
     {"method": "lora", "grad_ckpt": True, "grad_ckpt_policy": "every_n"},
-    {"method": "qlora", "grad_ckpt": True, "grad_ckpt_policy": "selective"},
+    {"method": "full", "grad_ckpt": True, "grad_ckpt_policy": "selective"},
+    {"method": "lora", "lora_dora": True},
+    {"method": "lora", "loss_chunk": None},
+    {"method": "lora", "attention": "eager"},
+    {"method": "qlora"},
+    {"method": "qlora", "double_quant": False},
+    {"method": "int8_lora"},
+    {"method": "full", "optimizer": "adafactor"},
+    {"method": "full", "optimizer": "lion_8bit"},
+    {"method": "full", "offload_activations": "disk"},
+    {"method": "qlora", "grad_ckpt": True, "grad_ckpt_policy": "selective", "offload_activations": "disk"},
+]
+SLOW: list[dict[str, Any]] = [
+    *(
+        {"method": method, "grad_ckpt": grad_ckpt, "optimizer": optimizer}
+        for method in ("full", "lora", "qlora")
+        for grad_ckpt in (False, True)
+        for optimizer in ("adamw", "adamw_8bit")
+    ),
+    *({"method": "full", "optimizer": name} for name in OPTIMIZERS if name not in ("adamw", "adafactor", "lion_8bit")),
     {"method": "int8_lora", "grad_ckpt": True},
+    {"method": "int8_lora", "grad_ckpt": True, "lora_dropout": 0.1},
+    {"method": "lora", "grad_ckpt": True, "grad_ckpt_policy": "selective"},
+    {"method": "qlora", "grad_ckpt": True, "grad_ckpt_policy": "selective"},
+    {"method": "lora", "lora_dora": True, "grad_ckpt": True},
+    {"method": "qlora", "lora_dora": True},
+    {"method": "lora", "lora_init": "pissa", "lora_rslora": True},
+    {"method": "qlora", "quant_type": "fp4", "lora_init": "loftq"},
+    {"method": "lora", "loss_chunk": 64},
+    {"method": "full", "grad_ckpt": True, "offload_activations": "disk"},
+    {"method": "lora", "grad_ckpt": True, "grad_ckpt_policy": "every_n", "offload_activations": "disk"},
+    {"method": "int8_lora", "grad_ckpt": True, "offload_activations": "disk"},
 ]
 
 
-@pytest.mark.parametrize("changes", SENT_AWAY, ids=str)
-def test_prediction_holds_for_activations_on_disk(small_llama, changes):
-    """Memory that is traced as given back and is held, or fetched twice as often."""
-    check(small_llama, setting_of(offload_activations="disk", **changes))
+@pytest.mark.parametrize("changes", [*FAST, *slow(SLOW)], ids=str)
+def test_prediction_equals_what_the_allocator_counted(small_llama, changes):
+    """A step that is traced unlike it is trained."""
+    check(small_llama, setting_of(**changes))
 
 
-def test_prediction_holds_for_joined_rows_on_disk(small_llama):
-    """Rows of one tensor sent away row by row, and fetched whole."""
-    check(small_llama, setting_of(offload_activations="disk", method="lora"), JOINED)
-
-
-ONE_MICRO_BATCH: TracedSteps = tuple(step[:1] for step in STEPS)
-IN_BACKWARD: list[dict[str, Any]] = [
-    {},
-    {"grad_ckpt": True, "optimizer": "adamw_8bit"},
-    {"optimizer": "adafactor"},
+JOINED_FAST: list[dict[str, Any]] = [
+    {"method": "lora", "grad_ckpt": True},
+    {"method": "qlora", "grad_ckpt": True, "optimizer": "adamw_8bit"},
+    {"method": "lora", "offload_activations": "disk"},
 ]
+JOINED_SLOW: list[dict[str, Any]] = [{"method": "full"}, {"method": "qlora"}, {"method": "lora", "attention": "eager"}]
 
 
-@pytest.mark.parametrize("changes", IN_BACKWARD, ids=str)
+@pytest.mark.parametrize("changes", [*JOINED_FAST, *slow(JOINED_SLOW)], ids=str)
+def test_prediction_holds_for_joined_rows(small_llama, changes):
+    """Joined rows traced with a mask, or as one long row."""
+    check(small_llama, setting_of(**changes), JOINED)
+
+
+IN_BACKWARD: list[dict[str, Any]] = [{"grad_ckpt": True, "optimizer": "adamw_8bit"}, {"optimizer": "adafactor"}]
+
+
+@pytest.mark.parametrize("changes", [{}, *slow(IN_BACKWARD)], ids=str)
 def test_prediction_holds_for_updates_in_backward(small_llama, changes):
-    """Gradients traced as held which are freed at once, or the update's own tensors missed in backward."""
+    """Gradients traced as live that are freed at once, or the update's temporary tensors missed in backward."""
     setting = setting_of(method="full", optimizer_in_backward=True, max_grad_norm=None, **changes)
     check(small_llama, setting, ONE_MICRO_BATCH)
 
@@ -151,7 +125,7 @@ ON_HOST: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", ON_HOST, ids=str)
+@pytest.mark.parametrize("changes", [*ON_HOST[:2], *slow(ON_HOST[2:])], ids=str)
 def test_prediction_holds_for_device_and_host_together(small_llama, changes, monkeypatch):
     """A tensor of the update that neither side counts: on a CPU the two are one, and the allocator sees their sum."""
     setting = setting_of(offload="optimizer", **changes)
@@ -174,32 +148,6 @@ def test_prediction_holds_for_device_and_host_together(small_llama, changes, mon
         check(small_llama, setting)
 
 
-FORMS: list[dict[str, Any]] = [
-    {"method": "lora", "lora_dora": True},
-    {"method": "lora", "lora_dora": True, "grad_ckpt": True},
-    {"method": "qlora", "lora_dora": True},
-    {"method": "lora", "lora_init": "pissa", "lora_rslora": True},
-    {"method": "qlora", "quant_type": "fp4", "lora_init": "loftq"},
-    {"method": "qlora", "double_quant": False},
-    {"method": "int8_lora"},
-    {"method": "int8_lora", "grad_ckpt": True},
-]
-
-
-@pytest.mark.parametrize(
-    "changes", [pytest.param(f, marks=pytest.mark.slow) if "grad_ckpt" in f else f for f in FORMS], ids=str
-)
-def test_prediction_holds_for_every_form_of_adapter(small_llama, changes):
-    """A frozen weight unpacked, or an adapter applied, unlike it was traced."""
-    check(small_llama, setting_of(**changes))
-
-
-@pytest.mark.parametrize("loss_chunk", [None, pytest.param(64, marks=pytest.mark.slow)])
-def test_prediction_holds_with_and_without_a_chunked_loss(small_llama, loss_chunk):
-    """Logits counted once too often, or not at all."""
-    check(small_llama, setting_of(method="lora", loss_chunk=loss_chunk))
-
-
 @pytest.mark.parametrize("grad_ckpt", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_prediction_holds_for_a_sliding_window(tmp_path, grad_ckpt):
     """A mask per row traced where training builds one for all rows."""
@@ -218,7 +166,7 @@ def test_prediction_holds_for_a_sliding_window(tmp_path, grad_ckpt):
 
 
 HALVES: list[dict[str, Any]] = [
-    {"method": "full", "precision": "bf16"},
+    {"method": "qlora", "precision": "bf16"},
     {"method": "full", "precision": "bf16", "master_weights": True},
     {"method": "full", "precision": "bf16", "master_weights": True, "optimizer": "lion_8bit"},
     {"method": "full", "precision": "fp16"},
@@ -230,7 +178,7 @@ HALVES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", HALVES, ids=str)
+@pytest.mark.parametrize("changes", [*HALVES[:3], *slow(HALVES[3:])], ids=str)
 def test_prediction_holds_in_16_bits(small_llama, changes):
     """Autocast copies missed. oneDNN's scratch inside bf16 products (some 60 KB on CPUs that have them) is unseen."""
     setting = setting_of(**changes)

@@ -141,7 +141,8 @@ SLOW_PAIRS = [
 ]
 
 
-DORA = [("lora", "fp32"), ("lora", "bf16"), ("qlora", "fp32"), ("qlora", "bf16"), ("lora", "fp16"), ("qlora", "fp16")]
+SLOW_DORA = [("lora", "bf16"), ("qlora", "fp32"), ("qlora", "bf16"), ("lora", "fp16"), ("qlora", "fp16")]
+DORA = [("lora", "fp32"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW_DORA)]
 
 
 @pytest.mark.parametrize(("method", "precision"), DORA)

@@ -1,16 +1,18 @@
-"""The peak taken apart: what is held, what made it, and the closed form beside it."""
+"""The explanation of a peak: allocations, what made them, the timeline, and the closed form of state."""
 
 import copy
 
+import pytest
 from transformers import LlamaConfig
 
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, explain, trace_origins
+from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, explain, predict_explained, trace_origins
 from lean_finetune.memory.predict.state_formulas import closed_form
 from lean_finetune.memory.trace.allocation_origins import EXISTING
 from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
+from tests.memory.test_depth_extrapolation import CASES, llama
 
 CONFIG = LlamaConfig(
     hidden_size=64,
@@ -28,7 +30,7 @@ def explained(setting, target):
     return explain(trace_origins(CONFIG, setting, STEPS, target))
 
 
-def test_the_peak_is_the_predicted_one_and_its_largest_parts_are_told():
+def test_the_peak_is_the_predicted_one():
     """An explanation of another instant, or parts that hold more than their category."""
     for setting, target in (
         (setting_of(method="full", loss_chunk=None), CPU_TARGET),
@@ -38,20 +40,20 @@ def test_the_peak_is_the_predicted_one_and_its_largest_parts_are_told():
         found = explained(setting, target)
         assert (found.peak_bytes, found.phase) == (prediction.peak.bytes, prediction.worst_phase)
         by_category: dict[str, int] = {}
-        for holding in found.top:
-            by_category[holding.category] = by_category.get(holding.category, 0) + holding.bytes
+        for group in found.top:
+            by_category[group.category] = by_category.get(group.category, 0) + group.bytes
         assert by_category
         assert all(size <= prediction.peak.by_category[category] for category, size in by_category.items())
-        sizes = [holding.bytes for holding in found.top]
+        sizes = [group.bytes for group in found.top]
         assert sizes == sorted(sizes, reverse=True)
 
 
 def test_logits_are_named_with_their_shape_and_the_head():
-    """A table of bytes whose makers nobody can find in the model."""
+    """A table of bytes that cannot be found in the model."""
     top = explained(setting_of(method="full", loss_chunk=None), CPU_TARGET).top
-    logits = next(holding for holding in top if holding.category == "logits")
+    logits = next(group for group in top if group.category == "logits")
     assert logits.shape in {(2, 96, 8192), (192, 8192), (3, 80, 8192), (240, 8192)} and logits.dtype == "float32"
-    weights = {holding.module: holding for holding in top if holding.category == "weights"}
+    weights = {group.module: group for group in top if group.category == "weights"}
     assert weights["lm_head"].operation == EXISTING and weights["lm_head"].bytes == 64 * 8192 * 4
     assert weights["model.embed_tokens"].count == 1
 
@@ -61,13 +63,13 @@ def test_layers_that_are_alike_are_one_line():
     config = copy.deepcopy(CONFIG)
     config.vocab_size = 96
     top = explain(trace_origins(config, setting_of(method="full"), STEPS, CPU_TARGET)).top
-    products = next(holding for holding in top if holding.module == "model.layers.*.mlp.gate_proj")
+    products = next(group for group in top if group.module == "model.layers.*.mlp.gate_proj")
     assert (products.category, products.operation, products.phase) == ("activations", "mm", "forward")
     assert products.shape == (240, 128) and products.count == 3 and products.bytes == 3 * 240 * 128 * 4
 
 
 def test_the_timeline_reaches_the_peak_and_sums_to_it():
-    """A picture that misses the one instant it is drawn for."""
+    """A timeline that misses the peak."""
     found = explained(setting_of(method="lora", grad_ckpt=True), CPU_TARGET)
     assert all(tuple(row) == TIMELINE_COLUMNS for row in found.timeline)
     highest = max(found.timeline, key=lambda row: sum(row[category] for category in CATEGORIES))
@@ -79,7 +81,7 @@ def test_the_timeline_reaches_the_peak_and_sums_to_it():
 
 
 def test_the_closed_form_beside_the_trace_is_the_trace():
-    """A reason for bytes that are not there."""
+    """An explanation of bytes that do not exist."""
     setting = setting_of(method="qlora", precision="bf16", optimizer="adamw_8bit")
     target = gpu_target("H100")
     held = predict(CONFIG, setting, STEPS, target).by_phase["clip"].by_category
@@ -89,3 +91,39 @@ def test_the_closed_form_beside_the_trace_is_the_trace():
         said[line["category"]] = said.get(line["category"], 0) + line["bytes"]
     assert said == {category: held[category] for category in said}
     assert set(said) == {"weights", "quantisation_state", "adapters", "gradients", "optimizer"}
+
+
+DEEP_STEPS = ((shape(2, 96, 60), shape(3, 96, 120), shape(1, 96, 20)), (shape(2, 96, 100),))
+
+
+EXTRAPOLATED = ("qlora, recomputed, padded", "two kinds of layers")
+
+
+@pytest.mark.parametrize("case", ["full, CPU", *(pytest.param(case, marks=pytest.mark.slow) for case in EXTRAPOLATED)])
+def test_an_extrapolated_explanation_is_that_of_all_layers(case):
+    """Allocations of a shallow model shown for a deep one, or layers of two kinds taken for one."""
+    make, steps, target, changes = CASES[case]
+    config, setting = make(), setting_of(**changes)
+    prediction, found = predict_explained(config, setting, steps, target)
+    assert prediction == predict(config, setting, steps, target)
+    assert prediction.layers_traced.startswith("models of ")
+    complete = explain(trace_origins(config, setting, prediction.steps_of_peak, target))
+    assert (found.peak_bytes, found.phase, found.top) == (complete.peak_bytes, complete.phase, complete.top)
+
+
+def test_the_timeline_climbs_layer_by_layer_to_the_peak():
+    """Layers out of order, the middle ones left out, or micro-batches that have nothing to do with the peak."""
+    config, setting = llama(14), setting_of(method="full", loss_chunk=None)
+    prediction, found = predict_explained(config, setting, DEEP_STEPS, CPU_TARGET)
+    assert len(prediction.steps_of_peak[0]) == 2  # The second micro-batch of the first step meets its gradients.
+    assert all(tuple(row) == TIMELINE_COLUMNS for row in found.timeline)
+    assert [row["event"] for row in found.timeline] == list(range(len(found.timeline)))
+    phases = [row["phase"] for row in found.timeline]
+    both = ["forward", "backward"]
+    assert [a for a, b in zip(phases, ["", *phases], strict=False) if a != b] == [*both, *both, "clip", "optimizer"]
+    held = [sum(row[category] for category in CATEGORIES) for row in found.timeline]
+    assert max(held) * GIB == pytest.approx(found.peak_bytes, abs=16 * 1024)
+    kept = [row["activations"] for row in found.timeline[: phases.index("backward")]]
+    assert len(kept) >= 14 and kept[1:15] == sorted(kept[1:15])
+    growth = {round(after - before, 6) for before, after in zip(kept[2:12], kept[3:13], strict=True)}
+    assert max(growth) - min(growth) <= 2e-6  # GiB are told to six places.

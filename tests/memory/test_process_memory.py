@@ -65,6 +65,7 @@ def test_every_process_reads_8_bit_weights():
     assert more == host["model"].bytes + host["loading"].bytes
 
 
+@pytest.mark.slow
 def test_a_process_takes_after_imports_what_is_stated():
     """A constant that the imports have outgrown."""
     if torch.version.cuda is not None:

@@ -159,6 +159,7 @@ def test_activations_on_the_host_are_counted_there(workspace):
     assert told(run()).startswith("train.offload_activations: cpu takes activations off a GPU; got cpu where training")
 
 
+@pytest.mark.slow
 def test_an_optimizer_on_the_host_is_counted_there(workspace):
     """A host that is said to need no more for the state that the device gives up."""
     found = {}
@@ -255,7 +256,8 @@ def test_a_run_of_several_gpus_is_held_against_one_of_them(workspace):
     assert less["host_bytes_predicted"] >= 2 * process["host"]["process"]["bytes"] + process["host"]["model"]["bytes"]
 
 
-def test_a_mode_that_holds_less_is_offered(workspace, tmp_path):
+@pytest.mark.slow
+def test_a_sharding_mode_that_needs_less_memory_is_offered(workspace, tmp_path):
     """Advice that lowers quality where the other GPUs have room."""
     write_plan(workspace / "plan.arrow", [SHARED_PLAN])
     (tmp_path / "large").mkdir()

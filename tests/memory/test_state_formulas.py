@@ -72,8 +72,15 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("gpu", [None, "H100"])
-@pytest.mark.parametrize("changes", SETTINGS, ids=str)
+# Half of the pairs, alternately on a CPU and on a GPU; the others are slow.
+PAIRS = [
+    pytest.param(changes, gpu, marks=pytest.mark.slow if number % 2 == on_gpu else ())
+    for number, changes in enumerate(SETTINGS)
+    for on_gpu, gpu in enumerate((None, "H100"))
+]
+
+
+@pytest.mark.parametrize(("changes", "gpu"), PAIRS, ids=str)
 def test_the_closed_form_is_what_the_trace_counts(changes, gpu):
     """A rule of the closed form, or a category of the trace, that is off by a byte."""
     config, setting = llama(tied=changes["method"] == "lora"), setting_of(**changes)
