@@ -1,4 +1,4 @@
-"""Changed runs are held against the device by the verdict's own rule, over the plan that the change leads to."""
+"""Changed runs are judged by the verdict's own rule, with the plan that the change leads to."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.memory.advice.workload import Workload
-from lean_finetune.memory.estimate.planned_run import Confirmation, PlannedRun
+from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun
 from lean_finetune.memory.gpus import Device
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings
@@ -43,7 +43,7 @@ def index(tmp_path: Path) -> Path:
     return tmp_path / "index.arrow"
 
 
-def confirmation(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setting: Any) -> Confirmation:
+def confirmation(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setting: Any) -> FitCheck:
     """Of a run on a card of a size, with its plan cut as the stage cuts it."""
     cutting = MicroBatchSettings(
         mode=mode, max_tokens=1024, pad_multiple=8, constant_shape=False, fixed_rows=4, ranks=1
@@ -71,7 +71,7 @@ def confirmation(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **se
         micro_batches_per_step=2.0,
         unpadded_tokens_per_step=1200,
     )
-    return Confirmation(planned=planned, run=run, cut=run_cut, index=index, headroom_percent=0.0)
+    return FitCheck(planned=planned, run=run, plan_settings=run_cut, index=index, headroom_percent=0.0)
 
 
 @pytest.mark.parametrize(("mode", "changes"), [("bucketed", {"max_tokens": 512}), ("fixed", {"fixed_rows": 2})])

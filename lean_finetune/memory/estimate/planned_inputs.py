@@ -1,4 +1,4 @@
-"""What stage estimate is asked: the planned run, read from its files and refused where it cannot be."""
+"""Read the inputs of stage estimate, and refuse what the device or the model cannot do."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.devices import attention_on, precision_on, resolve_gpu
-from lean_finetune.memory.estimate.planned_run import PlannedRun, several_turns
+from lean_finetune.memory.estimate.planned_run import PlannedRun, accumulates_gradients
 from lean_finetune.memory.predict.other_phases import OtherPhases, generation_shapes, heldout_shape, stored_dtype
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.setting import Setting
@@ -32,33 +32,33 @@ from lean_finetune.step.token_rows import read_lengths
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Asked:
-    """A run to be predicted, and what was decided on the way to it."""
+class EstimateInputs:
+    """A run to be predicted, and how its parameters were resolved."""
 
     planned: PlannedRun
     device_reason: str
-    """Why it is held against this device."""
+    """Why this device was chosen."""
     precision: Precision
     precision_reason: str
     stored: torch.dtype
-    """Of the weights in their files."""
+    """Type of the weights in their files."""
     longest: int
     """Tokens of the longest row."""
     attention: str
-    """The kernels, and why."""
+    """The attention kernels, and why."""
 
     @property
     def config(self) -> PretrainedConfig:
-        """Of the model."""
+        """The model's config."""
         return self.planned.config
 
     @property
     def setting(self) -> Setting:
-        """What is trained, and how."""
+        """How the model is trained."""
         return self.planned.setting
 
     def workload(self, p: Params, prediction: Prediction) -> Workload:
-        """The run as advice sees it."""
+        """The run as advice describes it."""
         plan = self.planned.own_plan
         steps = len(plan.steps)
         return Workload(
@@ -74,8 +74,8 @@ class Asked:
             unpadded_tokens_per_step=p.train.tokens_per_step,
         )
 
-    def surroundings(self, p: Params) -> OtherPhases:
-        """What runs besides the training step."""
+    def other_phases(self, p: Params) -> OtherPhases:
+        """What memory outside of the training step depends on."""
         plan, limits = self.planned.own_plan, EvaluationLimits.from_params(p)
         return OtherPhases(
             stored_dtype=self.stored,
@@ -92,17 +92,17 @@ class Asked:
         )
 
 
-def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Asked:
+def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> EstimateInputs:
     """Read a planned run.
 
     Args:
         p: the parameters.
-        plan_path: its micro-batches.
-        index: of the training rows.
-        model_lock: the pinned base.
+        plan_path: plan of stage bucket.
+        index: index of the training rows.
+        model_lock: lock file of the base model.
 
     Raises:
-        UserError: the device is not known, or cannot do what is asked; the files do not belong together.
+        UserError: the device is unknown, or cannot run the setting; the files do not belong together.
     """
     device, device_reason = resolve_gpu(p.hardware.gpu)
     precision, precision_reason = precision_on(device, p.train.precision)
@@ -115,7 +115,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Asked
         refuse_joined_rows(config, longest)
     refuse_offload(p.train.offload_activations, device.kind)
     refuse_offloaded_state(p.train.offload, device.kind)
-    setting = Setting.from_params(p, precision, several_turns=several_turns(plan))
+    setting = Setting.from_params(p, precision, several_turns=accumulates_gradients(plan))
     beyond_window = longest >= (attention_window(config) or math.inf)
     segments = segments_from_environment()
     planned = PlannedRun(
@@ -129,7 +129,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Asked
     )
     if setting.optimizer_in_backward:
         refuse_in_backward(setting.model, np.diff(planned.own_plan.step_bounds))
-    return Asked(
+    return EstimateInputs(
         planned=planned,
         device_reason=device_reason,
         precision=precision,

@@ -1,6 +1,6 @@
-"""A planned run as the stage looks at it: its worst micro-batches traced, a sample of its plan replayed.
+"""Predict a planned run: trace its worst micro-batches, and replay a sample of its plan in the allocator.
 
-Advice looks at changed runs in the same way, so that what it offers is what the verdict would let through.
+Advice predicts changed runs by the same code, so that the verdict accepts what it offers.
 """
 
 from dataclasses import dataclass, replace
@@ -25,34 +25,34 @@ from lean_finetune.plan.row_index import RowIndex, read_index
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 
 
-def several_turns(plan: Plan) -> bool:
-    """Whether a GPU has more than one micro-batch in a step."""
+def accumulates_gradients(plan: Plan) -> bool:
+    """Whether a GPU has more than one micro-batch in some step."""
     return bool((np.diff(plan.step_bounds) > plan.ranks).any())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedRun:
-    """A plan, and what is trained on it."""
+    """A plan, and the training it is for."""
 
     plan: Plan
-    """Of all GPUs."""
+    """Micro-batches of all GPUs."""
     lengths: np.ndarray
     """Tokens of every training row."""
     config: PretrainedConfig
     setting: Setting
     device: Device
     windowed: bool
-    """The model makes masks, or keeps the scores of its attention."""
+    """The model creates masks, or saves attention scores."""
     expandable: bool
     """train.expandable_segments."""
 
     @property
     def own_plan(self) -> Plan:
-        """What one GPU computes."""
+        """The micro-batches of one GPU."""
         return self.plan.of_rank(0) if self.plan.ranks > 1 else self.plan
 
     def predict(self) -> tuple[Prediction, Explanation]:
-        """The peak of its worst micro-batches, taken apart."""
+        """Predict and explain the peak of the worst micro-batches."""
         tiled = self.device.kind == "cuda"
         steps = traced_steps(self.plan, self.lengths, tiled=tiled, windowed=self.windowed)
         return predict_explained(self.config, self.setting, steps, target_of(self.device))
@@ -74,21 +74,21 @@ class PlannedRun:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Confirmation:
-    """Holds changed runs against the device by the verdict's own rule."""
+class FitCheck:
+    """Checks by the verdict's rule whether changed runs fit the device."""
 
     planned: PlannedRun
-    """The run that is changed."""
+    """The unchanged run."""
     run: Workload
-    """The same as advice sees it."""
-    cut: PlanSettings
-    """How its plan was made."""
+    """The same run as advice describes it."""
+    plan_settings: PlanSettings
+    """Settings of its plan."""
     index: Path
     """Of the training rows."""
     headroom_percent: float
 
     def __call__(self, changed: Workload) -> int | None:
-        """The predicted peak where the stage would say that the changed run fits; None where it would not."""
+        """The predicted peak of a changed run that fits; None if it does not."""
         try:
             trial = self.trial(changed)
             if trial.setting.optimizer_in_backward:
@@ -98,13 +98,13 @@ class Confirmation:
         prediction, _ = trial.predict()
         device = trial.device
         if prediction.peak.bytes > usable_bytes(device, self.headroom_percent):
-            return None  # Before the replay, which takes as long again.
+            return None  # Skip the replay, which takes as long as the prediction.
         memory, _ = trial.replay(prediction)
         fits = judge(prediction, device, (), headroom_percent=self.headroom_percent, enforce=True, memory=memory).fits
         return prediction.peak.bytes if fits else None
 
     def trial(self, changed: Workload) -> PlannedRun:
-        """The changed run, cut anew where micro-batches or rows are smaller.
+        """The changed run, with a new plan if micro-batches or rows are smaller.
 
         Raises:
             UserError: a row does not fit in a micro-batch.
@@ -112,19 +112,21 @@ class Confirmation:
         setting, planned = changed.setting, self.planned
         if changed.steps is self.run.steps:
             return replace(planned, setting=setting)
-        index = read_index(self.index, self.cut.weights)
+        index = read_index(self.index, self.plan_settings.weights)
         if changed.longest < self.run.longest:
             index = _shortened(index, changed.longest)
-        cutting = replace(
-            self.cut.micro_batches, mode=changed.mode, max_tokens=changed.max_tokens, fixed_rows=changed.fixed_rows
+        settings = self.plan_settings
+        micro_batches = replace(
+            settings.micro_batches, mode=changed.mode, max_tokens=changed.max_tokens, fixed_rows=changed.fixed_rows
         )
-        plan = replace(self.cut, micro_batches=cutting, tokens_per_step=changed.unpadded_tokens_per_step).plan(index)
+        settings = replace(settings, micro_batches=micro_batches, tokens_per_step=changed.unpadded_tokens_per_step)
+        plan = settings.plan(index)
         if setting.sharing is not None:
-            setting = replace(setting, sharing=replace(setting.sharing, several_turns=several_turns(plan)))
+            setting = replace(setting, sharing=replace(setting.sharing, several_turns=accumulates_gradients(plan)))
         return replace(planned, plan=plan, lengths=index.lengths, setting=setting)
 
 
 def _shortened(index: RowIndex, longest: int) -> RowIndex:
-    """The rows cut to `longest` tokens; as many of them are trained as can be."""
+    """The rows truncated to `longest` tokens, with as many supervised tokens as possible."""
     lengths = np.minimum(index.lengths, longest)
     return replace(index, lengths=lengths, supervised=np.minimum(index.supervised, lengths - 1))
