@@ -27,65 +27,8 @@ WIDE = LlamaConfig(
 """A model that exists as a config alone: no weight is ever made."""
 
 
-def parameters_of(config: LlamaConfig) -> int:
-    """Closed form of a tied Llama's parameters."""
-    D, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-    assert groups is not None
-    attention = 2 * D * D + 2 * D * D * groups // heads
-    layer = attention + 3 * D * config.intermediate_size + 2 * D
-    return config.vocab_size * D + config.num_hidden_layers * layer + D
-
-
-def adapter_parameters_of(config: LlamaConfig, rank: int) -> int:
-    """Closed form of LoRA on all seven linear layers: rank × (inputs + outputs) each."""
-    D, M = config.hidden_size, config.intermediate_size
-    groups = config.num_key_value_heads
-    assert groups is not None
-    G = D * groups // config.num_attention_heads
-    return config.num_hidden_layers * rank * (2 * (D + D) + 2 * (D + G) + 3 * (D + M))
-
-
 def predicted(target=CPU_TARGET, **setting) -> Prediction:
     return predict(WIDE, setting_of(**setting), ONE_STEP, target)
-
-
-def test_full_training_holds_four_bytes_per_state_and_parameter():
-    """Tied weights counted twice, or a moment forgotten: AdamW in fp32 is 4 × 4 bytes per parameter."""
-    held = predicted(method="full").by_phase["clip"].by_category
-    n = parameters_of(WIDE)
-    buffers = 2 * 4 * WIDE.hidden_size // WIDE.num_attention_heads // 2  # Two fp32 tables of rotary frequencies.
-    steps = 4 * (2 + 9 * WIDE.num_hidden_layers)  # AdamW counts steps in one fp32 scalar per parameter tensor.
-    assert held["weights"] == 4 * n + buffers
-    assert held["gradients"] == 4 * n
-    assert held["optimizer"] == 2 * 4 * n + steps
-
-
-def test_adapters_are_counted_apart_and_alone_have_gradients_and_moments():
-    """Frozen weights given gradients."""
-    held = predicted(method="lora").by_phase["clip"].by_category
-    adapters = 4 * adapter_parameters_of(WIDE, rank=4)
-    assert held["adapters"] == adapters
-    assert held["gradients"] == adapters
-    assert held["optimizer"] == 2 * adapters + 4 * 2 * 7 * WIDE.num_hidden_layers
-
-
-def test_nf4_holds_half_a_byte_per_weight_and_its_scales():
-    """Quantised layers traced as full ones: 4 bits each, one byte per 64 weights, four bytes per 256 of those."""
-    held = predicted(method="qlora").by_phase["clip"].by_category
-    embedding, norms = WIDE.vocab_size * WIDE.hidden_size, WIDE.hidden_size * (2 * WIDE.num_hidden_layers + 1)
-    linear = parameters_of(WIDE) - embedding - norms
-    buffers = 2 * 4 * WIDE.hidden_size // WIDE.num_attention_heads // 2
-    assert held["weights"] == linear // 2 + 4 * (embedding + norms) + buffers
-    layers = 7 * WIDE.num_hidden_layers
-    code_books = layers * (16 + 256 + 1) * 4
-    assert held["quantisation_state"] == linear // 64 + 4 * (linear // 64 // 256) + code_books
-
-
-def test_eight_bit_moments_take_a_quarter():
-    """The 8-bit optimizer traced with fp32 state."""
-    full = predicted(method="full").by_phase["clip"].by_category["optimizer"]
-    small = predicted(method="full", optimizer="adamw_8bit").by_phase["clip"].by_category["optimizer"]
-    assert 0.25 < small / full < 0.27
 
 
 def test_categories_sum_to_the_peak_of_every_phase():
