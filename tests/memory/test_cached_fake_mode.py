@@ -1,4 +1,4 @@
-"""Remembered answers are PyTorch's own."""
+"""Cached results of fake operations equal PyTorch's own."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode
 
 
 def results(mode):
-    """The form of what a few operations make, each done twice, and which of it lies in an argument's memory."""
+    """Metadata of the results of a few operations, each run twice, and whether they alias an argument."""
     found: list[tuple[Any, ...]] = []
     with mode:
         for _ in range(2):
@@ -29,15 +29,15 @@ def results(mode):
     return found
 
 
-def test_answers_are_those_of_pytorch():
-    """A trace counts storages by what these answers say: one wrong size or alias is a wrong prediction."""
+def test_cached_results_are_those_of_pytorch():
+    """One wrong size or alias is a wrong prediction."""
     expected = results(FakeTensorMode(allow_non_fake_inputs=True))
     assert results(CachedFakeMode()) == expected
-    assert results(CachedFakeMode()) == expected  # Another mode, from what the first one left.
+    assert results(CachedFakeMode()) == expected  # Another mode, with the cache of the first.
 
 
 def test_a_tensor_that_changes_its_memory_is_followed():
-    """set_ leaves the form of its argument as it was, and is not its result alone."""
+    """set_ changes the storage of its argument, not its metadata."""
     with CachedFakeMode():
         for _ in range(2):
             one, other = torch.empty(4), torch.empty(4)
@@ -45,8 +45,8 @@ def test_a_tensor_that_changes_its_memory_is_followed():
             assert one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def test_values_are_not_remembered():
-    """A scalar that PyTorch knows the value of is asked for each time."""
+def test_values_are_not_cached():
+    """A scalar of an earlier call returned, since PyTorch knows its value."""
     with CachedFakeMode():
         assert [torch.tensor(value).item() for value in (2, 3, 3)] == [2, 3, 3]
         with pytest.raises(DataDependentOutputException):

@@ -72,7 +72,7 @@ def test_every_configuration_is_predicted_as_it_is_counted(case, saved):
     ids=["sum of gradients", "gradient of chosen rows"],
 )
 def test_what_backward_writes_in_place_takes_nothing(case, saved):
-    """A tensor that fake ones make anew where plain ones are written to: 6.7 and 0.6 % too much, at these peaks."""
+    """A new tensor where plain tensors are written in place: 6.7 and 0.6 % too much, at these peaks."""
     pairs = compare(case, saved(case.family))
     assert worst_share(pairs) < TOLERATED_SHARE, pairs
 
@@ -83,7 +83,7 @@ BIOGPT = BioGptConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "int8_lora"])
-def test_layers_whose_weights_lie_turned_get_adapters(method, tmp_path):
+def test_layers_with_transposed_weights_get_adapters(method, tmp_path):
     """GPT-2's `Conv1D`: the closed form found nothing to adapt, and nothing to pack."""
     AutoModelForCausalLM.from_config(GPT2).save_pretrained(tmp_path)
     setting = setting_of(method=method)
@@ -97,7 +97,7 @@ def test_layers_whose_weights_lie_turned_get_adapters(method, tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, {"lora_dora": True}])
 def test_an_adapter_of_the_head_alone_is_counted(changes, tmp_path):
-    """The head is no layer that is packed, and none of all-linear, but it can be named."""
+    """The head is neither quantised nor part of all-linear, but targets can name it."""
     config = LlamaConfig(**SMALL, tie_word_embeddings=False)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     setting = setting_of(method="lora", lora_targets=("lm_head",), **changes)
@@ -106,31 +106,11 @@ def test_an_adapter_of_the_head_alone_is_counted(changes, tmp_path):
     assert traced == state_bytes(lines, granularity_bytes=1)[ADAPTERS] > 0
 
 
-def test_a_mask_of_ones_is_none(tmp_path):
-    """BioGPT makes one itself, which is left out after a look at its values: fake ones have none, 6.2 % too much."""
-    AutoModelForCausalLM.from_config(BIOGPT).save_pretrained(tmp_path)
-    pairs = compare(Case(family="BioGPT", method="lora"), tmp_path)
-    assert worst_share(pairs) < TOLERATED_SHARE, pairs
-
-
-def test_a_model_that_cannot_compute_layers_again_is_refused():
+def test_a_model_without_checkpointing_is_refused():
     """CTRL says so in a traceback."""
     config = CTRLConfig(**OLD_SIZES, dff=128)
     with pytest.raises(UserError, match=r"^train\.grad_ckpt: ctrl has no layers that can be computed again; "):
         predict(config, setting_of(method="full", grad_ckpt=True), STEPS, CPU_TARGET)
-
-
-def test_a_dropout_that_the_model_lacks_costs_no_memory(tmp_path):
-    """The generator's state, 5 KB a layer, kept for the dropout of a classifier's head: GPT-NeoX took 0.6 % more."""
-    config = GPTNeoXConfig(**SMALL, classifier_dropout=0.1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    pairs = compare(Case(family="GPT-NeoX", method="full", grad_ckpt=True), tmp_path)
-    assert worst_share(pairs) < TOLERATED_SHARE, pairs
-
-
-def test_there_are_enough_configurations():
-    """A matrix that shrank in silence."""
-    assert len({str(case) for case in cases()}) >= 24
 
 
 @pytest.mark.parametrize(
@@ -164,18 +144,35 @@ MAMBA: dict[str, Any] = {
 del MAMBA["num_hidden_layers"]
 
 
-def test_a_model_whose_layers_have_heads_of_two_sizes_is_predicted_as_it_is_counted(tmp_path):
-    """Gemma 4: a traceback, as its config names no one size for all layers."""
-    config = AutoConfig.for_model("gemma4_text", **GEMMA_4)
-    assert largest_head_size(config) == 32
+UNUSUAL: dict[str, tuple[PretrainedConfig, Case]] = {
+    # The model creates its mask itself, and skips a mask of ones after a check of the values: 6.2 % too much.
+    "a mask of ones": (BIOGPT, Case(family="BioGPT", method="lora")),
+    # No dropout in the decoder, so checkpointing saves no state of the random generator: 0.6 % too much.
+    "dropout of a classifier": (
+        GPTNeoXConfig(**SMALL, classifier_dropout=0.1),
+        Case(family="GPT-NeoX", method="full", grad_ckpt=True),
+    ),
+    # Its config has no single head size: a traceback.
+    "heads of two sizes": (AutoConfig.for_model("gemma4_text", **GEMMA_4), Case(family="Gemma 4", method="lora")),
+}
+
+
+@pytest.mark.parametrize(("config", "case"), UNUSUAL.values(), ids=UNUSUAL)
+def test_an_unusual_model_is_predicted_as_it_is_counted(config, case, tmp_path):
+    """Models that were once refused or predicted wrong."""
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    pairs = compare(Case(family="Gemma 4", method="lora"), tmp_path)
+    pairs = compare(case, tmp_path)
     assert worst_share(pairs) < TOLERATED_SHARE, pairs
+
+
+def test_the_largest_head_size_of_two():
+    """Attention chosen for the smaller heads of Gemma 4."""
+    assert largest_head_size(AutoConfig.for_model("gemma4_text", **GEMMA_4)) == 32
 
 
 @pytest.mark.parametrize("kinds", [("mlp", "full_attention"), ("mlp", "moe")])
 def test_a_dense_model_is_not_refused_for_its_familys_default_of_experts(kinds):
-    """Nemotron-H without experts told to have 8, which are in its family's first model."""
+    """Nemotron-H without experts, whose config has the default of 8."""
     config = AutoConfig.for_model("nemotron_h", **MAMBA, layers_block_type=["full_attention", *kinds])
     assert config.n_routed_experts == 8
     if "moe" not in kinds:
@@ -185,7 +182,7 @@ def test_a_dense_model_is_not_refused_for_its_familys_default_of_experts(kinds):
 
 
 @pytest.mark.parametrize(
-    ("family", "values", "method", "said"),
+    ("family", "values", "method", "message"),
     [
         ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "qlora",
          r"^train\.lora\.targets: must be layers .*Module 'out_proj' is incompatible .*; name others of down_proj, "),
@@ -197,32 +194,32 @@ def test_a_dense_model_is_not_refused_for_its_familys_default_of_experts(kinds):
     ],
     ids=["PEFT's refusal", "layers before the head", "decoder that is the head", "size left out", "code that fails"],
 )  # fmt: skip
-def test_what_other_code_refuses_is_told_in_one_line(family, values, method, said):
+def test_refusals_of_other_libraries_are_one_line(family, values, method, message):
     """A traceback of transformers or of PEFT; or a loss that passes over the layers before the head."""
     config = AutoConfig.for_model(family, **{**SMALL, **values})
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         predict(config, setting_of(method=method), STEPS, CPU_TARGET)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (AutoConfig.for_model("t5"), "must be a causal language model; got model_type 't5'"),
         (AutoConfig.for_model("falcon"), "falcon cannot be built .its code knows no 'lean_sdpa'"),
     ],
     ids=["no causal model", "attention of its own"],
 )
-def test_what_the_step_does_not_support_is_refused(config: PretrainedConfig, said, tmp_path):
+def test_what_the_step_does_not_support_is_refused(config: PretrainedConfig, message, tmp_path):
     """A wrong figure for a model that would never be trained."""
     config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         predict(read_config(tmp_path), setting_of(), STEPS, CPU_TARGET)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ({"model_type": "thing", "auto_map": {"AutoConfig": "configuration_thing.ThingConfig"}}, "cannot be read"),
         ({}, "cannot be read"),
@@ -250,9 +247,9 @@ def test_what_the_step_does_not_support_is_refused(config: PretrainedConfig, sai
         ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "tells of weights that are quantised already"),
     ],
 )
-def test_a_config_of_no_model_is_refused(content, said, tmp_path):
+def test_a_config_of_no_model_is_refused(content, message, tmp_path):
     """Code of a stranger run, the sizes of a family's first model taken for what the file does not say, a traceback."""
     write_json(tmp_path / "config.json", content)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         read_config(tmp_path)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("model.name: ")

@@ -28,7 +28,7 @@ from tests.small_model import CPU, VOCABULARY
 TRAINING, EVALUATION, CHUNK = shape(2, 96, 150), shape(3, 80, 200), 64
 ANSWERS = GenerationShape(rows=5, prompt_tokens=90, new_tokens=40)
 NOTHING = Peak(bytes=0, by_category={})
-"""What one GPU alone is not asked for."""
+"""The update's peak, which runs on one GPU do not need."""
 AROUND = OtherPhases(
     stored_dtype=torch.bfloat16,
     in_training=TRAINING,
@@ -146,13 +146,13 @@ DORA = [("lora", "fp32"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair
 
 
 @pytest.mark.parametrize(("method", "precision"), DORA)
-def test_the_start_of_dora_is_predicted(small_llama, method, precision):
-    """Every adapted weight is made anew and measured, once all weights are there."""
+def test_the_initialisation_of_dora_is_predicted(small_llama, method, precision):
+    """The norms of every adapted weight, computed after loading."""
     check_load(small_llama, setting_of(method=method, precision=precision, lora_dora=True))
 
 
-def test_the_start_of_dora_beside_the_head_alone_is_predicted(tmp_path):
-    """No layer that could be packed has an adapter."""
+def test_the_initialisation_of_dora_on_the_head_is_predicted(tmp_path):
+    """No quantisable layer has an adapter."""
     AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=False)).save_pretrained(tmp_path)
     check_load(tmp_path, setting_of(method="lora", lora_dora=True, lora_targets=("lm_head",)))
 
@@ -160,22 +160,22 @@ def test_the_start_of_dora_beside_the_head_alone_is_predicted(tmp_path):
 @pytest.mark.parametrize(
     ("method", "init", "precision"), [("lora", "pissa", "bf16"), ("qlora", "loftq", "fp32"), ("qlora", "loftq", "bf16")]
 )
-def test_a_start_from_the_weights_is_predicted(small_llama, method, init, precision):
-    """But for the singular vectors, whose bytes grow with the sum of a weight's sides, not their product."""
+def test_the_initialisation_from_weights_is_predicted(small_llama, method, init, precision):
+    """PiSSA and LoftQ, without the singular vectors, whose bytes grow with the sum of a weight's sides."""
     check_load(small_llama, setting_of(method=method, precision=precision, lora_init=init, lora_rank=1), rel=0.08)
 
 
 @pytest.mark.parametrize(("method", "precision"), [*PAIRS, *SLOW_PAIRS])
 def test_loading_holds_what_is_predicted(small_llama, method, precision):
-    """A model that trains but cannot be loaded; files mapped, or weights converted in threads the meter does not see.
+    """A model that trains but cannot be loaded.
 
-    Scales and code books are too small to be followed: 0.5 percent of a model of 90,000 values.
+    Scales and code books are not predicted: 0.5 percent of a model of 90,000 values.
     """
     check_load(small_llama, setting_of(method=method, precision=precision))
 
 
 def check_load(model: Path, setting: Setting, rel: float = 0.005) -> None:
-    """Load it, and hold what the allocator counted to the prediction."""
+    """Load the model, and compare the prediction with what the allocator counted."""
     predicted = other_phases(read_config(model), setting, AROUND, CPU_TARGET, NOTHING)["load"]
     make_code_books()
     gc.collect()
@@ -203,8 +203,8 @@ def peaks_of(**sizes: int) -> dict[str, Peak]:
     }
 
 
-def test_a_model_that_takes_more_to_be_asked_than_to_be_trained_is_told_with_what_mends_it():
-    """Memory that ends after training, in a stage that nobody thought of."""
+def test_evaluation_that_needs_more_than_training_is_noted_with_a_remedy():
+    """Out of memory after training, in stage evaluate."""
     fits = peaks_of(heldout=500, evaluate=900, generate=1000)
     assert evaluation_note(fits, 1000, 4096, 100) is None
     above = evaluation_note({**fits, **peaks_of(generate=1800)}, 1000, 4096, 100)
