@@ -22,7 +22,7 @@ def gpu_target(name: str) -> Target:
 
 
 def card_for(tensor_bytes: float) -> str:
-    """A hardware.gpu of a few GiB that has room for so many bytes of tensors beside its CUDA context."""
+    """A size for hardware.gpu with room for these bytes of tensors and a CUDA context."""
     return f"{(tensor_bytes + context_of(BF16_CAPABILITY).max_bytes) / MIB:.3f}MiB"
 
 

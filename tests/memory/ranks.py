@@ -38,7 +38,7 @@ SETTLED_SECONDS = 0.002
 
 @contextmanager
 def as_nccl() -> Iterator[None]:
-    """Gather and cut in place, as NCCL does.
+    """Gather and scatter in place, as NCCL does.
 
     gloo makes copies that it gives back in threads of its own, where the profiler does not see it: what it counts would
     grow with every layer. Sums and broadcasts are in place; those threads get the time to let go of what was sent.
@@ -64,7 +64,7 @@ def as_nccl() -> Iterator[None]:
                 part.copy_(input_tensor)
             settled(send(part, group=group, group_src=rank, async_op=True))
 
-    def cut(output: torch.Tensor, input: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+    def scatter(output: torch.Tensor, input: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> None:
         settled(add(input, op=op, group=group, async_op=True))
         output.copy_(input.chunk(group.size())[group.rank()])
 
@@ -72,7 +72,7 @@ def as_nccl() -> Iterator[None]:
         "all_reduce": all_reduce,
         "broadcast": broadcast,
         "all_gather_single": gather,
-        "reduce_scatter_single": cut,
+        "reduce_scatter_single": scatter,
     }
     with ExitStack() as stack:
         for name, collective in replaced.items():

@@ -18,7 +18,7 @@ def predicted(**changes) -> Prediction:
 @pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_policies_lie_between_keeping_everything_and_keeping_nothing(method: str):
     """A policy that costs time and saves nothing."""
-    kept, every_4th, every_2nd, selective, full = (
+    saved, every_4th, every_2nd, selective, full = (
         predicted(method=method, **changes).peak.bytes
         for changes in (
             {},
@@ -28,13 +28,13 @@ def test_policies_lie_between_keeping_everything_and_keeping_nothing(method: str
             {"grad_ckpt": True},
         )
     )
-    assert kept > every_4th > every_2nd > full
-    assert kept > selective > full
-    assert kept - every_2nd == pytest.approx((kept - full) / 2, rel=0.1)
+    assert saved > every_4th > every_2nd > full
+    assert saved > selective > full
+    assert saved - every_2nd == pytest.approx((saved - full) / 2, rel=0.1)
 
 
 def test_offload_takes_the_inputs_of_recomputed_layers_off_the_device():
-    """A device figure that still holds what is on the host, or a host figure that forgets it."""
+    """Offloaded activations counted on the device, or not counted on the host."""
     stay, away = (predicted(method="qlora", grad_ckpt=True, offload_activations=where) for where in ("none", "cpu"))
     hidden_bytes = 2048 * 4096 * 2
     final_norm_bytes = 2 * hidden_bytes  # In fp32, beside the inputs of 32 layers; and what has a value per token.

@@ -40,8 +40,8 @@ def test_flash_backward_of_joined_rows_spares_a_tile_for_each():
 
 def test_efficient_backward_accumulates_apart_only_below_fp32():
     """fp32 training charged for copies it does not make."""
-    whole, half = meta(1, 4, 32, 16, dtype=torch.float32), meta(1, 4, 32, 16)
-    assert cuda_kernels.efficient_backward_bytes(whole, whole, whole) == 4 * 32 * 4
+    full, half = meta(1, 4, 32, 16, dtype=torch.float32), meta(1, 4, 32, 16)
+    assert cuda_kernels.efficient_backward_bytes(full, full, full) == 4 * 32 * 4
     assert cuda_kernels.efficient_backward_bytes(half, half, half) == 4 * 32 * 4 + 3 * 4 * 32 * 16 * 4
 
 
@@ -78,10 +78,10 @@ def test_library_workspaces_follow_the_architecture(name, bytes_of_one):
 
 def test_flash_is_taken_by_16_bit_types_from_ampere_on():
     """A V100 or an fp32 run traced with a kernel it does not have."""
-    half, whole = meta(1, 4, 32, 64), meta(1, 4, 32, 64, dtype=torch.float32)
+    half, full = meta(1, 4, 32, 64), meta(1, 4, 32, 64, dtype=torch.float32)
     assert takes_flash(half, (8, 0)) and takes_flash(half, (9, 0))
     assert not takes_flash(half, (7, 5))
-    assert not takes_flash(whole, (9, 0))
+    assert not takes_flash(full, (9, 0))
     assert not takes_flash(meta(1, 4, 32, 320), (9, 0))
 
 

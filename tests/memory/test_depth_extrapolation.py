@@ -76,14 +76,14 @@ def test_peaks_from_shallow_models_equal_those_of_all_layers_to_the_byte(case, m
     make, steps, target, changes = CASES[case]
     config, setting = make(), setting_of(**changes)
     found = predict(config, setting, steps, target)
-    whole = of_all_layers(config, setting, steps, target, monkeypatch)
-    assert found.layers_traced.startswith("models of ") and whole.layers_traced == "all of them"
-    assert found.by_phase == whole.by_phase
-    assert found.steps_of_peak == whole.steps_of_peak
+    complete = of_all_layers(config, setting, steps, target, monkeypatch)
+    assert found.layers_traced.startswith("models of ") and complete.layers_traced == "all of them"
+    assert found.by_phase == complete.by_phase
+    assert found.steps_of_peak == complete.steps_of_peak
 
 
 def test_layers_that_differ_are_all_traced():
-    """One layer with a window of its own taken for the others."""
+    """One layer with a sliding window treated like the others."""
     mixed = Qwen2Config(num_hidden_layers=14, use_sliding_window=True, sliding_window=64, max_window_layers=7, **SMALL)
     repetition, reason = find_repetition(mixed, spec_of())
     assert repetition is None and reason == "all 14 layers: they are not alike, or repeat too seldom"
@@ -98,7 +98,7 @@ def test_adapters_named_by_path_and_shallow_models_are_traced_whole():
 
 
 def test_depths_end_as_the_model_does():
-    """A model whose last layer is of another kind than the one that stands for it."""
+    """A last layer of another kind than in the traced models."""
     assert find_repetition(gemma(20), spec_of())[0] == Repetition(layers=20, period=2)
     assert Repetition(layers=20, period=2).depths == (4, 6, 8)
     assert Repetition(layers=21, period=2).depths == (5, 7, 9)

@@ -37,7 +37,7 @@ def test_a_new_gpu_is_one_row(small_llama, tmp_path, monkeypatch, request):
 
 
 def test_memory_is_below_the_nominal_size():
-    """Sizes that no GPU reports; a name that stands twice."""
+    """Sizes that no GPU reports; a name that occurs twice."""
     names = list(chain.from_iterable((gpu.name, *gpu.aliases) for gpu in GPUS))
     assert len(set(names)) == len(names)
     nominal = {"T4": 16, "P4": 8, "V100-32GB": 32, "A100-80GB": 80, "H100": 80, "L4": 24, "RTX-4090": 24}
@@ -156,7 +156,7 @@ def test_auto_without_a_gpu_is_this_machines_ram_or_its_containers_limit(monkeyp
 
 
 def test_bf16_needs_ampere_or_a_cpu():
-    """The case of eight P4 with bf16 set, found out after hours of queueing; or a refusal that hits too much."""
+    """The case of eight P4 with bf16 set, discovered after hours of queueing; or a refusal that hits too much."""
     for device in (*GPUS, resolve_gpu("24GiB")[0], cpu_device(GIB)):
         if device.kind == "cpu" or device.compute_capability >= (8, 0):
             precision_on(device, "bf16")

@@ -107,7 +107,7 @@ def test_an_adapter_of_the_head_alone_is_counted(changes, tmp_path):
 
 
 def test_a_model_without_checkpointing_is_refused():
-    """CTRL says so in a traceback."""
+    """CTRL, whose refusal was a traceback."""
     config = CTRLConfig(**OLD_SIZES, dff=128)
     with pytest.raises(UserError, match=r"^train\.grad_ckpt: ctrl has no layers that can be computed again; "):
         predict(config, setting_of(method="full", grad_ckpt=True), STEPS, CPU_TARGET)
@@ -248,7 +248,7 @@ def test_what_the_step_does_not_support_is_refused(config: PretrainedConfig, mes
     ],
 )
 def test_a_config_of_no_model_is_refused(content, message, tmp_path):
-    """Code of a stranger run, the sizes of a family's first model taken for what the file does not say, a traceback."""
+    """Remote code executed, a family's default sizes used silently, or a traceback."""
     write_json(tmp_path / "config.json", content)
     with pytest.raises(UserError, match=message) as caught:
         read_config(tmp_path)

@@ -1,4 +1,4 @@
-"""8-bit products: traced as a GPU makes them, and with checkpointing that keeps no input."""
+"""8-bit products: traced as on a GPU, and with checkpointing."""
 
 import pytest
 
@@ -20,5 +20,5 @@ def test_a_gpu_trains_in_8_bits(grad_ckpt: bool):
 
 
 def test_checkpointing_lets_go_of_the_inputs_of_8_bit_products():
-    """Bitsandbytes keeps them in a place that hooks do not see: 6.5 GiB of an 8B model stayed behind."""
+    """Bitsandbytes saves them outside of autograd: 6.5 GiB of an 8B model were not freed."""
     assert peak(method="int8_lora", grad_ckpt=True) < 0.75 * peak(method="int8_lora")

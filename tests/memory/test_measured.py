@@ -195,10 +195,10 @@ def test_measuring_counts_one_known_tensor_exactly():
     meter = make_meter(CPU)
     with meter.window("one"):
         with meter.phase("load"):
-            kept = torch.zeros(1000, dtype=torch.float32)
+            tensor = torch.zeros(1000, dtype=torch.float32)
         with meter.phase("forward"):
             torch.zeros(500, dtype=torch.float64).sum()
     measured = meter.result()
-    assert measured.peak_bytes_by_phase["load"] == kept.nbytes
-    assert measured.peak_bytes_by_phase["forward"] == kept.nbytes + 4000 + 8
-    assert measured.peak_bytes == kept.nbytes + 4000 + 8
+    assert measured.peak_bytes_by_phase["load"] == tensor.nbytes
+    assert measured.peak_bytes_by_phase["forward"] == tensor.nbytes + 4000 + 8
+    assert measured.peak_bytes == tensor.nbytes + 4000 + 8

@@ -47,13 +47,13 @@ def test_switches_lower_the_peak_in_the_known_order():
     full, lora, qlora = (predicted(method=m, grad_ckpt=True).peak.bytes for m in ("full", "lora", "qlora"))
     assert qlora < lora < full
     assert predicted(method="full", precision="bf16").peak.bytes < plain
-    whole = predicted(method="full", loss_chunk=None).peak.by_category[LOGITS]
+    unchunked = predicted(method="full", loss_chunk=None).peak.by_category[LOGITS]
     chunked = predicted(method="full", loss_chunk=16).peak.by_category.get(LOGITS, 0)
-    assert chunked < whole / 4
+    assert chunked < unchunked / 4
 
 
 def test_a_later_micro_batch_needs_more_than_the_first_of_its_shape():
-    """Gradients that are held between micro-batches left out."""
+    """Gradients between micro-batches not counted."""
     alone = predict(WIDE, setting_of(method="full"), ((shape(2, 96, 100),),), CPU_TARGET)
     assert predicted(method="full").peak.bytes > alone.peak.bytes
 

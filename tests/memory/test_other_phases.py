@@ -49,7 +49,7 @@ def batch_of(wanted: BatchShape) -> Batch:
 
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow), "qlora", "int8_lora"])
 def test_losses_without_gradients_hold_what_is_predicted(small_llama, method):
-    """Activations counted as kept for a backward that never comes, or an optimizer forgotten."""
+    """Activations counted as saved for a backward pass that never runs, or the optimizer forgotten."""
     setting = setting_of(method=method)
     predicted = other_phases(read_config(small_llama), setting, AROUND, CPU_TARGET, NOTHING)
     gc.collect()
@@ -106,24 +106,24 @@ def test_answers_hold_what_is_predicted(family, method, new_tokens, prompt_token
     assert predicted.by_category["kv_cache"] > 0
 
 
-def asked(max_tokens: int, new_tokens: int, rows: int) -> EvaluationLimits:
+def limits_of(max_tokens: int, new_tokens: int, rows: int) -> EvaluationLimits:
     return EvaluationLimits(
         max_tokens=max_tokens, logits_chunk=CHUNK, max_new_tokens=new_tokens, generate_batch_rows=rows
     )
 
 
 def test_prompts_leave_room_for_their_answers():
-    """A prompt longer than the model's positions, or answers where none are asked for."""
-    assert generation_shapes(asked(999, 8, 4), prompts=0, longest=90, positions=None) == ()
-    assert generation_shapes(asked(999, 64, 4), prompts=4, longest=90, positions=64) == ()
-    shapes = generation_shapes(asked(999, 8, 4), prompts=5, longest=90, positions=64)
+    """A prompt longer than the model's positions, or answers where none are generated."""
+    assert generation_shapes(limits_of(999, 8, 4), prompts=0, longest=90, positions=None) == ()
+    assert generation_shapes(limits_of(999, 64, 4), prompts=4, longest=90, positions=64) == ()
+    shapes = generation_shapes(limits_of(999, 8, 4), prompts=5, longest=90, positions=64)
     assert shapes == (GenerationShape(rows=4, prompt_tokens=56, new_tokens=8),)
 
 
 @pytest.mark.parametrize("max_tokens", [60, 150, 200, 310, 500])
 def test_no_batch_of_prompts_is_larger_than_one_that_is_traced(max_tokens):
     """Shorter prompts of which more fit, whose scores are larger: the longest alone are traced."""
-    limits, longest = asked(max_tokens, 10, 4), 100
+    limits, longest = limits_of(max_tokens, 10, 4), 100
     shapes = generation_shapes(limits, prompts=9, longest=longest, positions=None)
     for prompt_tokens in range(1, longest + 1):
         rows = limits.prompts_at_once(prompt_tokens)
@@ -189,7 +189,7 @@ def test_a_gpu_holds_one_layer_more_while_it_packs(small_llama):
     """4-bit loading planned as if all of the full-size weights were on the GPU at once, or none."""
     setting = setting_of(method="qlora", precision="bf16", optimizer="sgd", lora_targets=("v_proj",), lora_rank=1)
     found = other_phases(read_config(small_llama), setting, AROUND, gpu_target("H100"), NOTHING)
-    # The larger weights of a layer come before those of attention, while less is there.
+    # A layer's larger weights are loaded before attention's, while less memory is in use.
     assert found["load"].by_category["loading"] == 64 * 64 * 2
     assert found["save"].bytes < found["load"].bytes
     step = predict(read_config(small_llama), setting, ((TRAINING,),), gpu_target("H100"))

@@ -84,13 +84,13 @@ def test_the_closed_form_beside_the_trace_is_the_trace():
     """An explanation of bytes that do not exist."""
     setting = setting_of(method="qlora", precision="bf16", optimizer="adamw_8bit")
     target = gpu_target("H100")
-    held = predict(CONFIG, setting, STEPS, target).by_phase["clip"].by_category
-    said: dict[str, int] = {}
+    traced = predict(CONFIG, setting, STEPS, target).by_phase["clip"].by_category
+    closed: dict[str, int] = {}
     for line in closed_form(CONFIG, setting, target):
         assert line["why"] and line["tensors"] > 0
-        said[line["category"]] = said.get(line["category"], 0) + line["bytes"]
-    assert said == {category: held[category] for category in said}
-    assert set(said) == {"weights", "quantisation_state", "adapters", "gradients", "optimizer"}
+        closed[line["category"]] = closed.get(line["category"], 0) + line["bytes"]
+    assert closed == {category: traced[category] for category in closed}
+    assert set(closed) == {"weights", "quantisation_state", "adapters", "gradients", "optimizer"}
 
 
 DEEP_STEPS = ((shape(2, 96, 60), shape(3, 96, 120), shape(1, 96, 20)), (shape(2, 96, 100),))
@@ -121,9 +121,9 @@ def test_the_timeline_climbs_layer_by_layer_to_the_peak():
     phases = [row["phase"] for row in found.timeline]
     both = ["forward", "backward"]
     assert [a for a, b in zip(phases, ["", *phases], strict=False) if a != b] == [*both, *both, "clip", "optimizer"]
-    held = [sum(row[category] for category in CATEGORIES) for row in found.timeline]
-    assert max(held) * GIB == pytest.approx(found.peak_bytes, abs=16 * 1024)
-    kept = [row["activations"] for row in found.timeline[: phases.index("backward")]]
-    assert len(kept) >= 14 and kept[1:15] == sorted(kept[1:15])
-    growth = {round(after - before, 6) for before, after in zip(kept[2:12], kept[3:13], strict=True)}
-    assert max(growth) - min(growth) <= 2e-6  # GiB are told to six places.
+    totals = [sum(row[category] for category in CATEGORIES) for row in found.timeline]
+    assert max(totals) * GIB == pytest.approx(found.peak_bytes, abs=16 * 1024)
+    activations = [row["activations"] for row in found.timeline[: phases.index("backward")]]
+    assert len(activations) >= 14 and activations[1:15] == sorted(activations[1:15])
+    growth = {round(after - before, 6) for before, after in zip(activations[2:12], activations[3:13], strict=True)}
+    assert max(growth) - min(growth) <= 2e-6  # Rounded to six digits.

@@ -18,7 +18,7 @@ from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import read_index
-from stages.bucket import main as cut
+from stages.bucket import main as bucket
 from stages.estimate import main as estimate
 from tests.memory.common import card_for, setting_of
 from tests.token_files import write_index
@@ -43,8 +43,8 @@ def index(tmp_path: Path) -> Path:
     return tmp_path / "index.arrow"
 
 
-def confirmation(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setting: Any) -> FitCheck:
-    """Of a run on a card of a size, with its plan cut as the stage cuts it."""
+def fit_check(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setting: Any) -> FitCheck:
+    """The check of a run on a card of this size, with a plan as stage bucket makes it."""
     cutting = MicroBatchSettings(
         mode=mode, max_tokens=1024, pad_multiple=8, constant_shape=False, fixed_rows=4, ranks=1
     )
@@ -77,8 +77,8 @@ def confirmation(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **se
 @pytest.mark.parametrize(("mode", "changes"), [("bucketed", {"max_tokens": 512}), ("fixed", {"fixed_rows": 2})])
 def test_a_smaller_budget_is_judged_by_the_plan_that_it_leads_to(index, tmp_path, monkeypatch, mode, changes):
     """Half of the worst micro-batch taken for the worst of the plan that stage bucket makes."""
-    asked = confirmation(index, memory_bytes=1, mode=mode)
-    found = asked.trial(replace(asked.run, steps=((),), **changes)).plan
+    check = fit_check(index, memory_bytes=1, mode=mode)
+    found = check.trial(replace(check.run, steps=((),), **changes)).plan
     monkeypatch.chdir(tmp_path)
     values = {
         f"bucket__{key}": value for key, value in {"mode": mode, "max_tokens": 1024, "fixed_rows": 4, **changes}.items()
@@ -86,26 +86,26 @@ def test_a_smaller_budget_is_judged_by_the_plan_that_it_leads_to(index, tmp_path
     lay_out(tmp_path, train__tokens_per_step=1200, train__epochs=2, **values)
     parameters = (tmp_path / "params.yaml").read_text().replace("\nseed: 17", "\nseed: 1")
     (tmp_path / "params.yaml").write_text(parameters)
-    assert invoke(cut, "--index", str(index), "--out", "batches").exit_code == 0
+    assert invoke(bucket, "--index", str(index), "--out", "batches").exit_code == 0
     made = read_plan(Path("batches/plan.arrow"))
     for column in ("step", "rows", "bounds", "length", "supervised"):
         assert np.array_equal(getattr(found, column), getattr(made, column)), column
-    assert len(made) > len(asked.planned.plan)
+    assert len(made) > len(check.planned.plan)
 
 
 def test_a_row_that_no_micro_batch_holds_is_no_way_to_fit(index):
     """A line that stage bucket refuses."""
-    asked = confirmation(index, memory_bytes=2**30)
-    assert asked(replace(asked.run, steps=((),), max_tokens=128)) is None
+    check = fit_check(index, memory_bytes=2**30)
+    assert check(replace(check.run, steps=((),), max_tokens=128)) is None
 
 
 def test_blocks_that_do_not_fit_are_no_way_to_fit(index):
     """A line offered for its tensors, refused for what lies between them when it is run."""
     setting = {"method": "lora", "loss_chunk": None}
-    roomy = confirmation(index, memory_bytes=2**30, **setting)
+    roomy = fit_check(index, memory_bytes=2**30, **setting)
     peak_bytes = roomy(roomy.run)
     assert peak_bytes is not None
-    tight = confirmation(index, memory_bytes=peak_bytes + roomy.planned.device.context.max_bytes, **setting)
+    tight = fit_check(index, memory_bytes=peak_bytes + roomy.planned.device.context.max_bytes, **setting)
     assert tight(tight.run) is None
 
 
@@ -130,10 +130,10 @@ def test_the_stage_lets_through_what_it_advised(index, tmp_path, small_llama, mo
 
 
 def estimated(directory: Path, *, gpu: str, **values: Any) -> tuple[dict[str, Any], list[str]]:
-    """The metrics and the advised lines of a run that is cut and estimated anew."""
+    """Figures and advised commands of a run, after stages bucket and estimate."""
     common = {"bucket__max_tokens": 1024, "data__max_length": 256, "train__tokens_per_step": 1200, "train__epochs": 2}
     lay_out(directory, hardware__gpu=gpu, estimate__headroom_percent=0.0, **{**common, **values})
-    assert invoke(cut, "--index", "index.arrow", "--out", "batches").exit_code == 0
+    assert invoke(bucket, "--index", "index.arrow", "--out", "batches").exit_code == 0
     paths = {"plan": "batches/plan.arrow", "index": "index.arrow", "model-lock": "model.json", "out": "estimate"}
     flags = [part for key, value in {**paths, "metrics": "estimate.json"}.items() for part in (f"--{key}", value)]
     assert invoke(estimate, *flags).exit_code == 0

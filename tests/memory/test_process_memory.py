@@ -1,4 +1,4 @@
-"""What no trace can tell: each figure says where it comes from."""
+"""Memory of the process outside of the trace: every figure states its source."""
 
 import sys
 
@@ -18,7 +18,7 @@ CODE = "import psutil, lean_finetune.train.train_run; print(psutil.Process().mem
 
 
 def test_every_known_gpu_has_a_context_and_only_a_t4s_is_measured():
-    """An assumed figure told as a measured one."""
+    """An assumed figure reported as measured."""
     for gpu in GPUS:
         context = on_device(gpu)["cuda_context"]
         assert context.bytes > 0 and context.margin_bytes > 0 and context.why
@@ -28,20 +28,20 @@ def test_every_known_gpu_has_a_context_and_only_a_t4s_is_measured():
 
 
 def test_the_hosts_memory_grows_with_the_largest_weight_and_not_with_the_files():
-    """A host said to need room for the whole model, whose files are read a weight at a time, or for none of it."""
+    """A host's figure for all weights, though files are read one weight at a time, or for none."""
     config = LlamaConfig(**{**SMALL, "vocab_size": 4096})
     found = on_host(config, spec_of(method="full", precision="bf16"), torch.bfloat16, batch_tokens=1000)
     assert found["loading"].bytes == 4 * 4096 * 64 * (2 + 2)
     assert on_host(config, spec_of(method="qlora"), torch.bfloat16, batch_tokens=1000)["loading"].bytes == 4096 * 64 * 6
     assert found["batches"].bytes == 300_000
-    told = as_json(on_device(GPUS[0]), found)
+    written = as_json(on_device(GPUS[0]), found)
     process, loading, batches = (found[name].bytes for name in ("process", "loading", "batches"))
-    assert told["host_needed_bytes"] == needed_bytes(found) == process + max(loading, batches)
+    assert written["host_needed_bytes"] == needed_bytes(found) == process + max(loading, batches)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
 def test_a_host_has_room_for_all_weights_where_one_process_cuts_them(sharding):
-    """Llama-3.1-70B full on 8 GPUs: 32 GiB told, 131 GiB of bf16 weights held by the first process alone."""
+    """Llama-3.1-70B full on 8 GPUs: 32 GiB predicted, 131 GiB of bf16 weights in the first process alone."""
     config = LlamaConfig(
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
         vocab_size=128256, tie_word_embeddings=False,

@@ -1,4 +1,4 @@
-"""Runs that several GPUs share: predicted per GPU beside what real processes count, and what sharing saves."""
+"""Runs on several GPUs: predictions per GPU compared with real processes, and the savings of sharding."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from lean_finetune.memory.advice.switches import weights_on_host
-from lean_finetune.memory.predict import peak as traced
+from lean_finetune.memory.predict import peak as peak_module
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import closed_form, model_shapes
 from lean_finetune.model.model_config import read_config
@@ -53,7 +53,7 @@ ALL = list(product(MODES, ("full", "lora", "qlora"), STEPS))
     ],
 )
 def test_prediction_equals_what_processes_count(small_llama: Path, pair: Group, mode, method, steps):
-    """A buffer of DDP or FSDP2 that is traced unlike it is made, or a part that is counted whole."""
+    """A buffer of DDP or FSDP2 traced wrong, or a shard counted as the full tensor."""
     check(pair, 2, small_llama, mode, steps, method=method)
 
 
@@ -61,7 +61,7 @@ def test_prediction_equals_what_processes_count(small_llama: Path, pair: Group, 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_prediction_holds_for_groups_that_hold_the_same(small_llama: Path, method):
-    """Sums between groups kept in buffers that are not traced."""
+    """Untraced buffers of reductions between groups."""
     with group_of(4) as four:
         for steps in STEPS:
             check(four, 4, small_llama, "hsdp", steps, method=method)
@@ -91,30 +91,30 @@ DEEP = LlamaConfig(
         ),
     ],
 )
-def test_a_few_layers_tell_of_all(monkeypatch: pytest.MonkeyPatch, mode, method):
+def test_a_few_layers_represent_all(monkeypatch: pytest.MonkeyPatch, mode, method):
     """Gathers that a layer's window does not see, or differ with depth; owners by the few layers alone."""
     setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
     found = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET)
     assert found.layers_traced.startswith("models of 3, 4, 5 layers")
-    monkeypatch.setattr(traced, "find_repetition", lambda *args: (None, "all"))
-    whole = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET)
-    assert found.by_phase == whole.by_phase
+    monkeypatch.setattr(peak_module, "find_repetition", lambda *args: (None, "all"))
+    complete = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET)
+    assert found.by_phase == complete.by_phase
 
 
 @pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3"])
 def test_what_stays_is_told_of_one_gpu(mode):
-    """States of the whole model beside the peak of a GPU that holds a part of them."""
+    """State of the full model reported for a GPU that has a shard of it."""
     setting = shared_setting(mode, 4, "one turn", method="full", grad_ckpt=True)
-    held = predict(DEEP, setting, STEPS["one turn"], CPU_TARGET).by_phase["clip"].by_category
-    said: dict[str, int] = {}
+    traced = predict(DEEP, setting, STEPS["one turn"], CPU_TARGET).by_phase["clip"].by_category
+    closed: dict[str, int] = {}
     for line in closed_form(DEEP, setting, CPU_TARGET):
-        said[line["category"]] = said.get(line["category"], 0) + line["bytes"]
+        closed[line["category"]] = closed.get(line["category"], 0) + line["bytes"]
         divided = line["category"] == "optimizer" or (mode != "zero1" and line["why"] != "buffers")
         assert ("divided among 4 GPUs" in line["why"]) == divided
     whole_tensors = mode == "zero1"  # A GPU's tensors are more or less than an equal part.
-    assert said["optimizer"] == pytest.approx(held["optimizer"], rel=0.05 if whole_tensors else 1e-9)
-    assert said["weights"] == held["weights"]
-    assert whole_tensors or said["gradients"] == held["gradients"]
+    assert closed["optimizer"] == pytest.approx(traced["optimizer"], rel=0.05 if whole_tensors else 1e-9)
+    assert closed["weights"] == traced["weights"]
+    assert whole_tensors or closed["gradients"] == traced["gradients"]
 
 
 @pytest.mark.parametrize(("mode", "method"), [("zero3", "full"), pytest.param("hsdp", "qlora", marks=pytest.mark.slow)])
@@ -125,15 +125,15 @@ def test_parts_on_the_host_take_nothing_of_the_device(mode, method):
     there = predict(DEEP, weights_on_host(setting), STEPS["two turns"], CPU_TARGET).by_phase
     stay = ("activations", "inputs", "logits", "quantisation_state", "sharding")
     for phase in ("forward", "clip", "optimizer"):
-        held, left = here[phase].by_category, there[phase].by_category
-        assert [held.get(name, 0) for name in stay] == pytest.approx([left.get(name, 0) for name in stay], abs=64)
-        assert left.get("weights", 0) <= 0.001 * held["weights"] and not {"adapters", "optimizer"} & left.keys()
+        traced, left = here[phase].by_category, there[phase].by_category
+        assert [traced.get(name, 0) for name in stay] == pytest.approx([left.get(name, 0) for name in stay], abs=64)
+        assert left.get("weights", 0) <= 0.001 * traced["weights"] and not {"adapters", "optimizer"} & left.keys()
     # Of gradients, those on their way.
     assert there["backward"].by_category["gradients"] <= here["backward"].by_category["gradients"]
 
 
 def states(mode: str, gpus: int, steps: str = "one turn") -> dict[str, int]:
-    """What the update holds, by category."""
+    """Bytes by category during the update."""
     setting = shared_setting(mode, gpus, steps, method="full", grad_ckpt=True)
     return dict(predict(DEEP, setting, STEPS[steps], CPU_TARGET).by_phase["clip"].by_category)
 
@@ -141,10 +141,10 @@ def states(mode: str, gpus: int, steps: str = "one turn") -> dict[str, int]:
 def test_states_of_a_gpu_fall_as_published():
     """Rajbhandari et al. 2020, arXiv 1910.02054: stage 1 divides optimizer state, stage 2 gradients, 3 weights too."""
     W, N = model_shapes(DEEP).values * 4, 8
-    whole = states("ddp", N)
-    assert whole["weights"] == pytest.approx(W, rel=1e-3) and whole["optimizer"] == pytest.approx(2 * W, rel=1e-3)
-    for held in (whole, states("ddp", N, "two turns")):  # Once, however many micro-batches add to them.
-        assert held["gradients"] == pytest.approx(W, rel=1e-3) and not held.get("sharding")
+    ddp = states("ddp", N)
+    assert ddp["weights"] == pytest.approx(W, rel=1e-3) and ddp["optimizer"] == pytest.approx(2 * W, rel=1e-3)
+    for traced in (ddp, states("ddp", N, "two turns")):  # Once, however many micro-batches add to them.
+        assert traced["gradients"] == pytest.approx(W, rel=1e-3) and not traced.get("sharding")
     assert states("zero1", N)["optimizer"] == pytest.approx(2 * W / N, rel=0.05)
     for gpus in (N, 32):
         parts = states("zero3", gpus)
@@ -153,7 +153,7 @@ def test_states_of_a_gpu_fall_as_published():
 
 
 def test_the_model_is_never_whole_on_a_gpu_under_zero3():
-    """ZeRO-3 holds 1/n, a layer or two that are whole, and embedding and head."""
+    """ZeRO-3 has 1/n of the weights, one or two gathered layers, and embedding and head."""
     setting = shared_setting("zero3", 64, "one turn", method="full", grad_ckpt=True)
     peak = predict(DEEP, setting, STEPS["one turn"], CPU_TARGET).by_phase["forward"].by_category
     shapes = model_shapes(DEEP).parameters
@@ -163,16 +163,16 @@ def test_the_model_is_never_whole_on_a_gpu_under_zero3():
 
 
 def test_eight_small_cards_hold_no_more_under_ddp_but_do_under_zero3():
-    """The case of a 7B model in 4 bits on 8 × P4: DDP does not lower what a card holds."""
+    """The case of a 7B model in 4 bits on 8 × P4: DDP does not lower the memory of a card."""
     card = gpu_target("P4")
     steps = STEPS["two turns"]
 
-    def held(mode: str, gpus: int) -> tuple[int, int]:
+    def peaks_of(mode: str, gpus: int) -> tuple[int, int]:
         setting = shared_setting(mode, gpus, "two turns", method="qlora", precision="fp16", grad_ckpt=True)
         found = predict(WIDE, replace(setting, sharing=None) if mode == "none" else setting, steps, card)
         # Libraries' own workspaces are as large on any number of cards.
         return found.peak.bytes - card.constant_bytes, found.by_phase["clip"].bytes - card.constant_bytes
 
-    one, ddp, zero3 = held("none", 1), held("ddp", 8), held("zero3", 8)
+    one, ddp, zero3 = peaks_of("none", 1), peaks_of("ddp", 8), peaks_of("zero3", 8)
     assert ddp[0] >= one[0] and ddp[1] >= one[1]
     assert zero3[1] < 0.6 * one[1]

@@ -95,9 +95,9 @@ def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
     assert labels == ["max_tokens", "grad_ckpt", "loss_chunk", "optimizer", "precision", "method", "method"]
     assert metrics["gpu"] == "24GiB" and metrics["capacity_gib"] == 24.0
     assert metrics["verdict"] == "fits" and metrics["layers_traced"] == "all 2 layers: they are few"
-    told = advice(workspace)
-    changes = {one["command"]: one["peak_bytes"] for one in told.pop("single_changes")}
-    assert told == {"verdict": "fits", "ranked": None, "remedies": []}
+    written = advice(workspace)
+    changes = {one["command"]: one["peak_bytes"] for one in written.pop("single_changes")}
+    assert written == {"verdict": "fits", "ranked": None, "remedies": []}
     assert len(changes) == len(switches) - 1 and min(changes.values()) < metrics["peak_bytes_predicted"]
     assert all(command.startswith("dvc exp run -S ") for command in changes)
     inverse = json.loads((workspace / "estimate" / "what_fits.json").read_text())
@@ -107,7 +107,7 @@ def test_a_run_that_fits_is_told_to_fit_with_where_its_bytes_are(workspace):
 
 @pytest.mark.parametrize("enforce", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_that_does_not_fit_ends_the_stage_well_and_says_what_would(workspace, enforce):
-    """A DVC pipeline that breaks in estimate, a refusal that train never sees, or one that it was told to pass over."""
+    """A DVC pipeline that breaks in estimate, a refusal that train never sees, or one that enforce=false overrides."""
     rows = 256
     write_plan(workspace / "plan.arrow", [plan_of([[(rows, 128, 90)]])])
     write_index(workspace / "train-index.arrow", [([3] * 128, [1, 128], None)] * rows)
@@ -141,7 +141,7 @@ def test_looking_at_another_gpu_changes_no_byte_of_the_verdict(workspace):
 
 
 def test_activations_on_the_host_are_counted_there(workspace):
-    """A host that is said to need no more for taking what the device gives up."""
+    """Offloaded activations missing from the host's figure."""
     found = {}
     for where in ("none", "cpu"):
         lay_out(workspace, hardware__gpu="24GiB", train__offload_activations=where)
@@ -161,7 +161,7 @@ def test_activations_on_the_host_are_counted_there(workspace):
 
 @pytest.mark.slow
 def test_an_optimizer_on_the_host_is_counted_there(workspace):
-    """A host that is said to need no more for the state that the device gives up."""
+    """Offloaded optimizer state missing from the host's figure."""
     found = {}
     for where in ("none", "optimizer"):
         lay_out(workspace, hardware__gpu="24GiB", train__method="full", train__offload=where)
@@ -210,7 +210,7 @@ def test_bf16_on_a_t4_is_one_line(workspace):
     ],
 )
 def test_the_remedy_of_smaller_batches_is_the_one_that_works_in_this_mode(mode, rows, tokens, label):
-    """A refused run told to lower bucket.max_tokens, which bounds nothing in mode fixed."""
+    """A refused run advised to lower bucket.max_tokens, which bounds nothing in mode fixed."""
     bucket = Bucket(mode=mode, max_tokens=tokens, pad_multiple=8, constant_shape=False, fixed_rows=rows)
     assert halving_flag(bucket, 128) == (None if label is None else f"bucket.{label}")
 
@@ -234,8 +234,8 @@ SHARED_PLAN = Plan.of(
 )
 
 
-def test_a_run_of_several_gpus_is_held_against_one_of_them(workspace):
-    """Weights of all GPUs counted on each, the larger batch of another GPU missed, or a host asked for one process."""
+def test_a_run_on_several_gpus_is_judged_per_gpu(workspace):
+    """Weights of all GPUs counted on each, the larger batch of another GPU missed, or one process on the host."""
     write_plan(workspace / "plan.arrow", [SHARED_PLAN])
     found = {}
     for mode in ("ddp", "zero3"):

@@ -99,7 +99,7 @@ def test_adapters_of_named_layers():
 
 
 def test_every_tensor_of_llama_3_1_8b_is_in_the_closed_form():
-    """An arithmetic that only holds for small models: every tensor of the 8B, without memory."""
+    """Formulas that are right for small models only: every tensor of the 8B, without memory."""
     setting = setting_of(method="qlora", precision="bf16", lora_rank=16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(LLAMA_3_1_8B, setting.model, CPU)
@@ -125,13 +125,13 @@ def test_llama_8b_with_fp32_master_weights_takes_16_bytes_a_parameter():
     shapes = model_shapes(LLAMA_3_1_8B)
     assert shapes.values == 8_030_261_248
     setting = setting_of(method="full", precision="bf16", master_weights=True)
-    held = state_bytes(state_lines(shapes, setting, cuda=True), granularity_bytes=1)
-    assert {category: round(size / shapes.values, 3) for category, size in held.items()} == {
+    sizes = state_bytes(state_lines(shapes, setting, cuda=True), granularity_bytes=1)
+    assert {category: round(size / shapes.values, 3) for category, size in sizes.items()} == {
         "weights": 2,
         "gradients": 2,
         "optimizer": 12,
     }
-    assert sum(held.values()) > 80 * GIB
+    assert sum(sizes.values()) > 80 * GIB
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adafactor"])
@@ -146,6 +146,6 @@ def test_the_closed_form_of_host_memory_is_what_the_optimizer_allocates(optimize
         *(state["master"] for state in made.state.values()),
         *device_state(made.inner, setting.optimizer, cuda=False),
     ]
-    held = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}  # Code books are there once.
+    sizes = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}  # Code books exist once.
     lines = host_lines(model_shapes(read_config(small_llama)), setting)
-    assert sum(line.total_bytes(1) for line in lines) == sum(held.values())
+    assert sum(line.total_bytes(1) for line in lines) == sum(sizes.values())

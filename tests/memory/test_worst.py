@@ -77,7 +77,7 @@ def test_second_in_every_figure_can_be_the_worst():
     "setting", [{}, pytest.param({"grad_ckpt": True}, marks=pytest.mark.slow), {"method": "full", "loss_chunk": None}]
 )
 def test_no_other_micro_batch_needs_more_than_the_traced_ones(small_llama, setting):
-    """A run that is told to fit and then fails: every micro-batch of a plan, in its position, is traced."""
+    """A run that is predicted to fit and fails: every micro-batch of a plan, in its position, is traced."""
     config = read_config(small_llama)
     everything = tuple(tuple(shape(len(m.rows), m.length, m.supervised) for m in step) for step in PLAN.steps)
     worst = predict(config, setting_of(**setting), everything, CPU_TARGET).peak.bytes
@@ -107,7 +107,7 @@ def flat_plan(*steps: list[tuple[list[int], int, int]]) -> Plan:
 
 
 def test_joined_rows_are_traced_with_the_rows_of_the_plan():
-    """Attention over one long row in place of many short ones."""
+    """Attention over one long row instead of many short ones."""
     lengths = np.array([90, 30, 20, 8, 8], np.int32)
     plan = flat_plan([([0, 2], 112, 40), ([3, 1, 4], 48, 20)])
     steps = traced_steps(plan, lengths, tiled=False, windowed=False)
