@@ -58,7 +58,7 @@ class Case:
         if self.mode == "none":
             return alone
         sharing = Sharing(
-            spec=ShardSpec(mode=self.mode, group_gpus=self.group_gpus), gpus=self.gpus, several_turns=True
+            spec=ShardSpec(mode=self.mode, group_gpus=self.group_gpus), gpus=self.gpus, accumulates_gradients=True
         )
         shared = replace(alone, sharing=sharing)
         return weights_on_host(shared) if self.offload == "parameters" else replace(shared, offload=self.offload)

@@ -83,7 +83,9 @@ def as_nccl() -> Iterator[None]:
 def shared_setting(mode: str, gpus: int, steps: str, **changes: Any) -> Setting:
     """A setting shared by some processes; `hsdp` in groups of two."""
     spec = ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None)  # type: ignore[arg-type]
-    return replace(setting_of(**changes), sharing=Sharing(spec=spec, gpus=gpus, several_turns=len(STEPS[steps][0]) > 1))
+    return replace(
+        setting_of(**changes), sharing=Sharing(spec=spec, gpus=gpus, accumulates_gradients=len(STEPS[steps][0]) > 1)
+    )
 
 
 def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -> dict[str, int]:
@@ -98,7 +100,7 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
             parallel = make_parallel(load_model(directory, setting.model, CPU), world, sharing.spec, CPU)
             optimizer = build_optimizer(parallel.owned, replace(setting.optim_spec, lr=1e-3, weight_decay=0.01))
         for shapes in steps:
-            idle = sharing.several_turns and len(shapes) == 1
+            idle = sharing.accumulates_gradients and len(shapes) == 1
 
             def batches(shapes: Any = shapes, idle: bool = idle) -> Any:
                 for wanted in shapes:

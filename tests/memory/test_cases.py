@@ -92,7 +92,7 @@ def test_llama_8b_full_takes_6_gib_of_each_gpu_with_its_shards_on_the_host():
     """FSDP2 with CPU offload: shards counted on a GPU, which only holds the running layers, activations and logits."""
     one_gpu = setting_of(method="full", precision="bf16", grad_ckpt=True)
     spec = ShardSpec(mode="zero3")
-    shared = replace(one_gpu, sharing=Sharing(spec=spec, gpus=8, several_turns=False))
+    shared = replace(one_gpu, sharing=Sharing(spec=spec, gpus=8, accumulates_gradients=False))
     assert round(peak_gib(LLAMA_3_1_8B, weights_on_host(shared), "A100-80GB", 2048), 1) == 5.9
 
 

@@ -172,7 +172,7 @@ def test_a_sample_of_a_long_plan_has_its_first_micro_batch_and_the_peak(layers, 
 
 def test_several_gpus_are_not_replayed_and_say_so(prediction):
     """Reserved memory of a few micro-batches reported as that of the plan."""
-    sharing = Sharing(spec=ShardSpec(mode="ddp"), gpus=2, several_turns=False)
+    sharing = Sharing(spec=ShardSpec(mode="ddp"), gpus=2, accumulates_gradients=False)
     found, description = replayed(prediction, setting=replace(SETTING, sharing=sharing))
     assert found is None and description.startswith("worst micro-batches only: several GPUs share the steps")
 

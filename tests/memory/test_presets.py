@@ -52,7 +52,7 @@ def setting_of_flags(flags: list[str]) -> Setting:
         section[key] = yaml.load(value)
     params = parse_params(values)
     assert params.train.precision != "auto"
-    return Setting.from_params(params, params.train.precision, several_turns=False)
+    return Setting.from_params(params, params.train.precision, accumulates_gradients=False)
 
 
 def on_a_cpu(flags: list[str]) -> list[str]:

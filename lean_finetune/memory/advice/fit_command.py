@@ -115,7 +115,9 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
     tokens = shape.rows * shape.length
     return Workload(
         config=config,
-        setting=Setting.from_params(p, precision, several_turns=p.train.tokens_per_step > tokens * p.hardware.num_gpus),
+        setting=Setting.from_params(
+            p, precision, accumulates_gradients=p.train.tokens_per_step > tokens * p.hardware.num_gpus
+        ),
         steps=largest_steps(shape, several=p.train.tokens_per_step > tokens * p.hardware.num_gpus),
         mode=p.bucket.mode,
         max_tokens=p.bucket.max_tokens,

@@ -115,7 +115,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Estim
         refuse_joined_rows(config, longest)
     refuse_offload(p.train.offload_activations, device.kind)
     refuse_offloaded_state(p.train.offload, device.kind)
-    setting = Setting.from_params(p, precision, several_turns=accumulates_gradients(plan))
+    setting = Setting.from_params(p, precision, accumulates_gradients=accumulates_gradients(plan))
     beyond_window = longest >= (attention_window(config) or math.inf)
     segments = segments_from_environment()
     planned = PlannedRun(

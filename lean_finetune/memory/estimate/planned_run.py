@@ -122,7 +122,9 @@ class FitCheck:
         settings = replace(settings, micro_batches=micro_batches, tokens_per_step=changed.unpadded_tokens_per_step)
         plan = settings.plan(index)
         if setting.sharing is not None:
-            setting = replace(setting, sharing=replace(setting.sharing, several_turns=accumulates_gradients(plan)))
+            setting = replace(
+                setting, sharing=replace(setting.sharing, accumulates_gradients=accumulates_gradients(plan))
+            )
         return replace(planned, plan=plan, lengths=index.lengths, setting=setting)
 
 

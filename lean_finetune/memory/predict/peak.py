@@ -105,7 +105,7 @@ def _extrapolated(
         NotRepeated: memory is not linear in depth.
         UserError: PyTorch cannot trace an operation.
     """
-    setting = setting.of_whole(config)
+    setting = setting.for_fewer_layers(config)
     traces = [trace_steps(kind, with_layers(config, depth), setting, steps, target)[0] for depth in repetition.depths]
     windows = deep_windows(traces, repetition, target.granularity_bytes)
     peaks = deep_peaks(windows, target.granularity_bytes)

@@ -27,13 +27,13 @@ class Setting:
     """How several GPUs share the run; None = one GPU."""
 
     @classmethod
-    def from_params(cls, params: Params, precision: Precision, *, several_turns: bool) -> "Setting":
+    def from_params(cls, params: Params, precision: Precision, *, accumulates_gradients: bool) -> "Setting":
         """Read `train`, `seed` and `hardware.num_gpus`.
 
         Args:
             params: parameters of the run.
             precision: what train.precision resolves to on the device.
-            several_turns: whether a GPU accumulates gradients over several micro-batches.
+            accumulates_gradients: whether a GPU accumulates gradients over several micro-batches.
         """
         return cls(
             model=ModelSpec.from_params(params, precision),
@@ -44,7 +44,7 @@ class Setting:
             offload_activations=params.train.offload_activations,
             offload=params.train.offload,
             optimizer_in_backward=params.train.optimizer_in_backward,
-            sharing=Sharing.from_params(params, several_turns=several_turns),
+            sharing=Sharing.from_params(params, accumulates_gradients=accumulates_gradients),
         )
 
     @property
@@ -55,13 +55,15 @@ class Setting:
             return None
         return "zero1's update gives up the gradients of what it owns one by one"
 
-    def of_whole(self, config: PretrainedConfig) -> "Setting":
+    def for_fewer_layers(self, config: PretrainedConfig) -> "Setting":
         """The setting for traces of this model with fewer layers than `config` has.
 
         Raises:
             UserError: the GPUs cannot share the model so.
         """
-        return self if self.sharing is None else replace(self, sharing=self.sharing.of_whole(config, self.model))
+        return (
+            self if self.sharing is None else replace(self, sharing=self.sharing.for_fewer_layers(config, self.model))
+        )
 
     @property
     def optim_spec(self) -> OptimSpec:

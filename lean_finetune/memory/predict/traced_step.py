@@ -82,7 +82,7 @@ def _run_steps(
     store, offload = counting(trace, setting.offload_activations)
     highest_bytes, position = 0, (0, 0)
     cuda_autocast = cuda and setting.model.autocast_dtype is not None
-    several_turns = setting.sharing is not None and setting.sharing.several_turns
+    accumulates_gradients = setting.sharing is not None and setting.sharing.accumulates_gradients
 
     def batches(step: int) -> Iterator[Batch]:
         nonlocal highest_bytes, position
@@ -91,7 +91,8 @@ def _run_steps(
             yield empty_batch(shape, CPU)
             if trace.highest_bytes > highest_bytes:  # The step requests the next batch after backward.
                 highest_bytes, position = trace.highest_bytes, (step, number)
-        if several_turns and len(steps[step]) == 1:  # Gradients are reduced in a later micro-batch than this one.
+        # Gradients are reduced in a later micro-batch than this one.
+        if accumulates_gradients and len(steps[step]) == 1:
             yield idle_batch(0)
 
     with trace.recording(), register_rng_states(trace, cuda=cuda):
@@ -110,7 +111,7 @@ def _run_steps(
                 scaler=scaler,
                 offload=offload,
                 parallel=parallel,
-                micro_batches=max(len(steps[step]), 2 if several_turns else 1),
+                micro_batches=max(len(steps[step]), 2 if accumulates_gradients else 1),
             )
     trace.offloaded_peak_bytes = store.peak_bytes
     return position

@@ -46,15 +46,19 @@ class Sharing:
 
     spec: ShardSpec
     gpus: int
-    several_turns: bool
+    accumulates_gradients: bool
     """Whether a GPU accumulates gradients over several micro-batches."""
     owned: tuple[tuple[torch.Size, torch.dtype], ...] | None = None
     """Mode zero1, for traces of fewer layers: shapes and types that the fullest GPU of the whole model updates."""
 
     @classmethod
-    def from_params(cls, params: Params, *, several_turns: bool) -> "Sharing | None":
+    def from_params(cls, params: Params, *, accumulates_gradients: bool) -> "Sharing | None":
         """Read hardware.num_gpus and train.sharding; None for one GPU."""
-        found = cls(spec=ShardSpec.from_params(params), gpus=params.hardware.num_gpus, several_turns=several_turns)
+        found = cls(
+            spec=ShardSpec.from_params(params),
+            gpus=params.hardware.num_gpus,
+            accumulates_gradients=accumulates_gradients,
+        )
         return found if found.gpus > 1 else None
 
     def holders_of(self, category: str) -> int:
@@ -68,7 +72,7 @@ class Sharing:
         """Number of GPUs that together hold one copy of the weights."""
         return self.spec.group_gpus or self.gpus if self.spec.mode in SPLIT_WEIGHTS else 1
 
-    def of_whole(self, config: PretrainedConfig, spec: ModelSpec) -> "Sharing":
+    def for_fewer_layers(self, config: PretrainedConfig, spec: ModelSpec) -> "Sharing":
         """For traces of this model with fewer layers: zero1 assigns tensors by the sizes of all layers.
 
         Raises:
