@@ -109,7 +109,7 @@ def test_an_adapter_of_the_head_alone_is_counted(changes, tmp_path):
 def test_a_model_without_checkpointing_is_refused():
     """CTRL, whose refusal was a traceback."""
     config = CTRLConfig(**OLD_SIZES, dff=128)
-    with pytest.raises(UserError, match=r"^train\.grad_ckpt: ctrl has no layers that can be computed again; "):
+    with pytest.raises(UserError, match=r"^train\.grad_ckpt: ctrl .*; set it to false"):
         predict(config, setting_of(method="full", grad_ckpt=True), STEPS, CPU_TARGET)
 
 
@@ -225,7 +225,7 @@ def test_what_the_step_does_not_support_is_refused(config: PretrainedConfig, mes
         ({}, "cannot be read"),
         (
             {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2},
-            "must say .*; missing intermediate_size, num_attention_heads, vocab_size;",
+            "missing intermediate_size, num_attention_heads, vocab_size;",
         ),
         ({"model_type": "gpt2"}, "missing hidden_size, num_hidden_layers, num_attention_heads, vocab_size"),
         ({"model_type": "opt", "hidden_size": 64, **LAYERS}, "missing ffn_dim"),
@@ -244,7 +244,7 @@ def test_what_the_step_does_not_support_is_refused(config: PretrainedConfig, mes
             "must be a decoder; bert attends to later tokens as well",
         ),
         ({"model_type": "gemma3", "text_config": {"hidden_size": 64, **LAYERS}}, "gemma3 has parts for more than text"),
-        ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "tells of weights that are quantised already"),
+        ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "quantised already .quantization_config."),
     ],
 )
 def test_a_config_of_no_model_is_refused(content, message, tmp_path):
