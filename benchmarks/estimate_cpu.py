@@ -42,7 +42,7 @@ from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import BLOCK_WEIGHTS
-from lean_finetune.train.monitor.measured_peak import Measured, make_meter
+from lean_finetune.train.monitor.measured_peak import MeasuredPeaks, make_meter
 
 CPU = torch.device("cpu")
 CPU_TARGET = target_of(Device(name="cpu", kind="cpu", memory_bytes=2**34, compute_capability=(0, 0)))
@@ -122,7 +122,7 @@ def save_small(family: str, directory: Path) -> Path:
     return directory
 
 
-def count(directory: Path, setting: Setting, steps: TracedSteps) -> Measured:
+def count(directory: Path, setting: Setting, steps: TracedSteps) -> MeasuredPeaks:
     """Load and train for real, measured by the CPU meter of stage train."""
     gc.collect()  # Memory of earlier runs must not be freed inside the window.
     meter = make_meter(CPU)

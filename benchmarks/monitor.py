@@ -24,9 +24,9 @@ from benchmarks.specs import Trainer, model_spec, padded, random_batch
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.training_step import Phase
-from lean_finetune.train.monitor.growth_advice import FIRST_LOOK_STEPS, NEXT_LOOK, GrowthWatch
+from lean_finetune.train.monitor.growth_advice import CHECK_FACTOR, FIRST_CHECK_STEPS, GrowthWatch
 from lean_finetune.train.monitor.measured_peak import Meter, make_meter
-from lean_finetune.train.monitor.memory_monitor import Monitor
+from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
 from lean_finetune.train.process.training_device import training_device
 
 SEED = 11
@@ -56,12 +56,12 @@ def measure(quick: bool) -> Measured:
         with tempfile.TemporaryDirectory() as directory:
             trainer = _trainer(Path(directory), layers, hidden, device)
             meter = make_meter(device)
-            monitor = Monitor(device, meter)
+            monitor = MemoryMonitor(device, meter)
             bare = partial(_bare_steps, trainer, meter, device)
             watched = partial(_watched_steps, trainer, monitor, rows, device)
             seconds = interleaved_seconds({"bare": bare, "watched": watched}, QUICK_ROUNDS if quick else ROUNDS)
             step_s = median(seconds["bare"]) / STEPS_A_ROUND
-            sample_s = _sample_seconds(Monitor(device, meter), samples)
+            sample_s = _sample_seconds(MemoryMonitor(device, meter), samples)
         share = (sample_s + growth_s) / step_s
         table.append(
             {
@@ -74,7 +74,7 @@ def measure(quick: bool) -> Measured:
             }
         )
         bars.append(Bar(name=f"share of a step, {name}", value=share, rule="<=", limit=SHARE_LIMIT))
-    kept = kept_bytes(Monitor(device, make_meter(device)), samples)
+    kept = kept_bytes(MemoryMonitor(device, make_meter(device)), samples)
     bars.append(Bar(name=f"bytes kept of {SAMPLES} steps", value=kept, rule="<=", limit=KEPT_LIMIT_BYTES))
     return Measured(rows=table, bars=bars)
 
@@ -111,23 +111,23 @@ def _bare_steps(trainer: Trainer, meter: Meter, device: torch.device) -> None:
         meter.peak_bytes_of_step()
 
 
-def _watched_steps(trainer: Trainer, monitor: Monitor, rows: list[dict[str, Any]], device: torch.device) -> None:
+def _watched_steps(trainer: Trainer, monitor: MemoryMonitor, rows: list[dict[str, Any]], device: torch.device) -> None:
     """Run the same steps with the monitor, at a time when no search for growth is due."""
     for _ in range(STEPS_A_ROUND):
         _step(trainer, device, monitor.phase)
-        monitor.step()
-        monitor.tell_growth(rows[: FIRST_LOOK_STEPS - 1], {}, lambda line: None)
+        monitor.step_columns()
+        GrowthWatch().check(rows[: FIRST_CHECK_STEPS - 1])
 
 
-def _sample(monitor: Monitor) -> None:
+def _sample(monitor: MemoryMonitor) -> None:
     """Everything that the monitor adds to a step, without the step."""
     for name in (*("forward", "backward") * MICRO_BATCHES, "clip", "optimizer"):
         with monitor.phase(name):
             pass
-    monitor.step()
+    monitor.step_columns()
 
 
-def _sample_seconds(monitor: Monitor, samples: int) -> float:
+def _sample_seconds(monitor: MemoryMonitor, samples: int) -> float:
     """Median seconds of one step's samples; an upper bound, since it includes the meter's own phases."""
     taken = []
     for _ in range(samples):
@@ -149,20 +149,20 @@ def _growth_seconds(steps: int) -> tuple[float, list[dict[str, Any]]]:
             "longest_row": int(tokens[step]),
             "allocated_bytes": int(peaks[step]),
             "held_bytes": 10**9,
-            "held_reserved_bytes": int(peaks[: step + 1].max()) if step < FIRST_LOOK_STEPS else 6 * 10**9,
+            "held_reserved_bytes": int(peaks[: step + 1].max()) if step < FIRST_CHECK_STEPS else 6 * 10**9,
             "rss_bytes": 2 * 10**9,
             "rss_own_bytes": 10**9,
         }
         for step in range(steps)
     ]
-    watch, due, start = GrowthWatch(), FIRST_LOOK_STEPS, time.perf_counter()
+    watch, due, start = GrowthWatch(), FIRST_CHECK_STEPS, time.perf_counter()
     while due <= steps:
-        watch.look(rows[:due])
-        due = round(due * NEXT_LOOK)
+        watch.check(rows[:due])
+        due = round(due * CHECK_FACTOR)
     return (time.perf_counter() - start) / steps, rows
 
 
-def kept_bytes(monitor: Monitor, steps: int) -> int:
+def kept_bytes(monitor: MemoryMonitor, steps: int) -> int:
     """Growth of Python's memory over this many steps of the monitor, after ten that do not count."""
     for _ in range(10):
         _sample(monitor)

@@ -11,7 +11,7 @@ core config pinning
 data/read data/format data/chat data/encode data/shards
 plan model step distributed
 memory memory/trace memory/predict memory/allocator memory/advice memory/estimate
-train/monitor train/oom train/process train/checkpoint train
+train/monitor train/oom train/process train/checkpoint train/callbacks train
 evaluate report
 """.split()
 MOST_MODULES = 17

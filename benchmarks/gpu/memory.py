@@ -23,7 +23,7 @@ from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.train.monitor.measured_peak import Measured, make_meter
+from lean_finetune.train.monitor.measured_peak import MeasuredPeaks, make_meter
 
 SPARE_SHARE = 0.04
 """Share of the device left for what is not predicted: a case that needs more is skipped."""
@@ -34,9 +34,9 @@ PHASES = ("forward", "backward", "clip", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Measured memory of one run."""
+    """MeasuredPeaks memory of one run."""
 
-    peaks: Measured
+    peaks: MeasuredPeaks
     reserved_after_load_bytes: int | None
     process_bytes: int | None
     """All memory in use on the device after the last step."""

@@ -25,11 +25,12 @@ from lean_finetune.model.precision import precision_of
 from lean_finetune.step.batch_loader import load
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.train.checkpoint.resume import Keeper
-from lean_finetune.train.checkpoint.training_state import Running
+from lean_finetune.train.checkpoint.loop_hooks import CheckpointHooks
+from lean_finetune.train.checkpoint.training_state import TrainingRun
 from lean_finetune.train.job import Paths, make_job
-from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
+from lean_finetune.train.train_job import TrainJob
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,7 @@ def read_job() -> TrainJob:
     return replace(make_job(params, spec, CPU, SINGLE_PROCESS, paths), measured_steps=frozenset())
 
 
-class Interleaved(Keeper):
+class Interleaved(CheckpointHooks):
     """Runs the bare passes after each step of the loop, and times both."""
 
     measures_load = False
@@ -68,18 +69,19 @@ class Interleaved(Keeper):
         self._start = 0.0
 
     @contextmanager
-    def keeping(self, run: Running) -> Iterator[None]:
+    def saving_on_stop(self, run: TrainingRun) -> Iterator[None]:
         """Start the clock of the first step."""
         self._start = time.perf_counter()
         yield
 
-    def step_done(self, run: Running) -> None:
+    def after_step(self, run: TrainingRun) -> bool:
         """Stop the clock, and run the bare passes."""
         self.ours.append(time.perf_counter() - self._start)
         self.limit.append(self._bare_seconds(run, self._steps[run.step - 1]))
         self._start = time.perf_counter()
+        return False
 
-    def _bare_seconds(self, run: Running, batches: list[Batch]) -> float:
+    def _bare_seconds(self, run: TrainingRun, batches: list[Batch]) -> float:
         """Seconds of a step's forward and backward passes, whose gradients are then freed."""
         start = time.perf_counter()
         for batch in batches:

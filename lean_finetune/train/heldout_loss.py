@@ -1,4 +1,4 @@
-"""The held-out loss during training: a fixed set of rows, in batches no larger than training's own."""
+"""Compute the held-out loss during training, on a fixed set of rows in batches no larger than training's."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,9 +14,9 @@ from lean_finetune.step.token_rows import TokenRows
 
 
 def heldout_batches(rows: TokenRows, count: int, max_tokens: int, pad_id: int) -> Iterator[Batch]:
-    """The first `count` held-out rows, sorted by length, in batches of at most `max_tokens` padded tokens.
+    """Yield the first `count` held-out rows, sorted by length, in batches of at most `max_tokens` padded tokens.
 
-    A single row longer than the budget forms a batch of its own.
+    A row longer than `max_tokens` is a batch by itself.
     """
     numbers = sorted(rows.used[:count].tolist(), key=lambda row: (rows.lengths[row], row))
     start = 0
@@ -37,15 +37,15 @@ def heldout_loss(
     chunk: int | None,
     device: torch.device,
 ) -> float:
-    """Mean cross-entropy per trained token over held-out batches, without dropout.
+    """Return the mean cross-entropy per trained token over held-out batches, without dropout.
 
-    Members take the batches in turns; each needs `batches` whole, and all call this together.
+    All processes call this with all batches; each computes every `parallel.size`-th one.
     """
     parallel.model.eval()
     summed, tokens = 0.0, 0
     with model_spec.autocast(device.type):
-        while turn := list(islice(batches, parallel.size)):
-            batch = turn[parallel.rank] if parallel.rank < len(turn) else idle_batch(pad_id)
+        while group := list(islice(batches, parallel.size)):
+            batch = group[parallel.rank] if parallel.rank < len(group) else idle_batch(pad_id)
             summed += parallel.run(partial(summed_loss, batch=batch.to(device), chunk=chunk)).item()
             tokens += len(batch.supervised_index_N)
     parallel.model.train()

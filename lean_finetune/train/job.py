@@ -1,4 +1,4 @@
-"""What a run is made of: parameters, locks, the plan and its rows, held against each other and against the device."""
+"""Create the training job from parameters, locks and plan, and check it against the device."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.distributed.processes import World
@@ -24,15 +25,15 @@ from lean_finetune.step.optimizers import paging_note
 from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec
-from lean_finetune.train.loop import TrainJob, measured_steps
 from lean_finetune.train.process.training_device import check_attention, check_device, check_host, check_offload
+from lean_finetune.train.train_job import TrainJob, measured_steps
 
 SCRATCH = Path("scratch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paths:
-    """What the stage reads, then what it writes."""
+    """Input files of the stage, then its outputs."""
 
     tokens: Path
     batches: Path
@@ -47,8 +48,16 @@ class Paths:
 
     @property
     def plan(self) -> Path:
-        """The file of the plan."""
+        """The plan's file."""
         return self.batches / "plan.arrow"
+
+
+def dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested parameters to dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in section.items():
+        flat |= dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
 
 
 def prepare_device(
@@ -57,22 +66,21 @@ def prepare_device(
     device: torch.device,
     world: World,
     paths: Paths,
-    told: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> None:
-    """Set the device up for the run; `told` gets a line of a setting that has another effect here.
+    """Configure the device; `notify` gets a line for each setting that has another effect on it.
 
     Raises:
-        UserError: it cannot compute the run, or has no room for it.
+        UserError: the device cannot compute the run, or has too little memory.
     """
     predicted: Mapping[str, Any] = read_json(paths.estimate)
     segments = use_segments(params.train.expandable_segments, device)
     check_device(device, spec, read_json(paths.verdict), predicted, world.local_size)
-    away = predicted["offloaded_bytes_predicted"] * world.local_size
-    check_offload(params.train.offload_activations, away, SCRATCH)
+    check_offload(params.train.offload_activations, predicted["offloaded_bytes_predicted"] * world.local_size, SCRATCH)
     check_host(params.train.offload, device, predicted, params.train.sharding)
     for note in (segments, paging_note(params.train.optimizer, device)):
         if note is not None:
-            told(f"note: {note}")
+            notify(f"note: {note}")
 
 
 def make_job(
@@ -82,18 +90,18 @@ def make_job(
     world: World,
     paths: Paths,
 ) -> TrainJob:
-    """The run of the plan on the pinned model, as one of the processes of `world`.
+    """Create the job of one of the processes of `world`.
 
     Raises:
-        UserError: the model's files are not those that were pinned, or do not go with the parameters or the device; or
-            the plan is of other rows.
+        UserError: the model's files are not the pinned ones, or do not suit the parameters or the device; or the plan
+            was made for other rows.
     """
     lock = read_json(paths.model_lock)
     directory = model_directory(lock)
     check_attention(device, read_config(directory), spec)
-    if world.local_rank == 0:  # Every process of a node reads the same files.
+    if world.local_rank == 0:  # All processes of a node read the same files.
         verify_files(directory, lock["files"])
-    plan, rows = _planned(params, spec, world, paths)
+    plan, rows = _read_plan(params, spec, world, paths)
     return TrainJob(
         model_directory=directory,
         plan=plan,
@@ -117,21 +125,17 @@ def make_job(
         progress=params.run.progress and world.is_first,
         world=world,
         sharing=ShardSpec.from_params(params),
-        settings={
-            "train.optimizer": params.train.optimizer,
-            # Where auto is eager, a model caps its scores, and sdpa would be refused.
-            "train.attention": "sdpa" if params.train.attention == "auto" else params.train.attention,
-            "train.expandable_segments": params.train.expandable_segments,
-            "run.loader_threads": params.run.loader_threads,
-        },
+        settings=dotted(tracked_values(params)) | {"run.loader_threads": params.run.loader_threads},
+        predicted_peak_bytes=read_json(paths.estimate)["peak_bytes_predicted"],
     )
 
 
-def _planned(params: Params, spec: ModelSpec, world: World, paths: Paths) -> tuple[Plan, TokenRows]:
-    """The plan and the rows that it is of.
+def _read_plan(params: Params, spec: ModelSpec, world: World, paths: Paths) -> tuple[Plan, TokenRows]:
+    """Read the plan and its rows.
 
     Raises:
-        UserError: it is of other rows, for another number of GPUs, or has steps that this way of training cannot do.
+        UserError: the plan was made for other rows or another number of GPUs, or has steps that these parameters
+            cannot run.
     """
     plan = read_plan(paths.plan)
     refuse_other_ranks(plan, world.size)

@@ -1,4 +1,4 @@
-"""The model card: what was trained on what, with which parameters, and how it went."""
+"""Write the model card: base model, data, parameters and metrics."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ def model_card(
     params: Mapping[str, Any],
     metrics: Mapping[str, Any],
 ) -> str:
-    """Markdown in the form model hubs read, with a metadata block at the top."""
+    """Return Markdown with the metadata block that model hubs read."""
     adapter = params["train"]["method"] != "full"
     shown = {key: value for key, value in metrics.items() if value is not None}
     return "\n".join(
@@ -47,5 +47,5 @@ def model_card(
 
 
 def _json_block(value: Mapping[str, Any]) -> str:
-    """A fenced JSON block followed by a blank line."""
+    """Return a fenced JSON block followed by a blank line."""
     return f"```json\n{json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)}\n```\n"

@@ -1,4 +1,4 @@
-"""What the stage leaves behind, put in place: the weights, then curves, model card and metrics."""
+"""Write the outputs of stage train: the weights, then curves, model card and metrics."""
 
 from typing import Any
 
@@ -7,16 +7,17 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_csv, write_json, write_text
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, model_address
 from lean_finetune.train.job import Paths
-from lean_finetune.train.loop import CURVE_COLUMNS, TrainJob, TrainResult
+from lean_finetune.train.loop import CURVE_COLUMNS
 from lean_finetune.train.model_card import model_card
 from lean_finetune.train.save_model import Base, Merge, save_tuned
+from lean_finetune.train.train_job import TrainJob, TrainResult
 
 RESULTS = ("peak_gib_measured", "resumed", "tokens_per_second", "train_loss")
-"""The figures in metrics/train.json, by which runs are compared."""
+"""Figures in metrics/train.json, by which runs are compared."""
 
 
 def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: Paths) -> None:
-    """Write what was trained; all processes of a run call this.
+    """Write the trained weights; all processes of a run call this.
 
     Raises:
         UserError: the disk refused.
@@ -34,8 +35,8 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
     save_tuned(result.parallel, base, paths.out, merge)
 
 
-def publish_record(result: TrainResult, numbers: dict[str, Any], params: Params, paths: Paths) -> None:
-    """Write how it went; `numbers` are all figures of the run, some of which are metrics.
+def publish_record(result: TrainResult, figures: dict[str, Any], params: Params, paths: Paths) -> None:
+    """Write curves, model card and `figures`, some of which are metrics.
 
     Raises:
         UserError: the disk refused.
@@ -44,10 +45,10 @@ def publish_record(result: TrainResult, numbers: dict[str, Any], params: Params,
         model_lock=read_json(paths.model_lock),
         data_lock=read_json(paths.data_lock),
         params=tracked_values(params),
-        metrics=numbers,
+        metrics=figures,
     )
-    with atomic_directory(paths.curves) as aside:
-        write_csv(aside / "curves.csv", CURVE_COLUMNS, result.curves)
-        write_text(aside / "MODEL_CARD.md", card)
-        write_json(aside / FIGURES, numbers)
-    write_json(paths.metrics, {name: numbers[name] for name in RESULTS if name in numbers})
+    with atomic_directory(paths.curves) as directory:
+        write_csv(directory / "curves.csv", CURVE_COLUMNS, result.curves)
+        write_text(directory / "MODEL_CARD.md", card)
+        write_json(directory / FIGURES, figures)
+    write_json(paths.metrics, {name: figures[name] for name in RESULTS if name in figures})

@@ -1,8 +1,14 @@
-"""Fingerprint of a run: all that decides its result, by kind. A checkpoint is resumed only where the kinds allow it."""
+"""Fingerprint of a run: everything that decides its result, by kind.
+
+A checkpoint is resumed only if the fingerprints match. The processes of a distributed run compare theirs before they
+train, since each node reads its own files.
+"""
 
 import hashlib
+import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -13,83 +19,120 @@ import torch
 
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
-from lean_finetune.core.atomic_files import sha256_file, sha256_json
+from lean_finetune.core.atomic_files import read_json, sha256_file, sha256_json
+from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.control_messages import ControlChannel
+from lean_finetune.model.precision import precision_of
 from lean_finetune.pinning.code import code_hashes
-from lean_finetune.plan.batch_plan import Plan, plan_settings_hash
-from lean_finetune.train.loop import TrainJob
+from lean_finetune.plan.batch_plan import Plan, plan_settings_hash, read_plan
+from lean_finetune.train.job import Paths, dotted
 
 TRAINING = "lean_finetune.train.train_run"
 """The module whose imports are the code of a run."""
 LIBRARIES = ("bitsandbytes", "numpy", "peft", "safetensors", "torch", "transformers")
 KEY_DIGITS = 32
 SHARING = ("sharding", "shard_group_gpus")
-ROWS = "rows of each step"
-"""Name of what the plan says of the data."""
-OF_MODEL = ("model", "tokenizer")
-"""Names of the files that are of the model."""
+MISSING = "missing"
+MOST_NAMES, MOST_DIGITS = 5, 12
+"""In a message: number of names, and digits of a hash."""
+
+Fingerprint = Mapping[str, Mapping[str, Any]]
+"""Kind (parameters, data, model, code, device, threads, versions, sharing) → name → value or hash."""
+NOT_RESUMED = {"sharing"}
+"""Kinds that may change when a run is resumed: how GPUs share a step changes the result by rounding only."""
+PER_PROCESS = {"device", "threads"}
+"""Kinds that may differ between the processes of a run."""
 
 
-Parts = Mapping[str, Mapping[str, Any]]
-"""All that decides a result: kind (parameters, data, model, code, device, threads, versions) → name → value or hash."""
-
-
-def run_parts(values: Mapping[str, Any], files: Mapping[str, Path], device: torch.device, threads: int) -> Parts:
-    """What decides the result of a run, by kind and name.
+def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads: int) -> Fingerprint:
+    """Return everything that decides the result of a run, by kind and name.
 
     Args:
-        values: what is no file: parameters, precision; `ROWS` belongs to the data.
-        files: what it reads, by name, directories whole. Names count, places do not: a temporary copy reads elsewhere.
-        device: what computes.
-        threads: of the CPU that the run was given, over all its processes on this machine.
+        params: of the run.
+        paths: its input files; their names count, but not their location: a temporary copy reads elsewhere.
+        device: that computes.
+        threads: CPU threads of all processes on this machine.
+
+    Raises:
+        UserError: the verdict of stage estimate or the plan is missing.
     """
+    values = tracked_values(params)
     cuda = device.type == "cuda"
-    contents = {name: _content(path) for name, path in files.items()}
-    parameters = {name: value for name, value in values.items() if name != ROWS}
+    parameters = {
+        "seed": values["seed"],
+        "train": {name: value for name, value in values["train"].items() if name not in SHARING},
+        "bucket": plan_settings_hash(paths.plan),
+        "precision": precision_of(params, paths.verdict),
+    }
+    sharing = {f"train.{name}": values["train"][name] for name in SHARING if name in values["train"]}
     return {
-        "parameters": dict(_leaves(parameters)),
-        "data": dict(_leaves({**{name: contents[name] for name in contents if name not in OF_MODEL}, **_rows(values)})),
-        "model": dict(_leaves({name: contents[name] for name in contents if name in OF_MODEL})),
+        "parameters": dotted(parameters),
+        "data": {
+            **{f"tokens.{name}": digest for name, digest in _directory_hashes(paths.tokens).items()},
+            "data": _pinned_files(paths.data_lock),
+            "rows of each step": trained_rows_hash(read_plan(paths.plan)),
+        },
+        "model": {"model": _pinned_files(paths.model_lock), "tokenizer": _pinned_files(paths.tokenizer_lock)},
         "code": code_hashes(TRAINING),
         "device": {"name": torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()},
         "threads": {"run.cpu_threads": threads},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
+        "sharing": {"hardware.num_gpus": params.hardware.num_gpus, **sharing, "plan": sha256_file(paths.plan)},
     }
+
+
+def resumable_part(fingerprint: Fingerprint) -> Fingerprint:
+    """Return the kinds that must match for a checkpoint to be resumed."""
+    return {kind: names for kind, names in fingerprint.items() if kind not in NOT_RESUMED}
 
 
 def run_key(record: Mapping[str, Any]) -> str:
-    """The name of a run's directory: a hash of its parts, and of the runs that it resumed with others."""
+    """Return the name of a run's directory: a hash of its fingerprint and of the runs it resumed."""
     return sha256_json(record)[:KEY_DIGITS]
 
 
-def differences(here: Parts, there: Parts) -> dict[str, list[str]]:
-    """Kind → names of what differs; kinds in which nothing does are left out."""
+def differences(here: Fingerprint, there: Fingerprint) -> dict[str, list[str]]:
+    """Return the names that differ by kind; kinds without differences are left out."""
     nothing: Mapping[str, Any] = {}
-    apart = {
-        kind: [
-            name
-            for name in sorted({*here.get(kind, nothing), *there.get(kind, nothing)})
-            if here.get(kind, nothing).get(name) != there.get(kind, nothing).get(name)
-        ]
-        for kind in {**here, **there}
+    found = {}
+    for kind in {**here, **there}:
+        ours, theirs = here.get(kind, nothing), there.get(kind, nothing)
+        found[kind] = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    return {kind: names for kind, names in found.items() if names}
+
+
+def refuse_different_runs(fingerprint: Fingerprint, channel: ControlChannel) -> None:
+    """Compare the fingerprints of all processes, all of which call this.
+
+    Raises:
+        UserError: in every process, naming what differs, and the value of each process and machine.
+    """
+    compared = {
+        name: str(value)[:MOST_DIGITS] if kind in ("data", "model", "code") or name == "plan" else json.dumps(value)
+        for kind, names in fingerprint.items()
+        if kind not in PER_PROCESS
+        for name, value in names.items()
     }
-    return {kind: names for kind, names in apart.items() if names}
+    digest = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).digest()
+    if len({number for (number,) in channel.gather_after_work(int.from_bytes(digest[:7], "big"))}) == 1:
+        return
+    by_rank = [json.loads(text) for text in channel.gather_text(json.dumps([platform.node(), compared]))]
+    names = dict.fromkeys(name for _, theirs in by_rank for name in theirs)
+    different = [name for name in names if len({theirs.get(name, MISSING) for _, theirs in by_rank}) > 1]
+    first, *others = different
+    ranks_by_value: dict[str, list[str]] = defaultdict(list)
+    for rank, (host, theirs) in enumerate(by_rank):
+        ranks_by_value[theirs.get(first, MISSING)].append(f"{rank} on {host}")
+    got = "; ".join(f"{value} in process {', '.join(ranks)}" for value, ranks in ranks_by_value.items())
+    more = f"; {len(others)} more differ ({', '.join(others[:MOST_NAMES])}{', …' if len(others) > MOST_NAMES else ''})"
+    raise UserError(
+        f"{first}: must be the same in all processes of a run; got {got}{more if others else ''}; copy params.yaml, "
+        "locks/, data/ and the code from one machine to the others, or use a shared disk"
+    )
 
 
-def decided(params: Params, job: TrainJob, plan_file: Path) -> dict[str, Any]:
-    """What of the parameters, and of the plan made with others, decides the result of a run."""
-    values = tracked_values(params)
-    return {
-        "seed": values["seed"],
-        # How GPUs share a step decides no more than rounding: another number of them goes on from the same checkpoint.
-        "train": {name: value for name, value in values["train"].items() if name not in SHARING},
-        "bucket": plan_settings_hash(plan_file),
-        ROWS: learnt_rows(job.plan),
-        "precision": job.model_spec.precision,
-    }
-
-
-def learnt_rows(plan: Plan) -> str:
-    """A hash of what every step of a plan learns from: its rows, however they are cut and dealt to GPUs."""
+def trained_rows_hash(plan: Plan) -> str:
+    """Hash the rows of every step, regardless of how they are split into micro-batches and distributed to GPUs."""
     digest = hashlib.sha256()
     for start, end in pairwise(plan.bounds[plan.step_bounds].tolist()):
         digest.update(np.sort(plan.rows[start:end]).tobytes() + b"|")
@@ -97,22 +140,12 @@ def learnt_rows(plan: Plan) -> str:
     return hashlib.sha256(digest.digest() + epochs.tobytes()).hexdigest()
 
 
-def _content(path: Path) -> str | dict[str, str]:
-    """Hashes of a file's bytes, or of every file's below a directory."""
-    if path.is_file():
-        return sha256_file(path)
-    return {file.relative_to(path).as_posix(): sha256_file(file) for file in sorted(path.rglob("*")) if file.is_file()}
+def _directory_hashes(directory: Path) -> dict[str, str]:
+    """Hash every file below a directory."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {file.relative_to(directory).as_posix(): sha256_file(file) for file in files}
 
 
-def _rows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the plan says of the data, if it is given."""
-    return {ROWS: values[ROWS]} if ROWS in values else {}
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _pinned_files(lock: Path) -> str:
+    """Hash the file hashes in a lock; where the files are may differ between machines."""
+    return sha256_json(read_json(lock)["files"]) if lock.is_file() else MISSING

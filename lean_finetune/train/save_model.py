@@ -1,4 +1,4 @@
-"""What training leaves behind: an adapter or a full model, with its tokenizer and chat template."""
+"""Save an adapter or a full model, with tokenizer and chat template."""
 
 import os
 import shutil
@@ -27,31 +27,31 @@ from lean_finetune.step.parallel_model import ParallelModel
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """What merging an adapter into its base needs besides both."""
+    """Input for merging an adapter into its base model."""
 
     spec: WeightsSpec
-    """How the base was held in training."""
+    """Weights of the base model during training."""
     files: Sequence[str]
-    """The base's files that a model is made of."""
+    """Names of the base model's files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The model that was fine-tuned, and its tokenizer."""
+    """The base model and its tokenizer."""
 
     address: str
-    """Hub id or absolute path, at which an adapter finds it."""
+    """Hub id or absolute path, which the adapter's config refers to."""
     revision: str | None
-    """Commit of the hub."""
+    """Commit on the hub; None for a local model."""
     directory: Path
-    """Where its files are."""
+    """Directory of its files."""
     tokenizer_files: Sequence[str]
-    """Names of the tokenizer's files there."""
+    """Names of the tokenizer's files in `directory`."""
     chat_template: Path | None
-    """The template that was trained with; None = the tokenizer's own."""
+    """Chat template used in training; None = the tokenizer's."""
 
     def copy_tokenizer(self, out: Path) -> None:
-        """Copy the tokenizer to `out`, with the template that was trained with."""
+        """Copy the tokenizer to `out`, with the chat template used in training."""
         for name in self.tokenizer_files:
             shutil.copyfile(self.directory / name, out / name)
         if self.chat_template is not None:
@@ -59,9 +59,9 @@ class Base:
 
 
 def save_full(model: PreTrainedModel, directory: Path) -> None:
-    """Write a model as `save_pretrained` does, in one file and tensor by tensor: no second copy of its weights.
+    """Write a model as `save_pretrained` does, but tensor by tensor into one file: no second copy of the weights.
 
-    Of a model that is shared, every process calls this or `_give_parts`.
+    For a sharded model the first process calls this and all others call `_send_shards`.
 
     Raises:
         OSError: the disk refused.
@@ -74,18 +74,18 @@ def save_full(model: PreTrainedModel, directory: Path) -> None:
 
 
 def _tensors_of(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
-    """The tensors of a model's file by name, or what this process holds of them."""
-    left_out = model._keys_to_ignore_on_save or ()
-    held = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    """Return the tensors of a model's file by name, or this process's shards of them."""
+    ignored = model._keys_to_ignore_on_save or ()
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # transformers, of a DTensor.
-        untied = remove_tied_weights_from_state_dict(held, model)
-    # Names and forms as the model's makers have them in their files, where transformers holds others.
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # By transformers, for a DTensor.
+        untied = remove_tied_weights_from_state_dict(tensors, model)
+    # Names and layouts as in the published files, where those in transformers differ.
     return revert_weight_conversion(model, untied)
 
 
-def _give_parts(parallel: ParallelModel) -> None:
-    """Hand this process's parts to the one that saves, in the order in which it asks for them."""
+def _send_shards(parallel: ParallelModel) -> None:
+    """Send this process's shards to the first process, in the order in which it collects them."""
     if isinstance(parallel.model, PeftModel):
         for _ in parallel.full_parameters():
             pass
@@ -99,33 +99,33 @@ def save_tuned(
     out: Path,
     merge: Merge | None = None,
 ) -> None:
-    """Write safetensors, their config and the tokenizer to `out`, whole or not at all: equal bytes for equal weights.
+    """Write safetensors, config and tokenizer to `out` atomically; equal weights give equal bytes.
 
     Args:
-        parallel: of an adapted model, of which the adapter is saved, or of a full one; all processes call this, and the
+        parallel: of a model with an adapter, which is saved alone, or of a full model. All processes call this, and the
             first one writes.
-        base: what `parallel.model` was loaded from.
-        out: replaced as a whole.
-        merge: also write the whole model, to `MERGED` in `out`; None = the adapter alone.
+        base: the model that `parallel.model` was loaded from.
+        out: replaced.
+        merge: also write the merged model to `MERGED` in `out`; None = the adapter only.
 
     Raises:
         UserError: the disk refused.
     """
     model = parallel.model
     if parallel.rank:
-        _give_parts(parallel)
+        _send_shards(parallel)
         return
-    with atomic_directory(out) as aside:
+    with atomic_directory(out) as directory:
         try:
             if isinstance(model, PeftModel):
-                # Adapters are small: all at once, as peft takes them.
-                save_adapter(model, aside, base.address, dict(parallel.full_parameters()), revision=base.revision)
+                # Adapters are small: peft takes all tensors at once.
+                save_adapter(model, directory, base.address, dict(parallel.full_parameters()), revision=base.revision)
                 if merge is not None:
-                    (aside / MERGED).mkdir()
-                    write_merged(base.directory, merge.files, aside, merge.spec, aside / MERGED)
-                    base.copy_tokenizer(aside / MERGED)
+                    (directory / MERGED).mkdir()
+                    write_merged(base.directory, merge.files, directory, merge.spec, directory / MERGED)
+                    base.copy_tokenizer(directory / MERGED)
             else:
-                save_full(cast(PreTrainedModel, model), aside)
+                save_full(cast(PreTrainedModel, model), directory)
         except SafetensorError as error:
             raise UserError(f"{out}: cannot be written ({error}); free space, then rerun") from error
-        base.copy_tokenizer(aside)
+        base.copy_tokenizer(directory)

@@ -1,4 +1,4 @@
-"""The stage as one of its processes: job, checkpoint, training, what it writes."""
+"""Run stage train in one of its processes: prepare, choose a checkpoint, train, write the outputs."""
 
 import os
 import sys
@@ -19,121 +19,129 @@ from lean_finetune.distributed.processes import World, check_size, process_group
 from lean_finetune.distributed.progress_barrier import wait_for_all
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.precision import precision_of
-from lean_finetune.train.checkpoint.disk_space import Room
-from lean_finetune.train.checkpoint.distributed_checkpoint import opened_by_all
-from lean_finetune.train.checkpoint.scratch_dir import mark_finished, scratch_root
+from lean_finetune.train.checkpoint.disk_space import DiskSpace
+from lean_finetune.train.checkpoint.distributed_checkpoint import open_for_all_ranks
+from lean_finetune.train.checkpoint.resume import Checkpointer
+from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, mark_finished, scratch_root
 from lean_finetune.train.job import Paths, make_job, prepare_device
-from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.oom.oom_handler import Ending
-from lean_finetune.train.oom.oom_report import Running, out_of_memory, read_forecast
+from lean_finetune.train.oom.oom_handler import OomHandler
+from lean_finetune.train.oom.oom_report import RunOptions, oom_error, read_prediction
 from lean_finetune.train.oom.oom_state import SAVE, Failure, OutOfMemory
-from lean_finetune.train.process.best_effort_output import never_refused
-from lean_finetune.train.process.crash_marker import heartbeat
-from lean_finetune.train.process.nccl_watchdog import link_errors, watched
+from lean_finetune.train.process.best_effort_output import ignore_output_errors
+from lean_finetune.train.process.crash_marker import crash_marker
+from lean_finetune.train.process.nccl_watchdog import nccl_errors, watch_nccl
 from lean_finetune.train.process.ranks import (
-    fault_of_link,
-    most_of_all,
-    started_ranks,
-    take_place,
-    told_of_waiting,
-    where_in_steps,
+    claim_device,
+    describe_position,
+    explain_timeouts,
+    largest_over_ranks,
+    launch_ranks,
+    nccl_fault,
 )
-from lean_finetune.train.process.stop_signals import Stop, stopped_by_signals
+from lean_finetune.train.process.stop_signals import StopRequest, handle_signals
 from lean_finetune.train.publish_outputs import publish_record, publish_weights
-from lean_finetune.train.run_fingerprint import decided, run_parts
-from lean_finetune.train.same_settings import parts_of_run, refuse_different_runs
+from lean_finetune.train.run_fingerprint import refuse_different_runs, resumable_part, run_fingerprint
+from lean_finetune.train.train_job import TrainJob
 from lean_finetune.train.train_metrics import train_metrics
-from lean_finetune.train.unfinished_runs import choose_together, told_of_mixture
+from lean_finetune.train.unfinished_runs import choose_for_all_ranks, resumed_figures
 
 
 def run_stage(**paths: Path) -> None:
     """Fine-tune as planned; `paths` are those of `Paths`."""
-    never_refused()  # Not before: an explanation that cannot be written is a fault.
+    ignore_output_errors()
     world = World.here()
     launches = scratch_root() / "ranks"
     with report_faults_once(world, launches) as end:
         params = read_params()
-        patience = params.run.rank_timeout_seconds
-        if started_ranks(params.hardware.num_gpus, launches, patience):
+        timeout = params.run.rank_timeout_seconds
+        if launch_ranks(params.hardware.num_gpus, launches, timeout):
             return
         threads = params.run.cpu_threads or torch.get_num_threads()
-        device = take_place(world, params.run.cpu_threads)
-        with told_of_waiting(world, patience), process_group(world, device, patience):
+        device = claim_device(world, params.run.cpu_threads)
+        with explain_timeouts(world, timeout), process_group(world, device, timeout):
             _run(params, world, device, threads, Paths(**paths), end)
 
 
 def _run(
     params: Params, world: World, device: torch.device, threads: int, paths: Paths, end: EndProcess | None
 ) -> None:
-    """The stage, as one of the processes of `world`, which have so many `threads` on this machine."""
+    """Run the stage in one process of `world`; `threads` is the number of CPU threads of this machine."""
     channel = ControlChannel(world, device)
-    if world.size > 1:
-        refuse_different_runs(parts_of_run(params, paths), channel)
+    fingerprint = run_fingerprint(params, paths, device, threads)
+    refuse_different_runs(fingerprint, channel)
     check_size(world, params.hardware.num_gpus)
     spec = ModelSpec.from_params(params, precision_of(params, paths.verdict))
-    prepare_device(params, spec, device, world, paths, _told)
+    prepare_device(params, spec, device, world, paths, _notify)
     job = make_job(params, spec, device, world, paths)
-    meter, stop = make_meter(device), Stop()
+    stop = StopRequest()
     with ExitStack() as stack:
-        beats = stack.enter_context(heartbeat(scratch_root() / "running", _told, tells=world.local_rank == 0))
-        stack.enter_context(stopped_by_signals(stop))
-        choice = choose_together(
-            scratch_root(),
-            lambda: run_parts(decided(params, job, paths.plan), _read(paths), device, threads),
-            params.run.resume,
-            _told,
-            channel,
+        marker = stack.enter_context(crash_marker(scratch_root() / "running", _notify, reports=world.local_rank == 0))
+        stack.enter_context(handle_signals(stop))
+        root, part = scratch_root(), resumable_part(fingerprint)
+        where = choose_for_all_ranks(root, part, params.run.resume, _notify, channel)
+        checkpoints = stack.enter_context(
+            open_for_all_ranks(
+                where,
+                run=params.run,
+                stop=stop,
+                notify=_notify,
+                channel=channel,
+                sharding=job.sharing.layout,
+                disk_space=_disk_space(params, job, paths),
+            )
         )
-        room, cut = _room(params, job, paths), job.sharing.layout
-        keeper = stack.enter_context(
-            opened_by_all(choice, run=params.run, stop=stop, told=_told, channel=channel, sharding=cut, room=room)
-        )
-        ending = _ending(job, params.run, paths, beats.begun)
-        patience, where = params.run.rank_timeout_seconds, partial(where_in_steps, ending.place)
+        oom_handler = _oom_handler(job, params.run, paths, marker.step_started)
+        position = partial(describe_position, oom_handler.position)
+        timeout = params.run.rank_timeout_seconds
 
-        def end_at_once(error: str) -> None:
-            beats.forget()
+        def end_on_nccl_error(error: str) -> None:
+            marker.remove()
             if end is not None:
-                end(fault_of_link(error, world, patience, where))
+                end(nccl_fault(error, world, timeout, position))
 
-        stack.enter_context(watched(link_errors(device), end_at_once))
-        with told_of_waiting(world, patience, where), ending.told():
-            result = train(job, meter, keeper, ending)
-        with told_of_waiting(world, patience, where), keeper.publishing(), ending.told():
-            with ending.place.inside(SAVE):
-                publish_weights(result, job, params, paths)
-            wait_for_all()  # The first process may have merged a large model.
-            measured = most_of_all(meter.result(), result.parallel, device)
-            numbers = {**train_metrics(result, measured, device), **told_of_mixture(choice)}
-            if world.is_first:
-                publish_record(result, numbers, params, paths)
-        if world.is_first and "DVC_STAGE" in os.environ:
-            mark_finished(choice.directory, paths.metrics)
+        stack.enter_context(watch_nccl(nccl_errors(device), end_on_nccl_error))
+        stack.enter_context(explain_timeouts(world, timeout, position))
+        _train_and_publish(params, job, paths, checkpoints, oom_handler, where)
 
 
-def _read(paths: Paths) -> dict[str, Path]:
-    """The files whose content decides the result, by name; the plan and the verdict do so by what they say."""
-    return {
-        "tokens": paths.tokens,
-        "model": paths.model_lock,
-        "tokenizer": paths.tokenizer_lock,
-        "data": paths.data_lock,
-    }
+def _train_and_publish(
+    params: Params,
+    job: TrainJob,
+    paths: Paths,
+    checkpoints: Checkpointer,
+    oom_handler: OomHandler,
+    where: RunDirectory,
+) -> None:
+    """Train, then write weights, curves, model card and metrics."""
+    meter = make_meter(job.device)
+    with oom_handler.reported():
+        result = train(job, meter, checkpoints, oom_handler)
+    with checkpoints.publishing(), oom_handler.reported():
+        with oom_handler.position.phase(SAVE):
+            publish_weights(result, job, params, paths)
+        wait_for_all()  # The first process may have merged a large model.
+        measured = largest_over_ranks(meter.result(), result.parallel, job.device)
+        figures = {**train_metrics(result, measured, job.device), **resumed_figures(where)}
+        if job.world.is_first:
+            publish_record(result, figures, params, paths)
+    if job.world.is_first and "DVC_STAGE" in os.environ:
+        mark_finished(where.directory, paths.metrics)
 
 
-def _room(params: Params, job: TrainJob, paths: Paths) -> Room:
-    """What the end of the run will write; a merged model is as large as its base."""
+def _disk_space(params: Params, job: TrainJob, paths: Paths) -> DiskSpace:
+    """Describe what the end of the run will write; a merged model is as large as its base."""
     merged = sum((job.model_directory / name).stat().st_size for name in read_json(paths.model_lock)["files"])
     enforce = read_json(paths.verdict)["enforce"]
-    return Room(out=paths.out, merged_bytes=merged if params.train.merge else 0, enforce=enforce, told=_told)
+    return DiskSpace(out=paths.out, merged_bytes=merged if params.train.merge else 0, enforce=enforce, notify=_notify)
 
 
-def _ending(job: TrainJob, run: Run, paths: Paths, begun: Callable[[int], None]) -> Ending:
-    """What is done when memory ends; what was predicted is read then."""
+def _oom_handler(job: TrainJob, run: Run, paths: Paths, on_step: Callable[[int], None]) -> OomHandler:
+    """Create the handler; it reads the prediction only when memory runs out."""
     name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "this machine"
     split = run.oom_recovery == "split"
-    running = Running(
+    options = RunOptions(
         method=job.model_spec.method,
         precision=job.model_spec.precision,
         optimizer=job.optim_spec.name,
@@ -141,18 +149,18 @@ def _ending(job: TrainJob, run: Run, paths: Paths, begun: Callable[[int], None])
     )
 
     def report(failure: Failure) -> OutOfMemory:
-        forecast = read_forecast(read_json(paths.estimate), paths.verdict.parent)
-        return out_of_memory(failure, forecast, device=name, running=running, record=scratch_root() / "oom.json")
+        prediction = read_prediction(read_json(paths.estimate), paths.verdict.parent)
+        return oom_error(failure, prediction, device=name, options=options, record=scratch_root() / "oom.json")
 
-    return Ending(
+    return OomHandler(
         job.device,
         split=split,
         updates_in_backward=job.step_spec.optimizer_in_backward,
         report=report,
-        begun=begun,
+        on_step=on_step,
     )
 
 
-def _told(line: str) -> None:
-    """A line for the user, above the progress bar where there is one."""
+def _notify(line: str) -> None:
+    """Write a line for the user, above the progress bar if there is one."""
     tqdm.write(line, file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Which unfinished training a run resumes, and why it does not resume another.
+"""Choose which unfinished run to resume, and report why the nearest one is not resumed.
 
-Each training has a directory below scratch/train, named by a hash of its record (`RECORD`, JSON for people): what
-decides its result, and the runs with other code or versions that it resumed. Such a mixture has a directory of its own,
-so that an exact run never resumes one.
+Each run has a directory below scratch/train, named by a hash of its record (`RECORD`): its fingerprint, and the runs
+with other code or library versions that it resumed. A run that mixes code or versions has a directory of its own, so
+that an exact run never resumes it.
 """
 
 import json
@@ -14,119 +14,119 @@ from typing import Any
 from lean_finetune.config.field_types import Resume
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.train.checkpoint.checkpoint_files import steps_in
-from lean_finetune.train.checkpoint.scratch_dir import FINISHED, RECORD, Choice
-from lean_finetune.train.run_fingerprint import KEY_DIGITS, Parts, differences, run_key
+from lean_finetune.train.checkpoint.scratch_dir import FINISHED, RECORD, RunDirectory
+from lean_finetune.train.run_fingerprint import KEY_DIGITS, Fingerprint, differences, run_key
 
 COMPATIBLE = {"code", "versions"}
-"""Kinds in which a run may differ that is resumed with `run.resume: compatible`."""
-SHOWN_NAMES = 3
-"""Of each kind that differs."""
+"""Kinds of the fingerprint that `run.resume: compatible` ignores."""
+MOST_NAMES = 3
+"""Names shown of each kind that differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unfinished:
-    """A training that was broken off."""
+class UnfinishedRun:
+    """A run that was interrupted."""
 
     directory: Path
-    parts: Parts
+    fingerprint: Fingerprint
     earlier: Sequence[Mapping[str, Any]]
     """As in the record."""
     step: int
-    """Optimizer steps in its last checkpoint."""
+    """Finished optimizer steps in its newest checkpoint."""
 
 
-def told_of_mixture(choice: Choice) -> dict[str, str]:
-    """What metrics say of a run that resumed one with other code or versions."""
-    earlier = choice.record["earlier"] if choice.record else ()
-    said = [f"compatible: with other {told_names(one['differs'])} up to step {one['step']}" for one in earlier]
-    return {"resumed": "; ".join(said)} if said else {}
+def resumed_figures(chosen: RunDirectory) -> dict[str, str]:
+    """Return the metric of a run that resumed one with other code or versions."""
+    earlier = chosen.record["earlier"] if chosen.record else ()
+    texts = [f"compatible: with other {_kinds(one['differs'])} up to step {one['step']}" for one in earlier]
+    return {"resumed": "; ".join(texts)} if texts else {}
 
 
-def choose(root: Path, parts: Parts, resume: Resume, told: Callable[[str], None]) -> Choice:
-    """Find the unfinished training that a run of these parts resumes; tell why the nearest one is not resumed.
+def choose_directory(
+    root: Path, fingerprint: Fingerprint, resume: Resume, notify: Callable[[str], None]
+) -> RunDirectory:
+    """Find the unfinished run to resume; report why the nearest one is not resumed.
 
     Args:
-        root: the directory of all.
-        parts: of the run.
+        root: the directory of all runs.
+        fingerprint: of this run.
         resume: run.resume.
-        told: gets lines for the user.
+        notify: gets lines for the user.
     """
-    record: dict[str, Any] = {"parts": parts, "earlier": []}
-    own = Choice(directory=root / run_key(record), earlier=None, record=record)
+    record: dict[str, Any] = {"parts": fingerprint, "earlier": []}
+    own = RunDirectory(directory=root / run_key(record), record=record)
     if steps_in(own.directory):
         return own
-    others = sorted(_unfinished(root), key=lambda other: _distance(parts, other))
+    others = sorted(_unfinished(root), key=lambda other: _distance(fingerprint, other))
     if not others:
         return own
-    nearest, apart = others[0], differences(parts, others[0].parts)
-    where = f"the unfinished training in {nearest.directory} (optimizer step {nearest.step})"
-    if resume == "compatible" and not apart:
-        mixture = {"parts": parts, "earlier": nearest.earlier}
-        return Choice(directory=nearest.directory, earlier=None, record=mixture)
-    if resume == "compatible" and apart.keys() <= COMPATIBLE:
-        told(f"note: {where} is resumed although it had other {told_names(apart)}: run.resume is compatible")
-        step = {"run": nearest.directory.name, "step": nearest.step, "differs": apart}
+    nearest, different = others[0], differences(fingerprint, others[0].fingerprint)
+    which = f"the unfinished training in {nearest.directory} (optimizer step {nearest.step})"
+    if resume == "compatible" and not different:
+        return RunDirectory(directory=nearest.directory, record={"parts": fingerprint, "earlier": nearest.earlier})
+    if resume == "compatible" and different.keys() <= COMPATIBLE:
+        notify(f"note: {which} is resumed although it had other {_kinds(different)}: run.resume is compatible")
+        step = {"run": nearest.directory.name, "step": nearest.step, "differs": different}
         record["earlier"] = [*nearest.earlier, step]
-        return Choice(directory=root / run_key(record), earlier=nearest.directory, record=record)
-    hint = "; -S run.resume=compatible resumes it" if apart.keys() <= COMPATIBLE else ""
-    why = _told(apart, parts, nearest.parts) if apart else "it is itself a mixture of other code or versions"
-    told(f"note: {where} is not resumed: {why}{hint}")
+        return RunDirectory(directory=root / run_key(record), earlier=nearest.directory, record=record)
+    hint = "; -S run.resume=compatible resumes it" if different.keys() <= COMPATIBLE else ""
+    mixed = "it has itself resumed other code or versions"
+    why = _changes(different, fingerprint, nearest.fingerprint) if different else mixed
+    notify(f"note: {which} is not resumed: {why}{hint}")
     return own
 
 
-def choose_together(
-    root: Path, parts: Callable[[], Parts], resume: Resume, told: Callable[[str], None], channel: ControlChannel
-) -> Choice:
-    """As `choose`, for all processes of a run: the first one decides. What it is of is read once."""
+def choose_for_all_ranks(
+    root: Path, fingerprint: Fingerprint, resume: Resume, notify: Callable[[str], None], channel: ControlChannel
+) -> RunDirectory:
+    """Let the first process run `choose_directory`, and return its choice in all processes."""
     nothing = bytes(KEY_DIGITS // 2)
     if not channel.is_first:
-        heard = bytes(channel.gather_after_work(*nothing, *nothing)[0])
-        own, earlier = heard[: len(nothing)], heard[len(nothing) :]
-        other = None if earlier == nothing else root / earlier.hex()
-        return Choice(directory=root / own.hex(), earlier=other, record=None)
-    choice = choose(root, parts(), resume, told)
-    resumed = nothing if choice.earlier is None else bytes.fromhex(choice.earlier.name)
-    channel.gather_after_work(*bytes.fromhex(choice.directory.name), *resumed)
-    return choice
+        received = bytes(channel.gather_after_work(*nothing, *nothing)[0])
+        own, earlier = received[: len(nothing)], received[len(nothing) :]
+        return RunDirectory(directory=root / own.hex(), earlier=None if earlier == nothing else root / earlier.hex())
+    chosen = choose_directory(root, fingerprint, resume, notify)
+    resumed = nothing if chosen.earlier is None else bytes.fromhex(chosen.earlier.name)
+    channel.gather_after_work(*bytes.fromhex(chosen.directory.name), *resumed)
+    return chosen
 
 
-def _unfinished(root: Path) -> Iterator[Unfinished]:
-    """Trainings that were broken off with a checkpoint, and say what they are."""
+def _unfinished(root: Path) -> Iterator[UnfinishedRun]:
+    """Yield interrupted runs that have a checkpoint and a record."""
     for path in root.glob(f"*/{RECORD}"):
         directory, steps = path.parent, steps_in(path.parent)
         if steps and not (directory / FINISHED).exists():
             record = json.loads(path.read_text(encoding="utf-8"))
-            yield Unfinished(directory=directory, parts=record["parts"], earlier=record["earlier"], step=steps[-1])
+            yield UnfinishedRun(
+                directory=directory, fingerprint=record["parts"], earlier=record["earlier"], step=steps[-1]
+            )
 
 
-def _distance(parts: Parts, other: Unfinished) -> tuple[int, int, int, int]:
-    """How far another training is: kinds that matter most, then how much differs, then what was done."""
-    apart = differences(parts, other.parts)
-    return len(apart.keys() - COMPATIBLE), len(apart), sum(map(len, apart.values())), -other.step
+def _distance(fingerprint: Fingerprint, other: UnfinishedRun) -> tuple[int, int, int, int]:
+    """Order runs by incompatible kinds, different kinds, different names, then finished steps (more is nearer)."""
+    different = differences(fingerprint, other.fingerprint)
+    return len(different.keys() - COMPATIBLE), len(different), sum(map(len, different.values())), -other.step
 
 
-def told_names(apart: Mapping[str, Sequence[str]]) -> str:
-    """Kinds and the first names of each, for people."""
-    return ", ".join(f"{kind} ({_few(names)})" for kind, names in apart.items())
+def _kinds(different: Mapping[str, Sequence[str]]) -> str:
+    """List kinds with the first names of each."""
+    return ", ".join(f"{kind} ({_first_names(names)})" for kind, names in different.items())
 
 
-def _told(apart: Mapping[str, Sequence[str]], here: Parts, there: Parts) -> str:
-    """What differs, with values that people can read."""
+def _changes(different: Mapping[str, Sequence[str]], here: Fingerprint, there: Fingerprint) -> str:
+    """List what differs, with both values unless they are hashes."""
 
-    def value(kind: str, name: str) -> str:
+    def text(kind: str, name: str) -> str:
         if kind in ("data", "model", "code") or name == "bucket":
             return name
-        return f"{name}: {_value(there, kind, name)} there, {_value(here, kind, name)} here"
+        values = (json.dumps(one.get(kind, {}).get(name)) for one in (there, here))
+        return f"{name}: {next(values)} there, {next(values)} here"
 
-    return ", ".join(f"{kind} differ ({_few([value(kind, name) for name in names])})" for kind, names in apart.items())
-
-
-def _value(parts: Parts, kind: str, name: str) -> str:
-    """As params.yaml would have it, nearly."""
-    return json.dumps(parts.get(kind, {}).get(name))
+    return ", ".join(
+        f"{kind} differ ({_first_names([text(kind, name) for name in names])})" for kind, names in different.items()
+    )
 
 
-def _few(names: Sequence[str]) -> str:
-    """The first of them."""
-    more = len(names) - SHOWN_NAMES
-    return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+def _first_names(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import monitor
 from benchmarks.monitor import KEPT_LIMIT_BYTES, kept_bytes
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.monitor.memory_monitor import Monitor
+from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
 from tests.small_model import CPU
 
 
@@ -20,14 +20,14 @@ def test_a_quick_run_measures_every_model():
     assert measured.bars[-1].holds
 
 
-class LeakingMonitor(Monitor):
+class LeakingMonitor(MemoryMonitor):
     """A monitor that keeps the row of every step."""
 
-    def step(self) -> dict:
-        self.rows = [*getattr(self, "rows", []), super().step()]
+    def step_columns(self) -> dict:
+        self.rows = [*getattr(self, "rows", []), super().step_columns()]
         return self.rows[-1]
 
 
 def test_a_monitor_that_keeps_its_rows_breaks_the_bar():
     assert kept_bytes(LeakingMonitor(CPU, make_meter(CPU)), 200) > KEPT_LIMIT_BYTES
-    assert kept_bytes(Monitor(CPU, make_meter(CPU)), 200) < KEPT_LIMIT_BYTES
+    assert kept_bytes(MemoryMonitor(CPU, make_meter(CPU)), 200) < KEPT_LIMIT_BYTES

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lean_finetune.train.oom.oom_handler import Ending
+from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.process import nccl_watchdog
 
 VARIABLE = "LEAN_FINETUNE_FAULT"
@@ -38,7 +38,7 @@ def _meet(kind: str) -> None:
 def _with_fault(step: Any) -> Any:
     kind, rank, at = os.environ[VARIABLE].split()
 
-    def faulty(self: Ending, number: int, feed: Any, model: Any, attempt: Any) -> Any:
+    def faulty(self: OomHandler, number: int, feed: Any, model: Any, attempt: Any) -> Any:
         def failing(micro_batches: Any, batches: Any) -> Any:
             if number == int(at) and os.environ["RANK"] == rank and not MET.exists():
                 MET.touch()
@@ -67,7 +67,7 @@ def _come_late() -> None:
 
 if __name__ == "__main__":
     _come_late()
-    Ending.step = _with_fault(Ending.step)  # type: ignore[method-assign]
+    OomHandler.step = _with_fault(OomHandler.step)  # type: ignore[method-assign]
     if not MET.exists():
-        nccl_watchdog.link_errors = _nccl_finds_out
+        nccl_watchdog.nccl_errors = _nccl_finds_out
     runpy.run_module("stages.train", run_name="__main__", alter_sys=True)

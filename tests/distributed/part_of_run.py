@@ -21,12 +21,13 @@ from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.model.safetensors_files import write_loaded
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
-from lean_finetune.train.checkpoint.distributed_checkpoint import SharedCheckpoints
-from lean_finetune.train.checkpoint.resume import Checkpoints
-from lean_finetune.train.checkpoint.training_state import Running, cut_of
-from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.checkpoint.distributed_checkpoint import DistributedCheckpointer
+from lean_finetune.train.checkpoint.resume import Checkpointer
+from lean_finetune.train.checkpoint.training_state import TrainingRun, layout_of
+from lean_finetune.train.loop import train
+from lean_finetune.train.train_job import TrainJob
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.process.stop_signals import Stop, Stopped
+from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
 
@@ -106,30 +107,30 @@ def disk_of(part: PartOfRun, rank: int) -> AbstractContextManager[None]:
 
 def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
     """Run it; what the process said, and what came of it where it came to its end."""
-    directory, messages, stop = Path(part.directory), list[str](), Stop()
-    kind = Checkpoints if world.size == 1 else SharedCheckpoints
+    directory, messages, stop = Path(part.directory), list[str](), StopRequest()
+    kind = Checkpointer if world.size == 1 else DistributedCheckpointer
 
     class StoppedByRank(kind):  # type: ignore[valid-type, misc]
-        def step_done(self, run: Running) -> None:
+        def after_step(self, run: TrainingRun) -> bool:
             if run.step == part.stop_after and world.rank == world.size - 1:
-                stop.ask(signal.SIGTERM)
-            super().step_done(run)
+                stop.request(signal.SIGTERM)
+            return super().after_step(run)
 
         def is_due(self) -> bool:
             return part.every_step
 
     store = CheckpointStore(directory / "kept", 2, messages.append, ControlChannel(world, CPU))
-    keeper = StoppedByRank(
-        store, seconds=None, stop=stop, told=messages.append, cut=cut_of(world.size, sharing_of(part.mode).layout)
+    checkpoints = StoppedByRank(
+        store, seconds=None, stop=stop, notify=messages.append, layout=layout_of(world.size, sharing_of(part.mode).layout)
     )
-    first_step = keeper.first_step
+    first_step = checkpoints.first_step
     job = job_of(part, world)
     try:
         with disk_of(part, world.rank):
-            result = train(job, make_meter(CPU), keeper)
-            keeper.wait()
+            result = train(job, make_meter(CPU), checkpoints)
+            checkpoints.wait()
     except Stopped:
-        keeper.wait()
+        checkpoints.wait()
         return {"first_step": first_step, "said": messages, "stopped_at": store.last_step()}
     except UserError as error:
         return {"first_step": first_step, "said": messages, "error": str(error)}

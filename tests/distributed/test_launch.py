@@ -15,7 +15,7 @@ from lean_finetune.distributed.launch import (
     report_faults_once,
 )
 from lean_finetune.distributed.processes import World
-from lean_finetune.train.process.ranks import told_of_waiting
+from lean_finetune.train.process.ranks import explain_timeouts
 
 GLOO_CLOSED = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5123"
 GLOO_LATE = "[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete"
@@ -41,17 +41,17 @@ def test_another_launch_leaves_what_this_one_says_alone(tmp_path: Path):
 @pytest.mark.parametrize("said", [GLOO_LATE, STORE_LATE])
 def test_who_waited_too_long_is_told_where(said: str):
     with pytest.raises(WaitTimedOut, match="process 2 of 4 waited 12 s in phase backward; "):
-        with told_of_waiting(world(2), 12.0, lambda: "in phase backward"):
+        with explain_timeouts(world(2), 12.0, lambda: "in phase backward"):
             raise RuntimeError(said)
 
 
 def test_a_broken_link_is_no_fault_of_the_one_that_waited():
-    with pytest.raises(ConnectionLost), told_of_waiting(world(1), 12.0):
+    with pytest.raises(ConnectionLost), explain_timeouts(world(1), 12.0):
         raise RuntimeError(GLOO_CLOSED)
 
 
 def test_other_faults_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="mat1 and mat2"), told_of_waiting(world(1), 12.0):
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), explain_timeouts(world(1), 12.0):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
@@ -61,7 +61,7 @@ def test_only_those_that_did_not_come_are_blamed(tmp_path: Path, monkeypatch: py
     for rank, said in ((2, GLOO_LATE), (1, GLOO_CLOSED)):
         # Only the first process's streams stay as they are: what this test needs.
         monkeypatch.setattr("os.dup2", lambda *_: None)
-        with pytest.raises(SystemExit), report_faults_once(world(rank), tmp_path), told_of_waiting(world(rank), 12.0):
+        with pytest.raises(SystemExit), report_faults_once(world(rank), tmp_path), explain_timeouts(world(rank), 12.0):
             raise RuntimeError(said)
     (tmp_path / f"0{LOST}").touch()
     fault = _first_fault(tmp_path, 4)

@@ -23,7 +23,7 @@ from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.safetensors_files import StoredTensor
 from lean_finetune.train.monitor.host_peak import host_peak
-from lean_finetune.train.process.best_effort_output import never_refused
+from lean_finetune.train.process.best_effort_output import ignore_output_errors
 from tests.distributed.cases import Case, learn
 from tests.distributed.part_of_run import PartOfRun, run_part
 from tests.memory.ranks import do_peaks
@@ -137,7 +137,7 @@ TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {
 
 def main() -> None:
     """Join the group and work until standard input ends."""
-    never_refused()  # As the entry of train; in some cases no file of this process can grow, its log included.
+    ignore_output_errors()  # As the entry of train; in some cases no file of this process can grow, its log included.
     directory = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Whatever prints must not be taken for an answer.

@@ -18,11 +18,12 @@ from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
-from lean_finetune.train.checkpoint.resume import Checkpoints
-from lean_finetune.train.checkpoint.training_state import Running
-from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.checkpoint.resume import Checkpointer
+from lean_finetune.train.checkpoint.training_state import TrainingRun
+from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.process.stop_signals import Stop, Stopped
+from lean_finetune.train.process.stop_signals import Stopped, StopRequest
+from lean_finetune.train.train_job import TrainJob
 from lean_finetune.train.train_metrics import train_metrics
 from tests.repeatable import repeatable
 from tests.small_model import CPU, VOCABULARY, spec_of
@@ -100,55 +101,56 @@ class Outcome:
         assert {name: size for name, size in other.measured_bytes.items() if size} == expected
 
 
-class Breaking(Checkpoints):
+class Breaking(Checkpointer):
     """Stops, or fails, at a place that is told."""
 
     def __init__(
         self,
         directory: Path,
         *,
-        told: Callable[[str], None] = print,
+        notify: Callable[[str], None] = print,
         stop_after: int | None = None,
         stop_within: int | None = None,
         fail_after: int | None = None,
         every_step: bool = False,
     ):
         """By step: stopped after it, stopped before its second micro-batch, or failed after it."""
-        self._of_stop = Stop()
-        super().__init__(CheckpointStore(directory, 2, told), seconds=None, stop=self._of_stop, told=told)
+        self._of_stop = StopRequest()
+        super().__init__(CheckpointStore(directory, 2, notify), seconds=None, stop=self._of_stop, notify=notify)
         self._stop_after, self._stop_within, self._fail_after = stop_after, stop_within, fail_after
         self._every_step, self._done = every_step, self.first_step
 
     def is_due(self) -> bool:
-        """See Checkpoints."""
+        """See Checkpointer."""
         return self._every_step
 
     def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """See Keeper."""
+        """See CheckpointHooks."""
         for number, batch in enumerate(super().between(batches)):
             if self._done == self._stop_within and number == 1:
-                self._of_stop.ask(signal.SIGTERM)
+                self._of_stop.request(signal.SIGTERM)
                 self._of_stop.check()
             yield batch
 
-    def step_done(self, run: Running) -> None:
-        """See Keeper."""
+    def after_step(self, run: TrainingRun) -> bool:
+        """See CheckpointHooks."""
         self._done = run.step
         if run.step == self._stop_after:
-            self._of_stop.ask(signal.SIGTERM)
-        super().step_done(run)
+            self._of_stop.request(signal.SIGTERM)
+        saved = super().after_step(run)
         self.wait()
         if run.step == self._fail_after:
-            raise ConnectionError("power cut")
+            raise ConnectionError("power failure")
+        return saved
 
 
-def finish(job: TrainJob, keeper: Checkpoints | None = None) -> Outcome:
+def finish(job: TrainJob, checkpoints: Checkpointer | None = None) -> Outcome:
     """Run to the end."""
     gc.collect()  # What earlier runs left must not be freed inside a window.
     meter = make_meter(CPU)
-    result = train(job, meter) if keeper is None else train(job, meter, keeper)
-    if keeper is not None:
-        keeper.wait()
+    result = train(job, meter) if checkpoints is None else train(job, meter, checkpoints)
+    if checkpoints is not None:
+        checkpoints.wait()
     measured = meter.result()
     metrics = train_metrics(result, measured, CPU)
     trained = [parameter.detach() for _, parameter in result.parallel.trained_parameters()]
@@ -169,11 +171,11 @@ def _is_measured(name: str) -> bool:
 
 def break_off(job: TrainJob, directory: Path, **how: Any) -> None:
     """Run until it is stopped or fails."""
-    keeper = Breaking(directory, **how)
+    checkpoints = Breaking(directory, **how)
     try:
-        finish(job, keeper)
+        finish(job, checkpoints)
     except (Stopped, ConnectionError):
-        keeper.wait()
+        checkpoints.wait()
         return
     raise AssertionError("the run came to its end")
 
@@ -182,6 +184,6 @@ def in_parts(job: TrainJob, directory: Path, steps: list[int]) -> Outcome:
     """The end of a run that was stopped after each of these steps."""
     for step in steps:
         break_off(job, directory, stop_after=step)
-    keeper = Breaking(directory)
-    assert keeper.first_step == steps[-1]
-    return finish(job, keeper)
+    checkpoints = Breaking(directory)
+    assert checkpoints.first_step == steps[-1]
+    return finish(job, checkpoints)

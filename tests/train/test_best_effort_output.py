@@ -9,7 +9,7 @@ from typing import TextIO
 import pytest
 from tqdm import tqdm
 
-from lean_finetune.train.process.best_effort_output import never_refused
+from lean_finetune.train.process.best_effort_output import ignore_output_errors
 
 
 def full_disk() -> TextIO:
@@ -40,7 +40,7 @@ def test_what_cannot_be_said_ends_nothing(monkeypatch: pytest.MonkeyPatch, log):
     streams = sys.stdout, sys.stderr
     with pytest.raises(OSError):
         say_all()
-    never_refused()
+    ignore_output_errors()
     say_all()
     monkeypatch.undo()
     for stream in streams:
@@ -59,7 +59,7 @@ def test_what_can_be_said_is_said_beside_the_bar(monkeypatch: pytest.MonkeyPatch
         say_all()
         return out.getvalue(), err.getvalue()
 
-    (out, err), (plain_out, plain_err) = said(never_refused), said(lambda: None)
+    (out, err), (plain_out, plain_err) = said(ignore_output_errors), said(lambda: None)
     assert out == plain_out == "step 0\nstep 1\nstep 2\ndone\n"
     assert err.count("\r") == plain_err.count("\r") > 3
 
@@ -67,11 +67,11 @@ def test_what_can_be_said_is_said_beside_the_bar(monkeypatch: pytest.MonkeyPatch
 def test_a_closed_stream_ends_nothing(monkeypatch: pytest.MonkeyPatch):
     """`>&-`: Python has None there."""
     monkeypatch.setattr(sys, "stdout", None)
-    never_refused()
+    ignore_output_errors()
     say_all()
     sys.stdout.flush()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    never_refused()
+    ignore_output_errors()
     print("\N{GREEK SMALL LETTER LAMDA}")
     sys.stdout.close()
     say_all()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_finetune.train.process.crash_marker import Heartbeat, heartbeat
+from lean_finetune.train.process.crash_marker import CrashMarker, crash_marker
 from tests.conftest import ROOT
 from tests.processes import killed_after
 from tests.test_memory_limits import GROUP_V2, member, write
@@ -17,9 +17,9 @@ from tests.test_memory_limits import GROUP_V2, member, write
 ENDLESS = """
 import sys, time
 from pathlib import Path
-from lean_finetune.train.process.crash_marker import heartbeat
-with heartbeat(Path(sys.argv[1]), print, root=Path(sys.argv[2]), clock=iter(range(100)).__next__) as beats:
-    beats.begun(41)
+from lean_finetune.train.process.crash_marker import crash_marker
+with crash_marker(Path(sys.argv[1]), print, root=Path(sys.argv[2]), clock=iter(range(100)).__next__) as beats:
+    beats.step_started(41)
     print("running", flush=True)
     time.sleep(600)
 """
@@ -57,7 +57,7 @@ def killed_run(tmp_path: Path, root: Path) -> Path:
 def told_by(directory: Path, root: Path) -> list[str]:
     """What the next run says."""
     told: list[str] = []
-    with heartbeat(directory, told.append, root=root):
+    with crash_marker(directory, told.append, root=root):
         pass
     return told
 
@@ -102,7 +102,7 @@ def test_runs_of_other_machines_are_left_alone(killed_run: Path, root: Path):
 def test_a_file_that_a_power_cut_left_is_no_traceback(tmp_path: Path, root: Path, content: bytes):
     directory = tmp_path / "running"
     (directory / "7").mkdir(parents=True)
-    (directory / "7/pulse.json").write_bytes(content)
+    (directory / "7/last_step.json").write_bytes(content)
     (line,) = told_by(directory, root)
     assert line.endswith("is damaged") and list(directory.iterdir()) == []
 
@@ -111,8 +111,8 @@ def test_processes_of_the_same_number_do_not_meet(tmp_path: Path, root: Path):
     """In containers that share a disk and a host name: one removed the other's file, or told that it was dead."""
     told: list[str] = []
     directory = tmp_path / "running"
-    with heartbeat(directory, told.append, root=root) as one:
-        with heartbeat(directory, told.append, root=root) as other:
+    with crash_marker(directory, told.append, root=root) as one:
+        with crash_marker(directory, told.append, root=root) as other:
             assert one.path.exists() and other.path.exists() and one.path != other.path
         assert one.path.exists()
     assert told == [] and list(directory.iterdir()) == []
@@ -120,7 +120,7 @@ def test_processes_of_the_same_number_do_not_meet(tmp_path: Path, root: Path):
 
 def test_a_run_that_ends_by_a_fault_leaves_nothing(tmp_path: Path, root: Path):
     """A fault that was told is told again as a death by the next run."""
-    with pytest.raises(KeyboardInterrupt), heartbeat(tmp_path / "running", print, root=root):
+    with pytest.raises(KeyboardInterrupt), crash_marker(tmp_path / "running", print, root=root):
         raise KeyboardInterrupt
     assert list((tmp_path / "running").iterdir()) == []
 
@@ -129,14 +129,14 @@ def test_it_writes_seldom_and_a_refusing_disk_ends_no_run(tmp_path: Path, root: 
     """A write in every step of a fast run; hours lost for a file of 200 bytes."""
     told: list[str] = []
     now = [0.0]
-    beats = Heartbeat(tmp_path, told.append, root, lambda: now[0])
+    beats = CrashMarker(tmp_path, told.append, root, lambda: now[0])
     for step, seconds in ((1, 0.5), (2, 1.5), (3, 1.6)):
         now[0] = seconds
-        beats.begun(step)
+        beats.step_started(step)
     assert json.loads(beats.path.read_text())["step"] == 2 and told == []
     beats.path.unlink()
     beats.path.mkdir()
     for seconds in (3.0, 5.0):
         now[0] = seconds
-        beats.begun(9)
+        beats.step_started(9)
     assert len(told) == 1 and "cannot be written (Is a directory); training goes on" in told[0]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.train.checkpoint.disk_space import Room
+from lean_finetune.train.checkpoint.disk_space import DiskSpace
 from tests.train.interrupted import Breaking, finish, small_job
 
 MIB = 1 << 20
@@ -26,20 +26,22 @@ def said() -> list[str]:
     return []
 
 
-def room(place: Path, said: list[str], free: int, monkeypatch: pytest.MonkeyPatch, **other: Any) -> Room:
+def room(place: Path, said: list[str], free: int, monkeypatch: pytest.MonkeyPatch, **other: Any) -> DiskSpace:
     """On a disk with so many bytes free."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free))
-    return Room(**{"out": place / "tuned", "merged_bytes": 0, "enforce": True, "told": said.append, **other})
+    return DiskSpace(**{"out": place / "tuned", "merged_bytes": 0, "enforce": True, "notify": said.append, **other})
 
 
 def test_a_run_whose_end_has_no_room_is_refused_before_its_first_step(
     small_llama: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Saving fails after hours of training."""
-    keeper = Breaking(tmp_path / "kept", every_step=True)
-    keeper._room = room(tmp_path, said, MIB, monkeypatch, merged_bytes=MIB)
-    with pytest.raises(UserError, match=r"tuned: the disk must have room .* of weights and .* 1 MiB are free; free "):
-        finish(small_job(small_llama, tmp_path / "tokens"), keeper)
+    checkpoints = Breaking(tmp_path / "kept", every_step=True)
+    checkpoints._disk_space = room(tmp_path, said, MIB, monkeypatch, merged_bytes=MIB)
+    with pytest.raises(
+        UserError, match=r"tuned: the disk has too little free space .* of weights and .* 1 MiB are free; free "
+    ):
+        finish(small_job(small_llama, tmp_path / "tokens"), checkpoints)
     assert not list(tmp_path.glob("kept/*step-*"))
 
 

@@ -11,10 +11,10 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.parallel_model import SingleProcess
 from lean_finetune.train.heldout_loss import heldout_batches
-from lean_finetune.train.loop import measured_steps
 from lean_finetune.train.monitor.finite_checks import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from lean_finetune.train.process import training_device
 from lean_finetune.train.process.training_device import check_device, check_host, check_offload
+from lean_finetune.train.train_job import measured_steps
 from tests.small_model import CPU, spec_of
 from tests.token_files import heldout
 

@@ -14,8 +14,9 @@ from lean_finetune.step.batches import refuse_other_ranks
 from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec
-from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
+from lean_finetune.train.train_job import TrainJob
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens
 

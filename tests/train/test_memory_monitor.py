@@ -15,24 +15,25 @@ from lean_finetune.core import process_status
 from lean_finetune.core.units import MIB
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.train import loop
-from lean_finetune.train.loop import TrainJob, TrainResult, train
+from lean_finetune.train.loop import train
 from lean_finetune.train.monitor import memory_counters
-from lean_finetune.train.monitor.growth import SURE, classify
-from lean_finetune.train.monitor.growth_advice import FIRST_LOOK_STEPS
+from lean_finetune.train.monitor.growth import CONFIDENCE, classify
+from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS
 from lean_finetune.train.monitor.measured_peak import CpuMeter, make_meter
 from lean_finetune.train.monitor.memory_counters import (
     CudaCounters,
     MallocCounters,
     NoCounters,
-    Resident,
+    ProcessMemory,
     make_counters,
 )
-from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, Monitor, memory_text
+from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, MemoryMonitor, memory_text
+from lean_finetune.train.train_job import TrainJob, TrainResult
 from lean_finetune.train.train_metrics import train_metrics
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
 
-STEPS = 2 * FIRST_LOOK_STEPS
+STEPS = 2 * FIRST_CHECK_STEPS
 LEAK_BYTES = MIB // 2
 glibc = pytest.mark.skipif(
     not isinstance(make_counters(CPU), MallocCounters), reason="needs a C library with mallinfo2 (glibc 2.33)"
@@ -41,8 +42,8 @@ linux = pytest.mark.skipif(not memory_counters.STATM.exists(), reason="needs Lin
 
 
 @pytest.fixture
-def monitor() -> Monitor:
-    return Monitor(CPU, make_meter(CPU))
+def monitor() -> MemoryMonitor:
+    return MemoryMonitor(CPU, make_meter(CPU))
 
 
 def held_bytes() -> int:
@@ -93,7 +94,7 @@ def test_where_nothing_counts_nothing_is_told(monkeypatch):
     """Zeros in the curves of a system without counters, taken for measurements."""
     monkeypatch.setattr(memory_counters.platform, "system", lambda: "Darwin")
     assert isinstance(make_counters(CPU), NoCounters)
-    row = Monitor(CPU, make_meter(CPU)).step()
+    row = MemoryMonitor(CPU, make_meter(CPU)).step_columns()
     assert row["held_bytes"] is row["held_reserved_bytes"] is row["alloc_retries"] is None
     assert row["rss_bytes"] is not None and row["rss_bytes"] > MIB
     assert memory_text(row).startswith("rss ")
@@ -102,7 +103,7 @@ def test_where_nothing_counts_nothing_is_told(monkeypatch):
 @linux
 def test_resident_memory_tells_the_processs_own_from_mapped_files(tmp_path: Path):
     """Weights and token shards that are read taken for growth of the process."""
-    size, resident = 48 * MIB, Resident()
+    size, resident = 48 * MIB, ProcessMemory()
     (tmp_path / "file").write_bytes(bytes(size))
     rss, own = resident.read_both()
     with open(tmp_path / "file", "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -121,17 +122,17 @@ def test_where_the_system_does_not_tell_files_apart_nothing_is_said_of_them(monk
     """Some containers' kernels leave the line out."""
     (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t    2048 kB\n")
     monkeypatch.setattr(process_status, "STATUS", tmp_path / "status")
-    assert Resident().read_both() == (2 * MIB, None)
+    assert ProcessMemory().read_both() == (2 * MIB, None)
 
 
 def test_without_proc_psutil_tells(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(memory_counters, "STATM", tmp_path / "none")
-    rss, own = Resident().read_both()
+    rss, own = ProcessMemory().read_both()
     assert rss > MIB and own is None
 
 
 @glibc
-def test_each_phase_has_the_most_that_was_there_at_its_ends(monitor: Monitor):
+def test_each_phase_has_the_most_that_was_there_at_its_ends(monitor: MemoryMonitor):
     kept = []
     for _ in range(2):
         with monitor.phase("forward"):
@@ -148,13 +149,13 @@ def test_each_phase_has_the_most_that_was_there_at_its_ends(monitor: Monitor):
     assert phases["forward"]["rss_bytes"] > 16 * MIB  # type: ignore[operator]
 
 
-def test_a_phase_that_fails_ends_the_meters_phase_and_is_no_sample(monitor: Monitor):
+def test_a_phase_that_fails_ends_the_meters_phase_and_is_no_sample(monitor: MemoryMonitor):
     with pytest.raises(ZeroDivisionError), monitor.phase("forward"):
         _ = 1 // 0
     assert monitor.by_phase() == {}
 
 
-def test_parts_of_a_resumed_run_add_their_retries_and_keep_the_most_bytes(monitor: Monitor):
+def test_parts_of_a_resumed_run_add_their_retries_and_keep_the_most_bytes(monitor: MemoryMonitor):
     """Retries before an interruption forgotten, or sizes of two processes summed."""
     seen = {"reserved_bytes": 9 * MIB, "unused_bytes": 2 * MIB, "alloc_retries": 2, "rss_bytes": 8 * MIB}
     monitor.restore({"forward": seen})
@@ -162,22 +163,22 @@ def test_parts_of_a_resumed_run_add_their_retries_and_keep_the_most_bytes(monito
     assert monitor.by_phase() == {"forward": {**seen, "alloc_retries": 5}}
 
 
-def test_a_step_has_every_column_of_memory(monitor: Monitor):
-    row = monitor.step()
+def test_a_step_has_every_column_of_memory(monitor: MemoryMonitor):
+    row = monitor.step_columns()
     assert tuple(row) == MEMORY_COLUMNS
     assert row["pinned_bytes"] is None
     assert memory_text({**row, "allocated_bytes": MIB, "held_bytes": MIB}).startswith("peak 1 MiB, held 1 MiB, ")
     assert memory_text({**row, "alloc_retries": 2}).endswith(", 2 retries") and "retries" not in memory_text(row)
 
 
-def test_the_monitor_itself_keeps_nothing(monitor: Monitor):
+def test_the_monitor_itself_keeps_nothing(monitor: MemoryMonitor):
     """Watchers of memory that fill it."""
 
     def watch() -> None:
         for _ in range(200):
             with monitor.phase("forward"):
                 pass
-            monitor.step()
+            monitor.step_columns()
 
     watch()
     tracemalloc.start()
@@ -232,9 +233,9 @@ def test_a_list_of_tensors_is_found_in_the_first_look(job: TrainJob, monkeypatch
     warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(warned) == 1
     assert warned[0].startswith("warning: leak: held_bytes grows steadily at equal batch shape by ")
-    assert f"-{FIRST_LOOK_STEPS - 1}," in warned[0] and " left are spent about step " in warned[0]
+    assert f"-{FIRST_CHECK_STEPS - 1}," in warned[0] and " are used up at about step " in warned[0]
     growth = train_metrics(result, make_meter(CPU).result(), CPU)["growth"]
-    assert growth["cause"] == "leak" and growth["confidence"] >= SURE
+    assert growth["cause"] == "leak" and growth["confidence"] >= CONFIDENCE
     assert growth["slope_bytes_per_step"] == pytest.approx(LEAK_BYTES, rel=0.2)
     assert growth["told"].startswith("leak: held_bytes grows steadily") and "dvc exp run -S" in growth["told"]
 

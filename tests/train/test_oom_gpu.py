@@ -10,10 +10,11 @@ import torch
 
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.oom.oom_handler import Ending
+from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.oom.oom_state import MOST_BLOCKS, MOST_SEGMENTS, Failure, OutOfMemory
+from lean_finetune.train.train_job import TrainJob
 from tests.small_model import VOCABULARY
 from tests.token_files import Row, heldout, write_tokens
 from tests.train.test_oom_handler import job_of, losses
@@ -63,19 +64,19 @@ def test_a_run_is_told_and_then_recovered_with_the_same_losses(small_llama: Path
 
     def report(failure: Failure) -> OutOfMemory:
         seen.append(failure)
-        return OutOfMemory(failure.message, weights_whole=failure.weights_whole)
+        return OutOfMemory(failure.message, weights_intact=failure.weights_intact)
 
-    def ending(*, split: bool) -> Ending:
-        return Ending(job.device, split=split, updates_in_backward=False, report=report)
+    def oom_handler(*, split: bool) -> OomHandler:
+        return OomHandler(job.device, split=split, updates_in_backward=False, report=report)
 
     with pytest.raises(OutOfMemory):
-        train(job, make_meter(job.device), ending=ending(split=False))
+        train(job, make_meter(job.device), oom_handler=oom_handler(split=False))
     (failure,) = seen
     assert failure.phase in ("forward", "backward") and (failure.step, failure.rows) == (0, ROWS)
-    assert failure.asked_bytes and failure.held_bytes and failure.reserved_bytes and failure.weights_whole
+    assert failure.asked_bytes and failure.held_bytes and failure.reserved_bytes and failure.weights_intact
     assert failure.held_bytes >= sum(failure.by_category.values()) > 0
     segments = failure.snapshot["segments"]
     assert 0 < len(segments) <= MOST_SEGMENTS and all(len(one["blocks"]) <= MOST_BLOCKS for one in segments)
-    result = train(job, make_meter(job.device), ending=ending(split=True))
+    result = train(job, make_meter(job.device), oom_handler=oom_handler(split=True))
     assert losses(result) == pytest.approx(losses(free), rel=1e-4)
     assert result.oom_splits is not None and result.oom_splits["steps"] == STEPS

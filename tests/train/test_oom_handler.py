@@ -16,13 +16,14 @@ from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
-from lean_finetune.train.checkpoint.resume import Checkpoints
-from lean_finetune.train.checkpoint.training_state import Running
-from lean_finetune.train.loop import TrainJob, TrainResult, train
+from lean_finetune.train.checkpoint.resume import Checkpointer
+from lean_finetune.train.checkpoint.training_state import TrainingRun
+from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.oom.oom_handler import Ending
+from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.oom.oom_state import Failure, OutOfMemory
-from lean_finetune.train.process.stop_signals import Stop
+from lean_finetune.train.process.stop_signals import StopRequest
+from lean_finetune.train.train_job import TrainJob, TrainResult
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens
 
@@ -100,23 +101,23 @@ class EndsIn(TorchDispatchMode):
     def __init__(self, phase: str, step: int | None, times: int = 10**6):
         super().__init__()
         self._phase, self._step, self._times = phase, step, times
-        self.place: Any = None
+        self.position: Any = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.place.phase_name == self._phase and self.place.step == self._step and self._times > 0:
+        if self.position.phase_name == self._phase and self.position.step == self._step and self._times > 0:
             self._times -= 1
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
         return func(*args, **(kwargs or {}))
 
 
-def ending_of(*, split: bool, seen: list[Failure]) -> Ending:
-    """An ending that keeps what it is to report."""
+def ending_of(*, split: bool, seen: list[Failure]) -> OomHandler:
+    """An oom_handler that keeps what it is to report."""
 
     def report(failure: Failure) -> OutOfMemory:
         seen.append(failure)
-        return OutOfMemory(failure.phase, weights_whole=failure.weights_whole)
+        return OutOfMemory(failure.phase, weights_intact=failure.weights_intact)
 
-    return Ending(CPU, split=split, updates_in_backward=False, report=report)
+    return OomHandler(CPU, split=split, updates_in_backward=False, report=report)
 
 
 def losses(result: TrainResult) -> list[float]:
@@ -147,7 +148,7 @@ def test_a_run_that_does_not_fit_goes_on_in_smaller_parts_and_learns_the_same(sm
     with Limited(10**12) as free:
         train(job, make_meter(CPU))
     with Limited(int(0.6 * free.most_bytes)) as limited:
-        result = train(job, make_meter(CPU), ending=ending_of(split=True, seen=[]))
+        result = train(job, make_meter(CPU), oom_handler=ending_of(split=True, seen=[]))
     assert limited.refusals > 0 and limited.most_bytes < 0.6 * free.most_bytes
     assert losses(result) == pytest.approx(losses(plain(flat)), rel=1e-5)
     torch.testing.assert_close(trained(result), trained(plain(flat)), rtol=1e-3, atol=1e-5)
@@ -164,7 +165,7 @@ def test_without_recovery_the_same_run_is_told(small_llama, tokens):
     with Limited(10**12) as free:
         train(job_of(small_llama, tokens), make_meter(CPU))
     with Limited(int(0.6 * free.most_bytes)), pytest.raises(OutOfMemory):
-        train(job_of(small_llama, tokens), make_meter(CPU), ending=ending_of(split=False, seen=seen))
+        train(job_of(small_llama, tokens), make_meter(CPU), oom_handler=ending_of(split=False, seen=seen))
     (failure,) = seen
     assert failure.phase in ("forward", "backward") and (failure.step, failure.number, failure.rows) == (0, 0, 6)
     assert failure.asked_bytes == 3 * 2**20 and failure.micro_batches == 2
@@ -177,10 +178,10 @@ def test_a_failure_by_chance_changes_no_bit_but_by_the_order_of_sums(small_llama
     runs = []
     for phase in ("forward", "backward"):
         ends = EndsIn(phase, 1, times=1)
-        ending = ending_of(split=True, seen=[])
-        ends.place = ending.place
+        oom_handler = ending_of(split=True, seen=[])
+        ends.position = oom_handler.position
         with ends:
-            runs.append(train(job, make_meter(CPU), ending=ending))
+            runs.append(train(job, make_meter(CPU), oom_handler=oom_handler))
     first, second = runs
     assert losses(first) == losses(second) and torch.equal(trained(first), trained(second))
     assert [row["micro_batches"] for row in first.curves] == [2, 3, 3]
@@ -202,46 +203,48 @@ def test_a_failure_by_chance_changes_no_bit_but_by_the_order_of_sums(small_llama
 def test_each_phase_is_told_as_what_it_is(small_llama, tokens, phase: str, step: int | None, whole: bool):
     """A user sent to the batch size where loading failed; half-made updates taken for a state to go on from."""
     seen: list[Failure] = []
-    ending = ending_of(split=True, seen=seen)
+    oom_handler = ending_of(split=True, seen=seen)
     ends = EndsIn(phase, step)
-    ends.place = ending.place
-    with ends, pytest.raises(OutOfMemory) as told, ending.told():
-        train(job_of(small_llama, tokens), make_meter(CPU), ending=ending)
+    ends.position = oom_handler.position
+    with ends, pytest.raises(OutOfMemory) as told, oom_handler.reported():
+        train(job_of(small_llama, tokens), make_meter(CPU), oom_handler=oom_handler)
     (failure,) = seen
     assert (failure.phase, failure.step, failure.asked_bytes) == (phase, step, 9)
-    assert told.value.weights_whole is whole
+    assert told.value.weights_intact is whole
     if phase in ("forward", "backward"):
         assert failure.rows == 1, "halved down to one row first"
 
 
 def test_other_faults_pass_through(small_llama, tokens):
     """A fault of the program told as one of memory."""
-    ending = ending_of(split=True, seen=[])
-    with pytest.raises(RuntimeError, match="shape"), ending.told():
+    oom_handler = ending_of(split=True, seen=[])
+    with pytest.raises(RuntimeError, match="shape"), oom_handler.reported():
         raise RuntimeError("shape mismatch")
 
 
-class AfterTheFirstStep(Checkpoints):
-    """Makes one checkpoint while all is well."""
+class AfterTheFirstStep(Checkpointer):
+    """Writes one checkpoint, after the first step."""
 
-    def step_done(self, run: Running) -> None:
-        if run.step == 1:
-            self._begin(run)
+    def is_due(self) -> bool:
+        return True
+
+    def after_step(self, run: TrainingRun) -> bool:
+        return run.step == 1 and super().after_step(run)
 
 
 @pytest.mark.parametrize(("phase", "goes_on_from"), [("backward", 2), ("optimizer", 1), ("heldout", 1)])
 def test_nothing_is_lost_when_memory_ends(small_llama, tokens, plain, tmp_path: Path, phase: str, goes_on_from: int):
     """Hours of training gone with the last step; or a half-made update that is gone on from."""
     job = job_of(small_llama, tokens)
-    ending = ending_of(split=False, seen=[])
+    oom_handler = ending_of(split=False, seen=[])
     ends = EndsIn(phase, 2, times=1)
-    ends.place = ending.place
-    keeper = AfterTheFirstStep(CheckpointStore(tmp_path, 2, print), seconds=None, stop=Stop(), told=print)
+    ends.position = oom_handler.position
+    checkpoints = AfterTheFirstStep(CheckpointStore(tmp_path, 2, print), seconds=None, stop=StopRequest(), notify=print)
     with ends, pytest.raises(UserError) as told:
-        train(job, make_meter(CPU), keeper, ending)
-    kept = f"the checkpoint of optimizer step {goes_on_from} is kept: the same command goes on from there"
+        train(job, make_meter(CPU), checkpoints, oom_handler)
+    kept = f"the checkpoint of optimizer step {goes_on_from} is kept: the same command resumes from it"
     assert told.value.details[-1] == kept
-    again = Checkpoints(CheckpointStore(tmp_path, 2, print), seconds=None, stop=Stop(), told=print)
+    again = Checkpointer(CheckpointStore(tmp_path, 2, print), seconds=None, stop=StopRequest(), notify=print)
     assert again.first_step == goes_on_from
     result = train(job, make_meter(CPU), again)
     assert losses(result) == losses(plain(False)) and torch.equal(trained(result), trained(plain(False)))

@@ -14,8 +14,8 @@ from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import StageCommand
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.step.oom_errors import is_out_of_memory
-from lean_finetune.train.oom.oom_report import Forecast, Running, out_of_memory, read_forecast, would_fit
-from lean_finetune.train.oom.oom_state import Failure, asked_bytes
+from lean_finetune.train.oom.oom_report import Prediction, RunOptions, changes_that_fit, oom_error, read_prediction
+from lean_finetune.train.oom.oom_state import Failure, requested_bytes
 from tests.workspace import invoke
 
 FAILURE = Failure(
@@ -35,21 +35,21 @@ FAILURE = Failure(
     free_bytes=GIB // 4,
     total_bytes=24 * GIB,
     addresses=None,
-    weights_whole=True,
+    weights_intact=True,
     snapshot={"segments": []},
 )
-FULL = Running(method="full", precision="fp32", optimizer="adamw", can_split=True)
+FULL = RunOptions(method="full", precision="fp32", optimizer="adamw", can_split=True)
 METRICS = {"worst_phase": "backward", "gpu": "RTX-4090", "capacity_gib": 23.99}
-FORECAST = Forecast(
+FORECAST = Prediction(
     metrics=METRICS,
     breakdown={"backward": {"weights": 4 * GIB, "activations": 12 * GIB}, "peak": {"weights": 4 * GIB}},
     advice={},
 )
 
 
-def told(failure: Failure, tmp_path: Path, *, forecast: Forecast = FORECAST, running: Running = FULL) -> list[str]:
+def told(failure: Failure, tmp_path: Path, *, forecast: Prediction = FORECAST, running: RunOptions = FULL) -> list[str]:
     """The lines: the fault's, then the details."""
-    error = out_of_memory(failure, forecast, device="RTX-4090", running=running, record=tmp_path / "oom.json")
+    error = oom_error(failure, forecast, device="RTX-4090", options=running, record=tmp_path / "oom.json")
     return [str(error), *error.details]
 
 
@@ -73,7 +73,7 @@ def test_a_gpu_failure_is_told_with_both_breakdowns(tmp_path: Path):
     [
         ({"rows": 1, "padded_tokens": 512}, "data.max_length: ", False),
         ({"joined": True, "length": 4096}, "bucket.max_tokens: ", True),
-        ({"phase": "optimizer", "weights_whole": False}, "train.optimizer: ", False),
+        ({"phase": "optimizer", "weights_intact": False}, "train.optimizer: ", False),
         ({"phase": "load", "step": None, "number": None}, "train.method: ", False),
         ({"phase": "save", "step": 9}, "hardware.gpu: ", False),
         ({"phase": "reading"}, "bucket.max_tokens: memory of RTX-4090 ended between phases of optimizer step 3", False),
@@ -89,9 +89,9 @@ def test_each_phase_has_its_own_remedy(tmp_path: Path, changes: dict[str, Any], 
 
 def test_what_already_runs_is_not_proposed(tmp_path: Path):
     """A run of qlora told to use qlora, and one of sgd to take an optimizer with less state."""
-    least = Running(method="qlora", precision="bf16", optimizer="sgd", can_split=True)
+    least = RunOptions(method="qlora", precision="bf16", optimizer="sgd", can_split=True)
     for phase in ("load", "optimizer"):
-        failure = replace(FAILURE, phase=phase, step=None, number=None, weights_whole=False)
+        failure = replace(FAILURE, phase=phase, step=None, number=None, weights_intact=False)
         assert told(failure, tmp_path, running=least)[0].startswith("hardware.gpu: ")
     loading = replace(FAILURE, phase="load", step=None, number=None)
     line = told(loading, tmp_path, running=replace(least, method="lora"))[0]
@@ -109,24 +109,24 @@ def test_the_estimates_own_advice_comes_before_single_changes(tmp_path: Path):
     changes = [("a=1", 30 * GIB), ("b=2", 20 * GIB), ("c=3", 10 * GIB), ("d=4", 9 * GIB), ("e=5", 8 * GIB)]
     single = [{"command": f"dvc exp run -S {flag}", "peak_bytes": size} for flag, size in changes]
     forecast = replace(FORECAST, advice={"remedies": [], "single_changes": single})
-    assert would_fit(FAILURE, forecast) == [
+    assert changes_that_fit(FAILURE, forecast) == [
         "would fit: dvc exp run -S b=2 (20 GiB)",
         "would fit: dvc exp run -S c=3 (10 GiB)",
         "would fit: dvc exp run -S d=4 (9 GiB)",
     ]
     remedies = [{"command": "dvc exp run -S x=1 -S y=2", "peak_bytes": GIB}]
     advised = replace(FORECAST, advice={"remedies": remedies, "single_changes": single})
-    assert would_fit(FAILURE, advised) == ["would fit: dvc exp run -S x=1 -S y=2 (1 GiB)"]
+    assert changes_that_fit(FAILURE, advised) == ["would fit: dvc exp run -S x=1 -S y=2 (1 GiB)"]
 
 
 def test_without_files_of_the_estimate_something_is_told_all_the_same(tmp_path: Path):
     """A second fault that hides the first."""
-    forecast = read_forecast(METRICS, tmp_path / "nowhere")
+    forecast = read_prediction(METRICS, tmp_path / "nowhere")
     unknown = replace(FAILURE, held_bytes=None, reserved_bytes=None, free_bytes=None)
     lines = told(unknown, tmp_path, forecast=forecast)
     assert lines[1] == "measured: nothing counts memory on this system" and not any("predicted" in one for one in lines)
     write_json(tmp_path / "breakdown.json", dict(FORECAST.breakdown))
-    assert read_forecast(METRICS, tmp_path).breakdown == FORECAST.breakdown
+    assert read_prediction(METRICS, tmp_path).breakdown == FORECAST.breakdown
 
 
 def test_a_disk_that_refuses_the_file_hides_nothing(tmp_path: Path):
@@ -149,8 +149,8 @@ def test_a_limit_of_addresses_is_named_and_no_line_is_told_that_is_refused(tmp_p
 
 def test_the_command_line_prints_the_details_below_the_fault(tmp_path: Path):
     def fail() -> None:
-        raise out_of_memory(
-            FAILURE, FORECAST, device="a", running=replace(FULL, can_split=False), record=tmp_path / "oom.json"
+        raise oom_error(
+            FAILURE, FORECAST, device="a", options=replace(FULL, can_split=False), record=tmp_path / "oom.json"
         )
 
     done = invoke(StageCommand("fails", callback=fail))
@@ -181,9 +181,9 @@ def test_what_was_asked_for_is_read_off_real_messages():
     """Messages that changed with a version: here they come from the libraries themselves."""
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**46)
-    assert is_out_of_memory(refused.value) and asked_bytes(str(refused.value)) == 2**48
+    assert is_out_of_memory(refused.value) and requested_bytes(str(refused.value)) == 2**48
     with pytest.raises(MemoryError) as refused_too:
         np.empty(2**46, np.int64)
-    assert asked_bytes(str(refused_too.value)) == 2**49
-    assert asked_bytes("Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.11 GiB") == 3 * GIB // 2
-    assert asked_bytes("CUDA error: out of memory") is None
+    assert requested_bytes(str(refused_too.value)) == 2**49
+    assert requested_bytes("Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.11 GiB") == 3 * GIB // 2
+    assert requested_bytes("CUDA error: out of memory") is None

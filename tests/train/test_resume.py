@@ -69,9 +69,9 @@ def test_a_step_left_midway_is_done_again_with_the_same_dropout(small_llama: Pat
     """What half a step drew or added up must leave no trace."""
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
     break_off(job, tmp_path / "kept", stop_within=2)
-    keeper = Breaking(tmp_path / "kept")
-    assert keeper.first_step == 2
-    finish(job).refuse_other(finish(job, keeper))
+    checkpoints = Breaking(tmp_path / "kept")
+    assert checkpoints.first_step == 2
+    finish(job).refuse_other(finish(job, checkpoints))
 
 
 def test_after_a_fault_a_run_goes_on_from_its_last_checkpoint(small_llama: Path, tmp_path: Path):
@@ -79,9 +79,9 @@ def test_after_a_fault_a_run_goes_on_from_its_last_checkpoint(small_llama: Path,
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
     break_off(job, tmp_path / "kept", fail_after=3, every_step=True)
     said: list[str] = []
-    keeper = Breaking(tmp_path / "kept", told=said.append)
-    assert keeper.first_step == 3
-    finish(job).refuse_other(finish(job, keeper))
+    checkpoints = Breaking(tmp_path / "kept", notify=said.append)
+    assert checkpoints.first_step == 3
+    finish(job).refuse_other(finish(job, checkpoints))
     assert len(said) == 1 and said[0].startswith(f"train: resumed at optimizer step 3 of {STEPS} (checkpoint of 20")
 
 
@@ -89,9 +89,9 @@ def test_a_run_stopped_in_its_first_step_starts_again(small_llama: Path, tmp_pat
     """There is nothing to keep before a step is done."""
     job = small_job(small_llama, tmp_path / "tokens")
     break_off(job, tmp_path / "kept", stop_within=0)
-    keeper = Breaking(tmp_path / "kept")
-    assert keeper.first_step == 0 and "no checkpoint" in keeper.kept()
-    finish(job).refuse_other(finish(job, keeper))
+    checkpoints = Breaking(tmp_path / "kept")
+    assert checkpoints.first_step == 0 and "no checkpoint" in checkpoints.resume_hint()
+    finish(job).refuse_other(finish(job, checkpoints))
 
 
 def test_memory_seen_by_an_earlier_process_is_reported(small_llama: Path, tmp_path: Path):
@@ -101,9 +101,9 @@ def test_memory_seen_by_an_earlier_process_is_reported(small_llama: Path, tmp_pa
     found = CheckpointStore(tmp_path / "kept", 2, print).newest()
     assert found is not None
     found.values["memory_by_phase"]["backward"]["rss_bytes"] = 1 << 50
-    keeper = Breaking(tmp_path / "kept")
-    keeper._found = found
-    by_phase = train(job, make_meter(CPU), keeper).memory_by_phase
+    checkpoints = Breaking(tmp_path / "kept")
+    checkpoints._found = found
+    by_phase = train(job, make_meter(CPU), checkpoints).memory_by_phase
     assert by_phase["backward"]["rss_bytes"] == 1 << 50
     assert by_phase["forward"]["rss_bytes"] not in (None, 0, 1 << 50)
 
@@ -111,8 +111,8 @@ def test_memory_seen_by_an_earlier_process_is_reported(small_llama: Path, tmp_pa
 def test_checkpoints_change_nothing(small_llama: Path, tmp_path: Path):
     """A run that keeps every step is the run that keeps none, to the measured byte."""
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
-    keeper = Breaking(tmp_path / "kept", every_step=True)
-    finish(job).refuse_other(finish(job, keeper))
+    checkpoints = Breaking(tmp_path / "kept", every_step=True)
+    finish(job).refuse_other(finish(job, checkpoints))
     assert [path.name for path in (tmp_path / "kept").iterdir()] == [f"step-{STEPS:09d}"], "the end of training"
 
 
@@ -122,15 +122,15 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(small_llama: Path, tmp_path
     job = small_job(small_llama, tmp_path / "tokens")
     break_off(job, tmp_path / "kept", stop_after=1)
     said: list[str] = []
-    keeper = Breaking(tmp_path / "kept", told=said.append, every_step=True)
+    checkpoints = Breaking(tmp_path / "kept", notify=said.append, every_step=True)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(f"lean_finetune.train.checkpoint.checkpoint_files.{part}", full)
-    finish(job).refuse_other(finish(job, keeper))
+    finish(job).refuse_other(finish(job, checkpoints))
     assert len(said) == 1 + STEPS and all("No space left" in line for line in said[1:])
-    assert said[1].startswith("warning: no checkpoint was made, what was there stays: ")
+    assert said[1].startswith("warning: no checkpoint was made, earlier ones are kept: ")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-000000001"]
 
 
@@ -139,9 +139,9 @@ def test_weights_that_are_not_finite_are_never_kept(small_llama: Path, tmp_path:
     job = small_job(small_llama, tmp_path / "tokens", optim={"name": "sgd", "lr": 1.0, "schedule": "constant"})
     broken = replace(job, optim_spec=replace(job.optim_spec, lr=1e45))
 
-    def diverge(keeper: Breaking) -> str:
+    def diverge(checkpoints: Breaking) -> str:
         with pytest.raises(UserError) as told:
-            train(broken, make_meter(CPU), keeper)
+            train(broken, make_meter(CPU), checkpoints)
         return str(told.value)
 
     assert "must be finite" in (text := diverge(Breaking(tmp_path / "kept", every_step=True)))
@@ -150,4 +150,4 @@ def test_weights_that_are_not_finite_are_never_kept(small_llama: Path, tmp_path:
 
     break_off(job, tmp_path / "kept", stop_after=2)
     assert "the checkpoint of optimizer step 2 is kept in" in (text := diverge(Breaking(tmp_path / "kept")))
-    assert "goes on from there and ends here again, a changed one starts at the first step" in text
+    assert "fails here again, changed parameters start at the first step" in text

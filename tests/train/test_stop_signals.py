@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.train.process.stop_signals import AGAIN_SECONDS, Stop, Stopped, stopped_by_signals
+from lean_finetune.train.process.stop_signals import SAME_REQUEST_SECONDS, Stopped, StopRequest, handle_signals
 from tests.conftest import ROOT
 from tests.processes import killed_after
 from tests.train import trainer
@@ -32,19 +32,19 @@ def wait_for(true: Callable[[], bool], seconds: float) -> None:
 
 def test_a_signal_raises_at_once_where_nothing_is_under_way():
     with pytest.raises(Stopped) as stopped:
-        Stop().ask(signal.SIGTERM)
+        StopRequest().request(signal.SIGTERM)
     assert (stopped.value.name, stopped.value.exit_code) == ("SIGTERM", 143)
 
 
 def test_a_signal_waits_for_the_end_of_a_batch():
     """Weights in the middle of an update are no state to keep."""
-    stop, seen = Stop(), []
-    with stop.waiting():
+    stop, seen = StopRequest(), []
+    with stop.deferred():
         with pytest.raises(Stopped):
             for number in stop.between(iter(range(5))):
                 seen.append(number)
                 if number == 2:
-                    stop.ask(signal.SIGINT)
+                    stop.request(signal.SIGINT)
     assert seen == [0, 1, 2]
 
 
@@ -53,8 +53,8 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored():
     before = signal.getsignal(signal.SIGTERM)
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        stop = Stop()
-        with stopped_by_signals(stop), stop.waiting():
+        stop = StopRequest()
+        with handle_signals(stop), stop.deferred():
             os.kill(os.getpid(), signal.SIGHUP)
             stop.check()
             assert signal.getsignal(signal.SIGTERM) is not before
@@ -65,8 +65,8 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored():
 
 def test_a_signal_becomes_the_shells_exit_code():
     """DVC takes the outputs of a stage that ends with 0 for done."""
-    stop = Stop()
-    with pytest.raises(SystemExit) as ended, stopped_by_signals(stop), stop.waiting():
+    stop = StopRequest()
+    with pytest.raises(SystemExit) as ended, handle_signals(stop), stop.deferred():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # At once, as `timeout` sends it: the same request.
         time.sleep(0.1)
@@ -146,7 +146,7 @@ def test_a_second_signal_ends_the_process_at_once(start: Callable[..., Trainer])
     training = start("stuck")
     training.begun()
     training.kill(signal.SIGTERM)
-    assert training.ended(AGAIN_SECONDS + 0.2) is None
+    assert training.ended(SAME_REQUEST_SECONDS + 0.2) is None
     training.kill(signal.SIGINT)
     assert training.ended() == 128 + signal.SIGINT
     assert training.lines() == []

@@ -11,14 +11,15 @@ import pytest
 from lean_finetune.config.load import load_params
 from lean_finetune.config.schema import Run
 from lean_finetune.core.errors import UserError
-from lean_finetune.train.checkpoint.loop_hooks import NOTHING_KEPT, Keeper
-from lean_finetune.train.checkpoint.resume import Checkpoints, opened
-from lean_finetune.train.checkpoint.scratch_dir import DVC_LOCK, RECORD, Choice, mark_finished
-from lean_finetune.train.loop import TrainJob, train
+from lean_finetune.train.checkpoint.loop_hooks import NO_CHECKPOINTS, CheckpointHooks
+from lean_finetune.train.checkpoint.resume import Checkpointer, open_checkpointer
+from lean_finetune.train.checkpoint.scratch_dir import DVC_LOCK, RECORD, RunDirectory, mark_finished
+from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.process.stop_signals import Stop
+from lean_finetune.train.process.stop_signals import StopRequest
 from lean_finetune.train.run_fingerprint import run_key
-from lean_finetune.train.unfinished_runs import choose, told_of_mixture
+from lean_finetune.train.train_job import TrainJob
+from lean_finetune.train.unfinished_runs import choose_directory, resumed_figures
 from tests.conftest import ROOT
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
@@ -68,12 +69,12 @@ def test_a_run_that_is_not_resumed_says_why(tmp_path: Path, kind: str):
     """Hours of training that begin at step 0 once more, without a word of which of six things was changed."""
     change, told = CHANGES[kind]
     other, said = left(tmp_path, 2, {kind: change}), list[str]()
-    assert choose(tmp_path, PARTS, "exact", said.append).earlier is None
+    assert choose_directory(tmp_path, PARTS, "exact", said.append).earlier is None
     [line] = said
     assert line.startswith(f"note: the unfinished training in {other} (optimizer step 2) is not resumed: {kind} differ")
     assert told in line
     assert line.endswith("-S run.resume=compatible resumes it") == (kind in ("code", "versions"))
-    choice = choose(tmp_path, PARTS, "compatible", lambda line: None)
+    choice = choose_directory(tmp_path, PARTS, "compatible", lambda line: None)
     assert choice.earlier == (other if kind in ("code", "versions") else None)
 
 
@@ -89,7 +90,7 @@ def test_of_several_the_nearest_is_named(tmp_path: Path):
         },
     )
     nearest, said = left(tmp_path, 3, {"code": {"lean_finetune/step/training_step.py": "a"}}), list[str]()
-    choose(tmp_path, PARTS, "exact", said.append)
+    choose_directory(tmp_path, PARTS, "exact", said.append)
     assert len(said) == 1 and str(nearest) in said[0]
 
 
@@ -97,33 +98,33 @@ def settings() -> Run:
     return load_params(ROOT / "params.yaml").run
 
 
-def opened_for(choice: Choice, said: list[str]) -> Any:
-    return opened(choice, run=settings(), stop=Stop(), told=said.append)
+def opened_for(choice: RunDirectory, said: list[str]) -> Any:
+    return open_checkpointer(choice, run=settings(), stop=StopRequest(), notify=said.append)
 
 
 def test_a_compatible_run_goes_on_says_so_and_is_never_taken_for_an_exact_one(small_llama: Path, tmp_path: Path):
     """Metrics of two versions of the code that look like those of one."""
     job, root, said = quick_job(small_llama, tmp_path), tmp_path / "kept", list[str]()
-    old = choose(root, parts_with(code={"lean_finetune/step/training_step.py": "older"}), "exact", print)
-    with pytest.raises(ConnectionError), opened_for(old, said) as keeper:
-        keeper.step_done = stop_after(keeper, 2)
-        weights_of(job, keeper)
-    choice = choose(root, PARTS, "compatible", said.append)
+    old = choose_directory(root, parts_with(code={"lean_finetune/step/training_step.py": "older"}), "exact", print)
+    with pytest.raises(ConnectionError), opened_for(old, said) as checkpoints:
+        checkpoints.after_step = stop_after(checkpoints, 2)
+        weights_of(job, checkpoints)
+    choice = choose_directory(root, PARTS, "compatible", said.append)
     assert choice.earlier == old.directory
-    with pytest.raises(ConnectionError), opened_for(choice, said) as keeper:
-        assert keeper.first_step == 2
-        keeper.step_done = stop_after(keeper, 4)
-        weights_of(job, keeper)
-    assert choose(root, PARTS, "exact", said.append).directory != choice.directory
+    with pytest.raises(ConnectionError), opened_for(choice, said) as checkpoints:
+        assert checkpoints.first_step == 2
+        checkpoints.after_step = stop_after(checkpoints, 4)
+        weights_of(job, checkpoints)
+    assert choose_directory(root, PARTS, "exact", said.append).directory != choice.directory
     assert "is not resumed: it is itself a mixture" in said[-1]
-    again = choose(root, PARTS, "compatible", said.append)
-    assert again == Choice(directory=choice.directory, earlier=None, record=choice.record)
-    assert told_of_mixture(again) == {
+    again = choose_directory(root, PARTS, "compatible", said.append)
+    assert again == RunDirectory(directory=choice.directory, earlier=None, record=choice.record)
+    assert resumed_figures(again) == {
         "resumed": "compatible: with other code (lean_finetune/step/training_step.py) up to step 2"
     }
-    with opened_for(again, said) as keeper:
-        assert keeper.first_step == 4
-        assert weights_of(job, keeper) == weights_of(job)  # Nothing but the record's word was another.
+    with opened_for(again, said) as checkpoints:
+        assert checkpoints.first_step == 4
+        assert weights_of(job, checkpoints) == weights_of(job)  # Nothing but the record's word was another.
 
 
 def quick_job(model: Path, place: Path, **spec: Any) -> TrainJob:
@@ -132,34 +133,34 @@ def quick_job(model: Path, place: Path, **spec: Any) -> TrainJob:
     return replace(job, measured_steps=frozenset(), heldout_every_steps=None)
 
 
-def weights_of(job: TrainJob, keeper: Keeper = NOTHING_KEPT) -> list[Any]:
+def weights_of(job: TrainJob, checkpoints: CheckpointHooks = NO_CHECKPOINTS) -> list[Any]:
     """Train; the trained weights, as lists that can be compared."""
-    return [weight.tolist() for _, weight in train(job, make_meter(CPU), keeper).parallel.trained_parameters()]
+    return [weight.tolist() for _, weight in train(job, make_meter(CPU), checkpoints).parallel.trained_parameters()]
 
 
-def stop_after(keeper: Checkpoints, step: int) -> Any:
+def stop_after(checkpoints: Checkpointer, step: int) -> Any:
     """A power cut after a checkpoint of so many steps."""
 
-    def step_done(run: Any) -> None:
+    def after_step(run: Any) -> None:
         if run.step == step:
-            keeper._keep_last(run)
-            keeper.wait()
+            checkpoints._save_last(run)
+            checkpoints.wait()
             raise ConnectionError
 
-    return step_done
+    return after_step
 
 
 def test_a_checkpoint_that_other_code_cannot_read_is_refused_in_one_line(small_llama: Path, tmp_path: Path):
     """A permission to try ends in no traceback, and what was there stays."""
     root, said = tmp_path / "kept", list[str]()
-    old = choose(root, parts_with(code={"lean_finetune/step/training_step.py": "older"}), "exact", print)
-    with pytest.raises(ConnectionError), opened_for(old, said) as keeper:
-        keeper.step_done = stop_after(keeper, 2)
-        weights_of(quick_job(small_llama, tmp_path, method="lora"), keeper)
-    choice = choose(root, PARTS, "compatible", print)
+    old = choose_directory(root, parts_with(code={"lean_finetune/step/training_step.py": "older"}), "exact", print)
+    with pytest.raises(ConnectionError), opened_for(old, said) as checkpoints:
+        checkpoints.after_step = stop_after(checkpoints, 2)
+        weights_of(quick_job(small_llama, tmp_path, method="lora"), checkpoints)
+    choice = choose_directory(root, PARTS, "compatible", print)
     with pytest.raises(UserError, match="^run.resume: compatible must .*set run.resume=exact"):
-        with opened_for(choice, said) as keeper:
-            weights_of(quick_job(small_llama, tmp_path / "more", method="full"), keeper)
+        with opened_for(choice, said) as checkpoints:
+            weights_of(quick_job(small_llama, tmp_path / "more", method="full"), checkpoints)
     assert [path.name for path in old.directory.glob("step-*")] == ["step-000000002"]
     assert not choice.directory.exists()
 
@@ -171,18 +172,18 @@ def test_a_finished_run_keeps_its_end_until_the_next_one_begins(
     monkeypatch.chdir(tmp_path)
     job, root, said = quick_job(small_llama, tmp_path), tmp_path / "kept", list[str]()
     (tmp_path / "train.json").write_text("{}")
-    choice = choose(root, PARTS, "exact", print)
+    choice = choose_directory(root, PARTS, "exact", print)
     for first_step in (0, 5):
-        with opened_for(choice, said) as keeper:
-            assert keeper.first_step == first_step
-            ended = weights_of(job, keeper)
+        with opened_for(choice, said) as checkpoints:
+            assert checkpoints.first_step == first_step
+            ended = weights_of(job, checkpoints)
             mark_finished(choice.directory, tmp_path / "train.json")
     assert weights_of(job) == ended
     DVC_LOCK.write_text("md5: 99914b932bd37a50b983c5e7c90ae93b")  # Of {}: DVC knows the outputs, who forces it trains.
-    with opened_for(choose(root, PARTS, "exact", print), said) as keeper:
-        assert keeper.first_step == 0
-        weights_of(job, keeper)
+    with opened_for(choose_directory(root, PARTS, "exact", print), said) as checkpoints:
+        assert checkpoints.first_step == 0
+        weights_of(job, checkpoints)
         mark_finished(choice.directory, tmp_path / "train.json")
     said.clear()
-    with opened_for(choose(root, parts_with(parameters={"seed": 1}), "exact", said.append), said):
+    with opened_for(choose_directory(root, parts_with(parameters={"seed": 1}), "exact", said.append), said):
         assert not choice.directory.exists() and said == []

@@ -12,9 +12,9 @@ import torch
 from lean_finetune.config.load import load_params
 from lean_finetune.core.parent_death import end_with_parent
 from lean_finetune.step.batches import Batch
-from lean_finetune.train.checkpoint.resume import Checkpoints, opened
-from lean_finetune.train.checkpoint.scratch_dir import Choice
-from lean_finetune.train.process.stop_signals import Stop, stopped_by_signals
+from lean_finetune.train.checkpoint.resume import Checkpointer, open_checkpointer
+from lean_finetune.train.checkpoint.scratch_dir import RunDirectory
+from lean_finetune.train.process.stop_signals import StopRequest, handle_signals
 from tests.conftest import ROOT
 from tests.train.interrupted import finish, small_job
 
@@ -29,15 +29,15 @@ Mode = Literal["run", "until asked", "stuck"]
 def main(model: Path, directory: Path, mode: Mode) -> None:
     """Train, or go on with it, in `directory`; wait in a batch for a signal, or as if computing it took long."""
     torch.set_num_threads(1)
-    between, numbers = Checkpoints.between, itertools.count(1)
-    stop, run = Stop(), load_params(ROOT / "params.yaml").run
+    between, numbers = Checkpointer.between, itertools.count(1)
+    stop, run = StopRequest(), load_params(ROOT / "params.yaml").run
 
-    def held(keeper: Checkpoints, batches: Iterator[Batch]) -> Iterator[Batch]:
-        for batch in between(keeper, batches):
+    def held(checkpoints: Checkpointer, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in between(checkpoints, batches):
             if next(numbers) == HELD_BATCH and mode != "run":
                 (directory / BEGUN).touch()
                 until = time.monotonic() + LONG_SECONDS
-                while time.monotonic() < until and not (mode == "until asked" and stop.asked):
+                while time.monotonic() < until and not (mode == "until asked" and stop.requested):
                     time.sleep(0.01)
             yield batch
 
@@ -45,13 +45,13 @@ def main(model: Path, directory: Path, mode: Mode) -> None:
         with open(directory / LINES, "a") as file:
             file.write(line + "\n")
 
-    Checkpoints.between = held  # type: ignore[method-assign, assignment]
+    Checkpointer.between = held  # type: ignore[method-assign, assignment]
     job = small_job(model, directory / "tokens", lora_dropout=0.1)
     with (
-        stopped_by_signals(stop),
-        opened(Choice(directory=directory / "kept"), run=run, stop=stop, told=told) as keeper,
+        handle_signals(stop),
+        open_checkpointer(RunDirectory(directory=directory / "kept"), run=run, stop=stop, notify=told) as checkpoints,
     ):
-        ended = finish(job, keeper)
+        ended = finish(job, checkpoints)
         (directory / ENDED).write_text(ended.weights_sha256())
 
 

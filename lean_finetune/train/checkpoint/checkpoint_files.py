@@ -1,7 +1,7 @@
-"""Checkpoints as files: whole or absent, checked when they are read, the last few kept.
+"""Checkpoint files: written atomically, verified by checksum when read; the newest few are kept.
 
-Each process writes a part of its own, in plain safetensors and JSON: PyTorch's distributed checkpoints keep what is
-where in a pickle, which runs code when it is opened. The part of the first process is the directory itself.
+Each process writes its own files, in safetensors and JSON. PyTorch's distributed checkpoints store their index in a
+pickle, which runs code when it is opened. The first process writes to the checkpoint's directory itself.
 """
 
 import json
@@ -19,165 +19,168 @@ from lean_finetune.core.atomic_files import atomic_directory, bench_of, sha256_f
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.model.safetensors_files import stored_tensors, write_loaded
-from lean_finetune.train.checkpoint.stored_tensor import Kept
+from lean_finetune.train.checkpoint.stored_tensor import CheckpointTensor
 
 TENSORS, VALUES, SUMS = "tensors.safetensors", "values.json", "sha256.json"
 NAME = "step-{:09d}"
-"""A checkpoint's directory, by the optimizer steps that are done in it."""
-PIECES, PARTS = "pieces", "parts"
-"""Of the values: first row and whole shape of tensors that are rows of larger ones; how many processes wrote."""
+"""A checkpoint's directory, by the number of finished optimizer steps."""
+ROW_RANGES, RANKS = "row_ranges", "ranks"
+"""Keys of values.json: first row and full shape of sharded tensors; number of processes that wrote."""
 
-Pieces = Mapping[str, tuple[int, tuple[int, ...]]]
+RowRanges = Mapping[str, tuple[int, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One that was found whole."""
+    """A complete checkpoint."""
 
     path: Path
     values: Mapping[str, Any]
-    """As the first process gave them to `write`."""
+    """Of the first process, as passed to `write`."""
 
     @property
-    def parts(self) -> int:
-        """Processes that wrote it."""
-        return self.values[PARTS]
+    def ranks(self) -> int:
+        """Number of processes that wrote it."""
+        return self.values[RANKS]
 
-    def values_of(self, part: int) -> Mapping[str, Any]:
-        """As one of the processes gave them."""
-        return self.values if part == 0 else json.loads((part_of(self.path, part) / VALUES).read_text())
+    def values_of(self, rank: int) -> Mapping[str, Any]:
+        """Read the values of one process."""
+        return self.values if rank == 0 else json.loads((rank_directory(self.path, rank) / VALUES).read_text())
 
-    def tensors(self) -> dict[str, Kept]:
-        """Its tensors by name, none of them read."""
-        found: dict[str, Kept] = {}
-        for part in range(self.parts):
-            pieces = self.values_of(part)[PIECES]
-            for name, stored in stored_tensors(part_of(self.path, part) / TENSORS).items():
-                first, shape = pieces.get(name, (0, stored.shape))
-                before = found[name].pieces if name in found else ()
-                found[name] = Kept(shape=tuple(shape), pieces=(*before, (first, stored)))
+    def tensors(self) -> dict[str, CheckpointTensor]:
+        """Return its tensors by name, not read yet."""
+        found: dict[str, CheckpointTensor] = {}
+        for rank in range(self.ranks):
+            row_ranges = self.values_of(rank)[ROW_RANGES]
+            for name, stored in stored_tensors(rank_directory(self.path, rank) / TENSORS).items():
+                first, shape = row_ranges.get(name, (0, stored.shape))
+                before = found[name].ranges if name in found else ()
+                found[name] = CheckpointTensor(shape=tuple(shape), ranges=(*before, (first, stored)))
         return found
 
 
-def part_of(path: Path, rank: int) -> Path:
-    """Where one process's files are."""
+def rank_directory(path: Path, rank: int) -> Path:
+    """Return the directory of one process's files in a checkpoint."""
     return path / str(rank) if rank else path
 
 
 class _Dropped(Exception):
-    """Leaves what was begun without a fault."""
+    """Leaves a context without an error for the user."""
 
 
-class Unfinished:
-    """A checkpoint whose bytes the system has, but not yet the disk."""
+class PendingCheckpoint:
+    """A checkpoint in the page cache that is not on the disk yet."""
 
-    def __init__(self, store: "CheckpointStore", part: Path, rest: ExitStack):
-        """Of `store`; this process's files are in `part`, and `rest` puts the checkpoint in its place."""
-        self._store, self._part, self._rest = store, part, rest
+    def __init__(self, store: "CheckpointStore", directory: Path, rename: ExitStack):
+        """Of `store`; this process's files are in `directory`, and closing `rename` gives the checkpoint its name."""
+        self._store, self._directory, self._rename = store, directory, rename
 
-    def finish_part(self) -> None:
-        """Checksums and disk of this process's files. May run in another thread than the one that wrote.
+    def finish_rank(self) -> None:
+        """Write checksums and flush this process's files. May run in another thread than the one that wrote.
 
         Raises:
             UserError: the disk refused.
         """
-        with told_in_one_line(self._part):
-            sums = {name: sha256_file(self._part / name) for name in (TENSORS, VALUES)}
-            (self._part / SUMS).write_text(json.dumps(sums))
+        with told_in_one_line(self._directory):
+            sums = {name: sha256_file(self._directory / name) for name in (TENSORS, VALUES)}
+            (self._directory / SUMS).write_text(json.dumps(sums))
             for name in (TENSORS, VALUES, SUMS):
-                sync(self._part / name)
+                sync(self._directory / name)
 
     def publish(self) -> None:
-        """Give it its name once all parts are finished; then drop the oldest. For the first process.
+        """Rename it once all processes have finished, then remove the oldest. For the first process.
 
         Raises:
             UserError: the disk refused.
         """
-        self._rest.close()
-        self._store.drop_old()
+        self._rename.close()
+        self._store.remove_old()
 
     def drop(self) -> None:
         """Remove it. For the first process."""
-        with suppress(_Dropped), self._rest:
+        with suppress(_Dropped), self._rename:
             raise _Dropped
 
     def finish(self) -> None:
-        """All of it, for a process on its own.
+        """Finish and publish it, for a run of one process.
 
         Raises:
             UserError: the disk refused.
         """
-        with self._rest:
-            self.finish_part()
-        self._store.drop_old()
+        with self._rename:
+            self.finish_rank()
+        self._store.remove_old()
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one directory that all its processes see."""
+    """The checkpoints of one run, in a directory that all its processes share."""
 
-    def __init__(self, directory: Path, keep: int, told: Callable[[str], None], channel: ControlChannel | None = None):
-        """Keep the last `keep`; `told` gets a line for each that is damaged; `channel` are the processes."""
-        self.directory, self.keep, self._told = directory, keep, told
+    def __init__(
+        self, directory: Path, keep: int, notify: Callable[[str], None], channel: ControlChannel | None = None
+    ):
+        """Keep the newest `keep`; `notify` gets a line for each damaged one; `channel` connects the processes."""
+        self.directory, self.keep, self._notify = directory, keep, notify
         self.channel = channel or ControlChannel()
 
     def write(
-        self, step: int, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], pieces: Pieces | None = None
-    ) -> Unfinished:
-        """Hand everything to the system; once this returns the tensors may change. `finish` makes it last.
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        values: Mapping[str, Any],
+        row_ranges: RowRanges | None = None,
+    ) -> PendingCheckpoint:
+        """Write everything to the page cache; after that the tensors may change. All processes call this.
 
-        The copy that the rest is done from is in the system's cache of files: memory that it takes back when
-        training needs it. Several processes call this together.
+        The page cache is memory that the system takes back when training needs it.
 
         Raises:
             UserError: the disk refused.
         """
         path = self.directory / NAME.format(step)
         with ExitStack() as stack:
-            part = part_of(bench_of(path) / path.name, self.channel.rank)
+            directory = rank_directory(bench_of(path) / path.name, self.channel.rank)
             refused: UserError | None = None
             if self.channel.is_first:
                 try:
                     stack.enter_context(atomic_directory(path))
-                except UserError as error:  # Not raised before the others, who wait for the directory, know.
+                except UserError as error:  # Raised once the others, which wait for the directory, know.
                     refused = error
             if self.channel.from_first(int(refused is not None)) == [1]:
-                raise refused or UserError(f"{path}: cannot be written by the first process, which says why")
+                raise refused or UserError(f"{path}: cannot be written by the first process; see its log")
             if not self.channel.is_first:
-                stack.enter_context(told_in_one_line(part))
-            with self._left_together():
-                part.mkdir(exist_ok=self.channel.is_first)
-                write_loaded(part / TENSORS, tensors)
+                stack.enter_context(told_in_one_line(directory))
+            with self._fail_together():
+                directory.mkdir(exist_ok=self.channel.is_first)
+                write_loaded(directory / TENSORS, tensors)
                 saved_at = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-                more = {PIECES: pieces or {}, PARTS: self.channel.size, "saved_at": saved_at}
-                (part / VALUES).write_text(json.dumps({**values, **more}))
-            return Unfinished(self, part, stack.pop_all())
+                more = {ROW_RANGES: row_ranges or {}, RANKS: self.channel.size, "saved_at": saved_at}
+                (directory / VALUES).write_text(json.dumps({**values, **more}))
+            return PendingCheckpoint(self, directory, stack.pop_all())
 
     @contextmanager
-    def _left_together(self) -> Iterator[None]:
-        """What the disk refuses one process inside is raised in all, once no other writes there: the first will tidy.
+    def _fail_together(self) -> Iterator[None]:
+        """Raise an error of one process in all, once none of them writes any more: the first process then cleans up.
 
         Raises:
-            OSError: this process was refused.
-            UserError: another one was.
+            OSError: of this process.
+            UserError: another process had an error.
         """
         refused: OSError | None = None
         try:
             yield
         except OSError as error:
             refused = error
-        failed = [rank for rank, (bad,) in enumerate(self.channel.gather_after_work(int(refused is not None))) if bad]
+        failed = _ranks_with_error(self.channel, refused is not None)
         if refused is not None:
             raise refused
         if failed:
-            raise UserError(
-                f"process {failed[0]} of {self.channel.size} could not write its part, and says why in its log"
-            )
+            raise UserError(f"process {failed[0]} of {self.channel.size} could not write its files; see its log")
 
     def newest(self) -> Checkpoint | None:
-        """The newest that is whole; damaged ones are told of and removed, as is what was never finished.
+        """Return the newest complete checkpoint; report and remove damaged ones, and remove unfinished ones.
 
-        What was finished, and not yet given its name when the run was killed, is given it now. Several processes call
-        this together, and each checks a share of the files.
+        A checkpoint that was finished but not renamed before a kill is renamed now. All processes call this, and each
+        verifies a share of the files.
 
         Raises:
             UserError: the disk refused.
@@ -185,65 +188,68 @@ class CheckpointStore:
         leads = self.channel.is_first
         with told_in_one_line(self.directory):
             if leads:
-                for left in self.directory.glob(".*"):
-                    _name_finished(left)
-                    shutil.rmtree(left)
+                for unfinished in self.directory.glob(".*"):
+                    _rename_if_finished(unfinished)
+                    shutil.rmtree(unfinished)
             while True:
                 (step,) = self.channel.from_first(-1 if (last := self.last_step()) is None else last)
                 if step < 0:
                     return None
                 path = self.directory / NAME.format(step)
                 fault = _fault(path, self.channel)
-                damaged = [
-                    rank for rank, (bad,) in enumerate(self.channel.gather_after_work(int(fault is not None))) if bad
-                ]
+                damaged = _ranks_with_error(self.channel, fault is not None)
                 if not damaged:
                     return Checkpoint(path=path, values=json.loads((path / VALUES).read_text()))
                 if leads:
-                    what = fault or f"process {damaged[0]} found it so"
-                    self._told(f"{path}: checkpoint is damaged ({what}); taking the one before it")
+                    what = fault or f"found by process {damaged[0]}"
+                    self._notify(f"{path}: checkpoint is damaged ({what}); using the one before it")
                     shutil.rmtree(path)
 
-    def holds(self, step: int) -> bool:
-        """Whether a checkpoint of so many steps is there."""
+    def has_step(self, step: int) -> bool:
+        """Whether there is a checkpoint after `step` steps."""
         return (self.directory / NAME.format(step)).exists()
 
     def last_step(self) -> int | None:
-        """Steps done in the newest checkpoint, whole or not; None without one."""
+        """Return the finished steps of the newest checkpoint, complete or not; None without one."""
         return next(reversed(steps_in(self.directory)), None)
 
-    def drop_old(self, keep: int | None = None) -> None:
-        """Remove all but the last `keep`; None = as many as are kept while training runs."""
+    def remove_old(self, keep: int | None = None) -> None:
+        """Remove all but the newest `keep`; None = the number kept during training."""
         for step in steps_in(self.directory)[: -(keep or self.keep)]:
             shutil.rmtree(self.directory / NAME.format(step), ignore_errors=True)
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Optimizer steps done in each checkpoint of a directory, in order."""
+    """Return the finished steps of each checkpoint in a directory, in order."""
     return sorted(int(path.name.rpartition("-")[2]) for path in directory.glob("step-*"))
 
 
-def _name_finished(bench: Path) -> None:
-    """Give the checkpoint that was made at `bench` its name, if every process had finished its part."""
-    path = bench.with_name(bench.name.removeprefix(".").removesuffix(".partial"))
-    made = bench / path.name
+def _ranks_with_error(channel: ControlChannel, error: bool) -> list[int]:
+    """Return the ranks that call this with an error; all processes call it."""
+    return [rank for rank, (failed,) in enumerate(channel.gather_after_work(int(error))) if failed]
+
+
+def _rename_if_finished(partial: Path) -> None:
+    """Give a checkpoint in a temporary directory its name, if every process had finished its files."""
+    path = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
+    written = partial / path.name
     try:
-        for part in range(json.loads((made / VALUES).read_text())[PARTS]):
-            json.loads((part_of(made, part) / SUMS).read_text())
-    except (OSError, KeyError, TypeError, ValueError):  # It was not: a file is missing, or cut off.
+        for rank in range(json.loads((written / VALUES).read_text())[RANKS]):
+            json.loads((rank_directory(written, rank) / SUMS).read_text())
+    except (OSError, KeyError, TypeError, ValueError):  # Unfinished: a file is missing or truncated.
         return
     if not path.exists():
-        made.rename(path)
+        written.rename(path)
 
 
 def _fault(path: Path, channel: ControlChannel) -> str | None:
-    """What is wrong with this process's share of a checkpoint's files; None if nothing."""
+    """Verify this process's share of a checkpoint's files; return what is wrong, or None."""
     try:
-        if channel.is_first and (fault := _fault_of_part(path)):
+        if channel.is_first and (fault := _fault_of_rank(path)):
             return fault
-        parts = json.loads((path / VALUES).read_text())[PARTS]
-        for part in range(1, parts):
-            if part % channel.size == channel.rank and (fault := _fault_of_part(part_of(path, part))):
+        ranks = json.loads((path / VALUES).read_text())[RANKS]
+        for rank in range(1, ranks):
+            if rank % channel.size == channel.rank and (fault := _fault_of_rank(rank_directory(path, rank))):
                 return fault
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(path)} is missing"
@@ -252,12 +258,12 @@ def _fault(path: Path, channel: ControlChannel) -> str | None:
     return None
 
 
-def _fault_of_part(part: Path) -> str | None:
-    """What is wrong with the files of one process."""
-    sums = json.loads((part / SUMS).read_text())
+def _fault_of_rank(directory: Path) -> str | None:
+    """Verify the files of one process; return what is wrong, or None."""
+    sums = json.loads((directory / SUMS).read_text())
     if not isinstance(sums, dict) or set(sums) != {TENSORS, VALUES}:
         return f"{SUMS} does not name its files"
     for name, expected in sums.items():
-        if sha256_file(part / name) != expected:
+        if sha256_file(directory / name) != expected:
             return f"{name} differs from its checksum"
     return None

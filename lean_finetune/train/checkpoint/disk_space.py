@@ -1,4 +1,4 @@
-"""Room on the disk for what a training will write, looked for before its first step: a full disk is found in time."""
+"""Check free disk space for checkpoints and weights before the first step, not when the disk is full."""
 
 import math
 import shutil
@@ -8,73 +8,72 @@ from pathlib import Path
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import readable_size
-from lean_finetune.train.checkpoint.training_state import Running
+from lean_finetune.train.checkpoint.training_state import TrainingRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """What the end of a training writes, and where."""
+class DiskSpace:
+    """What a training writes at its end, and where."""
 
     out: Path
-    """The directory of the trained weights."""
+    """Directory of the trained weights."""
     merged_bytes: int
-    """Of the merged model, 0 where none is written."""
+    """Size of the merged model; 0 if none is written."""
     enforce: bool
-    """Whether a run that has no room is refused (estimate.enforce)."""
-    told: Callable[[str], None]
+    """Refuse a run without enough space (estimate.enforce)."""
+    notify: Callable[[str], None]
     """Gets a line for the user."""
 
     def check(self, checkpoints: Path, *, trained_bytes: int, checkpoint_bytes: int, there: int, most: int) -> None:
-        """Refuse a run whose end has no room, tell of one whose checkpoints have none. For the first process.
+        """Refuse a run whose last outputs do not fit; warn if `most` checkpoints do not. For the first process.
 
-        Training keeps up to `most` checkpoints at a time (one is whole before the oldest goes); its end keeps one, and
-        then writes the weights.
+        The end of training keeps one checkpoint and then writes the weights.
 
         Args:
             checkpoints: their directory.
-            trained_bytes: of the weights that are saved.
-            checkpoint_bytes: of each.
-            there: checkpoints that are there already, of an earlier process.
-            most: checkpoints at a time.
+            trained_bytes: size of the saved weights.
+            checkpoint_bytes: size of one checkpoint.
+            there: existing checkpoints of an earlier process.
+            most: checkpoints on disk at the same time: a new one is complete before the oldest is removed.
 
         Raises:
             UserError: with the figures.
         """
         weights = trained_bytes + self.merged_bytes
         free, free_at_out = _free_bytes(checkpoints), _free_bytes(self.out)
-        one = _device(checkpoints) == _device(self.out)
-        last = checkpoint_bytes * (1 - there)  # Those before the last go first, and leave room.
-        if self.enforce and (weights + (last if one else 0) > free_at_out or last > free):
-            elsewhere = "" if one else f" there and {readable_size(free)} for {checkpoints}"
+        same_disk = _device(checkpoints) == _device(self.out)
+        last = checkpoint_bytes * (1 - there)  # Older ones are removed first and free their space.
+        if self.enforce and (weights + (last if same_disk else 0) > free_at_out or last > free):
+            elsewhere = "" if same_disk else f" there and {readable_size(free)} for {checkpoints}"
             raise UserError(
-                f"{self.out}: the disk must have room for the end of training: {readable_size(weights)} of weights and "
-                f"{readable_size(checkpoint_bytes)} of a last checkpoint; {readable_size(free_at_out)} are free"
-                f"{elsewhere}; free space, then rerun, or set estimate.enforce=false"
+                f"{self.out}: the disk has too little free space for the end of training: {readable_size(weights)} of "
+                f"weights and {readable_size(checkpoint_bytes)} of a last checkpoint; {readable_size(free_at_out)} are "
+                f"free{elsewhere}; free space, then rerun, or set estimate.enforce=false"
             )
         if checkpoint_bytes * (most - there) > free:
-            self.told(
+            self.notify(
                 f"warning: run.keep_checkpoints: up to {most} checkpoints of {readable_size(checkpoint_bytes)} are on "
-                f"the disk at a time, {there} of them already, and {readable_size(free)} are free for {checkpoints}; "
-                "one that finds no room is left out and the one before it is kept; free space, or lower it"
+                f"the disk at a time, {there} already, and {readable_size(free)} are free for {checkpoints}; a "
+                "checkpoint that does not fit is skipped and the previous one stays; free space, or lower it"
             )
 
 
-def trained_bytes(run: Running) -> int:
-    """Of all trained weights, as they are saved."""
+def trained_bytes(run: TrainingRun) -> int:
+    """Return the size of all trained weights as they are saved."""
     pairs = zip(run.parallel.trained_parameters(), run.parallel.slices(), strict=True)
     return sum(math.prod(piece.full_shape) * parameter.element_size() for (_, parameter), piece in pairs)
 
 
 def _free_bytes(path: Path) -> int:
-    """Free where a path is, or will be."""
-    return shutil.disk_usage(_there(path)).free
+    """Return the free space where a path is or will be."""
+    return shutil.disk_usage(_existing(path)).free
 
 
 def _device(path: Path) -> int:
-    """The file system of a path that is, or will be."""
-    return _there(path).stat().st_dev
+    """Return the id of the file system where a path is or will be."""
+    return _existing(path).stat().st_dev
 
 
-def _there(path: Path) -> Path:
-    """The path, or the nearest directory above it that exists."""
+def _existing(path: Path) -> Path:
+    """Return the path or its nearest existing parent."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())

@@ -1,8 +1,8 @@
-"""Checkpoints of a run on several GPUs: made, published and stopped at by all of its processes at the same step.
+"""Checkpoints of a run on several GPUs, which all processes write, publish and stop at after the same step.
 
-After each step every process says a few whole numbers: whether it was asked to stop, whether it still finishes its
-part of the last checkpoint. The first process's clock says when one is due. A checkpoint gets its name once every part
-is on the disk. Where one process fails alone nothing can be agreed on any more: what was kept before serves.
+After each step the processes exchange whether they were asked to stop and whether they still finish the last
+checkpoint. The first process's clock decides when one is due. A checkpoint gets its name once the files of all
+processes are on the disk. If one process fails alone, earlier checkpoints remain.
 """
 
 import time
@@ -13,94 +13,95 @@ from lean_finetune.config.schema import Run
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.step.batches import Batch
-from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, Unfinished
-from lean_finetune.train.checkpoint.disk_space import Room
-from lean_finetune.train.checkpoint.resume import Checkpoints, opened
-from lean_finetune.train.checkpoint.scratch_dir import Choice, held_alone, held_by_us
-from lean_finetune.train.checkpoint.training_state import Running, cut_of
+from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, PendingCheckpoint
+from lean_finetune.train.checkpoint.disk_space import DiskSpace
+from lean_finetune.train.checkpoint.resume import Checkpointer, open_checkpointer
+from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, lock_earlier_run, lock_run_directory
+from lean_finetune.train.checkpoint.training_state import TrainingRun, layout_of
 from lean_finetune.train.monitor.finite_checks import refuse_broken_weights
-from lean_finetune.train.process.stop_signals import Stop, Stopped
+from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 
 
-class SharedCheckpoints(Checkpoints):
-    """Checkpoints whose every decision is that of all processes."""
+class DistributedCheckpointer(Checkpointer):
+    """A checkpointer whose processes take every decision together."""
 
-    _pending: Unfinished | None = None
-    """Written by all, and not yet published."""
-    _begun = False
-    """Whether a checkpoint was begun that is not yet settled; alike in all processes."""
+    _pending: PendingCheckpoint | None = None
+    """Written by all processes, not published yet."""
+    _started = False
+    """Whether a checkpoint was started and not settled; equal in all processes."""
     _failed = False
-    """Whether this process could not write its part of it."""
+    """Whether this process could not write its files of it."""
 
     @property
     def _channel(self) -> ControlChannel:
         return self._store.channel
 
     def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """All of them: the others would wait for what this process leaves out."""
+        """Return all batches: the other processes wait for each of them."""
         return batches
 
-    def step_done(self, run: Running) -> None:
-        """See Checkpoints."""
-        busy = self._finishing is not None and self._finishing.is_alive()
-        said = self._channel.gather(int(busy), int(self.is_due()))
-        if not any(is_busy for is_busy, _ in said):
+    def after_step(self, run: TrainingRun) -> bool:
+        """See `Checkpointer`."""
+        status = self._channel.gather(int(self._is_busy()), int(self.is_due()))
+        starts = False
+        if not any(busy for busy, _ in status):
             self._settle()
-            if said[0][1]:
-                self._begin(run)
+            starts = bool(status[0][1])
+            if starts:
+                self._start_write(run)
         self.check_stop()
+        return starts
 
     def check_stop(self) -> None:
         """Stop if any process was asked to."""
-        numbers = [number for (number,) in self._channel.gather(self._stop.number or 0) if number]
+        numbers = [number for (number,) in self._channel.gather(self._stop.signal_number or 0) if number]
         if numbers:
             raise Stopped(numbers[0])
 
-    def keep_after_fault(self, run: Running) -> None:
-        """Nothing: the others may be within a step."""
+    def save_after_fault(self, run: TrainingRun) -> None:
+        """Write nothing: the other processes may be inside a step."""
 
-    def _keep_last(self, run: Running) -> None:
-        """Make a checkpoint of what is done, and publish it."""
+    def _save_last(self, run: TrainingRun) -> None:
+        """Write a checkpoint and publish it."""
         self._settle()
-        if run.step and not self._channel.from_first(int(self._store.holds(run.step)))[0]:
-            self._begin(run)
+        if run.step and not self._channel.from_first(int(self._store.has_step(run.step)))[0]:
+            self._start_write(run)
             self._settle()
 
-    def _begin(self, run: Running) -> None:
-        """Hand a part each to the system; a thread does the rest."""
+    def _start_write(self, run: TrainingRun) -> None:
+        """Write this process's files to the page cache and finish them in a thread."""
         self._settle()
         refuse_broken_weights(run.parallel, run.step)
         start = self._clock()
-        self._begun, self._failed = True, False
+        self._started, self._failed = True, False
         try:
             self._pending = self._write(run)
         except UserError as error:
             self._fail(error)
-        self._spend(self._clock() - start)
+        self._record_cost(self._clock() - start)
         if self._pending is not None:
             self._finish_in_thread(self._pending)
 
-    def _finish(self, unfinished: Unfinished) -> None:
-        """In the thread: this process's part."""
+    def _finish(self, pending: PendingCheckpoint) -> None:
+        """Run in the thread: finish this process's files."""
         start = time.thread_time()
         try:
-            unfinished.finish_part()
+            pending.finish_rank()
         except UserError as error:
             self._fail(error)
-        self._spend(self._spent + time.thread_time() - start)
+        self._record_cost(self._spent + time.thread_time() - start)
 
     def _fail(self, error: UserError) -> None:
-        """This process cannot do its part."""
         self._failed = True
         self._warn(error)
 
     def _settle(self) -> None:
-        """Wait for this process's part, hear of the others', and have the first publish the whole or drop it."""
-        if not self._begun:
+        """Wait until all processes have finished; the first one then publishes the checkpoint or drops it."""
+        if not self._started:
             return
         self.wait()
         failed = [rank for rank, (bad,) in enumerate(self._channel.gather_after_work(int(self._failed))) if bad]
-        pending, self._pending, self._begun = self._pending, None, False
+        pending, self._pending, self._started = self._pending, None, False
         if not self._channel.is_first or pending is None:
             return
         if not failed:
@@ -111,59 +112,55 @@ class SharedCheckpoints(Checkpoints):
             return
         pending.drop()
         if failed != [0]:
-            others = [rank for rank in failed if rank]
-            self._told(
-                f"warning: no checkpoint was made, what was there stays: process {others[0]} of "
-                f"{self._channel.size} could not write its part, and says why in its log"
-            )
+            rank = next(rank for rank in failed if rank)
+            self._warn(f"process {rank} of {self._channel.size} could not write its files; see its log")
 
 
-def opened_by_all(
-    choice: Choice,
+def open_for_all_ranks(
+    where: RunDirectory,
     *,
     run: Run,
-    stop: Stop,
-    told: Callable[[str], None],
+    stop: StopRequest,
+    notify: Callable[[str], None],
     channel: ControlChannel,
     sharding: str,
-    room: Room | None = None,
-) -> AbstractContextManager[Checkpoints]:
-    """As `resume.opened`, for a run of one process or of several, all of which call this.
+    disk_space: DiskSpace | None = None,
+) -> AbstractContextManager[Checkpointer]:
+    """Do what `open_checkpointer` does, for a run of one or several processes, all of which call this.
 
     Raises:
         UserError: another run works there, or the disk refused.
-        Stopped: that was asked for; the user was told.
+        Stopped: a signal came; the user was notified.
     """
     if channel.size == 1:
-        return opened(choice, run=run, stop=stop, told=told, room=room)
-    return _opened_together(choice, run, stop, told, channel, sharding, room)
+        return open_checkpointer(where, run=run, stop=stop, notify=notify, disk_space=disk_space)
+    return _open_distributed(where, run, stop, notify, channel, sharding, disk_space)
 
 
 @contextmanager
-def _opened_together(
-    choice: Choice,
+def _open_distributed(
+    where: RunDirectory,
     run: Run,
-    stop: Stop,
-    told: Callable[[str], None],
+    stop: StopRequest,
+    notify: Callable[[str], None],
     channel: ControlChannel,
     sharding: str,
-    room: Room | None,
-) -> Iterator[Checkpoints]:
-    """Of several processes the first holds the directories."""
+    disk_space: DiskSpace | None,
+) -> Iterator[Checkpointer]:
+    """Let the first of several processes lock the directories."""
     with ExitStack() as stack:
         if channel.is_first:
-            stack.enter_context(held_alone(choice.directory, told, choice.record))
-            stack.enter_context(held_by_us(choice.earlier))
-        channel.gather_after_work(0)  # From here on the first process holds the directory.
-        store = CheckpointStore(choice.directory, run.keep_checkpoints, told, channel)
-        checkpoints = SharedCheckpoints(
-            store,
+            stack.enter_context(lock_run_directory(where.directory, notify, where.record))
+            stack.enter_context(lock_earlier_run(where.earlier))
+        channel.gather_after_work(0)  # From here on the first process has the lock.
+        checkpoints = DistributedCheckpointer(
+            CheckpointStore(where.directory, run.keep_checkpoints, notify, channel),
             seconds=run.checkpoint_seconds,
             stop=stop,
-            told=told,
-            cut=cut_of(channel.size, sharding),
-            earlier=choice.earlier,
-            room=room,
+            notify=notify,
+            layout=layout_of(channel.size, sharding),
+            earlier=where.earlier,
+            disk_space=disk_space,
         )
-        with checkpoints.told_of_stop():
+        with checkpoints.report_stop():
             yield checkpoints

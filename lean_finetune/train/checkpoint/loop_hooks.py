@@ -1,36 +1,37 @@
-"""What the loop tells of its steps, so that a run can be kept."""
+"""Checkpoint hooks of the training loop."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from lean_finetune.step.batches import Batch
-from lean_finetune.train.checkpoint.training_state import Running
+from lean_finetune.train.checkpoint.training_state import TrainingRun
 
 
-class Keeper:
-    """What the loop tells of its steps; this one keeps nothing."""
+class CheckpointHooks:
+    """Hooks that the training loop calls; this class writes no checkpoint."""
 
     first_step = 0
-    """The optimizer step to begin with."""
+    """First optimizer step to run."""
     measures_load = True
-    """Whether figures of memory begin here: they do not go on from an earlier process's."""
+    """Whether memory figures start here. If not, they continue those of an earlier process."""
 
-    def resume(self, run: Running, steps: int) -> None:
-        """Put a run of so many `steps` that was just loaded where `first_step` begins."""
+    def resume(self, run: TrainingRun, steps: int) -> None:
+        """Restore a run of `steps` steps, which was just loaded, to the start of `first_step`."""
 
-    def keeping(self, run: Running) -> AbstractContextManager[None]:
-        """The context of all steps."""
+    def saving_on_stop(self, run: TrainingRun) -> AbstractContextManager[None]:
+        """Return the context of all steps; a stop or an error inside writes a last checkpoint."""
         return nullcontext()
 
-    def step_done(self, run: Running) -> None:
-        """Call after a step, when its row is in `run.curves`."""
+    def after_step(self, run: TrainingRun) -> bool:
+        """Write a checkpoint if one is due, and return whether it is; call when the step's row is in `run.curves`."""
+        return False
 
-    def all_done(self, run: Running) -> None:
-        """Call after the last step, also where an earlier process did it."""
+    def after_last_step(self, run: TrainingRun) -> None:
+        """Write the last checkpoint; called even if an earlier process ran all steps."""
 
     def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The step's batches, between two of which it may be left."""
+        """Return the batches of a step; a stop may be raised between two."""
         return batches
 
 
-NOTHING_KEPT = Keeper()
+NO_CHECKPOINTS = CheckpointHooks()

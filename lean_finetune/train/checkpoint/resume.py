@@ -1,8 +1,7 @@
-"""Checkpoints while training runs: where they are, when one is made, and how a run goes on from one.
+"""Write checkpoints during training, and resume from the newest one.
 
-A checkpoint is made in two parts. The loop waits while the system takes the bytes (a copy within memory); checksums,
-the disk and the name follow in a thread. How often depends on the clock and on what a checkpoint costs, and so on
-nothing that a result depends on.
+The training loop waits only until the bytes are in the page cache. Checksums, flushing and renaming follow in a
+thread. When a checkpoint is due depends on the clock and on what the last one cost, and never changes a result.
 """
 
 import threading
@@ -15,77 +14,81 @@ from typing import Any
 from lean_finetune.config.schema import Run
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.batches import Batch
-from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, Unfinished, steps_in
-from lean_finetune.train.checkpoint.disk_space import Room, trained_bytes
-from lean_finetune.train.checkpoint.loop_hooks import Keeper
-from lean_finetune.train.checkpoint.scratch_dir import Choice, held_alone, held_by_us
+from lean_finetune.train.checkpoint.checkpoint_files import Checkpoint, CheckpointStore, PendingCheckpoint, steps_in
+from lean_finetune.train.checkpoint.disk_space import DiskSpace, trained_bytes
+from lean_finetune.train.checkpoint.loop_hooks import CheckpointHooks
+from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, lock_earlier_run, lock_run_directory
 from lean_finetune.train.checkpoint.training_state import (
-    Running,
-    cut_of,
-    held_by,
-    pieces_of,
-    put_back,
-    tensors_of,
-    values_of,
+    TrainingRun,
+    layout_of,
+    local_tensors,
+    plain_values,
+    restore_state,
+    row_ranges,
+    tensors_to_store,
 )
 from lean_finetune.train.monitor.finite_checks import Diverged, refuse_broken_weights
 from lean_finetune.train.oom.oom_state import OutOfMemory
-from lean_finetune.train.process.stop_signals import Stop, Stopped
+from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 
-ALONE_CUT = cut_of(1, "none")
-LARGEST_SHARE = 0.02
-"""Of the time, that checkpoints may take: after a dear one, the next comes later."""
+ONE_PROCESS = layout_of(1, "none")
+MOST_TIME_SHARE = 0.02
+"""Largest share of the time that checkpoints may take: the next one comes later after an expensive one."""
+SAME_COMMAND = "the same command resumes from it"
 
 
-class Checkpoints(Keeper):
-    """Keeps the checkpoints of one run. Made by `opened`, used by the loop."""
+class Checkpointer(CheckpointHooks):
+    """Writes and resumes the checkpoints of a run of one process. Made by `open_checkpointer`, used by the loop."""
 
     def __init__(
         self,
         store: CheckpointStore,
         *,
         seconds: float | None,
-        stop: Stop,
-        told: Callable[[str], None],
+        stop: StopRequest,
+        notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
-        cut: Mapping[str, Any] = ALONE_CUT,
+        layout: Mapping[str, Any] = ONE_PROCESS,
         earlier: Path | None = None,
-        room: Room | None = None,
+        disk_space: DiskSpace | None = None,
     ):
-        """Look for what an earlier process left.
+        """Find the newest checkpoint of an earlier process.
 
         Args:
-            store: their files.
-            seconds: between two; None = only when asked to stop.
-            stop: who asks.
-            told: gets a line where one is gone on from, is damaged or cannot be written.
-            clock: seconds that never jump.
-            cut: how the run is shared.
-            earlier: the directory of another run, from which this one goes on where it has no checkpoint of its own.
-            room: what else the run will write, for which there must be room on the disk; None = nothing.
+            store: the checkpoint files.
+            seconds: between two checkpoints; None = only on a stop.
+            stop: set by signals.
+            notify: gets a line when a checkpoint is resumed, is damaged or cannot be written.
+            clock: monotonic seconds.
+            layout: how GPUs share the run.
+            earlier: directory of another run to resume from if this one has no checkpoint.
+            disk_space: what else the run will write; None = nothing.
         """
-        self._store, self._seconds, self._told, self._clock = store, seconds, told, clock
-        self._stop, self._earlier, self._room = stop, earlier, room
+        self._store, self._seconds, self._notify, self._clock = store, seconds, notify, clock
+        self._stop, self._earlier, self._disk_space = stop, earlier, disk_space
         self._found = store.newest()
         if self._found is None and earlier is not None:
-            self._found = CheckpointStore(earlier, store.keep, told, store.channel).newest()
+            self._found = CheckpointStore(earlier, store.keep, notify, store.channel).newest()
         self.first_step = 0 if self._found is None else self._found.values["step"]
-        self.measures_load = self._found is None or self._found.values["cut"] != cut
-        self._finishing: threading.Thread | None = None
+        self.measures_load = self._found is None or self._found.values["layout"] != layout
+        self._thread: threading.Thread | None = None
         self._spent = 0.0
-        """Seconds that the last checkpoint took from training, or from a core that training may use."""
+        """Seconds that the last checkpoint took from training, or from a CPU core that training may use."""
         self._due = clock() + (seconds or 0.0)
 
-    def resume(self, run: Running, steps: int) -> None:
-        """Put back the checkpoint that was found, and say so; look for room on the disk."""
+    def resume(self, run: TrainingRun, steps: int) -> None:
+        """Restore the checkpoint that was found, then check the free disk space."""
         if self._found is not None:
-            self._put_back(run, steps)
-        if self._room is None:
+            found, self._found = self._found, None
+            self._restore(found, run, steps)
+        if self._disk_space is None:
             return
         channel = self._store.channel
-        sizes = channel.gather_after_work(sum(tensor.nbytes for tensor in tensors_of(held_by(run)).values()))
+        sizes = channel.gather_after_work(
+            sum(tensor.nbytes for tensor in tensors_to_store(local_tensors(run)).values())
+        )
         if channel.is_first:
-            self._room.check(
+            self._disk_space.check(
                 self._store.directory,
                 trained_bytes=trained_bytes(run),
                 checkpoint_bytes=sum(size for (size,) in sizes),
@@ -93,111 +96,113 @@ class Checkpoints(Keeper):
                 most=1 if self._seconds is None else self._store.keep + 1,
             )
 
-    def _put_back(self, run: Running, steps: int) -> None:
-        """Go on from the checkpoint that was found."""
-        assert self._found is not None
-        found, self._found = self._found, None
+    def _restore(self, found: Checkpoint, run: TrainingRun, steps: int) -> None:
         try:
-            put_back(run, found.tensors(), [found.values_of(part) for part in range(found.parts)])
+            restore_state(run, found.tensors(), [found.values_of(rank) for rank in range(found.ranks)])
         except (RuntimeError, LookupError, TypeError) as error:
             if self._earlier is None:
                 raise
             raise UserError(
-                f"run.resume: compatible must meet a checkpoint that this code can read; the one in {found.path} is "
-                f"another ({error}); set run.resume=exact to begin at the first step"
+                f"run.resume: compatible needs a checkpoint that this code can read; the one in {found.path} differs "
+                f"({error}); set run.resume=exact to start at the first step"
             ) from error
-        self._told(f"train: resumed at optimizer step {run.step} of {steps} (checkpoint of {found.values['saved_at']})")
+        saved_at = found.values["saved_at"]
+        self._notify(f"train: resumed at optimizer step {run.step} of {steps} (checkpoint of {saved_at})")
         if self.measures_load:
-            cut = found.values["cut"]
-            self._told(
-                f"note: that checkpoint is of {cut['gpus']} GPU(s), train.sharding={cut['sharding']}: the steps before "
-                "it are those of this run but for rounding, and peaks of memory are measured from here on"
+            layout = found.values["layout"]
+            self._notify(
+                f"note: the checkpoint is of {layout['gpus']} GPU(s) with train.sharding={layout['sharding']}: "
+                "its steps equal those of this run except for rounding, and memory is measured from here on"
             )
 
     def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Stops between two batches where that was asked for."""
+        """Stop between two batches on request."""
         return self._stop.between(batches)
 
     @contextmanager
-    def keeping(self, run: Running) -> Iterator[None]:
-        """Inside, a signal waits for the end of a step or batch; a last checkpoint is then made.
+    def saving_on_stop(self, run: TrainingRun) -> Iterator[None]:
+        """Make a signal inside wait for the end of a step or batch, then write a last checkpoint.
 
         Raises:
             Stopped: a signal came.
-            UserError: a loss, gradient or weight was not finite, or memory ended; with what is kept.
+            UserError: a loss, gradient or weight was not finite, or memory ran out; with the last checkpoint's step.
         """
         try:
-            with self._stop.waiting():
+            with self._stop.deferred():
                 yield
             self.check_stop()
         except Stopped:
-            self._keep_last(run)
+            self._save_last(run)
             raise
         except Diverged as error:
-            raise UserError(f"{error}; {self._kept_of_diverged()}") from None
+            raise UserError(f"{error}; {self._diverged_hint()}") from None
         except OutOfMemory as error:
-            if error.weights_whole:  # Then the run is where its last step left it, random states too.
-                self.keep_after_fault(run)
-            raise UserError(str(error), *error.details, self.kept()) from None
+            if error.weights_intact:  # Random states are also those of the last finished step.
+                self.save_after_fault(run)
+            raise UserError(str(error), *error.details, self.resume_hint()) from None
 
     def check_stop(self) -> None:
-        """Stop here if that was asked for.
+        """Stop here on request.
 
         Raises:
-            Stopped: it was.
+            Stopped: a signal came.
         """
         self._stop.check()
 
-    def keep_after_fault(self, run: Running) -> None:
-        """Make a checkpoint of the steps before a fault."""
-        self._keep_last(run)
+    def save_after_fault(self, run: TrainingRun) -> None:
+        """Write a checkpoint of the steps before a fault."""
+        self._save_last(run)
 
-    def step_done(self, run: Running) -> None:
-        """Makes a checkpoint where one is due.
+    def after_step(self, run: TrainingRun) -> bool:
+        """Write a checkpoint if one is due; return whether it is.
 
         Raises:
-            Stopped: that was asked for.
-            Diverged: weights are not finite where a checkpoint would be made.
+            Stopped: a signal came.
+            Diverged: weights are not finite.
         """
         self._stop.check()
-        if self.is_due():
-            self._begin(run)
+        due = self.is_due()
+        if due:
+            self._start_write(run)
+        return due
 
-    def all_done(self, run: Running) -> None:
-        """Keep the end of training, alone: what is left is to publish, and a kill or a full disk costs no step."""
-        self._keep_last(run)
+    def after_last_step(self, run: TrainingRun) -> None:
+        """Keep only the end of training: a kill or a full disk while publishing then costs no step."""
+        self._save_last(run)
         self.wait()
-        if self._store.channel.is_first and self._store.holds(run.step):
-            self._store.drop_old(keep=1)
+        if self._store.channel.is_first and self._store.has_step(run.step):
+            self._store.remove_old(keep=1)
 
     def is_due(self) -> bool:
-        """Whether it is time for a checkpoint, and the last one is finished."""
-        busy = self._finishing is not None and self._finishing.is_alive()
-        return self._seconds is not None and not busy and self._clock() >= self._due
+        """Whether a checkpoint is due and the last one is finished."""
+        return self._seconds is not None and not self._is_busy() and self._clock() >= self._due
 
-    def _keep_last(self, run: Running) -> None:
-        """Make a checkpoint of what is done before the process ends."""
+    def _is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _save_last(self, run: TrainingRun) -> None:
+        """Write a checkpoint before the process ends."""
         self.wait()
-        if run.step and not self._store.holds(run.step):
-            self._begin(run)
+        if run.step and not self._store.has_step(run.step):
+            self._start_write(run)
 
-    def _last_kept(self) -> int | None:
-        """Steps in the newest checkpoint, all of which are finished now."""
+    def _last_step(self) -> int | None:
+        """Wait for the thread, then return the step of the newest checkpoint."""
         self.wait()
         return self._store.last_step()
 
-    def kept(self) -> str:
-        """What there is to go on from, for people."""
-        step = self._last_kept()
-        if step is None and self._earlier is not None:
-            return f"the checkpoint in {self._earlier} is kept: the same command goes on from there"
-        if step is None:
-            return "no checkpoint was made: the same command starts at the first step"
-        return f"the checkpoint of optimizer step {step} is kept: the same command goes on from there"
+    def resume_hint(self) -> str:
+        """Say from which checkpoint the run can be resumed."""
+        step = self._last_step()
+        if step is not None:
+            return f"the checkpoint of optimizer step {step} is kept: {SAME_COMMAND}"
+        if self._earlier is not None:
+            return f"the checkpoint in {self._earlier} is kept: {SAME_COMMAND}"
+        return "no checkpoint was made: the same command starts at the first step"
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Inside, outputs are written; where that fails, the user is told what is kept.
+        """Add to an error inside, where outputs are written, from which checkpoint the run can be resumed.
 
         Raises:
             UserError: the disk refused.
@@ -205,103 +210,110 @@ class Checkpoints(Keeper):
         try:
             yield
         except UserError as error:
-            raise UserError(f"{error}; {self.kept()}", *error.details) from None
+            raise UserError(f"{error}; {self.resume_hint()}", *error.details) from None
 
-    def _kept_of_diverged(self) -> str:
-        """What is left after weights went wrong, for people."""
-        step = self._last_kept()
+    def _diverged_hint(self) -> str:
+        """Say which checkpoint is left after training diverged."""
+        step = self._last_step()
         if step is None:
             return "no checkpoint was made yet"
         return (
-            f"the checkpoint of optimizer step {step} is kept in {self._store.directory}: the same command goes on "
-            "from there and ends here again, a changed one starts at the first step"
+            f"the checkpoint of optimizer step {step} is kept in {self._store.directory}: {SAME_COMMAND} and "
+            "fails here again, changed parameters start at the first step"
         )
 
     @contextmanager
-    def told_of_stop(self) -> Iterator[None]:
-        """Inside, the run is stopped with a word to the user; nothing is left half-written.
+    def report_stop(self) -> Iterator[None]:
+        """Report a stop inside, and wait for the thread that finishes a checkpoint.
 
         Raises:
-            Stopped: that was asked for.
+            Stopped: a signal came.
         """
         try:
             yield
         except Stopped as reason:
-            self._told(f"train: stopped by {reason.name}; {self.kept()}")
+            self._notify(f"train: stopped by {reason.name}; {self.resume_hint()}")
             raise
         finally:
             self.wait()
 
     def wait(self) -> None:
         """Wait for the thread that finishes the last checkpoint."""
-        if self._finishing is not None:
-            self._finishing.join()
-            self._finishing = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
-    def _begin(self, run: Running) -> None:
-        """Hand a checkpoint to the system; a thread does the rest."""
+    def _start_write(self, run: TrainingRun) -> None:
+        """Write a checkpoint to the page cache and finish it in a thread."""
         self.wait()
         refuse_broken_weights(run.parallel, run.step)
         start = self._clock()
         try:
-            unfinished = self._write(run)
+            pending = self._write(run)
         except UserError as error:
             self._warn(error)
-            unfinished = None
-        self._spend(self._clock() - start)
-        if unfinished is not None:
-            self._finish_in_thread(unfinished)
+            pending = None
+        self._record_cost(self._clock() - start)
+        if pending is not None:
+            self._finish_in_thread(pending)
 
-    def _write(self, run: Running) -> Unfinished:
-        """Hand the bytes to the system."""
-        held = held_by(run)
-        return self._store.write(run.step, tensors_of(held), values_of(run), pieces_of(held))
+    def _write(self, run: TrainingRun) -> PendingCheckpoint:
+        local = local_tensors(run)
+        return self._store.write(run.step, tensors_to_store(local), plain_values(run), row_ranges(local))
 
-    def _finish_in_thread(self, unfinished: Unfinished) -> None:
-        """Do what is left while training goes on."""
-        self._finishing = threading.Thread(target=self._finish, args=(unfinished,), name="checkpoint")
-        self._finishing.start()
+    def _finish_in_thread(self, pending: PendingCheckpoint) -> None:
+        self._thread = threading.Thread(target=self._finish, args=(pending,), name="checkpoint")
+        self._thread.start()
 
-    def _finish(self, unfinished: Unfinished) -> None:
-        """In the thread; its work on checksums takes a core from training."""
+    def _finish(self, pending: PendingCheckpoint) -> None:
+        """Run in the thread; the time for checksums counts, since it takes a core from training."""
         start = time.thread_time()
         try:
-            unfinished.finish()
+            pending.finish()
         except UserError as error:
             self._warn(error)
-        self._spend(self._spent + time.thread_time() - start)
+        self._record_cost(self._spent + time.thread_time() - start)
 
-    def _warn(self, error: UserError) -> None:
-        """A checkpoint that failed is no reason to end the run."""
-        self._told(f"warning: no checkpoint was made, what was there stays: {error}")
+    def _warn(self, error: UserError | str) -> None:
+        """Report a checkpoint that failed; the run continues."""
+        self._notify(f"warning: no checkpoint was made, earlier ones are kept: {error}")
 
-    def _spend(self, seconds: float) -> None:
-        """Take note of what the last checkpoint cost, and when the next is due."""
+    def _record_cost(self, seconds: float) -> None:
+        """Record what the last checkpoint cost, and when the next one is due."""
         self._spent = seconds
-        self._due = self._clock() + max(self._seconds or 0.0, seconds / LARGEST_SHARE)
+        self._due = self._clock() + max(self._seconds or 0.0, seconds / MOST_TIME_SHARE)
 
 
 @contextmanager
-def opened(
-    choice: Choice, *, run: Run, stop: Stop, told: Callable[[str], None], room: Room | None = None
-) -> Iterator[Checkpoints]:
-    """The checkpoints of the training that has this directory, removed with it when the block ends well.
+def open_checkpointer(
+    where: RunDirectory,
+    *,
+    run: Run,
+    stop: StopRequest,
+    notify: Callable[[str], None],
+    disk_space: DiskSpace | None = None,
+) -> Iterator[Checkpointer]:
+    """Lock a run's directory and yield its checkpointer; the directory is cleared if the block succeeds.
 
     Args:
-        choice: the directory, and that of another run to resume.
-        run: how often they are made and how many are kept.
-        stop: who asks to stop.
-        told: gets lines for the user.
-        room: see `Checkpoints`.
+        where: the directory, and that of another run to resume from.
+        run: how often checkpoints are made and how many are kept.
+        stop: set by signals.
+        notify: gets lines for the user.
+        disk_space: see `Checkpointer`.
 
     Raises:
         UserError: another process works there, or the disk refused.
-        Stopped: that was asked for; the user was told.
+        Stopped: a signal came; the user was notified.
     """
-    with held_alone(choice.directory, told, choice.record), held_by_us(choice.earlier):
-        store = CheckpointStore(choice.directory, run.keep_checkpoints, told)
-        checkpoints = Checkpoints(
-            store, seconds=run.checkpoint_seconds, stop=stop, told=told, earlier=choice.earlier, room=room
+    with lock_run_directory(where.directory, notify, where.record), lock_earlier_run(where.earlier):
+        checkpoints = Checkpointer(
+            CheckpointStore(where.directory, run.keep_checkpoints, notify),
+            seconds=run.checkpoint_seconds,
+            stop=stop,
+            notify=notify,
+            earlier=where.earlier,
+            disk_space=disk_space,
         )
-        with checkpoints.told_of_stop():
+        with checkpoints.report_stop():
             yield checkpoints

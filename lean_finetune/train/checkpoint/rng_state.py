@@ -1,4 +1,4 @@
-"""The random states that dropout draws from."""
+"""Random states of the host and the GPU, which dropout draws from."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """States by kind of device, uint8; always the host's, and the GPU's where that is the device."""
+    """Return random states (uint8) by device type: the host's, and the GPU's if `device` is one."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -15,15 +15,15 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_random_state(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Draw from here on as `random_state` found it."""
+    """Restore what `random_state` returned."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
 @contextmanager
-def redrawn_after_fault(device: torch.device) -> Iterator[None]:
-    """Where the block ends by an exception, what it drew is to be drawn again."""
+def restored_after_fault(device: torch.device) -> Iterator[None]:
+    """Restore the random states if the block raises, so that a repeated step draws the same numbers."""
     states = random_state(device)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where unfinished trainings are kept, and who holds such a place."""
+"""Directories of unfinished training runs: one per run, locked by the process that trains it."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -13,69 +13,71 @@ from lean_finetune.core.file_locks import clear, hold, leave
 from lean_finetune.core.units import readable_size
 
 RECORD = "run.json"
-"""In a training's directory: what decides its result, see `unfinished`."""
+"""In a run's directory: the fingerprint of the run, see `unfinished_runs`."""
 FINISHED = "finished"
-"""In the directory of a training that has published its outputs: the MD5 by which DVC records its metrics."""
+"""In the directory of a run that has published its outputs: MD5 of its metrics file, as in dvc.lock."""
 DVC_LOCK = Path("dvc.lock")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Where a run works; `unfinished` chooses."""
+class RunDirectory:
+    """Where a run keeps its checkpoints; `unfinished_runs` chooses it."""
 
     directory: Path
     earlier: Path | None = None
-    """The directory of another run that it resumes; None: it goes on with its own, or begins."""
+    """Directory of another run to resume from; None: use its own checkpoints, or start at the first step."""
     record: Mapping[str, Any] | None = None
-    """What decides its result, for `RECORD`; None: nothing is written."""
+    """Content of `RECORD`; None: nothing is written."""
 
 
 def scratch_root() -> Path:
-    """The directory of all unfinished trainings; runs in temporary copies share the checkout's."""
+    """Return the directory of all unfinished runs; runs in temporary copies share the checkout's."""
     return repo_root() / "scratch" / "train"
 
 
 @contextmanager
-def held_alone(directory: Path, told: Callable[[str], None], record: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """A training's directory, held for the length of the block and emptied where that ends well.
+def lock_run_directory(
+    directory: Path, notify: Callable[[str], None], record: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Lock a run's directory for the block, and clear it if the block succeeds.
 
-    One marked as finished inside stays until the next training begins: DVC has yet to record the outputs, and removes
-    them if it is killed before. What nobody needs any more of other trainings is removed now.
+    A directory that is marked finished inside keeps its checkpoint until the next run starts: DVC has yet to record
+    the outputs, and removes them if it is killed before. Finished or empty directories of other runs are removed now.
 
     Args:
-        directory: named by the record.
-        told: gets lines for the user.
+        directory: named after the record.
+        notify: gets lines for the user.
         record: written to `RECORD`; None = no such file.
 
     Raises:
-        UserError: another process holds it, or the disk refused.
+        UserError: another process has locked it, or the disk refused.
     """
     with told_in_one_line(directory):
-        held = hold(directory)
-    if held is None:
+        lock = hold(directory)
+    if lock is None:
         raise UserError(
-            f"{directory}: one process at a time may train the same run, and another one does; wait for its end, or "
-            "end it: the same command then goes on from its checkpoint"
+            f"{directory}: another process trains the same run; wait until it ends, or stop it: the same command then "
+            "resumes from its checkpoint"
         )
     try:
         with told_in_one_line(directory):
-            _begin(directory)
-            _remove_useless(directory)
+            _restart_finished(directory)
+            _remove_finished_runs(directory)
         if record is not None:
             write_json(directory / RECORD, record)
-        _tell_of_others(directory, told)
+        _report_other_runs(directory, notify)
         yield
         if not (directory / FINISHED).exists():
             clear(directory)
     finally:
         if not list(directory.glob("*step-*")):
             clear(directory)
-        leave(directory, held)
+        leave(directory, lock)
 
 
 @contextmanager
-def held_by_us(directory: Path | None) -> Iterator[None]:
-    """The directory of another run from which this one is resumed: as it is, and nobody else's for the block.
+def lock_earlier_run(directory: Path | None) -> Iterator[None]:
+    """Lock the directory of another run from which this one resumes, and leave it unchanged.
 
     Raises:
         UserError: another process trains it.
@@ -83,20 +85,19 @@ def held_by_us(directory: Path | None) -> Iterator[None]:
     if directory is None:
         yield
         return
-    held = hold(directory)
-    if held is None:
+    lock = hold(directory)
+    if lock is None:
         raise UserError(
-            f"{directory}: the run that is resumed must not be training; another process trains it; wait for its end, "
-            "or set run.resume=exact"
+            f"{directory}: another process trains the run to resume from; wait until it ends, or set run.resume=exact"
         )
     try:
         yield
     finally:
-        leave(directory, held)
+        leave(directory, lock)
 
 
 def mark_finished(directory: Path, metrics: Path) -> None:
-    """Have the directory's checkpoint stay until the next training begins.
+    """Keep the directory's checkpoint until the next training starts.
 
     Raises:
         UserError: the disk refused.
@@ -105,42 +106,42 @@ def mark_finished(directory: Path, metrics: Path) -> None:
         (directory / FINISHED).write_text(_md5(metrics), encoding="ascii")
 
 
-def _begin(directory: Path) -> None:
-    """A training that was finished begins once more: with its checkpoint, unless DVC has recorded its outputs."""
+def _restart_finished(directory: Path) -> None:
+    """Run a finished training again: from its checkpoint, or from the first step if DVC has recorded its outputs."""
     marker = directory / FINISHED
     if not marker.exists():
         return
     if DVC_LOCK.is_file() and marker.read_text(encoding="ascii") in DVC_LOCK.read_text(encoding="utf-8"):
-        clear(directory)  # Who runs it again wants it to be trained again.
+        clear(directory)
     marker.unlink(missing_ok=True)
 
 
-def _remove_useless(own: Path) -> None:
-    """Remove other directories of trainings that are finished, or were broken off without a checkpoint."""
+def _remove_finished_runs(own: Path) -> None:
+    """Remove directories of other runs that are finished or have no checkpoint."""
     for path in own.parent.glob(f"*/{RECORD}"):
         other = path.parent
-        if other != own and _is_useless(other) and (held := hold(other)) is not None:
-            if _is_useless(other):
+        if other != own and _is_removable(other) and (lock := hold(other)) is not None:
+            if _is_removable(other):
                 clear(other)
-            leave(other, held)
+            leave(other, lock)
 
 
-def _is_useless(directory: Path) -> bool:
-    """Whether nobody resumes from it."""
+def _is_removable(directory: Path) -> bool:
+    """Whether no run would resume from it."""
     return (directory / FINISHED).exists() or not list(directory.glob("*step-*"))
 
 
 def _md5(path: Path) -> str:
-    """As DVC names a file's content."""
+    """Hash a file's content as DVC does."""
     return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
 
 
-def _tell_of_others(directory: Path, told: Callable[[str], None]) -> None:
-    """Say what else lies beside a run's directory: nobody else removes the checkpoints of runs that were given up."""
+def _report_other_runs(directory: Path, notify: Callable[[str], None]) -> None:
+    """Report checkpoints of other unfinished runs: nothing removes those of abandoned runs."""
     others = [path for path in directory.parent.iterdir() if path != directory and list(path.glob("step-*"))]
     if others:
         size = sum(file.stat().st_size for path in others for file in path.glob("step-*/*"))
-        told(
-            f"note: {directory.parent} holds checkpoints of {len(others)} other unfinished trainings "
-            f"({readable_size(size)}); delete those you no longer need"
+        notify(
+            f"note: {directory.parent} has checkpoints of {len(others)} other unfinished trainings "
+            f"({readable_size(size)}); delete the ones you no longer need"
         )

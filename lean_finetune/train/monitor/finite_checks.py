@@ -1,4 +1,4 @@
-"""What stops a run that would learn nothing: losses, gradients and weights that are not finite, dead adapters."""
+"""Stop a run that cannot learn: losses, gradients or weights that are not finite, adapters without gradients."""
 
 import torch
 
@@ -8,13 +8,13 @@ from lean_finetune.step.parallel_model import ParallelModel
 
 
 class Diverged(UserError):
-    """A loss, gradient or weight is no number any more."""
+    """A loss, gradient or weight is not finite."""
 
 
 def refuse_non_finite(
     losses: list[torch.Tensor], grad_norm: torch.Tensor, step: int, micro_batches: list[MicroBatch]
 ) -> None:
-    """Stop before the update when a loss or the gradient is not finite.
+    """Stop before the update if a loss or the gradient norm is not finite.
 
     Raises:
         Diverged: naming the step, the micro-batch and its rows.
@@ -32,12 +32,12 @@ def refuse_non_finite(
     shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
     raise Diverged(
         f"train.lr: loss must be finite; it is {losses[index].item()} at optimizer step {step}, micro-batch {index} "
-        f"(training rows {shown}); lower train.lr, or look at those rows"
+        f"(training rows {shown}); lower train.lr, or check these rows"
     )
 
 
 def refuse_dead_adapters(parallel: ParallelModel) -> None:
-    """Refuse adapters without a gradient in the first step: they would learn nothing, with a normal-looking loss.
+    """Refuse adapters without a gradient in the first step: they would learn nothing while the loss looks normal.
 
     Raises:
         UserError: naming the first such layer.
@@ -48,30 +48,29 @@ def refuse_dead_adapters(parallel: ParallelModel) -> None:
         if not is_alive:
             raise UserError(
                 f"train.lora.targets: every adapter must receive a gradient; that of {name} is zero in the first step; "
-                "leave its layer out, or set train.grad_ckpt=false"
+                "exclude its layer, or set train.grad_ckpt=false"
             )
 
 
 def refuse_broken_weights(parallel: ParallelModel, steps: int) -> None:
-    """Refuse to save weights that are not finite: the last update can break them after its loss was checked.
+    """Refuse to save weights that are not finite: an update can break them after its loss was checked.
 
     Raises:
         Diverged: naming the first such parameter.
     """
-    # A part of a weight may be empty.
     trained = {name: p.detach() for name, p in parallel.trained_parameters()}
-    held = {name: weight for name, weight in trained.items() if weight.numel()}
-    # Smallest and largest value, which are NaN where one is: unlike isfinite they need no memory of a weight's size.
-    ends = torch.stack([end.float() for weight in held.values() for end in weight.aminmax()])
-    finite = dict(zip(held, torch.isfinite(ends).view(-1, 2).all(1).tolist(), strict=True))
+    filled = {name: weight for name, weight in trained.items() if weight.numel()}  # A shard may be empty.
+    # aminmax returns NaN if any value is. Unlike isfinite it needs no memory of a weight's size.
+    extremes = torch.stack([value.float() for weight in filled.values() for value in weight.aminmax()])
+    finite = dict(zip(filled, torch.isfinite(extremes).view(-1, 2).all(1).tolist(), strict=True))
     broken = _in_any(parallel, [not finite.get(name, True) for name in trained])
     if any(broken):
         name = list(trained)[broken.index(True)]
-        raise Diverged(f"train.lr: weights must be finite; {name} is not after {steps} steps; lower train.lr")
+        raise Diverged(f"train.lr: weights must be finite; {name} is not, after {steps} steps; lower train.lr")
 
 
 def _in_any(parallel: ParallelModel, flags: list[bool]) -> list[bool]:
-    """For each flag, whether it is set in any process: all then end alike."""
+    """Return for each flag whether it is set in any process, so that all processes stop together."""
     if parallel.size == 1 or not flags:
         return flags
     device = next(parallel.model.parameters()).device

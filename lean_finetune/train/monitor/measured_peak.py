@@ -1,8 +1,8 @@
-"""Measured peak memory by phase, counted by the device's own allocator and never by the estimate's trace.
+"""Measure peak memory by phase with the device's allocator, independently of the prediction.
 
-On CUDA the caching allocator keeps statistics: every phase of every step is measured. On the CPU torch.profiler reports
-each allocation and free of PyTorch's allocator; that is too much to keep for a whole run, so it is on inside windows
-only: from before the model is loaded to the end of the first step, then around single steps.
+On CUDA the statistics of the caching allocator cover every phase of every step. On the CPU torch.profiler records each
+allocation and free of PyTorch's allocator. That is too much data for a whole run, so it is on inside windows only:
+from before loading to the end of the first step, then around single steps.
 """
 
 import gc
@@ -21,103 +21,108 @@ RANGE_PREFIX = "lean_finetune.phase:"
 LOAD = "load"
 MEMORY_EVENT = "[memory]"
 KINETO_SILENT = "99"
-"""Above every log level of the profiler, which else prints a line for each start and stop."""
+"""Above every log level of the profiler, which prints a line for each start and stop otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Peaks of tensor memory, in bytes; None where the device could not tell."""
+class MeasuredPeaks:
+    """Peaks of tensor memory, in bytes; None if the device cannot measure."""
 
     peak_bytes: int | None
     peak_bytes_by_phase: Mapping[str, int]
     """Only phases that were measured."""
     peak_reserved_bytes: int | None
-    """What the caching allocator held from the device, CUDA only."""
+    """Reserved by the caching allocator, CUDA only."""
     how: str
-    """What counted, for people."""
+    """How it was measured, for people."""
     peak_bytes_by_rank: tuple[int, ...] = ()
-    """Of each of several processes, over all phases but loading; the other figures are the most of any."""
+    """Peak of each of several processes without loading; the other figures are the largest of any process."""
+
+    @property
+    def step_peak_bytes(self) -> int | None:
+        """The peak of all phases but `load`, which is what the prediction is of; None if not measured."""
+        return max((size for phase, size in self.peak_bytes_by_phase.items() if phase != LOAD), default=None)
 
 
 class Meter(ABC):
-    """Measures while a run goes on."""
+    """Measures peaks of a running training."""
 
     @abstractmethod
     def window(self, name: str) -> AbstractContextManager[None]:
-        """Measure inside: around loading and the first step, then around single whole steps.
+        """Measure inside: loading and the first step, then single steps.
 
         Raises:
-            RuntimeError: a window is open already.
+            RuntimeError: a window is already open.
         """
 
     @abstractmethod
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """Name what happens inside: `load`, and the step's Phase hook. Next to free outside windows."""
+        """Name a phase: `load`, or a phase of the step. Nearly free outside windows."""
 
     @abstractmethod
     def peak_bytes_of_step(self) -> int | None:
-        """The peak of all phases but `load` since the last call; None if none was measured. Call after a window."""
+        """Return the peak since the last call without `load`; None if not measured. Call after a window."""
 
     @abstractmethod
-    def result(self) -> Measured:
-        """What was measured so far."""
+    def result(self) -> MeasuredPeaks:
+        """Return what was measured so far."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What was measured so far, as JSON can hold it; call between steps, outside windows."""
+        """Return what was measured so far as JSON values; call between steps, outside windows."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what the `state` of another process was: its peaks stand beside those measured from here on."""
+        """Continue from the `state` of an earlier process of the run."""
 
 
 class PhasePeaks:
-    """The highest figure of each phase, and of the step that is running."""
+    """The peak of each phase and of the current step."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
+        """Start without figures."""
         self.by_phase: dict[str, int] = {}
         self._step: int | None = None
 
-    def add(self, phase: str, held_bytes: int) -> None:
-        """Take note of bytes held in a phase."""
-        self.by_phase[phase] = max(self.by_phase.get(phase, 0), held_bytes)
+    def add(self, phase: str, size_bytes: int) -> None:
+        """Record a size in a phase of the current step."""
+        self.by_phase[phase] = max(self.by_phase.get(phase, 0), size_bytes)
         if phase != LOAD:
-            self._step = max(self._step or 0, held_bytes)
+            self._step = max(self._step or 0, size_bytes)
 
     def merge(self, by_phase: Mapping[str, int]) -> None:
-        """Take note of what was held before, which is of no step that runs now."""
-        for phase, held_bytes in by_phase.items():
-            self.by_phase[phase] = max(self.by_phase.get(phase, 0), held_bytes)
+        """Record peaks of an earlier process, which are not of the current step."""
+        for phase, size_bytes in by_phase.items():
+            self.by_phase[phase] = max(self.by_phase.get(phase, 0), size_bytes)
 
     def take_step(self) -> int | None:
-        """The highest figure since the last call, loading apart."""
+        """Return the peak since the last call, without loading."""
         step, self._step = self._step, None
         return step
 
 
 def make_meter(device: torch.device) -> Meter:
-    """The meter of a device."""
+    """Return the meter of a device."""
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
 
 class CudaMeter(Meter):
-    """Reads the statistics of CUDA's caching allocator, everywhere; windows change nothing."""
+    """Reads the statistics of CUDA's caching allocator; they are always on, so windows do nothing."""
 
     def __init__(self, device: torch.device):
-        """Start counting on `device`."""
+        """Measure `device`."""
         torch.cuda.init()  # Without it there are no statistics to reset yet.
         self._device = device
         self._peak = self._reserved = 0
         self._peaks = PhasePeaks()
 
     def window(self, name: str) -> AbstractContextManager[None]:
-        """Nothing to open: the statistics are always on."""
+        """Do nothing."""
         return nullcontext()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Peak of this phase alone; allocations are made by the host, so no synchronisation is needed."""
+        """Measure this phase only; the host allocates, so no synchronisation is needed."""
         self._take_peak()
         try:
             yield
@@ -125,45 +130,45 @@ class CudaMeter(Meter):
             self._peaks.add(name, self._take_peak())
 
     def _take_peak(self) -> int:
-        """The peak since the last call."""
-        # As max_memory_allocated, which first flattens and sorts more than a hundred other figures.
+        """Return the peak since the last call."""
+        # Same as max_memory_allocated, which first flattens and sorts more than a hundred other figures.
         peak = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"]
         torch.cuda.reset_peak_memory_stats(self._device)
         self._peak = max(self._peak, peak)
         return peak
 
     def peak_bytes_of_step(self) -> int | None:
-        """The peak of all phases but `load` since the last call."""
+        """Return the peak since the last call, without `load`."""
         return self._peaks.take_step()
 
-    def result(self) -> Measured:
-        """What was measured so far."""
+    def result(self) -> MeasuredPeaks:
+        """Return what was measured so far."""
         self._take_peak()
-        return Measured(
+        return MeasuredPeaks(
             peak_bytes=self._peak,
             peak_bytes_by_phase=dict(self._peaks.by_phase),
-            # Never reset: segments are kept, so what is reserved now is the most so far unless memory ran out.
+            # Never reset: segments stay reserved, so the current value is the peak unless memory ran out.
             peak_reserved_bytes=max(self._reserved, torch.cuda.memory_reserved(self._device)),
             how="statistics of CUDA's caching allocator, every step",
         )
 
     def state(self) -> dict[str, Any]:
-        """The peaks."""
+        """Return the peaks."""
         now = self.result()
         return {"peak": now.peak_bytes, "by_phase": now.peak_bytes_by_phase, "reserved": now.peak_reserved_bytes}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The same peaks, unless loading held more this time."""
+        """Restore the peaks, unless loading took more this time."""
         self._peak, self._reserved = max(self._peak, state["peak"]), state["reserved"]
         self._peaks.merge(state["by_phase"])
 
 
 @contextmanager
 def memory_profile() -> Iterator[Any]:
-    """A torch.profiler.profile that records what PyTorch's allocator does on the CPU; to be read after the block."""
+    """Record what PyTorch's allocator does on the CPU; read the profile after the block."""
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with warnings.catch_warnings():
-        # torch 2.11 warns of a second cycle, which no profile has here.
+        # torch 2.11 warns about a second cycle, which these profiles do not have.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
         profiler.start()
     try:
@@ -175,13 +180,13 @@ def memory_profile() -> Iterator[Any]:
 class CpuMeter(Meter):
     """Adds up the profiler's memory events inside windows.
 
-    A window begins with the bytes held at the end of the one before: steps leave nothing behind but optimizer state,
-    which exists before the first step.
+    A window starts with the bytes in use at the end of the previous one: steps leave nothing behind but optimizer
+    state, which exists before the first step.
     """
 
     def __init__(self) -> None:
-        """Nothing is held yet: open the first window before the model is loaded."""
-        self._held = 0
+        """Start at 0 bytes: open the first window before the model is loaded."""
+        self._in_use = 0
         self._peak: int | None = None
         self._peaks = PhasePeaks()
         self._open: str | None = None
@@ -194,13 +199,13 @@ class CpuMeter(Meter):
             raise RuntimeError(f"window {name!r} opened inside window {self._open!r}")
         os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_SILENT)
         self._open = name
-        gc.freeze()  # The collection below then passes over all that was there before, which took it 0.26 s a window.
+        gc.freeze()  # The collection below then skips existing objects, which takes 0.26 s a window otherwise.
         try:
             with memory_profile() as profiler:
                 yield
             self._windows += 1
             self._count(profiler.profiler.kineto_results.events())
-            # A profile holds itself in a cycle, with some 2 KB for each of its events: do not wait for the collector.
+            # A profile references itself, with about 2 KB per event: do not wait for the collector.
             del profiler
             gc.collect()
         finally:
@@ -208,12 +213,12 @@ class CpuMeter(Meter):
             gc.unfreeze()
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """A range in the profile, or nothing outside windows."""
+        """Mark a range in the profile; do nothing outside windows."""
         return record_function(RANGE_PREFIX + name) if self._open is not None else nullcontext()
 
     def _count(self, events: list) -> None:
-        """Add up a window's allocations and frees in the order of time, and keep the highest sums."""
-        # At one instant a phase begins before, and ends after, what is allocated in it.
+        """Add up a window's allocations and frees in time order, and record the highest sums."""
+        # At equal times a phase starts before the allocations inside it, and ends after them.
         timeline: list[tuple[int, int, int, str]] = []
         for event in events:
             name = event.name()
@@ -226,22 +231,22 @@ class CpuMeter(Meter):
         timeline.sort(key=lambda entry: entry[:2])
         inside: list[str] = []
         for _, kind, change, phase in timeline:
-            self._held += change
+            self._in_use += change
             if kind == 0:
                 inside.append(phase)
             elif kind == 2:
                 inside.remove(phase)
-            self._peak = max(self._peak or 0, self._held)
+            self._peak = max(self._peak or 0, self._in_use)
             for name in inside:
-                self._peaks.add(name, self._held)
+                self._peaks.add(name, self._in_use)
 
     def peak_bytes_of_step(self) -> int | None:
-        """The peak of all phases but `load` in the windows closed since the last call, or None."""
+        """Return the peak, without `load`, of the windows since the last call; None without any."""
         return self._peaks.take_step()
 
-    def result(self) -> Measured:
-        """What was measured so far."""
-        return Measured(
+    def result(self) -> MeasuredPeaks:
+        """Return what was measured so far."""
+        return MeasuredPeaks(
             peak_bytes=self._peak,
             peak_bytes_by_phase=dict(self._peaks.by_phase),
             peak_reserved_bytes=None,
@@ -249,24 +254,23 @@ class CpuMeter(Meter):
         )
 
     def state(self) -> dict[str, Any]:
-        """The peaks, and what was held at the end of the last window."""
+        """Return the peaks, and the bytes in use at the end of the last window."""
         return {
-            "held": self._held,
+            "in_use": self._in_use,
             "peak": self._peak,
             "by_phase": dict(self._peaks.by_phase),
             "windows": self._windows,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The same; what is held now is what was held then, since the same tensors were put back.
+        """Restore peaks and bytes in use: the same tensors were restored.
 
-        No window may have been opened before: what this process holds was allocated outside all of them, and would
-        count twice.
+        No window may have been opened before, since its allocations would count twice.
 
         Raises:
             RuntimeError: something was measured already.
         """
         if self._windows or self._open is not None:
-            raise RuntimeError("a meter that measured already cannot go on from another one's figures")
-        self._held, self._peak, self._windows = state["held"], state["peak"], state["windows"]
+            raise RuntimeError("a meter that has measured cannot restore the figures of another one")
+        self._in_use, self._peak, self._windows = state["in_use"], state["peak"], state["windows"]
         self._peaks.merge(state["by_phase"])

@@ -1,8 +1,8 @@
-"""What memory is held now, read from counters that others keep: cheap enough for every phase of every step.
+"""Read the memory in use from existing counters: cheap enough for every phase of every step.
 
-On CUDA the caching allocator counts. On a CPU PyTorch counts nothing between two instants, but glibc's malloc, which
-serves it, does: `mallinfo2` (7 microseconds after a model was loaded). It counts the whole process, Python and NumPy
-included, and leaves out files that are mapped. Where there is neither, the counts are None.
+On CUDA the caching allocator counts. On a CPU PyTorch has no counters, but glibc's malloc does: `mallinfo2` (7
+microseconds after a model was loaded). It counts the whole process, Python and NumPy included, without mapped files.
+On other systems the counts are None.
 """
 
 import ctypes
@@ -19,69 +19,69 @@ from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.process_status import process_status
 
 STATM = Path("/proc/self/statm")
-"""Linux: pages of the process, first all and then resident ones; cheaper than its status, which tells more."""
+"""Linux: all pages of the process, then the resident ones. Cheaper to read than its status."""
 PAGE_BYTES = mmap.PAGESIZE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """Memory at one instant, in bytes; None where nothing counts it."""
+class MemoryCounts:
+    """Memory at one moment, in bytes; None if unknown."""
 
     held_bytes: int | None
     """In live tensors (on a CPU: in live blocks of malloc)."""
     reserved_bytes: int | None
-    """What the allocator has from the driver or the system, free blocks included."""
+    """Reserved by the allocator from the driver or the system, free blocks included."""
     retries: int | None
-    """How often, since the process began, cached blocks were given back for want of memory."""
+    """How often the allocator has freed its cache and tried again, since the process started."""
 
 
 class Counters(ABC):
     """Reads an allocator's counters."""
 
     how: str
-    """What counts, for people."""
+    """Source of the counts, for messages."""
 
     @abstractmethod
-    def read(self) -> Held:
-        """What is held now."""
+    def read(self) -> MemoryCounts:
+        """Return the memory in use now."""
 
     def left_bytes(self) -> int:
-        """What could still be held beside it: on a CPU, the memory left to the process."""
+        """Return the memory that is still available: on a CPU, to the process."""
         return free_host_bytes()[0]
 
     def pinned_bytes(self) -> int | None:
-        """Page-locked memory of the host, what is kept for later use included; None where there is none to count."""
+        """Return pinned host memory, cached blocks included; None without a GPU."""
         return None
 
 
 class CudaCounters(Counters):
-    """CUDA's caching allocators: that of the device, and that of pinned memory."""
+    """CUDA's caching allocators of device memory and of pinned host memory."""
 
     how = "CUDA's caching allocator"
 
     def __init__(self, device: torch.device):
-        """Read those of `device`."""
+        """Read the counters of `device`."""
         torch.cuda.init()  # Before that the allocator has no statistics.
         self._device = device
 
-    def read(self) -> Held:
-        """What is held now; the host does not wait for the device."""
+    def read(self) -> MemoryCounts:
+        """Return the memory in use now, without synchronising with the device."""
         # Nested, as the allocator has it: torch.cuda.memory_stats first flattens and sorts more than a hundred values.
         counts = torch.cuda.memory_stats_as_nested_dict(self._device)
-        return Held(
+        return MemoryCounts(
             held_bytes=counts["allocated_bytes"]["all"]["current"],
             reserved_bytes=counts["reserved_bytes"]["all"]["current"],
             retries=counts["num_alloc_retries"],
         )
 
     def left_bytes(self) -> int:
-        """What the driver has left, and what is reserved and free."""
-        held = self.read()
-        assert held.held_bytes is not None and held.reserved_bytes is not None
-        return torch.cuda.mem_get_info(self._device)[0] + held.reserved_bytes - held.held_bytes
+        """Return free memory of the driver plus free reserved memory."""
+        counts = self.read()
+        assert counts.held_bytes is not None and counts.reserved_bytes is not None
+        return torch.cuda.mem_get_info(self._device)[0] + counts.reserved_bytes - counts.held_bytes
 
     def pinned_bytes(self) -> int | None:
-        """Page-locked memory of the host."""
+        """Return pinned host memory."""
         return torch.cuda.memory.host_memory_stats_as_nested_dict()["allocated_bytes"]["current"]
 
 
@@ -106,12 +106,12 @@ class MallocCounts(ctypes.Structure):
 
 
 class MallocCounters(Counters):
-    """glibc's malloc, all threads' heaps."""
+    """glibc's malloc, the heaps of all threads."""
 
     how = "glibc's malloc, the whole process"
 
     def __init__(self) -> None:
-        """Find the call.
+        """Look up the C function.
 
         Raises:
             AttributeError: the C library has no mallinfo2.
@@ -119,25 +119,25 @@ class MallocCounters(Counters):
         self._mallinfo2 = ctypes.CDLL(None).mallinfo2
         self._mallinfo2.argtypes, self._mallinfo2.restype = [], MallocCounts
 
-    def read(self) -> Held:
-        """What is held now: blocks on heaps, and blocks large enough to be mapped by themselves."""
+    def read(self) -> MemoryCounts:
+        """Return blocks on heaps plus blocks that are mapped separately for their size."""
         counts = self._mallinfo2()
         mapped = counts.hblkhd
-        return Held(held_bytes=counts.uordblks + mapped, reserved_bytes=counts.arena + mapped, retries=None)
+        return MemoryCounts(held_bytes=counts.uordblks + mapped, reserved_bytes=counts.arena + mapped, retries=None)
 
 
 class NoCounters(Counters):
-    """A CPU whose C library does not count."""
+    """A CPU whose C library has no counters."""
 
-    how = "nothing: this system's malloc keeps no counts"
+    how = "nothing: this system's malloc has no counters"
 
-    def read(self) -> Held:
-        """Nothing is known."""
-        return Held(held_bytes=None, reserved_bytes=None, retries=None)
+    def read(self) -> MemoryCounts:
+        """Return unknown counts."""
+        return MemoryCounts(held_bytes=None, reserved_bytes=None, retries=None)
 
 
 def make_counters(device: torch.device) -> Counters:
-    """The counters of a device."""
+    """Return the counters of a device."""
     if device.type == "cuda":
         return CudaCounters(device)
     # mallinfo2 came with glibc 2.33; other systems (musl, macOS, Windows) have none.
@@ -146,25 +146,25 @@ def make_counters(device: torch.device) -> Counters:
     return NoCounters()
 
 
-class Resident:
-    """The process's memory as the system sees it."""
+class ProcessMemory:
+    """Resident memory of this process, from the system."""
 
     def __init__(self) -> None:
-        """Read Linux's files of it where there are: psutil takes longer and knows no more."""
+        """Use Linux's files where they exist: psutil is slower."""
         self._process = None if STATM.exists() else psutil.Process()
 
     def read(self) -> int:
-        """Resident bytes."""
+        """Return resident bytes."""
         if self._process is not None:
             return self._process.memory_info().rss
         with open(STATM, "rb", buffering=0) as file:
             return int(file.read().split()[1]) * PAGE_BYTES
 
     def read_both(self) -> tuple[int, int | None]:
-        """Resident bytes, and those of them that are no file's: None where the system does not tell them apart.
+        """Return resident bytes, in total and without mapped files (None if the system does not separate them).
 
-        Pages of mapped files (weights, token shards) count as resident once they were read, and the system takes them
-        back when it needs room; they are no growth of the process.
+        Pages of mapped files (weights, token shards) are resident once they were read, but the system takes them back
+        when it needs memory: they are no growth of the process.
         """
         if self._process is not None:
             return self.read(), None

@@ -1,7 +1,7 @@
-"""What is done when memory ends: it is told, or the step is cut smaller and done again (run.oom_recovery).
+"""Handle out-of-memory errors: report them, or repeat the step in smaller micro-batches (run.oom_recovery).
 
-A step that is done again has the same rows and the same divisor of its loss, and random numbers are drawn again from
-where they were: but for the order in which gradients are summed, it is the step that was planned.
+A repeated step has the same rows, the same loss divisor and the same random numbers. Only the order in which gradients
+are summed differs from the plan.
 """
 
 import gc
@@ -15,17 +15,17 @@ from torch import nn
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.oom_errors import is_out_of_memory
-from lean_finetune.train.oom.batch_stream import Feed
-from lean_finetune.train.oom.oom_state import Failure, OutOfMemory, Whereabouts
+from lean_finetune.train.oom.batch_stream import BatchStream
+from lean_finetune.train.oom.oom_state import Failure, OutOfMemory, RunPosition
 
 Result = TypeVar("Result")
 Attempt = Callable[[list[MicroBatch], Iterator[Batch]], Result]
-"""Does a whole step with these micro-batches. It changes no weight before the last of them has passed backward, and
-leaves random states as they were when it raises."""
+"""Runs a whole step with these micro-batches. It changes no weight before the last backward pass has finished, and
+restores the random state if it raises."""
 
 
-class Ending:
-    """The one place where the end of memory is met."""
+class OomHandler:
+    """Catches every out-of-memory error of a run."""
 
     def __init__(
         self,
@@ -34,52 +34,52 @@ class Ending:
         split: bool,
         updates_in_backward: bool,
         report: Callable[[Failure], OutOfMemory],
-        begun: Callable[[int], None] = lambda step: None,
+        on_step: Callable[[int], None] = lambda step: None,
     ):
-        """Begin before the model is loaded.
+        """Create it before the model is loaded.
 
         Args:
             device: of the run.
-            split: whether a step is cut smaller and done again.
-            updates_in_backward: weights change while a step is under way.
-            report: makes of a failure what the user is told.
-            begun: hears of each step as it begins.
+            split: whether a step is split and repeated.
+            updates_in_backward: whether weights change during a step.
+            report: returns the error for the user.
+            on_step: called as each step starts.
         """
-        self._device, self._split, self._report, self._begun = device, split, report, begun
-        self.place = Whereabouts(device, updates_in_backward=updates_in_backward)
+        self._device, self._split, self._report, self._on_step = device, split, report, on_step
+        self.position = RunPosition(device, updates_in_backward=updates_in_backward)
 
     def step(
-        self, step: int, feed: Feed, model: nn.Module, attempt: Attempt[Result]
+        self, step: int, stream: BatchStream, model: nn.Module, attempt: Attempt[Result]
     ) -> tuple[Result, list[MicroBatch]]:
-        """Do a step; its micro-batches are halved as often as it takes.
+        """Run a step, with micro-batches halved until they fit.
 
-        Returns what `attempt` returned, and the micro-batches with which it did.
+        Returns the result of `attempt`, and the micro-batches it ran with.
 
         Raises:
-            OutOfMemory: memory ended, and no cut helps.
+            OutOfMemory: memory ran out, and splitting cannot help.
         """
-        self._begun(step)
+        self._on_step(step)
         while True:
-            micro_batches, batches = feed.step(step)
-            self.place.begin_step(step, micro_batches)
+            micro_batches, batches = stream.step(step)
+            self.position.start_step(step, micro_batches)
             try:
                 return attempt(micro_batches, batches), micro_batches
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                failure = self.place.failure(error)
-            # The exception is gone here, and with it the frames that held the step's tensors.
-            _let_go(model, self._device)
-            if not (self._split and failure.can_be_cut):
+                failure = self.position.failure(error)
+            # The exception is gone here, and with it the frames that referenced the step's tensors.
+            _free_step(model, self._device)
+            if not (self._split and failure.can_split):
                 raise self._report(failure)
-            feed.cut(step, failure.padded_tokens // 2)
+            stream.split(step, failure.padded_tokens // 2)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Inside, the end of memory is a fault that the user can mend.
+    def reported(self) -> Iterator[None]:
+        """Turn an out-of-memory error inside the block into one with a remedy.
 
         Raises:
-            OutOfMemory: memory ended.
+            OutOfMemory: memory ran out.
         """
         try:
             yield
@@ -87,37 +87,37 @@ class Ending:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failure = self.place.failure(error)
+            failure = self.position.failure(error)
         raise self._report(failure)
 
 
-def plain_ending(device: torch.device, *, updates_in_backward: bool) -> Ending:
-    """One that tells what the allocator said."""
+def default_oom_handler(device: torch.device, *, updates_in_backward: bool) -> OomHandler:
+    """Return a handler that reports the allocator's message, without a prediction."""
 
     def report(failure: Failure) -> OutOfMemory:
-        told = f"bucket.max_tokens: memory ended in {failure.phase} ({failure.message}); lower it"
-        return OutOfMemory(told, weights_whole=failure.weights_whole)
+        message = f"bucket.max_tokens: out of memory in {failure.phase} ({failure.message}); lower it"
+        return OutOfMemory(message, weights_intact=failure.weights_intact)
 
-    return Ending(device, split=False, updates_in_backward=updates_in_backward, report=report)
+    return OomHandler(device, split=False, updates_in_backward=updates_in_backward, report=report)
 
 
-def _let_go(model: nn.Module, device: torch.device) -> None:
-    """Free what the failed step left."""
+def _free_step(model: nn.Module, device: torch.device) -> None:
+    """Free what the failed step has left."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def splits(plan: Plan, curves: list[dict[str, Any]]) -> Mapping[str, int] | None:
-    """How far steps were cut smaller than planned, by the rows of the curves; None where none was."""
+def split_figures(plan: Plan, curves: list[dict[str, Any]]) -> Mapping[str, int] | None:
+    """Count the steps that ran in smaller micro-batches than planned; None without any."""
     planned = {row["step"]: len(plan.steps[row["step"]]) for row in curves}
-    cut = [row for row in curves if row["micro_batches"] != planned[row["step"]]]
-    if not cut:
+    split = [row for row in curves if row["micro_batches"] != planned[row["step"]]]
+    if not split:
         return None
     return {
-        "first_step": cut[0]["step"],
-        "steps": len(cut),
-        "micro_batches_planned": sum(planned[row["step"]] for row in cut),
-        "micro_batches_run": sum(row["micro_batches"] for row in cut),
+        "first_step": split[0]["step"],
+        "steps": len(split),
+        "micro_batches_planned": sum(planned[row["step"]] for row in split),
+        "micro_batches_run": sum(row["micro_batches"] for row in split),
     }

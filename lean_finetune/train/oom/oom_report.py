@@ -1,7 +1,7 @@
-"""What the user is told when memory has ended: where, predicted beside measured, and what would fit."""
+"""Write the error message of an out-of-memory error: where, predicted and measured memory, and what would fit."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,188 +16,179 @@ from lean_finetune.train.oom.oom_state import READING, Failure, OutOfMemory
 
 MOST_CATEGORIES = 4
 MOST_COMMANDS = 3
-MOST_SAID = 160
-"""Characters of what the allocator says: CUDA's goes on with figures that are told here as well."""
+MOST_CHARACTERS = 160
+"""Of the allocator's message: CUDA's continues with figures that the report has itself."""
 WHAT_FITS = "lean-finetune fit --gpu"
 OWN_SHARE = 1 / 32
-"""Of a limit of addresses. A run that takes less of it is not what met it, and no change of the run helps."""
-SMALLEST_ASKED_BYTES = GIB
-"""The question above is of a GPU: one that a CUDA context fills is refused, and one of little more fits nothing."""
-SMALLER = ("bucket.max_tokens", "lower it")
-LIGHTER: Mapping[Method, str] = {"full": "lora or qlora", "lora": "qlora", "int8_lora": "qlora"}
-"""Methods that hold fewer bits of weights, by the one that runs."""
+"""Share of an address-space limit below which the run is not the cause, and changing it does not help."""
+SMALLEST_GPU_BYTES = GIB
+"""`lean-finetune fit` refuses smaller GPUs: a CUDA context alone would fill them."""
+SMALLER_BATCH = ("bucket.max_tokens", "lower it")
 MORE_MEMORY = ("hardware.gpu", "give the run more memory")
+FEWER_BITS: Mapping[Method, str] = {"full": "lora or qlora", "lora": "qlora", "int8_lora": "qlora"}
+"""Methods that store weights in fewer bits, by the current method."""
 SPLIT = "dvc exp run -S run.oom_recovery=split"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
-    """What of the run decides what can still be changed."""
+class RunOptions:
+    """Settings of the run that decide which remedies are possible."""
 
     method: Method
     precision: Precision
     optimizer: OptimizerName
     can_split: bool
-    """run.oom_recovery=split is possible, and is not what runs."""
+    """run.oom_recovery=split is possible and not set yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """What stage estimate wrote. It is looked at when memory has ended, and decides no result."""
+class Prediction:
+    """Outputs of stage estimate. They are read only after an out-of-memory error and never change a result."""
 
     metrics: Mapping[str, Any]
     """data/estimate/figures.json."""
     breakdown: Mapping[str, Mapping[str, int]]
-    """breakdown.json: bytes by category, by phase; empty where the file is not there."""
+    """breakdown.json: bytes by phase and category; empty if the file is missing."""
     advice: Mapping[str, Any]
-    """advice.json; empty where the file is not there."""
+    """advice.json; empty if the file is missing."""
 
 
-def read_forecast(metrics: Mapping[str, Any], directory: Path) -> Forecast:
-    """What `directory` (data/estimate) holds."""
-    found: list[dict[str, Any]] = []
-    for name in ("breakdown.json", "advice.json"):
-        path = directory / name
-        found.append(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
-    return Forecast(metrics=metrics, breakdown=found[0], advice=found[1])
+def read_prediction(metrics: Mapping[str, Any], directory: Path) -> Prediction:
+    """Read what `directory` (data/estimate) has."""
+    paths = directory / "breakdown.json", directory / "advice.json"
+    breakdown, advice = (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {} for path in paths)
+    return Prediction(metrics=metrics, breakdown=breakdown, advice=advice)
 
 
-def out_of_memory(failure: Failure, forecast: Forecast, *, device: str, running: Running, record: Path) -> OutOfMemory:
-    """The fault that ends the run; all that is known is also written to `record`.
+def oom_error(
+    failure: Failure, prediction: Prediction, *, device: str, options: RunOptions, record: Path
+) -> OutOfMemory:
+    """Return the error that ends the run, and write all details to `record`.
 
     Args:
-        failure: where memory ended.
-        forecast: of the run.
+        failure: where memory ran out.
+        prediction: of the run.
         device: its name.
-        running: what runs: it is never proposed.
+        options: current settings, which are never proposed.
         record: a JSON file.
     """
-    commands = would_fit(failure, forecast)
-    offered = (
-        []
-        if not (running.can_split and failure.can_be_cut)
-        else [f"or let steps be cut smaller when memory ends: {SPLIT}"]
-    )
-    lines = [
-        *_predicted(failure, forecast),
-        _measured(failure),
-        f"the system said: {_cut_short(failure.message)}",
+    commands = changes_that_fit(failure, prediction)
+    split = [f"or split steps when memory runs out: {SPLIT}"] if options.can_split and failure.can_split else []
+    message = failure.message
+    details = [
+        *_predicted_line(failure, prediction),
+        _measured_line(failure),
+        f"allocator: {message if len(message) <= MOST_CHARACTERS else f'{message[:MOST_CHARACTERS]}…'}",
         *commands,
-        *offered,
-        _recorded(record, {"failure": asdict(failure), "predicted": _by_phase(failure, forecast), "told": commands}),
+        *split,
+        _write_record(
+            record, {"failure": asdict(failure), "predicted": _by_phase(failure, prediction), "told": commands}
+        ),
     ]
-    parameter, remedy = _first_remedy(failure, running)
-    told = f"{parameter}: {_where(failure, device)}; {remedy}, or change the run as below"
+    parameter, remedy = _first_remedy(failure, options)
     if failure.addresses is not None:
-        told = _address_fault(failure, forecast, device, failure.addresses, f"{parameter}: {remedy}")
-    return OutOfMemory(told, *lines, weights_whole=failure.weights_whole)
+        error = _address_error(failure, prediction, device, failure.addresses, f"{parameter}: {remedy}")
+    else:
+        error = f"{parameter}: {_where(failure, device)}; {remedy}, or change the run as below"
+    return OutOfMemory(error, *details, weights_intact=failure.weights_intact)
 
 
-def _first_remedy(failure: Failure, running: Running) -> tuple[str, str]:
-    """What the fault is told of and what helps first, by phase; where micro-batches are in work it is their size."""
+def _first_remedy(failure: Failure, options: RunOptions) -> tuple[str, str]:
+    """Return the parameter that helps most in the phase that failed, and how to change it."""
     if failure.phase in ("checkpoint", "save"):
         return MORE_MEMORY
     if failure.phase == "load":
-        types = "" if running.precision in ("bf16", "pure_bf16", "fp16") else "train.precision=bf16"
-        bits = " and ".join(filter(None, (LIGHTER.get(running.method), types)))
-        return ("train.method", f"hold the weights in fewer bits ({bits})") if bits else MORE_MEMORY
+        types = "" if options.precision in ("bf16", "pure_bf16", "fp16") else "train.precision=bf16"
+        bits = " and ".join(filter(None, (FEWER_BITS.get(options.method), types)))
+        return ("train.method", f"store the weights in fewer bits ({bits})") if bits else MORE_MEMORY
     if failure.phase == "clip":
-        return ("train.method", "train fewer weights") if running.method == "full" else ("train.lora.rank", "lower it")
+        return ("train.method", "train fewer weights") if options.method == "full" else ("train.lora.rank", "lower it")
     if failure.phase == "optimizer":
-        return (
-            ("train.optimizer", "take one with less state") if OPTIMIZERS[running.optimizer].has_state else MORE_MEMORY
-        )
-    alone = failure.rows == 1 and not failure.joined
-    return ("data.max_length", "a micro-batch is one row already; lower it") if alone else SMALLER
+        has_state = OPTIMIZERS[options.optimizer].has_state
+        return ("train.optimizer", "use one with less state") if has_state else MORE_MEMORY
+    if failure.rows == 1 and not failure.joined:
+        return "data.max_length", "the micro-batch has only one row; lower it"
+    return SMALLER_BATCH
 
 
-def _address_fault(failure: Failure, forecast: Forecast, device: str, limit: AddressLimit, remedy: str) -> str:
-    """The fault where the limit of addresses ended memory; `remedy` is what else lowers what the run takes."""
+def _address_error(failure: Failure, prediction: Prediction, device: str, limit: AddressLimit, remedy: str) -> str:
+    """Return the message for an exhausted address space; `remedy` is what else reduces the run's memory."""
     own_bytes = (failure.held_bytes or 0) + (failure.asked_bytes or 0)
-    own_bytes = max(own_bytes, sum(_by_phase(failure, forecast).values()))
+    own_bytes = max(own_bytes, sum(_by_phase(failure, prediction).values()))
     other = f", or {remedy}" if own_bytes >= OWN_SHARE * limit.limit_bytes else ""
     return (
-        f"ulimit -v: {_where(failure, device)}: the address space of a process (RLIMIT_AS) must hold its libraries and "
-        f"files too; it is limited to {readable_size(limit.limit_bytes)}, {readable_size(limit.used_bytes)} are in "
-        f"use, {readable_size(failure.held_bytes or 0)} of them by the run; raise the limit (ulimit "
-        f"-v unlimited, or in the job's settings){other}"
+        f"ulimit -v: {_where(failure, device)}: the address space of a process (RLIMIT_AS) has its libraries and files "
+        f"too; it is limited to {readable_size(limit.limit_bytes)}, {readable_size(limit.used_bytes)} are in use, "
+        f"{readable_size(failure.held_bytes or 0)} of them by the run; raise the limit (ulimit -v unlimited, or in the "
+        f"job's settings){other}"
     )
 
 
-def would_fit(failure: Failure, forecast: Forecast) -> list[str]:
-    """Lines with the cheapest changes that are predicted to fit, or with how to find some, if anything is."""
-    advised = forecast.advice.get("remedies", [])
+def changes_that_fit(failure: Failure, prediction: Prediction) -> list[str]:
+    """Return lines with the cheapest changes that are predicted to fit, or with the command that finds some."""
+    advised = prediction.advice.get("remedies", [])
     if not advised and failure.held_bytes is not None and failure.phase != "load":
-        # What was there when memory ended is what a change has to do with; those that change least come first.
-        changes = forecast.advice.get("single_changes", [])
+        # The memory in use at the error is what a change has to fit into. The smallest changes come first.
+        changes = prediction.advice.get("single_changes", [])
         advised = [change for change in changes if change["peak_bytes"] <= failure.held_bytes]
     lines = [f"would fit: {one['command']} ({readable_size(one['peak_bytes'])})" for one in advised[:MOST_COMMANDS]]
-    if not lines and failure.addresses is None and (failure.held_bytes or 0) >= SMALLEST_ASKED_BYTES:
-        return [f"what would fit is told by: {WHAT_FITS} {(failure.held_bytes or 0) // MIB}MiB"]
+    if not lines and failure.addresses is None and (failure.held_bytes or 0) >= SMALLEST_GPU_BYTES:
+        return [f"to list what would fit, run: {WHAT_FITS} {(failure.held_bytes or 0) // MIB}MiB"]
     return lines
 
 
 def _where(failure: Failure, device: str) -> str:
-    """What the run was doing."""
-    asked = "" if failure.asked_bytes is None else f", where {readable_size(failure.asked_bytes)} more were asked for"
-    doing = "between phases" if failure.phase == READING else f"in {failure.phase}"
+    """Name device, phase, step and micro-batch."""
+    size = "" if failure.asked_bytes is None else f" allocating {readable_size(failure.asked_bytes)}"
+    phase = "between phases" if failure.phase == READING else f"in {failure.phase}"
+    where = f"{device} ran out of memory{size} {phase}"
     if failure.step is None:
-        return f"memory of {device} ended {doing}{asked}"
-    place = f"{doing} of optimizer step {failure.step}"
+        return where
+    where += f" of optimizer step {failure.step}"
     if failure.number is not None:
-        size = (
-            f"{failure.rows} rows joined to {failure.length}"
-            if failure.joined
-            else f"{failure.rows} x {failure.length}"
-        )
-        place += f", micro-batch {failure.number} of {failure.micro_batches} ({size} tokens)"
-    return f"memory of {device} ended {place}{asked}"
+        rows = f"{failure.rows} rows joined to" if failure.joined else f"{failure.rows} x"
+        where += f", micro-batch {failure.number} of {failure.micro_batches} ({rows} {failure.length} tokens)"
+    return where
 
 
-def _by_phase(failure: Failure, forecast: Forecast) -> Mapping[str, int]:
-    """Predicted bytes by category in the phase that failed; of the highest one where the phase is no predicted one."""
-    return forecast.breakdown.get(failure.phase) or forecast.breakdown.get("peak") or {}
+def _by_phase(failure: Failure, prediction: Prediction) -> Mapping[str, int]:
+    """Return predicted bytes by category in the failed phase, or at the peak if that phase has no prediction."""
+    return prediction.breakdown.get(failure.phase) or prediction.breakdown.get("peak") or {}
 
 
-def _predicted(failure: Failure, forecast: Forecast) -> list[str]:
-    """The line of what was predicted; none where nothing is known."""
-    by_category = _by_phase(failure, forecast)
+def _predicted_line(failure: Failure, prediction: Prediction) -> list[str]:
+    """Return a line with the predicted memory; none without a prediction."""
+    by_category = _by_phase(failure, prediction)
     if not by_category:
         return []
-    metrics = forecast.metrics
-    phase = failure.phase if failure.phase in forecast.breakdown else metrics["worst_phase"]
+    metrics = prediction.metrics
+    phase = failure.phase if failure.phase in prediction.breakdown else metrics["worst_phase"]
     device = f"{metrics['gpu']} of {metrics['capacity_gib']:g} GiB"
     total = readable_size(sum(by_category.values()))
-    return [f"predicted: {total} of tensors at most in {phase} ({_listed(by_category)}), for {device}"]
+    return [f"predicted: {total} of tensors at most in {phase} ({_largest(by_category)}), for {device}"]
 
 
-def _measured(failure: Failure) -> str:
-    """The line of what was there."""
+def _measured_line(failure: Failure) -> str:
+    """Return a line with the measured memory."""
     if failure.held_bytes is None:
-        return "measured: nothing counts memory on this system"
+        return "measured: unknown, this system has no allocator statistics"
     rest = failure.held_bytes - sum(failure.by_category.values())
     by_category = {**failure.by_category, "activations and all else": max(rest, 0)}
     reserved = "" if failure.reserved_bytes is None else f"; {readable_size(failure.reserved_bytes)} reserved"
     free = ""
     if failure.free_bytes is not None and failure.total_bytes is not None:
         free = f"; {readable_size(failure.free_bytes)} of {readable_size(failure.total_bytes)} free on the device"
-    return f"measured: {readable_size(failure.held_bytes)} ({_listed(by_category)}){reserved}{free}"
+    return f"measured: {readable_size(failure.held_bytes)} ({_largest(by_category)}){reserved}{free}"
 
 
-def _cut_short(message: str) -> str:
-    """As much of a message as a line takes."""
-    return message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}…"
+def _largest(by_category: Mapping[str, int]) -> str:
+    """List the largest categories, largest first."""
+    by_size = sorted((-size, name) for name, size in by_category.items() if size)
+    return ", ".join(f"{name} {readable_size(-size)}" for size, name in by_size[:MOST_CATEGORIES])
 
 
-def _listed(by_category: Mapping[str, int]) -> str:
-    """The largest categories, largest first."""
-    by_size = sorted(by_category.items(), key=lambda item: (-item[1], item[0]))
-    shown: Sequence[tuple[str, int]] = [(name, size) for name, size in by_size if size][:MOST_CATEGORIES]
-    return ", ".join(f"{name} {readable_size(size)}" for name, size in shown)
-
-
-def _recorded(record: Path, content: Mapping[str, Any]) -> str:
-    """Write the file, and say where it is; a disk that refuses it must not hide that memory ended."""
+def _write_record(record: Path, content: Mapping[str, Any]) -> str:
+    """Write the file and return a line with its path; a write error must not hide the out-of-memory error."""
     try:
         write_json(record, content)
     except UserError as error:

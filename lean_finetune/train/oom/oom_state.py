@@ -1,7 +1,7 @@
-"""Where memory ended, and what was seen at that instant, as plain numbers.
+"""Position of a run and its memory at an out-of-memory error, as plain numbers.
 
-An exception holds the frames it passed, and with them every tensor of the step. What is kept here holds none, so that
-the memory is free again once the exception is gone.
+An exception references the frames it passed, and with them every tensor of the step. What is stored here references
+none, so the memory is free again once the exception is gone.
 """
 
 import mmap
@@ -25,76 +25,76 @@ from lean_finetune.train.monitor.memory_counters import make_counters
 FORWARD, BACKWARD, CLIP = "forward", "backward", "clip"
 HELDOUT, CHECKPOINT, SAVE = "heldout", "checkpoint", "save"
 READING = "reading"
-"""Between phases: a batch is read or copied to the device, or the step is brought to its end."""
+"""Between phases: a batch is read or copied to the device, or the step ends."""
 SIZES = {"bytes": 1, "byte": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 RESERVE_BYTES = 8 * 2**20
-"""Addresses that are kept, never touched, and given back when memory ends: to say so takes some."""
+"""Address space that is reserved and released at an out-of-memory error: reporting it needs some."""
 MOST_SEGMENTS, MOST_BLOCKS = 64, 64
-"""In a snapshot: the largest segments, and of each the largest blocks."""
+"""Limits of a snapshot: largest segments, and largest blocks of each."""
 
 
-def asked_bytes(message: str) -> int | None:
-    """What was asked for when memory ended, where the allocator says it."""
+def requested_bytes(message: str) -> int | None:
+    """Return the size of the failed allocation, if the allocator's message has it."""
     found = re.search(r"allocate:? ([0-9.]+) ?(bytes?|[KMGT]iB)\b", message)
     return None if found is None else int(float(found[1]) * SIZES[found[2]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Memory ended: where, and what was there."""
+    """An out-of-memory error: where it happened, and the memory at that moment."""
 
     message: str
-    """What the allocator said, in one line."""
+    """The allocator's message, in one line."""
     asked_bytes: int | None
-    """What it could not give."""
+    """Size of the failed allocation."""
     phase: str
     """`load`, `reading`, a phase of the step, `heldout`, `checkpoint` or `save`."""
     step: int | None
-    """The optimizer step, from 0; None where none was begun."""
+    """Optimizer step, from 0; None before the first."""
     number: int | None
-    """The micro-batch in work, from 0; None where none was."""
+    """Index of the micro-batch, from 0; None outside of one."""
     micro_batches: int
     """Of that step."""
     rows: int
     padded_tokens: int
     length: int
-    """Of that micro-batch: rows, tokens with padding, tokens of each row (or of all, joined)."""
+    """Of that micro-batch: rows, tokens with padding, tokens of each row (of all rows if joined)."""
     joined: bool
     held_bytes: int | None
-    """Tensors (on a CPU: what the process took since the run began); None where nothing counts it."""
+    """Live tensors (on a CPU: growth of the process since the run started); None if unknown."""
     reserved_bytes: int | None
     by_category: Mapping[str, int]
-    """Bytes of weights, gradients and optimizer; what else is held, is the rest."""
+    """Bytes of weights, gradients and optimizer state."""
     free_bytes: int | None
     """Of the device."""
     total_bytes: int | None
     addresses: AddressLimit | None
-    """The process's limit of addresses, where that is what ended; None where memory did."""
-    weights_whole: bool
-    """No weight has changed since the last step that is in the curves: the run can go on from there."""
+    """The limit of the address space, if that was exhausted; None if memory was."""
+    weights_intact: bool
+    """No weight has changed since the last finished step, so training can continue from it."""
     snapshot: Mapping[str, Any]
     """More, for the file: see `snapshot_of`."""
 
     @property
-    def can_be_cut(self) -> bool:
-        """Whether smaller micro-batches can help: it was one's own memory, and the step can begin again."""
-        return self.phase in (FORWARD, BACKWARD) and self.rows > 1 and self.weights_whole
+    def can_split(self) -> bool:
+        """Whether smaller micro-batches can help: several rows were computed, and the step can be repeated."""
+        return self.phase in (FORWARD, BACKWARD) and self.rows > 1 and self.weights_intact
 
 
 class OutOfMemory(UserError):
-    """Memory ended, and nothing was found to go on with."""
+    """Training ran out of memory and could not recover."""
 
-    def __init__(self, message: str, *details: str, weights_whole: bool):
-        """Tell it; `weights_whole` says whether the weights are those of the last step that was done."""
+    def __init__(self, message: str, *details: str, weights_intact: bool):
+        """Pass message and details on; `weights_intact`: the weights are those of the last finished step."""
         super().__init__(message, *details)
-        self.weights_whole = weights_whole
+        self.weights_intact = weights_intact
 
 
-class Whereabouts:
-    """What a run is doing. Keeps the model and its optimizer, to see what they hold when memory ends."""
+class RunPosition:
+    """Tracks step, micro-batch and phase of a run. References model and optimizer to measure them at an error."""
 
     def __init__(self, device: torch.device, *, updates_in_backward: bool):
-        """Begin before the model is loaded: what is held now is not the run's."""
+        """Create it before the model is loaded: memory in use now is not the run's."""
         self._device, self._counters = device, make_counters(device)
         self._updates_in_backward = updates_in_backward
         self._held_before = self._counters.read().held_bytes
@@ -106,51 +106,51 @@ class Whereabouts:
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
 
-    def holds(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """The model is loaded."""
+    def set_model(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Set model and optimizer once they are loaded."""
         self._model, self._optimizer = model, optimizer
 
-    def begin_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
-        """A step begins, or begins again."""
+    def start_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Record that a step starts or is repeated."""
         self.step, self._micro_batches, self._number = step, micro_batches, None
         self.phase_name = READING
         if self._reserve is None:
             self._reserve = mmap.mmap(-1, RESERVE_BYTES)
 
-    def watching(self, phase: Phase) -> Phase:
-        """The step's Phase hook that also tells here what runs."""
+    def tracked(self, phase: Phase) -> Phase:
+        """Wrap the step's Phase hook so that this position follows it."""
 
         @contextmanager
-        def watched(name: str) -> Iterator[None]:
+        def tracked_phase(name: str) -> Iterator[None]:
             if name == FORWARD:
                 self._number = 0 if self._number is None else self._number + 1
-            with self.inside(name), phase(name):
+            with self.phase(name), phase(name):
                 yield
 
-        return watched
+        return tracked_phase
 
     @contextmanager
-    def inside(self, name: str) -> Iterator[None]:
-        """A named part of the run; where it ends by an exception, that is where the run is."""
+    def phase(self, name: str) -> Iterator[None]:
+        """Name a part of the run; an exception leaves the name in place."""
         self.phase_name = name
         yield
         self.phase_name = READING
 
     def failure(self, error: BaseException) -> Failure:
-        """What is there now; call while the exception is handled."""
+        """Measure memory now; call while the exception is handled."""
         if self._reserve is not None:
             self._reserve.close()
             self._reserve = None
-        held = self._counters.read()
+        counts = self._counters.read()
         cuda = self._device.type == "cuda"
         free, total = torch.cuda.mem_get_info(self._device) if cuda else (None, None)
         one = None if self._number is None else self._micro_batches[self._number]
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        asked = asked_bytes(message)
-        since = None if held.held_bytes is None else held.held_bytes - (self._held_before or 0)
+        requested = requested_bytes(message)
+        growth = None if counts.held_bytes is None else counts.held_bytes - (self._held_before or 0)
         return Failure(
             message=message,
-            asked_bytes=asked,
+            asked_bytes=requested,
             phase=self.phase_name,
             step=self.step,
             number=self._number,
@@ -159,40 +159,37 @@ class Whereabouts:
             padded_tokens=0 if one is None else one.padded_tokens,
             length=0 if one is None else one.length,
             joined=one is not None and one.flat,
-            held_bytes=since,
-            reserved_bytes=held.reserved_bytes if cuda else None,
+            held_bytes=growth,
+            reserved_bytes=counts.reserved_bytes if cuda else None,
             by_category=self._by_category(),
             free_bytes=free,
             total_bytes=total,
-            addresses=None if cuda else address_limit_met(asked),
-            weights_whole=self.phase_name in ((FORWARD,) if self._updates_in_backward else (FORWARD, BACKWARD, CLIP)),
+            addresses=None if cuda else address_limit_met(requested),
+            weights_intact=self.phase_name in ((FORWARD,) if self._updates_in_backward else (FORWARD, BACKWARD, CLIP)),
             snapshot=snapshot_of(self._device),
         )
 
     def _by_category(self) -> dict[str, int]:
-        """Bytes that lie on the device, by what holds them."""
+        """Return bytes on the device of weights, gradients and optimizer state."""
         if self._model is None or self._optimizer is None:
             return {}
         parameters = list(self._model.parameters())
         states = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-        held = {
+        tensors_by_category = {
             "weights": [*parameters, *self._model.buffers(), *quantisation_tensors(self._model)],
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
             "optimizer": states,
         }
-        return {name: self._bytes_of(tensors) for name, tensors in held.items()}
+        return {name: self._bytes_of(tensors) for name, tensors in tensors_by_category.items()}
 
     def _bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes of the storages of tensors, each counted once."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if self._is_here(t)}
-        return sum(storages.values())
-
-    def _is_here(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self._device.type
+        """Add up the storages of tensors on the device, each once."""
+        here = [t.untyped_storage() for t in tensors if t.device.type == self._device.type]
+        return sum({storage._cdata: storage.nbytes() for storage in here}.values())
 
 
 def snapshot_of(device: torch.device) -> dict[str, Any]:
-    """Memory in detail, bounded in size: the allocator's largest segments on a GPU, the system's counts on a CPU."""
+    """Return memory in detail, of limited size: the allocator's largest segments, or the process status on a CPU."""
     if device.type != "cuda":
         return {"process_status": process_status() if STATUS.exists() else None}
     segments = sorted(torch.cuda.memory_snapshot(), key=lambda segment: -segment["total_size"])
@@ -203,7 +200,7 @@ def snapshot_of(device: torch.device) -> dict[str, Any]:
 
 
 def _segment(segment: Mapping[str, Any]) -> dict[str, Any]:
-    """One segment with its largest blocks."""
+    """Describe one segment with its largest blocks."""
     blocks = sorted(segment["blocks"], key=lambda block: -block["size"])
     return {
         "bytes": segment["total_size"],

@@ -1,41 +1,41 @@
-"""What training says and cannot be written is lost, and not the hours of training before it."""
+"""Ignore write errors on stdout and stderr, so that a full log disk or a closed pipe never ends a training run."""
 
 import sys
 from contextlib import suppress
 from typing import Any, TextIO, cast
 
-REFUSALS = (OSError, ValueError)
-"""The latter of a stream that was closed, or that has no code for a character."""
+WRITE_ERRORS = (OSError, ValueError)
+"""A ValueError is raised by a closed stream, and by one that cannot encode a character."""
 
 
-class Voice:
-    """A stream without its refusals: a full disk under a log, a reader that has gone. So do the handlers of `logging`.
+class BestEffortStream:
+    """A text stream that ignores write errors, as the handlers of `logging` do.
 
-    What a run *makes* is written elsewhere, and every refusal of that is told.
+    Output files are written elsewhere, and their write errors do end the run.
     """
 
     def __init__(self, stream: TextIO | None):
-        """Write to `stream`; None is one that was closed before the process began."""
+        """Write to `stream`; None if it was closed before the process started."""
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, if that can be; the number of characters, which tells nothing."""
+        """Try to write; always return the number of characters."""
         if self._stream is not None:
-            with suppress(*REFUSALS):
+            with suppress(*WRITE_ERRORS):
                 self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Hand what was written to the system, if that can be."""
+        """Try to flush."""
         if self._stream is not None:
-            with suppress(*REFUSALS):
+            with suppress(*WRITE_ERRORS):
                 self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """As the stream has it: what a progress bar asks about its terminal."""
+        """Delegate to the stream: a progress bar inspects its terminal."""
         return getattr(self._stream, name)
 
 
-def never_refused() -> None:
-    """Let nothing that this process cannot say end it, to the last flush, which is the interpreter's."""
-    sys.stdout, sys.stderr = cast(TextIO, Voice(sys.stdout)), cast(TextIO, Voice(sys.stderr))
+def ignore_output_errors() -> None:
+    """Replace stdout and stderr for the rest of the process, including the interpreter's last flush."""
+    sys.stdout, sys.stderr = cast(TextIO, BestEffortStream(sys.stdout)), cast(TextIO, BestEffortStream(sys.stderr))

@@ -1,8 +1,8 @@
-"""A run that the kernel kills cannot speak: a small file says how far it was, and the next run reads it.
+"""Record the last step of each training process, so that the next run can report one that was killed.
 
-Every process has a directory with the file and a lock, removed when the process ends by itself, whether well or by a
-fault. One whose lock is free is of a process that was killed, that crashed, or whose machine went down. Process numbers
-say nothing here: containers that share the disk, and even a host name, have the same ones.
+Each process has a directory with a small file and a lock. The process removes it when it ends by itself, also after
+an error. A directory whose lock is free belongs to a process that was killed or crashed, or whose machine went down.
+Process ids would not do: containers that share the disk, even with the same host name, use the same ones.
 """
 
 import json
@@ -22,81 +22,81 @@ from lean_finetune.core.file_locks import clear, hold, leave
 from lean_finetune.core.memory_limits import FILESYSTEM, oom_kills
 from lean_finetune.core.units import readable_size
 
-SECONDS = 1.0
-"""Least time between two writes: each takes about 0.1 ms."""
-FILE = "pulse.json"
+WRITE_SECONDS = 1.0
+"""Least time between two writes; each takes about 0.1 ms."""
+FILE = "last_step.json"
 BOOT_ID = "proc/sys/kernel/random/boot_id"
-"""Linux: another one after every start of the machine."""
+"""Linux: changes at every start of the machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pulse:
-    """What the file holds."""
+class LastStep:
+    """Content of the file."""
 
     host: str
     boot: str | None
-    """Of the machine's start; None where the system does not number them."""
+    """Boot id of the machine; None where the system has none."""
     oom_kills: int | None
-    """Processes of this group that the kernel had ended for want of memory when the run began."""
+    """Processes of this container that the kernel's OOM killer had ended when the run started."""
     step: int | None
-    """The optimizer step that was begun last; None before the first."""
+    """Optimizer step that started last; None before the first."""
     rss_bytes: int
 
 
-class Heartbeat:
+class CrashMarker:
     """Writes the file of this process."""
 
-    def __init__(self, directory: Path, told: Callable[[str], None], root: Path, clock: Callable[[], float]):
-        """Write to the process's `directory`; `told` gets a line if the disk refuses."""
+    def __init__(self, directory: Path, notify: Callable[[str], None], root: Path, clock: Callable[[], float]):
+        """Write to `directory`; `notify` gets a line if the disk refuses."""
         self.path = directory / FILE
-        self._told, self._clock = told, clock
+        self._notify, self._clock = notify, clock
         self._process = psutil.Process()
-        self._kills, self._boot = oom_kills(root), _boot(root)
+        self._kills, self._boot = oom_kills(root), _boot_id(root)
         self._due = clock()
-        self.begun(None)
+        self.step_started(None)
 
-    def begun(self, step: int | None) -> None:
-        """A step begins; written where the last write is long enough ago."""
+    def step_started(self, step: int | None) -> None:
+        """Record the step, unless the last write is too recent."""
         if self._clock() < self._due:
             return
-        self._due = self._clock() + SECONDS
-        pulse = Pulse(
+        self._due = self._clock() + WRITE_SECONDS
+        last_step = LastStep(
             host=platform.node(),
             boot=self._boot,
             oom_kills=self._kills,
             step=step,
             rss_bytes=self._process.memory_info().rss,
         )
-        aside = self.path.with_suffix(".partial")
+        partial = self.path.with_suffix(".partial")
         try:
-            aside.write_text(json.dumps(asdict(pulse)), encoding="ascii")
-            os.replace(aside, self.path)
-        except OSError as error:  # No reason to end a training; but the next run will know less.
+            partial.write_text(json.dumps(asdict(last_step)), encoding="ascii")
+            os.replace(partial, self.path)
+        except OSError as error:  # No reason to end a training, but the next run will know less.
             self._due = float("inf")
-            self._told(f"warning: {self.path}: cannot be written ({error.strerror}); training goes on")
+            self._notify(f"warning: {self.path}: cannot be written ({error.strerror}); training continues")
 
-    def forget(self) -> None:
-        """The process ends by itself at once, without leaving any block."""
+    def remove(self) -> None:
+        """Remove the file before the process exits without unwinding."""
         self.path.unlink(missing_ok=True)
 
 
 @contextmanager
-def heartbeat(
+def crash_marker(
     directory: Path,
-    told: Callable[[str], None],
+    notify: Callable[[str], None],
     *,
-    tells: bool = True,
+    reports: bool = True,
     root: Path = FILESYSTEM,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Heartbeat]:
-    """Tell of runs that ended without a word, then be one that can be told of.
+) -> Iterator[CrashMarker]:
+    """Report processes that crashed, then mark this one.
 
     Args:
-        directory: of the files of all processes.
-        told: gets a line of each such run.
-        tells: whether this process looks for such runs; of several on a machine the first one does.
-        root: where the file system begins.
-        clock: seconds that never jump.
+        directory: parent of the directories of all processes.
+        notify: gets one line for each crash.
+        reports: whether this process reports crashes; one process per machine does.
+        root: root of the file system.
+        clock: monotonic seconds.
 
     Raises:
         UserError: the disk refused.
@@ -104,69 +104,69 @@ def heartbeat(
     own = directory / uuid4().hex[:8]
     with told_in_one_line(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        for other in sorted(directory.iterdir()) if tells else ():
+        for other in sorted(directory.iterdir()) if reports else ():
             if other.is_dir():
-                _tell_of(other, told, root)
-        held = hold(own)
-    assert held is not None, "nobody else knows its name"
+                _report_crash(other, notify, root)
+        lock = hold(own)
+    assert lock is not None, "no other process knows the name"
     try:
-        yield Heartbeat(own, told, root, clock)
+        yield CrashMarker(own, notify, root, clock)
     finally:
         clear(own)
-        leave(own, held)
+        leave(own, lock)
 
 
-def _tell_of(directory: Path, told: Callable[[str], None], root: Path) -> None:
-    """Tell of the run that left a directory, and remove that; one that goes on, or was on another machine, stays."""
-    held = hold(directory)
-    if held is None:
+def _report_crash(directory: Path, notify: Callable[[str], None], root: Path) -> None:
+    """Report the crashed process and remove its directory, unless it still runs or ran on another machine."""
+    lock = hold(directory)
+    if lock is None:
         return
     try:
-        pulse = _read(directory / FILE)
-        if pulse is None or pulse.host == platform.node():
+        last_step = _read(directory / FILE)
+        if last_step is None or last_step.host == platform.node():
             clear(directory)
-            told(
-                f"note: a run of training ended without a word; {directory}, where it said how far it was, is damaged"
-                if pulse is None
-                else last_words(pulse, root)
+            notify(
+                f"note: a previous training crashed or was killed; its record in {directory} is damaged"
+                if last_step is None
+                else crash_note(last_step, root)
             )
-    except FileNotFoundError:  # It ended before its first word, or by itself just now.
+    except FileNotFoundError:  # It ended before its first write, or by itself just now.
         pass
     finally:
-        leave(directory, held)
+        leave(directory, lock)
 
 
-def _read(path: Path) -> Pulse | None:
-    """What a file holds; None where it is damaged: it is not flushed to the disk, which may go down with the machine.
+def _read(path: Path) -> LastStep | None:
+    """Read a file; None if it is damaged: it is never flushed, so a machine that goes down can damage it.
 
     Raises:
         FileNotFoundError: there is none.
     """
     try:
-        return Pulse(**json.loads(path.read_text(encoding="ascii", errors="replace")))
+        return LastStep(**json.loads(path.read_text(encoding="ascii", errors="replace")))
     except (ValueError, TypeError):
         return None
 
 
-def last_words(pulse: Pulse, root: Path = FILESYSTEM) -> str:
-    """What a run that ended without a word would have said, as far as that can be known."""
-    where = "while it loaded" if pulse.step is None else f"at optimizer step {pulse.step}, or soon after"
-    told = f"note: a run of training ended {where} without a word, with {readable_size(pulse.rss_bytes)} of RAM: "
-    if pulse.boot != _boot(root):
-        return f"{told}this machine was started anew since"
+def crash_note(last_step: LastStep, root: Path = FILESYSTEM) -> str:
+    """Describe where a process ended and, as far as the system knows, why."""
+    where = "while loading" if last_step.step is None else f"at optimizer step {last_step.step} or soon after"
+    ended = f"note: a previous training ended {where}, using {readable_size(last_step.rss_bytes)} of RAM: "
+    if last_step.boot != _boot_id(root):
+        return f"{ended}the machine has restarted since"
     kills = oom_kills(root)
-    if kills is None or pulse.oom_kills is None:
-        return f"{told}it was killed or it crashed; the system does not say whether memory had ended"
-    ended = kills - pulse.oom_kills
-    if ended > 0:
+    if kills is None or last_step.oom_kills is None:
+        return f"{ended}it crashed or was killed; this system does not count kills for lack of memory"
+    if kills > last_step.oom_kills:
         return (
-            f"{told}the kernel has since ended {ended} process(es) of this container for want of RAM, very likely this "
-            "one; raise its limit, or lower what the run holds (host_bytes_predicted in data/estimate/figures.json)"
+            f"{ended}the kernel has since killed {kills - last_step.oom_kills} process(es) of this container for lack "
+            "of RAM, very likely this one; raise the container's limit, or reduce what the run needs "
+            "(host_bytes_predicted in data/estimate/figures.json)"
         )
-    return f"{told}it was killed or it crashed; for want of RAM the kernel has ended no process of this container since"
+    return f"{ended}it crashed or was killed, but not by the kernel for lack of RAM"
 
 
-def _boot(root: Path) -> str | None:
-    """Which start of the machine this is; None where the system does not say."""
+def _boot_id(root: Path) -> str | None:
+    """Return the machine's boot id; None where the system has none."""
     file = root / BOOT_ID
     return file.read_text(encoding="ascii").strip() if file.is_file() else None

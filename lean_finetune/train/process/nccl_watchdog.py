@@ -1,12 +1,12 @@
-"""NCCL tells nobody that it waited in vain: its watchdog aborts the process. A thread here hears of it first.
+"""Report NCCL timeouts before PyTorch's watchdog aborts the process.
 
-Collectives on GPUs are queued, so no Python call fails when another process hangs. After the timeout of the group
-(`run.rank_timeout_seconds`) PyTorch's watchdog thread marks the group with an error, waits for its debugging dump
-(TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, a quarter of a minute at least), and ends the process by SIGABRT. The launcher
-would blame that process, which only waited. TORCH_NCCL_BLOCKING_WAIT would raise in the call instead, but each
-collective would then wait for the GPU, and none overlap with computing.
+Collectives on GPUs are asynchronous, so no Python call fails when another process hangs. After the timeout of the
+process group (`run.rank_timeout_seconds`) PyTorch's watchdog thread records an error, waits for its debug dump
+(TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, at least 15 s), and ends the process by SIGABRT. The launcher would blame that
+process, which only waited. TORCH_NCCL_BLOCKING_WAIT would raise in the call instead, but then no collective could
+overlap with computation.
 
-Never run on GPUs: the tests stand in for NCCL's error.
+Not tested on GPUs: the tests simulate NCCL's error.
 """
 
 import threading
@@ -16,40 +16,40 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 NO_ERROR = "SUCCESS"
 TIMEOUT = "TIMEOUT"
 
 Errors = Callable[[], list[str]]
-"""Names of the errors of all groups of this process, `NO_ERROR` where there is none."""
+"""Returns the error names of all process groups; `NO_ERROR` for a group without one."""
 
 
-def link_errors(device: torch.device) -> Errors | None:
-    """What asks NCCL; None where it links nothing: on CPUs gloo raises what it met."""
+def nccl_errors(device: torch.device) -> Errors | None:
+    """Return a function that queries NCCL; None on CPUs, where gloo raises its errors."""
     if device.type != "cuda" or not dist.is_initialized():
         return None
     return lambda: [group._get_backend(device).get_error().name for group in list(dist.distributed_c10d._world.pg_map)]
 
 
 @contextmanager
-def watched(errors: Errors | None, end: Callable[[str], None]) -> Iterator[None]:
-    """Inside, a thread calls `end` with the first error that `errors` names; it must end the process."""
+def watch_nccl(errors: Errors | None, end: Callable[[str], None]) -> Iterator[None]:
+    """Poll `errors` in a thread and call `end` with the first one; it must end the process."""
     if errors is None:
         yield
         return
-    left = threading.Event()
+    finished = threading.Event()
 
-    def watch() -> None:
-        while not left.wait(LOOK_SECONDS):
+    def poll() -> None:
+        while not finished.wait(POLL_SECONDS):
             for error in errors():
                 if error != NO_ERROR:
                     end(error)
                     return
 
-    thread = threading.Thread(target=watch, name="nccl_watch", daemon=True)
+    thread = threading.Thread(target=poll, name="nccl_watch", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        left.set()
+        finished.set()
         thread.join()

@@ -1,4 +1,4 @@
-"""One run in several processes: how the stage starts them, where each computes, what all have measured."""
+"""Processes of a distributed run: start them, choose their devices, explain their timeouts, combine their peaks."""
 
 import re
 import sys
@@ -12,21 +12,25 @@ from lean_finetune.distributed.launch import ConnectionLost, WaitTimedOut, launc
 from lean_finetune.distributed.processes import World, check_devices, under_torchrun
 from lean_finetune.distributed.progress_barrier import BarrierTimeout
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.train.monitor.measured_peak import LOAD, Measured
-from lean_finetune.train.oom.oom_state import Whereabouts
+from lean_finetune.train.monitor.measured_peak import LOAD, MeasuredPeaks
+from lean_finetune.train.oom.oom_state import RunPosition
 from lean_finetune.train.process.nccl_watchdog import TIMEOUT
 from lean_finetune.train.process.training_device import training_device
 
-GLOO = ", and too much: what gloo gives back in threads of its own is not seen"
+GLOO_NOTE = "; too high, because buffers that gloo frees in its own threads are not seen"
+TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
+CONNECTION_LOST = re.compile(
+    "connection (closed|reset|refused)|broken pipe|communicator was aborted|ncclRemoteError", re.IGNORECASE
+)
 
 
-def started_ranks(num_gpus: int, directory: Path, grace_seconds: float) -> bool:
-    """Run this command in as many processes as there are GPUs to use, where that takes several; True once they ended.
+def launch_ranks(num_gpus: int, directory: Path, grace_seconds: float) -> bool:
+    """Run this command in one process per GPU, if there are several; return True once they have ended.
 
     Args:
         num_gpus: hardware.num_gpus.
-        directory: of what the processes of all launches say.
-        grace_seconds: how long they may take to end after a signal: to finish a step and keep it.
+        directory: where processes exchange messages about their end.
+        grace_seconds: time to finish a step and write a checkpoint after a signal.
 
     Raises:
         UserError: one of them failed.
@@ -38,8 +42,8 @@ def started_ranks(num_gpus: int, directory: Path, grace_seconds: float) -> bool:
     return True
 
 
-def take_place(world: World, cpu_threads: int | None) -> torch.device:
-    """Have this process take its GPU, or its share of the cores; where it computes.
+def claim_device(world: World, cpu_threads: int | None) -> torch.device:
+    """Select this process's GPU, or its share of the CPU cores, and return the device.
 
     Raises:
         UserError: there are fewer GPUs than processes.
@@ -51,19 +55,14 @@ def take_place(world: World, cpu_threads: int | None) -> torch.device:
     return training_device()
 
 
-WAITED_TOO_LONG = re.compile("timed out|timeout", re.IGNORECASE)
-LINK_BROKE = re.compile(
-    "connection (closed|reset|refused)|broken pipe|communicator was aborted|ncclRemoteError", re.IGNORECASE
-)
-OUTSIDE = "before or after its steps"
-
-
 @contextmanager
-def told_of_waiting(world: World, seconds: float, where: Callable[[], str] = lambda: OUTSIDE) -> Iterator[None]:
-    """Inside, a process that waited too long for the others says so, and where.
+def explain_timeouts(
+    world: World, seconds: float, where: Callable[[], str] = lambda: "before or after its steps"
+) -> Iterator[None]:
+    """Turn a timed-out or broken connection inside the block into an error that names process, time and place.
 
     Raises:
-        WaitTimedOut: naming the process, how long it waited and where.
+        WaitTimedOut: this process waited too long for the others.
         ConnectionLost: the others had given up before, or ended.
     """
     try:
@@ -71,34 +70,34 @@ def told_of_waiting(world: World, seconds: float, where: Callable[[], str] = lam
     except RuntimeError as error:
         if world.size == 1:
             raise
-        if LINK_BROKE.search(str(error)) and not WAITED_TOO_LONG.search(str(error)):
-            raise ConnectionLost(str(error)) from error
-        if not WAITED_TOO_LONG.search(str(error)):
+        if not TIMED_OUT.search(str(error)):
+            if CONNECTION_LOST.search(str(error)):
+                raise ConnectionLost(str(error)) from error
             raise
         raise WaitTimedOut(
-            f"run.rank_timeout_seconds: no process may wait longer for the others; process {world.rank} of "
-            f"{world.size} waited {seconds:g} s {where()}; raise it if one may take so long",
+            f"run.rank_timeout_seconds: limits how long a process waits for the others; process {world.rank} of "
+            f"{world.size} waited {seconds:g} s {where()}; raise it if one process may take longer",
             absent=error.ranks if isinstance(error, BarrierTimeout) else (),
         ) from error
 
 
-def fault_of_link(error: str, world: World, seconds: float, where: Callable[[], str]) -> Exception:
-    """What an error that NCCL named (`lean_finetune.train.process.nccl_watchdog`) says of the others."""
+def nccl_fault(error: str, world: World, seconds: float, where: Callable[[], str]) -> Exception:
+    """Return the exception for an error that `nccl_watchdog` found."""
     try:
-        with told_of_waiting(world, seconds, where):
+        with explain_timeouts(world, seconds, where):
             raise RuntimeError("timed out" if error == TIMEOUT else f"broken pipe: NCCL's {error}")
     except (WaitTimedOut, ConnectionLost) as fault:
         return fault
 
 
-def where_in_steps(place: Whereabouts) -> str:
-    """The phase and the step that a run is in, for people."""
-    step = "before the first step" if place.step is None else f"of optimizer step {place.step}"
-    return f"in phase {place.phase_name} {step}"
+def describe_position(position: RunPosition) -> str:
+    """Name the phase and step of a run in a message."""
+    step = "before the first step" if position.step is None else f"of optimizer step {position.step}"
+    return f"in phase {position.phase_name} {step}"
 
 
-def most_of_all(measured: Measured, parallel: ParallelModel, device: torch.device) -> Measured:
-    """The largest of each figure over all processes: what a GPU must have room for."""
+def largest_over_ranks(measured: MeasuredPeaks, parallel: ParallelModel, device: torch.device) -> MeasuredPeaks:
+    """Return the largest of each figure over all processes: what every GPU must have room for."""
     if parallel.size == 1:
         return measured
     by_phase = {f"phase {name}": size for name, size in measured.peak_bytes_by_phase.items()}
@@ -108,15 +107,15 @@ def most_of_all(measured: Measured, parallel: ParallelModel, device: torch.devic
         **by_phase,
     }
     known = sorted(name for name, figure in figures.items() if figure is not None)
-    of_ranks = torch.zeros(parallel.size, len(known), dtype=torch.int64, device=device)
-    of_ranks[parallel.rank] = torch.tensor([figures[name] for name in known], dtype=torch.int64)
-    of_ranks = parallel.sum_over_ranks(of_ranks)
-    most = dict(zip(known, of_ranks.amax(0).tolist(), strict=True))
-    steps = [place for place, name in enumerate(known) if name in by_phase and name != f"phase {LOAD}"]
-    return Measured(
-        peak_bytes=most.get("peak"),
-        peak_bytes_by_phase={name: most[f"phase {name}"] for name in measured.peak_bytes_by_phase},
-        peak_reserved_bytes=most.get("reserved"),
-        how=f"{measured.how}; the most of {parallel.size} processes{GLOO if device.type == 'cpu' else ''}",
-        peak_bytes_by_rank=tuple(of_ranks[:, steps].amax(1).tolist()) if steps else (),
+    by_rank = torch.zeros(parallel.size, len(known), dtype=torch.int64, device=device)
+    by_rank[parallel.rank] = torch.tensor([figures[name] for name in known], dtype=torch.int64)
+    by_rank = parallel.sum_over_ranks(by_rank)
+    largest = dict(zip(known, by_rank.amax(0).tolist(), strict=True))
+    steps = [column for column, name in enumerate(known) if name in by_phase and name != f"phase {LOAD}"]
+    return MeasuredPeaks(
+        peak_bytes=largest.get("peak"),
+        peak_bytes_by_phase={name: largest[f"phase {name}"] for name in measured.peak_bytes_by_phase},
+        peak_reserved_bytes=largest.get("reserved"),
+        how=f"{measured.how}; the largest of {parallel.size} processes{GLOO_NOTE if device.type == 'cpu' else ''}",
+        peak_bytes_by_rank=tuple(by_rank[:, steps].amax(1).tolist()) if steps else (),
     )

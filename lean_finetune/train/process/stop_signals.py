@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and their like: the first stops training between two micro-batches, a later one ends it at once."""
+"""Stop training on SIGTERM, Ctrl-C and similar signals: the first between two micro-batches, a second one at once."""
 
 import os
 import signal
@@ -13,67 +13,67 @@ from lean_finetune.core.parent_death import PARENT_ENDED
 from lean_finetune.core.signals import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, PARENT_ENDED)
-AGAIN_SECONDS = 1.0
-"""A signal so soon after the first is the same request: a group and its leader are often signalled one by one."""
+SAME_REQUEST_SECONDS = 1.0
+"""A signal this soon after the first is the same request: a process group and its leader are often signalled both."""
 Item = TypeVar("Item")
 
 
 class Stopped(Interrupted):
-    """A signal asked to stop, or the parent's end did."""
+    """Training stops because of a signal or because the parent process ended."""
 
 
-class Stop:
-    """Remembers that a signal came, and raises `Stopped` where it is safe to."""
+class StopRequest:
+    """Records that a signal arrived, and raises `Stopped` where stopping is safe."""
 
     def __init__(self) -> None:
-        """Nobody asked yet."""
+        """Start without a request."""
         self._number: int | None = None
-        self._waits = False
+        self._deferred = False
 
     @property
-    def number(self) -> int | None:
-        """The signal that came; None before."""
+    def signal_number(self) -> int | None:
+        """The signal that arrived first; None before."""
         return self._number
 
     @property
-    def asked(self) -> bool:
-        """Whether somebody asked."""
+    def requested(self) -> bool:
+        """Whether a signal has arrived."""
         return self._number is not None
 
-    def ask(self, number: int) -> None:
-        """What the first signal does: raise at once, or wait for `check`.
+    def request(self, number: int) -> None:
+        """Handle the first signal: stop at once, or at the next `check` inside `deferred`.
 
         Raises:
-            Stopped: nothing is under way that has to come to its end first.
+            Stopped: outside `deferred`.
         """
         if self._number is None:
             self._number = number
-            if not self._waits:
+            if not self._deferred:
                 self.check()
 
     def check(self) -> None:
-        """Stop here if it was asked.
+        """Stop here if requested.
 
         Raises:
-            Stopped: it was.
+            Stopped: a signal has arrived.
         """
         if self._number is not None:
             raise Stopped(self._number)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, a signal waits for `check`."""
-        self._waits = True
+    def deferred(self) -> Iterator[None]:
+        """Make signals inside the block wait for `check`."""
+        self._deferred = True
         try:
             yield
         finally:
-            self._waits = False
+            self._deferred = False
 
     def between(self, items: Iterator[Item]) -> Iterator[Item]:
-        """The same items; asked to stop, the next one is not begun.
+        """Yield the items; check for a request before each.
 
         Raises:
-            Stopped: it was asked.
+            Stopped: a signal has arrived.
         """
         for item in items:
             self.check()
@@ -81,45 +81,45 @@ class Stop:
 
 
 @contextmanager
-def stopped_by_signals(stop: Stop) -> Iterator[None]:
-    """Inside, signals ask to stop, but for those that the process was told to ignore. Call in the main thread.
+def handle_signals(stop: StopRequest) -> Iterator[None]:
+    """Pass signals inside the block to `stop`, except those the process ignores. Call in the main thread.
 
     Raises:
-        SystemExit: with the code of the signal, once `Stopped` has left the block.
+        SystemExit: with the signal's exit code, once `Stopped` has left the block.
     """
 
-    def asked(number: int, _: FrameType | None) -> None:
-        stop.ask(number)
+    def handler(number: int, _: FrameType | None) -> None:
+        stop.request(number)
 
-    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    # Python runs handlers between two operations of the main thread, and a backward pass is one: a second signal, which
-    # ends the process at once, is waited for by a thread.
-    out, into = os.pipe()
-    os.set_blocking(into, False)
-    watch = threading.Thread(target=_end_when_asked_again, args=(out,), name="signals", daemon=True)
-    watch.start()
-    woken = signal.set_wakeup_fd(into, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, asked) for number in heeded}
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    # Python runs handlers between two operations of the main thread, and a backward pass is one operation. A thread
+    # therefore waits for a second signal, which ends the process at once.
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    thread = threading.Thread(target=_exit_on_second_signal, args=(read_end,), name="signals", daemon=True)
+    thread.start()
+    wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    handlers_before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     except Stopped as reason:
         raise SystemExit(reason.exit_code) from None
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(woken)
-        os.close(into)
-        watch.join()
-        os.close(out)
+        for number, before in handlers_before.items():
+            signal.signal(number, before)
+        signal.set_wakeup_fd(wakeup_before)
+        os.close(write_end)
+        thread.join()
+        os.close(read_end)
 
 
-def _end_when_asked_again(out: int) -> None:
-    """Read the numbers of signals as they come, until the pipe is closed."""
+def _exit_on_second_signal(read_end: int) -> None:
+    """Read the numbers of signals as they arrive, until the pipe is closed."""
     first: float | None = None
-    while number := os.read(out, 1):
+    while number := os.read(read_end, 1):
         if number[0] not in SIGNALS or (first is not None and number[0] == PARENT_ENDED):
             continue
         now = time.monotonic()
         first = now if first is None else first
-        if now - first >= AGAIN_SECONDS:
+        if now - first >= SAME_REQUEST_SECONDS:
             os._exit(128 + number[0])

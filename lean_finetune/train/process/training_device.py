@@ -1,4 +1,4 @@
-"""The device a run really has, checked against the prediction before anything is loaded."""
+"""Check the actual device and host against the prediction before anything is loaded."""
 
 import shutil
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from lean_finetune.step.host_transfer import refuse_offloaded_state
 
 
 def training_device() -> torch.device:
-    """The CUDA device here, else the CPU."""
+    """Return the current CUDA device, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -30,14 +30,14 @@ def check_device(
     estimate: Mapping[str, Any],
     processes: int = 1,
 ) -> None:
-    """Refuse a run that the device at hand cannot hold or compute.
+    """Refuse a run that this device cannot compute or has no memory for.
 
     Args:
-        device: where training would run.
-        spec: the model's method and precision.
+        device: where training runs.
+        spec: method and precision of the model.
         verdict: data/estimate/verdict.json; its refusal was decided for `hardware.gpu`.
-        estimate: data/estimate/figures.json; its predicted peaks are compared with the memory free here: of the device,
-            and of its host, where a container's limit counts too.
+        estimate: data/estimate/figures.json; its predicted peaks are compared with the free memory of the device and
+            of the host, where a container's limit counts too.
         processes: of the run on this machine; without GPUs they share its memory.
 
     Raises:
@@ -52,16 +52,16 @@ def check_device(
         return
     host, where = free_host_bytes()
     if device.type == "cuda":
-        _check_room(estimate["host_bytes_predicted"], host, f"RAM on the host of {estimate['gpu']}", where)
+        _check_free(estimate["host_bytes_predicted"], host, f"RAM on the host of {estimate['gpu']}", where)
         free, where = torch.cuda.mem_get_info(device)[0], f"on {device} here"
-        _check_room(estimate["peak_bytes_predicted"], free, f"tensors on {estimate['gpu']}", where)
+        _check_free(estimate["peak_bytes_predicted"], free, f"tensors on {estimate['gpu']}", where)
         return
     of = f"tensors on {estimate['gpu']}" + (f" in {processes} processes" if processes > 1 else "")
-    _check_room(estimate["peak_bytes_predicted"] * processes, host, of, where)
+    _check_free(estimate["peak_bytes_predicted"] * processes, host, of, where)
 
 
-def _check_room(needed: int | None, free: int, of: str, where: str) -> None:
-    """Hold what is predicted to be needed (None: it was predicted for a device without a host) against what is free.
+def _check_free(needed: int | None, free: int, of: str, where: str) -> None:
+    """Compare predicted bytes (None: predicted for a device without a host) with free bytes.
 
     Raises:
         UserError: naming both.
@@ -74,7 +74,7 @@ def _check_room(needed: int | None, free: int, of: str, where: str) -> None:
 
 
 def check_attention(device: torch.device, config: PretrainedConfig, spec: ModelSpec) -> None:
-    """Refuse attention that the device at hand cannot run; masks were looked at by stage estimate.
+    """Refuse attention kernels that this device cannot run; stage estimate has checked the masks.
 
     Raises:
         UserError: naming what it lacks.
@@ -87,16 +87,16 @@ def check_attention(device: torch.device, config: PretrainedConfig, spec: ModelS
 def check_host(
     choice: OffloadState, device: torch.device, predicted: Mapping[str, Any], sharding: Sharding = "none"
 ) -> None:
-    """Refuse to keep the optimizer, or weights too, on a host that has no room for it.
+    """Refuse offloading or sharding for which the host has too little memory.
 
     Args:
         choice: train.offload.
-        device: where training would run.
+        device: where training runs.
         predicted: data/estimate/figures.json.
-        sharding: train.sharding; where it cuts weights, all of them are on the host until they are handed out.
+        sharding: train.sharding; where it shards weights, the host holds all of them until they are distributed.
 
     Raises:
-        UserError: naming what is needed and what is free, or that there is no GPU.
+        UserError: naming needed and free bytes, or that there is no GPU.
     """
     refuse_offloaded_state(choice, device.type)
     needed, (free, where) = predicted["host_bytes_predicted"], free_host_bytes()
@@ -105,26 +105,26 @@ def check_host(
     sizes = f"{readable_size(needed)} are predicted and {readable_size(free)} are free {where}"
     if choice != "none":
         raise UserError(
-            f"train.offload: {choice} must have room in the host's memory; {sizes}; free some, use "
+            f"train.offload: {choice} needs room in the host's memory; {sizes}; free some, use "
             "train.optimizer=adamw_8bit, or none"
         )
     if sharding in SPLIT_WEIGHTS and device.type == "cuda":
         raise UserError(
-            f"train.sharding: {sharding} must have room in the host's memory for all weights, until they are handed "
-            f"out; {sizes}; free some, use a host with more, or train.method=qlora (a quarter of 16 bits)"
+            f"train.sharding: {sharding} needs room in the host's memory for all weights until they are distributed; "
+            f"{sizes}; free some, use a host with more, or train.method=qlora (a quarter of 16 bits)"
         )
 
 
 def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) -> None:
-    """Refuse to send activations where there is no room for them.
+    """Refuse to offload activations to a place with too little room.
 
     Args:
         choice: train.offload_activations.
-        needed_bytes: the most that is predicted to be away at once, of all processes on this machine.
-        scratch: the directory of files.
+        needed_bytes: predicted maximum of offloaded bytes, over all processes on this machine.
+        scratch: the directory of offload files.
 
     Raises:
-        UserError: naming what is needed and what is free.
+        UserError: naming needed and free bytes.
     """
     if choice == "none":
         return
@@ -134,6 +134,6 @@ def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) 
         free, where = shutil.disk_usage(scratch).free, f"below {scratch.resolve()}"
     if needed_bytes > free:
         raise UserError(
-            f"train.offload_activations: {choice} must have room for activations; {readable_size(needed_bytes)} are "
+            f"train.offload_activations: {choice} needs room for activations; {readable_size(needed_bytes)} are "
             f"predicted and {readable_size(free)} are free {where}; free some, set train.grad_ckpt=true, or use none"
         )

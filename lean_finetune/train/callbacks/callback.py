@@ -1,0 +1,58 @@
+"""Hooks of the training loop. A tracker is one class with the hooks it needs, listed in `registry.CALLBACKS`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Row = Mapping[str, Any]
+"""One optimizer step of the curves; keys `loop.CURVE_COLUMNS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What a callback knows of the run it is created for."""
+
+    total_steps: int
+    first_step: int
+    """First optimizer step of this process; above 0 if it resumes a checkpoint."""
+    parameters: Mapping[str, Any]
+    """Parameters of the run by dotted name."""
+    predicted_peak_bytes: int | None
+    """Peak tensor memory predicted by stage estimate; None without a prediction."""
+    device: torch.device
+    show_progress: bool
+    curves: Sequence[Row]
+    """Rows of all finished steps. It grows while training runs; a resumed run starts with the checkpoint's rows."""
+
+
+class Callback:
+    """Base class of callbacks. Every hook does nothing; an exception in a hook ends the run."""
+
+    def __init__(self, info: RunInfo):
+        """Create it before the model is loaded, on the first process of a run only."""
+        self.info = info
+
+    def on_start(self) -> None:
+        """Called before the model is loaded."""
+
+    def on_step(self, row: Row) -> None:
+        """Called after each optimizer step; `row["allocated_bytes"]` is its measured peak, None if not measured."""
+
+    def on_heldout(self, row: Row) -> None:
+        """Called after `on_step` if the held-out loss was computed: `row["heldout_loss"]`."""
+
+    def on_checkpoint(self, step: int) -> None:
+        """Called when a checkpoint of `step` finished steps was started."""
+
+    def on_end(self, peak_bytes: int | None) -> None:
+        """Called after the last step; `peak_bytes` is the measured peak of the run's steps on this process."""
+
+    def on_fault(self, error: BaseException) -> None:
+        """Called instead of `on_end` if training ends with an error or is stopped by a signal."""
+
+
+def tokens_per_second(row: Row) -> float:
+    """Return the throughput of a step, in tokens without padding."""
+    return row["tokens"] / row["seconds"]

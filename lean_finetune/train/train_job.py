@@ -1,0 +1,92 @@
+"""Input and output of the training loop."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lean_finetune.distributed.processes import SINGLE_PROCESS, World
+from lean_finetune.distributed.sharding_modes import ShardSpec
+from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.plan.batch_plan import Plan
+from lean_finetune.plan.worst_micro_batches import worst_steps
+from lean_finetune.step.activation_offload import ActivationOffload
+from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.run_optimizer import OptimSpec
+from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.training_step import StepSpec
+from lean_finetune.train.monitor.growth_advice import Settings
+from lean_finetune.train.monitor.host_peak import HostPeak
+
+CONTROL_STEPS = 4
+"""Steps that are measured besides those predicted to be the worst."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """Input of one training run."""
+
+    model_directory: Path
+    plan: Plan
+    rows: TokenRows
+    heldout: TokenRows
+    pad_id: int
+    model_spec: ModelSpec
+    optim_spec: OptimSpec
+    step_spec: StepSpec
+    offload: ActivationOffload | None
+    """Where activations are stored between forward and backward; None = on the device."""
+    heldout_every_steps: int | None
+    heldout_rows: int
+    measured_steps: frozenset[int]
+    """Steps whose peak memory is measured; always includes the first."""
+    loader_threads: int
+    """Threads that read batches ahead."""
+    device: torch.device
+    progress: bool
+    world: World = SINGLE_PROCESS
+    sharing: ShardSpec = ShardSpec(mode="none")
+    """How the processes of `world` share the model."""
+    settings: Settings = field(default_factory=dict)
+    """Parameters of the run by dotted name, for callbacks and advice."""
+    predicted_peak_bytes: int | None = None
+    """Peak tensor memory predicted by stage estimate, for callbacks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """The trained model and the record of its training."""
+
+    parallel: ParallelModel
+    curves: list[dict[str, Any]]
+    """One row per optimizer step, keys `CURVE_COLUMNS`."""
+    skipped_steps: int | None
+    """Updates skipped because fp16 gradients overflowed; None if the loss is not scaled."""
+    memory_by_phase: Mapping[str, Mapping[str, int | None]]
+    """Highest figures at the ends of each phase."""
+    oom_splits: Mapping[str, int] | None
+    """Steps that were split after an out-of-memory error; None without any."""
+    load_host: HostPeak
+    """Host memory while the model was loaded."""
+    settings: Settings
+    """Those of the job."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained model, or this process's shard."""
+        return self.parallel.model
+
+
+def measured_steps(plan: Plan, lengths: np.ndarray) -> frozenset[int]:
+    """Return the steps to measure where measuring costs time: the predicted worst ones, and controls.
+
+    The controls are spread evenly over the run, regardless of size, so that a worst step that the prediction overlooks
+    may be among them.
+    """
+    last = len(plan.steps) - 1
+    controls = {round(last * number / CONTROL_STEPS) for number in range(1, CONTROL_STEPS + 1)}
+    return frozenset({*worst_steps(plan, lengths), *controls})

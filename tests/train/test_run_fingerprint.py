@@ -1,0 +1,154 @@
+"""Fingerprint of a run: which changes make it another run, and which do not."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lean_finetune.config.load import load_params
+from lean_finetune.core.errors import UserError
+from lean_finetune.pinning.code import PACKAGE, code_hashes
+from lean_finetune.plan.batch_plan import MicroBatch, Plan, write_plan
+from lean_finetune.train import run_fingerprint as module
+from lean_finetune.train.job import Paths
+from lean_finetune.train.run_fingerprint import resumable_part, run_fingerprint, run_key
+from tests.conftest import ROOT
+from tests.processes import run_bounded
+from tests.small_model import CPU
+
+
+def plan_of(rows: list[list[int]], ranks: int = 1) -> Plan:
+    """One step; micro-batches are dealt to ranks in turn."""
+    return Plan.of(
+        [
+            MicroBatch(epoch=0, step=0, rank=n % ranks, rows=np.array(r, dtype=np.int32), length=9, supervised=4)
+            for n, r in enumerate(rows)
+        ],
+        ranks=ranks,
+    )
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """The input files of stage train."""
+    directory = tmp_path / "inputs"
+    (directory / "tokens/train").mkdir(parents=True)
+    for name in ("tokens/train/00000.arrow", "tokens/meta.json"):
+        (directory / name).write_text(name)
+    for name in ("model", "tokenizer", "data"):
+        (directory / f"{name}.json").write_text(json.dumps({"name": str(directory), "files": {name: "0"}}))
+    (directory / "verdict.json").write_text(json.dumps({"precision": "fp32"}))
+    write_plan(directory / "plan.arrow", [plan_of([[0, 1], [2, 3]])], cut="0a")
+    return directory
+
+
+def key_of(inputs: Path, threads: int = 1, **train: Any) -> str:
+    """The name of the run's directory."""
+    params = load_params(ROOT / "params.yaml")
+    params = params.model_copy(update={"train": params.train.model_copy(update=train)})
+    names = ("tokens", "verdict.json", "estimate.json", "model.json", "tokenizer.json", "data.json")
+    tokens, verdict, estimate, model, tokenizer, data = (inputs / name for name in names)
+    outputs = {name: inputs / name for name in ("out", "curves", "metrics")}
+    paths = Paths(
+        tokens=tokens,
+        batches=inputs,
+        verdict=verdict,
+        estimate=estimate,
+        model_lock=model,
+        tokenizer_lock=tokenizer,
+        data_lock=data,
+        **outputs,
+    )
+    return run_key(resumable_part(run_fingerprint(params, paths, CPU, threads)))
+
+
+def test_same_run_in_another_directory_has_the_same_key(inputs: Path, tmp_path: Path):
+    """DVC's temporary and queued runs read copies and resume the checkout's checkpoints."""
+    shutil.copytree(inputs, tmp_path / "copy")
+    (tmp_path / "copy/model.json").write_text(json.dumps({"name": "elsewhere", "files": {"model": "0"}}))
+    assert key_of(inputs) == key_of(tmp_path / "copy")
+
+
+def test_how_gpus_share_the_steps_does_not_change_the_key(inputs: Path):
+    """A run that is moved to another number of GPUs starts at the first step."""
+    before = key_of(inputs)
+    write_plan(inputs / "plan.arrow", [plan_of([[0, 1], [2, 3]], ranks=2)], cut="0a")
+    assert key_of(inputs, sharding="zero2") == before
+
+
+@pytest.mark.parametrize("change", [{"lr": 0.5}, {"threads": 64}, {"optimizer": "sgd"}], ids=str)
+def test_another_parameter_is_another_run(inputs: Path, change: dict[str, Any]):
+    assert key_of(inputs, **change) != key_of(inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokens/train/00000.arrow", "changed"),
+        ("tokens/train/00001.arrow", "more rows"),
+        ("model.json", '{"files": {"model": "1"}}'),
+        ("tokenizer.json", '{"files": {"tokenizer": "1"}}'),
+        ("verdict.json", '{"precision": "bf16"}'),
+    ],
+)
+def test_other_data_or_another_model_is_another_run(inputs: Path, name: str, content: str):
+    before = key_of(inputs)
+    (inputs / name).write_text(content)
+    assert key_of(inputs, precision="auto") != before
+
+
+def test_other_rows_in_a_step_are_another_run(inputs: Path):
+    before = key_of(inputs)
+    write_plan(inputs / "plan.arrow", [plan_of([[0, 1], [2, 4]])], cut="0a")
+    assert key_of(inputs) != before
+
+
+def test_other_code_or_libraries_are_another_run(inputs: Path, monkeypatch: pytest.MonkeyPatch):
+    """Code that was edited between two processes would train differently from the middle on."""
+    before = key_of(inputs)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "code_hashes", lambda name: {**code_hashes(name), "added.py": "0"})
+        assert key_of(inputs) != before
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "version", lambda name: "99")
+        assert key_of(inputs) != before
+
+
+class Processes:
+    """Control messages of two processes with different fingerprints, as the first one receives them."""
+
+    def __init__(self, other: str):
+        self.other = other
+
+    def gather_after_work(self, *own: int) -> list[list[int]]:
+        return [list(own), [0]]
+
+    def gather_text(self, own: str) -> list[str]:
+        return [own, self.other]
+
+
+def test_processes_with_different_inputs_are_refused_with_both_values():
+    """Two nodes with different learning rates train a mixture."""
+    here = {"parameters": {"train.lr": 0.1}, "data": {"tokens.meta.json": "a" * 64}, "device": {"name": "H100"}}
+    other = json.dumps(["node2", {"train.lr": "0.2", "tokens.meta.json": "b" * 12}])
+    with pytest.raises(UserError, match=r"^train\.lr: .* 0\.1 in process 0 on .*; 0\.2 in process 1 on node2; 1 more"):
+        module.refuse_different_runs(here, Processes(other))  # type: ignore[arg-type]
+
+
+def test_code_in_the_fingerprint_is_all_that_training_loads():
+    """A module that trains but is not in the fingerprint: after an edit, a stale checkpoint is resumed."""
+    program = (
+        "import json, sys, stages.train, lean_finetune.train.train_run\n"
+        "print(json.dumps([module.__file__ for module in sys.modules.values() if getattr(module, '__file__', None)]))"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = run_bounded([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True)
+    ours = [Path(file) for file in json.loads(done.stdout) if Path(file).is_relative_to(PACKAGE)]
+    loaded = {file.relative_to(ROOT).as_posix() for file in ours if file.name != "__init__.py"}
+    assert loaded - set(code_hashes("stages.train")) == set()
+    assert loaded - set(code_hashes(module.TRAINING)) <= {"lean_finetune/core/torchrun_threads.py"}
