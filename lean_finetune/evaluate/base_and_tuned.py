@@ -1,4 +1,4 @@
-"""The base and the tuned model on the same held-out rows: one after the other, never both in memory."""
+"""Evaluate the base and the tuned model on the same held-out rows, one after the other to save memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,15 +26,15 @@ MODELS = ("base", "tuned")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Questions:
-    """What both models are asked."""
+class EvaluationRows:
+    """Held-out rows and prompts on which both models are evaluated."""
 
     rows: TokenRows
     loss_rows: list[int]
-    """Row numbers whose loss is taken."""
+    """Rows whose loss is computed."""
     prompts: list[Prompt]
     unanswerable_rows: int
-    """Rows that gave no prompt because they are too long to be answered."""
+    """Rows without a prompt because prompt or answer is too long."""
     special: set[int]
     """Ids of special tokens."""
     eos_id: int | None
@@ -42,57 +42,56 @@ class Questions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """What one model made of the questions."""
+class ModelOutputs:
+    """Losses and answers of one model."""
 
     row_losses: np.ndarray
-    """Summed cross-entropy of each of `Questions.loss_rows`, float64."""
+    """Summed cross-entropy of each of `EvaluationRows.loss_rows`, float64."""
     answers: list[list[int]]
-    """Generated tokens for each of `Questions.prompts`."""
+    """Generated tokens for each of `EvaluationRows.prompts`."""
 
 
-NO_ANSWERS = Answers(row_losses=np.zeros(0), answers=[])
-"""What a model that was asked nothing makes of it."""
+NO_OUTPUTS = ModelOutputs(row_losses=np.zeros(0), answers=[])
+"""Outputs without rows and prompts."""
 
 
 def evaluate_models(
     base: Path,
     tuned: Path,
     spec: WeightsSpec,
-    questions: Questions,
+    evaluated: EvaluationRows,
     limits: EvaluationLimits,
     *,
     device: torch.device,
     progress: bool,
     merged: bool = False,
-) -> dict[str, Answers]:
-    """Ask the base, then the tuned model, then with `merged` the merged one; keys are `MODELS` and `MERGED`.
+) -> dict[str, ModelOutputs]:
+    """Evaluate the base, the tuned and, with `merged`, the merged model; keys are `MODELS` and `MERGED`.
 
     Raises:
         UserError: a model cannot be loaded, does not fit in memory, or has losses that are not finite.
     """
-    answers: dict[str, Answers] = {}
+    outputs: dict[str, ModelOutputs] = {}
     try:
         for name, model in _models(base, tuned, spec, device, merged):
-            answers[name] = _ask(name, model, spec, questions, limits, device, progress)
-            # Gone before the next is loaded.
-            del model
+            outputs[name] = _evaluate(name, model, spec, evaluated, limits, device, progress)
+            del model  # Free it before the next one is loaded.
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        name = [*MODELS, MERGED][len(answers)]
+        name = [*MODELS, MERGED][len(outputs)]
         raise UserError(
             f"evaluate.max_tokens: the {name} model ran out of memory on {device}; got {limits.max_tokens}, "
             f"evaluate.logits_chunk={limits.logits_chunk}, evaluate.generate_batch_rows={limits.generate_batch_rows}; "
             "lower them, or free memory"
         ) from None
-    return answers
+    return outputs
 
 
 def _models(
     base: Path, tuned: Path, spec: WeightsSpec, device: torch.device, merged: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Each model by name; an adapter is loaded once and switched off for the base."""
+    """Yield each model with its name; the base model is the adapted one with its adapter disabled."""
     attention = generation_attention(read_config(base))
     if spec.method == "full":
         for name, directory in zip(MODELS, (base, tuned), strict=True):
@@ -107,43 +106,43 @@ def _models(
         yield MERGED, load_base(tuned / MERGED, replace(spec, method="full"), device, attention).eval()
 
 
-def _ask(
+def _evaluate(
     name: str,
     model: nn.Module,
     spec: WeightsSpec,
-    questions: Questions,
+    evaluated: EvaluationRows,
     limits: EvaluationLimits,
     device: torch.device,
     progress: bool,
-) -> Answers:
-    """One model's losses and answers."""
-    with tqdm(total=len(questions.loss_rows), desc=f"{name} loss", unit=" rows", disable=not progress) as bar:
+) -> ModelOutputs:
+    """Compute losses and answers of one model."""
+    with tqdm(total=len(evaluated.loss_rows), desc=f"{name} loss", unit=" rows", disable=not progress) as bar:
         losses = row_losses(
             model,
             spec,
-            questions.rows,
-            questions.loss_rows,
+            evaluated.rows,
+            evaluated.loss_rows,
             max_tokens=limits.max_tokens,
             logits_chunk=limits.logits_chunk,
-            pad_id=questions.pad_id,
+            pad_id=evaluated.pad_id,
             device=device,
             progress=bar,
         )
-    with tqdm(total=len(questions.prompts), desc=f"{name} answers", unit=" rows", disable=not progress) as bar:
+    with tqdm(total=len(evaluated.prompts), desc=f"{name} answers", unit=" rows", disable=not progress) as bar:
         answers = greedy_answers(
             model,
             spec,
-            questions.prompts,
-            stops=stop_ids(model, questions.eos_id, questions.prompts, questions.special),
+            evaluated.prompts,
+            stops=stop_ids(model, evaluated.eos_id, evaluated.prompts, evaluated.special),
             limits=limits,
-            pad_id=questions.pad_id,
+            pad_id=evaluated.pad_id,
             device=device,
             progress=bar,
         )
     if not np.isfinite(losses).all():
-        row = questions.loss_rows[int(np.flatnonzero(~np.isfinite(losses))[0])]
+        row = evaluated.loss_rows[int(np.flatnonzero(~np.isfinite(losses))[0])]
         raise UserError(
-            f"{questions.rows.path}: loss of the {name} model must be finite; it is not for row {row}; "
-            "look at the training curves, or train in another precision"
+            f"{evaluated.rows.path}: loss of the {name} model must be finite; it is not for row {row}; "
+            "check the training curves, or train in another precision"
         )
-    return Answers(row_losses=losses, answers=answers)
+    return ModelOutputs(row_losses=losses, answers=answers)

@@ -1,4 +1,4 @@
-"""Both models on the same held-out rows, and what is written of them."""
+"""Run stage evaluate: evaluate all models, write their answers and metrics."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_json, write_text
-from lean_finetune.evaluate.base_and_tuned import MODELS, NO_ANSWERS, Questions, evaluate_models
+from lean_finetune.evaluate.base_and_tuned import MODELS, NO_OUTPUTS, EvaluationRows, evaluate_models
 from lean_finetune.evaluate.evaluation_metrics import RESULTS, evaluate_metrics, generation_lines
 from lean_finetune.evaluate.generate import choose_prompts, special_ids
 from lean_finetune.evaluate.row_losses import spread_rows
@@ -26,7 +26,7 @@ from lean_finetune.step.token_rows import TokenRows
 def run_stage(
     *, tokens: Path, model_lock: Path, tokenizer_lock: Path, tuned: Path, verdict: Path, out: Path, metrics: Path
 ) -> None:
-    """Load each model in turn and write its losses and answers; the paths are those of the command's options."""
+    """Evaluate each model and write losses and answers; the paths are the command's options."""
     p = read_params()
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,43 +36,43 @@ def run_stage(
     base = model_directory(lock)
     verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    questions = _questions(p, tokens, base, tokenizer)
+    evaluated = _choose_rows(p, tokens, base, tokenizer)
     limits = EvaluationLimits.from_params(p)
     spec = WeightsSpec.from_params(p, precision_of(p, verdict))
-    if questions.loss_rows:
-        answers = evaluate_models(
-            base, tuned, spec, questions, limits, device=device, progress=p.run.progress, merged=p.evaluate.merged
+    if evaluated.loss_rows:
+        outputs = evaluate_models(
+            base, tuned, spec, evaluated, limits, device=device, progress=p.run.progress, merged=p.evaluate.merged
         )
     else:
         click.echo(
             "note: no rows are held out (data.heldout_fraction is 0), so there is nothing to evaluate on", err=True
         )
-        answers = dict.fromkeys(MODELS, NO_ANSWERS)
-    lines = generation_lines(questions, answers, tokenizer)
-    figures = evaluate_metrics(questions, answers, lines)
-    with atomic_directory(out) as aside:
+        outputs = dict.fromkeys(MODELS, NO_OUTPUTS)
+    lines = generation_lines(evaluated, outputs, tokenizer)
+    figures = evaluate_metrics(evaluated, outputs, lines)
+    with atomic_directory(out) as directory:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_text(aside / "generations.jsonl", text)
-        write_json(aside / FIGURES, figures)
+        write_text(directory / "generations.jsonl", text)
+        write_json(directory / FIGURES, figures)
     write_json(metrics, {name: figures[name] for name in RESULTS})
 
 
-def _questions(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> Questions:
-    """The held-out rows and prompts that both models are asked."""
+def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
+    """Choose held-out rows and prompts."""
     rows = TokenRows(tokens, "heldout")
     meta = read_json(tokens / "meta.json")
     special = special_ids(tokenizer)
     positions = getattr(read_config(base).get_text_config(), "max_position_embeddings", None)
-    room = None if positions is None else positions - p.evaluate.max_new_tokens
+    most_prompt_tokens = None if positions is None else positions - p.evaluate.max_new_tokens
     prompts, unanswerable_rows = choose_prompts(
         rows,
         p.evaluate.generate_rows,
         max_length=meta["max_length"],
-        max_prompt_tokens=room,
+        max_prompt_tokens=most_prompt_tokens,
         max_new_tokens=p.evaluate.max_new_tokens,
         special=special,
     )
-    return Questions(
+    return EvaluationRows(
         rows=rows,
         loss_rows=spread_rows(rows.used, p.evaluate.loss_rows),
         prompts=prompts,

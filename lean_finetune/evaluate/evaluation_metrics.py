@@ -1,4 +1,4 @@
-"""From losses and answers to the figures of both models and the lines of generations.jsonl."""
+"""Compute the metrics of each model, and the lines of generations.jsonl."""
 
 import math
 import sys
@@ -8,25 +8,25 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from lean_finetune.evaluate.base_and_tuned import Answers, Questions
+from lean_finetune.evaluate.base_and_tuned import EvaluationRows, ModelOutputs
 from lean_finetune.evaluate.exact_match import is_exact_match
 from lean_finetune.model.merge_adapters import MERGED
 
 RESULTS = ("base_exact_match_percent", "base_loss", "tuned_exact_match_percent", "tuned_loss")
-"""The figures in metrics/evaluate.json, by which runs are compared."""
+"""Figures in metrics/evaluate.json, by which runs are compared."""
 LENGTH_EDGES = (64, 128, 256, 512)
-"""Upper edges of the length buckets, in tokens of a row; the last bucket is open."""
+"""Upper limits of the length buckets, in tokens of a row; the last bucket has none."""
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
-"""Above this, `exp` is more than a float can hold."""
+"""Above this, `exp` overflows."""
 
 
 def generation_lines(
-    questions: Questions, answers: Mapping[str, Answers], tokenizer: Tokenizer
+    evaluated: EvaluationRows, answers: Mapping[str, ModelOutputs], tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
-    """One record per prompt: its text with control tokens, the expected and the generated answers, their verdicts."""
+    """Return a record per prompt: its text with control tokens, expected and generated answers, whether correct."""
     lines = []
-    for number, prompt in enumerate(questions.prompts):
+    for number, prompt in enumerate(evaluated.prompts):
         expected = tokenizer.decode(prompt.answer_ids, skip_special_tokens=True)
         line: dict[str, Any] = {
             "family": prompt.family,
@@ -41,18 +41,18 @@ def generation_lines(
 
 
 def evaluate_metrics(
-    questions: Questions, answers: Mapping[str, Answers], lines: Sequence[Mapping[str, Any]]
+    evaluated: EvaluationRows, answers: Mapping[str, ModelOutputs], lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Loss (nats per trained token) and perplexity, overall and by row length; exact match overall and by family."""
-    rows = questions.rows
-    tokens = rows.supervised[questions.loss_rows]
-    lengths = rows.lengths[questions.loss_rows]
+    """Return loss (nats per trained token) and perplexity in total and by row length; exact match also by family."""
+    rows = evaluated.rows
+    tokens = rows.supervised[evaluated.loss_rows]
+    lengths = rows.lengths[evaluated.loss_rows]
     families = sorted({line["family"] for line in lines})
     return {
         "evaluated_rows": len(tokens),
         "evaluated_tokens": int(tokens.sum()),
         "generated_rows": len(lines),
-        "unanswerable_rows": questions.unanswerable_rows,
+        "unanswerable_rows": evaluated.unanswerable_rows,
         **_losses(answers, tokens, np.ones(len(tokens), dtype=bool)),
         **_merge_loss(answers, tokens),
         **_exact_match(lines, answers),
@@ -70,7 +70,7 @@ def evaluate_metrics(
 
 
 def _length_buckets(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Name and members (bool per row) of each length bucket."""
+    """Return name and members (bool per row) of each length bucket."""
     edges = [0, *LENGTH_EDGES, math.inf]
     names = [*(f"up_to_{edge}" for edge in LENGTH_EDGES), f"over_{LENGTH_EDGES[-1]}"]
     return [
@@ -79,10 +79,10 @@ def _length_buckets(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
     ]
 
 
-def _losses(answers: Mapping[str, Answers], tokens: np.ndarray, chosen: np.ndarray) -> dict[str, float | None]:
-    """Mean loss per trained token of the chosen rows, and its exponential, for each model.
+def _losses(answers: Mapping[str, ModelOutputs], tokens: np.ndarray, chosen: np.ndarray) -> dict[str, float | None]:
+    """Return mean loss per trained token of the chosen rows, and its exponential, for each model.
 
-    None stands for a perplexity too large for a float, which JSON could not hold either, and for the losses of no rows.
+    None stands for a perplexity too large for a float, and for the loss of no rows.
     """
     found: dict[str, float | None] = {}
     for name in answers:
@@ -95,18 +95,18 @@ def _losses(answers: Mapping[str, Answers], tokens: np.ndarray, chosen: np.ndarr
     return found
 
 
-def _merge_loss(answers: Mapping[str, Answers], tokens: np.ndarray) -> dict[str, float]:
-    """How much merging moved the loss per trained token; nothing where no merged model was asked."""
+def _merge_loss(answers: Mapping[str, ModelOutputs], tokens: np.ndarray) -> dict[str, float]:
+    """Return the change of the loss per trained token by merging; empty without a merged model."""
     if MERGED not in answers:
         return {}
-    moved = answers[MERGED].row_losses.sum() - answers["tuned"].row_losses.sum()
-    return {"merged_minus_tuned_loss": round(float(moved / tokens.sum()), 9)}
+    change = answers[MERGED].row_losses.sum() - answers["tuned"].row_losses.sum()
+    return {"merged_minus_tuned_loss": round(float(change / tokens.sum()), 9)}
 
 
 def _exact_match(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:
-    """Percent of answers that are right, for each model; None where nothing was generated."""
+    """Return the percentage of correct answers of each model; None if nothing was generated."""
     found: dict[str, float | None] = {}
     for name in names:
-        right = sum(line[f"{name}_correct"] for line in lines)
-        found[f"{name}_exact_match_percent"] = round(100 * right / len(lines), 3) if lines else None
+        correct = sum(line[f"{name}_correct"] for line in lines)
+        found[f"{name}_exact_match_percent"] = round(100 * correct / len(lines), 3) if lines else None
     return found

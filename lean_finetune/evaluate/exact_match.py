@@ -1,11 +1,11 @@
-"""Whether a generated answer is right: exact match of final answers."""
+"""Compare generated with expected answers: exact match of final answers."""
 
 ANSWER_MARKERS = ("Answer: ", "答案：")
-"""How a line starts that gives the final answer after worked steps."""
+"""Start of the line with the final answer after worked steps."""
 
 
 def final_answer(text: str) -> str | None:
-    """What follows the last line that starts with an answer marker, stripped; None where no line does."""
+    """Return the text after the last answer marker at the start of a line; None without one."""
     lines = text.strip().split("\n")
     for number in reversed(range(len(lines))):
         for marker in ANSWER_MARKERS:
@@ -15,8 +15,8 @@ def final_answer(text: str) -> str | None:
 
 
 def is_exact_match(expected: str, generated: str) -> bool:
-    """True when the final answers are equal or, where none is expected, when the whole stripped texts are."""
-    wanted = final_answer(expected)
-    if wanted is None:
+    """Whether the final answers are equal or, if none is expected, the stripped texts are."""
+    answer = final_answer(expected)
+    if answer is None:
         return generated.strip() == expected.strip()
-    return final_answer(generated) == wanted
+    return final_answer(generated) == answer

@@ -1,4 +1,4 @@
-"""Greedy answers to held-out prompts.
+"""Generate greedy answers to held-out prompts.
 
 Shapes: B prompts, T tokens to which prompts are padded on the left.
 """
@@ -21,12 +21,12 @@ from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.token_rows import TokenRows
 
 NO_FAMILY = "all"
-"""Family of the rows that name none."""
+"""Family of rows without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One question to a model, and the answer its row holds."""
+    """A prompt and its expected answer, from one row."""
 
     family: str
     ids: list[int]
@@ -44,15 +44,14 @@ def choose_prompts(
     max_new_tokens: int,
     special: set[int],
 ) -> tuple[list[Prompt], int]:
-    """At most `count` distinct prompts, spread evenly over the families; and the rows left out for their length.
+    """Return at most `count` distinct prompts, spread evenly over families, and the number of rows that are too long.
 
-    Within a family the order is that of the prompts' hashes, so a choice neither follows the file's order nor changes
-    with the seed. Left out are prompts without content (plain text rows) and, as nothing could match them, rows whose
-    prompt is longer than `max_prompt_tokens`, or whose answer was cut at `max_length` or takes more than
-    `max_new_tokens` (not counting the token that ends it, which need not be generated).
+    Within a family prompts are ordered by hash: independent of the file's order and of the seed. Rows without a prompt
+    (plain text) are skipped. Rows are too long if the prompt exceeds `max_prompt_tokens`, if the answer was truncated
+    at `max_length`, or if it exceeds `max_new_tokens` (without its end token): no model could match them.
     """
     too_long = 0
-    # Digests and row numbers alone: the prompts of all rows would take some kilobytes each.
+    # Only digests and row numbers: the prompts of all rows would take kilobytes each.
     families: dict[str, dict[bytes, int]] = {}
     for row in rows.used.tolist():
         ids = rows.ids(row)
@@ -60,38 +59,40 @@ def choose_prompts(
         if all(token in special for token in ids[:start].tolist()):
             continue
         answer_tokens = end - start - (int(ids[end - 1]) in special)
-        no_room = max_prompt_tokens is not None and start > max_prompt_tokens
-        if no_room or end == max_length or answer_tokens > max_new_tokens:
+        prompt_too_long = max_prompt_tokens is not None and start > max_prompt_tokens
+        if prompt_too_long or end == max_length or answer_tokens > max_new_tokens:
             too_long += 1
             continue
         digest = hashlib.sha256(ids[:start].astype("<i4").tobytes()).digest()
         families.setdefault(rows.family(row) or NO_FAMILY, {}).setdefault(digest, row)
-    in_turn = zip_longest(
+    rounds = zip_longest(
         *([(name, found[digest]) for digest in sorted(found)] for name, found in sorted(families.items()))
     )
-    chosen = [one for one_of_each in in_turn for one in one_of_each if one is not None][:count]
+    chosen = [one for one_of_each in rounds for one in one_of_each if one is not None][:count]
     return [_prompt(rows, row, family) for family, row in chosen], too_long
 
 
 def _prompt(rows: TokenRows, row: int, family: str) -> Prompt:
-    """The question and the answer of a row."""
+    """Return prompt and answer of a row."""
     ids = rows.ids(row).tolist()
     start, end = rows.spans(row)[-1].tolist()
     return Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end])
 
 
 def special_ids(tokenizer: Tokenizer) -> set[int]:
-    """Ids of the tokenizer's special tokens."""
+    """Return the ids of the tokenizer's special tokens."""
     return {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
 
 def stop_ids(model: nn.Module, eos_id: int | None, prompts: Sequence[Prompt], special: set[int]) -> list[int]:
-    """Tokens that end an answer: the tokenizer's, the model's own, and special tokens that end an expected answer.
+    """Return tokens that end an answer: of the tokenizer, of the model, and special tokens that end expected answers.
 
     A chat template may end a turn with another token than the tokenizer's end of sequence.
     """
-    own = causal_lm(model).generation_config.eos_token_id
-    stops = {token for token in (eos_id, *(own if isinstance(own, list) else [own])) if token is not None}
+    of_model = causal_lm(model).generation_config.eos_token_id
+    stops = {
+        token for token in (eos_id, *(of_model if isinstance(of_model, list) else [of_model])) if token is not None
+    }
     return sorted(stops | {prompt.answer_ids[-1] for prompt in prompts} & special)
 
 
@@ -107,12 +108,12 @@ def greedy_answers(
     device: torch.device,
     progress: tqdm,
 ) -> list[list[int]]:
-    """Most probable next tokens after each prompt, up to the first stop token (left out) or `limits.max_new_tokens`.
+    """Return the greedy answer to each prompt, without its stop token and up to `limits.max_new_tokens`.
 
     Prompts of similar length are decoded together, longest first. `progress` advances by one per prompt.
     """
     lm: Any = causal_lm(model)
-    # In place of the model's own: greedy decoding must not inherit sampling or repetition settings.
+    # Replaces the model's config, whose sampling or repetition settings greedy decoding must not use.
     lm.generation_config = GenerationConfig(
         do_sample=False,
         max_new_tokens=limits.max_new_tokens,
@@ -120,8 +121,8 @@ def greedy_answers(
         pad_token_id=pad_id,
         use_cache=True,
     )
-    # PyTorch makes one product of all prompts' last positions only where the weight could be trained. Of a frozen head
-    # it makes one for each, and in 16 bits on a CPU it copies the head as often.
+    # PyTorch multiplies the last positions of all prompts at once only if the weight requires a gradient. With a frozen
+    # head it multiplies each separately, and in 16 bits on a CPU it copies the head each time.
     lm.get_output_embeddings().weight.requires_grad_(True)
     answers: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].ids), number))
@@ -132,14 +133,14 @@ def greedy_answers(
         with spec.autocast(device.type):
             output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device))
         for number, tokens in zip(numbers, output[:, ids_BT.shape[1] :].tolist(), strict=True):
-            end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
+            end = next((index for index, token in enumerate(tokens) if token in stops), len(tokens))
             answers[number] = tokens[:end]
         progress.update(len(numbers))
     return [answers[number] for number in range(len(prompts))]
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask, int64 of shape (B, T), prompts ending in the last column."""
+    """Return token ids and attention mask, int64 of shape (B, T), with prompts ending in the last column."""
     length = max(map(len, prompts))
     ids_BT = torch.full((len(prompts), length), pad_id)
     mask_BT = torch.zeros_like(ids_BT)

@@ -1,4 +1,4 @@
-"""Held-out loss row by row, so that one pass gives the whole and every length bucket.
+"""Compute the held-out loss of each row, so that one pass gives the total and every length bucket.
 
 Shapes: B rows, T padded tokens, N trained tokens of a batch.
 """
@@ -17,16 +17,16 @@ from lean_finetune.step.token_rows import TokenRows
 
 
 def spread_rows(rows: np.ndarray, count: int | None) -> list[int]:
-    """`count` of these row numbers, evenly spaced; all of them for None or where there are fewer."""
+    """Return `count` evenly spaced row numbers; all of them for None or if there are fewer."""
     if count is None or count >= len(rows):
         return rows.tolist()
     return rows[np.arange(count) * len(rows) // count].tolist()
 
 
 def batch_rows(lengths: np.ndarray, numbers: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Cut rows, longest first (ties by row number), into batches of at most `max_tokens` padded tokens.
+    """Split rows, longest first (ties by row number), into batches of at most `max_tokens` padded tokens.
 
-    Longest first, so that what does not fit in memory fails at once. A row longer than the budget stands alone.
+    Longest first, so that a batch too large for memory fails at once. A row longer than `max_tokens` is its own batch.
     """
     batch: list[int] = []
     for row in sorted(numbers, key=lambda row: (-lengths[row], row)):
@@ -50,7 +50,7 @@ def row_losses(
     device: torch.device,
     progress: tqdm,
 ) -> np.ndarray:
-    """Summed cross-entropy of each row of `numbers`, in their order, float64.
+    """Return the summed cross-entropy of each row of `numbers`, in this order, float64.
 
     At most `logits_chunk` × vocabulary logits exist at a time. `progress` advances by one per row.
     """

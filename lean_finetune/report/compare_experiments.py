@@ -1,4 +1,4 @@
-"""Experiments side by side, and how the loss changed: its input is `dvc exp show --csv`."""
+"""Print experiments as a table with the change of their loss; reads `dvc exp show --csv` from stdin."""
 
 import csv
 import sys
@@ -8,12 +8,12 @@ LOSS = "tuned_loss"
 CHANGE = "loss_change"
 NAME = "Experiment"
 UNNAMED = ("workspace", "baseline")
-"""What DVC gives no name: the files as they are, then the commit that experiments start from."""
+"""Rows that DVC does not name: the workspace, then the commit that experiments start from."""
 DIGITS = 4
 
 
 def with_change(rows: Sequence[Mapping[str, str]]) -> Iterator[dict[str, str]]:
-    """Rows named, each with its loss less that of the baseline behind the loss; empty where either is unknown."""
+    """Yield rows with a name and a column of the loss minus the baseline's; empty if unknown."""
     names = iter(UNNAMED)
     named = [{**row, NAME: row[NAME] or next(names, UNNAMED[-1])} for row in rows]
     baseline = next((_number(row.get(LOSS, "")) for row in named if row[NAME] == UNNAMED[-1]), None)
@@ -30,7 +30,7 @@ def with_change(rows: Sequence[Mapping[str, str]]) -> Iterator[dict[str, str]]:
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Aligned columns."""
+    """Return rows as aligned columns."""
     columns = list(rows[0])
     widths = [max(len(column), *(len(row[column]) for row in rows)) for column in columns]
     lines = [columns, *([row[column] for column in columns] for row in rows)]
@@ -39,7 +39,7 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def _number(value: str) -> float | None:
-    """A cell's number; None for text, whole numbers and what is empty."""
+    """Parse a decimal number; None for text, integers and empty cells."""
     try:
         return float(value) if set(value) & set(".e") else None
     except ValueError:
@@ -49,5 +49,5 @@ def _number(value: str) -> float | None:
 if __name__ == "__main__":
     found = list(csv.DictReader(sys.stdin))
     if not found:
-        sys.exit("error: dvc exp show: printed no experiments; see what it said above")
+        sys.exit("error: dvc exp show: printed no experiments; see its message above")
     print(table(list(with_change(found))))

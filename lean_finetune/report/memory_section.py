@@ -1,4 +1,4 @@
-"""The report's section on memory: prediction against measurement, and why the peak is where it is."""
+"""Write the memory section of the report: predicted and measured peaks, and the tensors at the peak."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from lean_finetune.report.report_inputs import Inputs
 
 
 def memory_section(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
-    """Prediction against measurement, where the bytes are and what made them, and what a switch would change."""
+    """Return the section as Markdown."""
     verdict = [] if inputs.verdict["refusal"] is None else [f"Verdict: {inputs.verdict['refusal']}.", ""]
     return "\n".join(
         [
@@ -19,35 +19,35 @@ def memory_section(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
             "",
             table(("phase", "predicted peak", "measured peak", "error"), _phases(inputs, metrics)),
             "",
-            *_tiers(inputs),
+            *_reserved(inputs),
             *_by_rank(inputs),
             "![Peak memory of each phase](memory.png)",
             "",
-            f"Over the steps that were trained: {inputs.train['growth']['told']}.",
+            f"Memory over the run: {inputs.train['growth']['told']}.",
             "",
-            f"Where the bytes are at the predicted peak ({inputs.estimate['worst_phase']}):",
+            f"Tensors at the predicted peak ({inputs.estimate['worst_phase']}), by category:",
             "",
-            table(("what", "bytes", "share"), _categories(inputs)),
+            table(("category", "bytes", "share"), _categories(inputs)),
             "",
-            "The way up to it, in the worst micro-batches of the plan:",
+            "Predicted memory up to the peak, over the largest micro-batches of the plan:",
             "",
             "![Predicted memory over a step](timeline.png)",
             "",
-            "The largest tensors at the peak, and the module each was made for:",
+            "The largest tensors at the peak, and the module that allocates them:",
             "",
-            table(("what", "made by", "in", "shape", "number", "bytes"), _holdings(inputs)),
+            table(("category", "allocated by", "module", "shape", "tensors", "bytes"), _largest_tensors(inputs)),
             "",
-            "What stays from step to step, by arithmetic alone:",
+            "Memory that persists between steps, computed from shapes and types:",
             "",
-            table(("what", "why", "tensors", "bytes"), _states(inputs)),
+            table(("category", "content", "tensors", "bytes"), _states(inputs)),
             "",
             "![Predicted peaks by switch](switches.png)",
         ]
     )
 
 
-def _tiers(inputs: Inputs) -> list[str]:
-    """What the GPU's allocator and the process take above the tensors; nothing on a CPU, which reserves nothing."""
+def _reserved(inputs: Inputs) -> list[str]:
+    """Predicted memory of allocator, process and host; empty on a CPU, whose memory is not reserved."""
     estimate = inputs.estimate
     if estimate["reserved_bytes_predicted"] is None:
         return []
@@ -55,7 +55,7 @@ def _tiers(inputs: Inputs) -> list[str]:
         ("tensors", size(estimate["peak_bytes_predicted"])),
         ("reserved, expandable segments", size(estimate["reserved_bytes_predicted_expandable"])),
         ("reserved, fixed segments", size(estimate["reserved_bytes_predicted_native"])),
-        ("reserved, as train.expandable_segments says", size(estimate["reserved_bytes_predicted"])),
+        ("reserved with the run's train.expandable_segments", size(estimate["reserved_bytes_predicted"])),
         ("process, without margin", size(estimate["process_bytes_predicted"])),
         ("RAM of the host, without margin", size(estimate["host_bytes_predicted"])),
     ]
@@ -63,7 +63,7 @@ def _tiers(inputs: Inputs) -> list[str]:
 
 
 def _by_rank(inputs: Inputs) -> list[str]:
-    """What each of several GPUs held; above stands the most of any."""
+    """Measured peak of each process; the table above has the largest."""
     peaks = inputs.train.get("peak_bytes_measured_by_rank")
     if peaks is None:
         return []
@@ -71,19 +71,19 @@ def _by_rank(inputs: Inputs) -> list[str]:
 
 
 def _plan(inputs: Inputs) -> list[str]:
-    """What the plan reserves step by step, and from which step on no more."""
+    """Predicted reserved memory over the optimizer steps of the plan."""
     estimate = inputs.estimate
     lines = [f"Reserved over the plan: {estimate['reserved_replayed']}."]
     if not inputs.reserved[0]["reserved_gib"]:
         return [*lines, ""]
-    lines.append(f"What is reserved changes last in optimizer step {estimate['reserved_settled_step']} of these.")
+    lines.append(f"It is constant after optimizer step {estimate['reserved_settled_step']} of these.")
     if estimate["retries_predicted"]:
-        lines.append(f"Cached blocks are given back {estimate['retries_predicted']} times for want of memory.")
+        lines.append(f"The allocator frees its cache {estimate['retries_predicted']} times because memory is full.")
     return [" ".join(lines), "", "![Predicted memory of the plan](reserved.png)", ""]
 
 
 def _phases(inputs: Inputs, metrics: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Predicted and measured peak of every phase."""
+    """Yield predicted and measured peak of every phase."""
     predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
     for phase, error in metrics["error_percent_by_phase"].items():
         shown = NONE if error is None else f"{error:+.3f} %"
@@ -91,7 +91,7 @@ def _phases(inputs: Inputs, metrics: Mapping[str, Any]) -> Iterator[tuple[str, .
 
 
 def _categories(inputs: Inputs) -> Iterator[tuple[str, ...]]:
-    """Categories at the peak, largest first."""
+    """Yield the categories at the peak, largest first."""
     peak = inputs.breakdown["peak"]
     total = sum(peak.values())
     for name, count in sorted(peak.items(), key=lambda item: (-item[1], item[0])):
@@ -99,16 +99,16 @@ def _categories(inputs: Inputs) -> Iterator[tuple[str, ...]]:
             yield name.replace("_", " "), size(count), f"{100 * count / total:.1f} %"
 
 
-def _holdings(inputs: Inputs) -> Iterator[tuple[Any, ...]]:
-    """The largest kinds of tensors at the peak instant."""
-    for held in inputs.explanation["top"]:
-        made = held["operation"] + (f" in {held['phase']}" if held["phase"] else "")
-        shape = NONE if held["shape"] is None else " × ".join(map(str, held["shape"])) + f" {held['dtype']}"
-        module = f"`{held['module']}`" if held["module"] else NONE
-        yield held["category"].replace("_", " "), made, module, shape, held["count"], size(held["bytes"])
+def _largest_tensors(inputs: Inputs) -> Iterator[tuple[Any, ...]]:
+    """Yield the largest groups of equal tensors at the peak."""
+    for group in inputs.explanation["top"]:
+        operation = group["operation"] + (f" in {group['phase']}" if group["phase"] else "")
+        shape = NONE if group["shape"] is None else " × ".join(map(str, group["shape"])) + f" {group['dtype']}"
+        module = f"`{group['module']}`" if group["module"] else NONE
+        yield group["category"].replace("_", " "), operation, module, shape, group["count"], size(group["bytes"])
 
 
 def _states(inputs: Inputs) -> Iterator[tuple[Any, ...]]:
-    """The closed form, line by line."""
+    """Yield the closed-form memory that persists between steps."""
     for line in inputs.explanation["states"]:
         yield line["category"].replace("_", " "), line["why"], line["tensors"], size(line["bytes"])

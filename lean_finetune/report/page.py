@@ -1,4 +1,4 @@
-"""The report itself: one page of Markdown for a person."""
+"""Write the report: one page of Markdown."""
 
 from collections.abc import Mapping
 from textwrap import indent
@@ -12,7 +12,7 @@ from lean_finetune.report.report_inputs import Inputs
 NOT_EVALUATED = "not evaluated: no rows are held out (data.heldout_fraction is 0)."
 SAMPLES = 6
 SAMPLE_CHARACTERS = 800
-# Figure of data/tokens/figures.json → why these rows were not used.
+# Figure of data/tokens/figures.json → why these rows were dropped.
 DROPPED = {
     "no_answer_rows": "had no answer within data.max_length",
     "dropped_long_rows": "were longer than data.max_length",
@@ -23,7 +23,7 @@ DROPPED = {
 
 
 def page(inputs: Inputs, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    """All sections; `settings` are the parameters worth naming, `metrics` the report's own numbers."""
+    """Return the page; `settings` are the parameters to show, `metrics` the report's figures."""
     sections = (
         _summary(inputs, metrics),
         _run(inputs, settings),
@@ -35,7 +35,7 @@ def page(inputs: Inputs, settings: Mapping[str, Any], metrics: Mapping[str, Any]
 
 
 def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
-    """The results in a few lines."""
+    """Summarise the results."""
     estimate, train, evaluate = inputs.estimate, inputs.train, inputs.evaluate
     fits = "fits" if estimate["fits"] else "does not fit"
     peak = f"- **Memory**: predicted {size(estimate['peak_bytes_predicted'])} at its peak ({estimate['worst_phase']})"
@@ -45,7 +45,7 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
         peak += f", measured {size(train['peak_bytes_measured'])}"
         error = metrics["predicted_error_percent"]
         if error is None:
-            peak += f" on {train['device']}: another kind of device, so the two cannot be compared."
+            peak += f" on {train['device']}: another kind of device, so they cannot be compared."
         else:
             peak += f": the prediction was off by {error:+.3f} %."
     lines = [
@@ -65,20 +65,23 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
 
 
 def _dropped(tokenize: Mapping[str, Any], rows_read: int) -> str:
-    """How many rows were not used, and why."""
+    """Count the dropped rows by reason."""
     found = [f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name]]
     return _share(tokenize["dropped_rows"], rows_read) + (": " if found else "") + ", ".join(found)
 
 
 def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
-    """What was trained on what."""
+    """Describe model, data, plan and parameters."""
     tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
     rows = [
         ("model", describe_model(inputs.model)),
         ("data", f"{describe_data(inputs.data)}, format {tokenize['format']}"),
         ("rows", f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out"),
-        ("cut rows", f"{_share(tokenize['truncated_rows'], rows_read)} lost trained tokens to data.max_length"),
+        (
+            "truncated rows",
+            f"{_share(tokenize['truncated_rows'], rows_read)} longer than data.max_length, which lost trained tokens",
+        ),
         ("dropped rows", _dropped(tokenize, rows_read)),
         ("tokens", f"{tokenize['train_tokens']:,}, {tokenize['supervised_percent']:.1f} % of them trained"),
         ("longest row", f"{tokenize['longest']:,} tokens"),
@@ -86,11 +89,11 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
         (
             "micro-batches",
             f"{bucket['mode']}; at most {bucket['max_batch_tokens']:,} padded tokens, {bucket['max_batch_rows']:,} rows"
-            # Joined rows have a length together, which is the figure before.
+            # In packed mode rows are joined to the length before.
             + ("" if bucket["mode"] == "packed" else f", {bucket['max_batch_length']:,} tokens a row"),
         ),
         ("padding", f"{bucket['padding_percent']:.1f} % of the tokens computed"),
-        *_waiting(bucket, settings["hardware.num_gpus"]),
+        *_idle_time(bucket, settings["hardware.num_gpus"]),
         ("trained parameters", f"{train['trained_parameters']:,}"),
         ("trained on", train["device"]),
         ("speed", f"{train['tokens_per_second']:,.0f} tokens/s"),
@@ -99,15 +102,15 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
     return "## What was trained\n\n" + table(("", ""), rows)
 
 
-def _waiting(bucket: Mapping[str, Any], num_gpus: int) -> list[tuple[str, str]]:
-    """What of the GPUs' time is lost because their micro-batches differ; nothing of one."""
+def _idle_time(bucket: Mapping[str, Any], num_gpus: int) -> list[tuple[str, str]]:
+    """Time that GPUs wait for the largest micro-batch; empty for one GPU."""
     if num_gpus == 1:
         return []
-    return [("waiting", f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the one with the most tokens")]
+    return [("waiting", f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens")]
 
 
 def _loss(inputs: Inputs) -> str:
-    """Curves, and the held-out loss by length of row."""
+    """Loss curves, and the held-out loss by row length."""
     evaluate = inputs.evaluate
     if not evaluate["evaluated_rows"]:
         return "\n".join(["## Loss", "", "![Loss](loss.png)", "", NOT_EVALUATED])
@@ -124,24 +127,24 @@ def _loss(inputs: Inputs) -> str:
 
 
 def _merged(evaluate: Mapping[str, Any]) -> list[str]:
-    """What merging the adapter cost; nothing where evaluate.merged is false."""
+    """Loss of the merged model; empty if evaluate.merged is false."""
     if "merged_loss" not in evaluate:
         return []
-    told = f"Merged into one model: loss {_figure(evaluate['merged_loss'])}"
-    told += f", {evaluate['merged_minus_tuned_loss']:+.2g} beside the adapter on its base"
+    text = f"Merged into one model: loss {_figure(evaluate['merged_loss'])}"
+    text += f", {evaluate['merged_minus_tuned_loss']:+.2g} compared with the adapter on its base"
     if (right := evaluate["merged_exact_match_percent"]) is not None:
-        told += f"; exact match {right:.1f} %"
-    return ["", f"{told}."]
+        text += f"; exact match {right:.1f} %"
+    return ["", f"{text}."]
 
 
 def _answers(inputs: Inputs) -> str:
-    """Exact match by family, and some answers in full."""
+    """Exact match by family, and a few sample answers."""
     too_long = inputs.evaluate["unanswerable_rows"]
-    left_out = (
-        f"Not asked: {too_long:,} held-out rows whose prompt or answer is longer than data.max_length, "
-        "evaluate.max_new_tokens or the model's positions allow."
+    skipped = (
+        f"Skipped: {too_long:,} held-out rows whose prompt or answer is longer than data.max_length, "
+        "evaluate.max_new_tokens or the model's context allows."
     )
-    notes = [left_out] if too_long else []
+    notes = [skipped] if too_long else []
     if not inputs.generations:
         if not inputs.evaluate["evaluated_rows"]:
             return f"## Answers\n\n{NOT_EVALUATED}"
@@ -151,44 +154,44 @@ def _answers(inputs: Inputs) -> str:
         (name, found["rows"], *(f"{found[f'{model}_exact_match_percent']:.0f} %" for model in ("base", "tuned")))
         for name, found in sorted(inputs.evaluate["by_family"].items())
     ]
-    # The file takes the families in turn, so its first lines are of different families.
+    # The file alternates families, so its first lines are of different ones.
     pool = inputs.generations[: max(SAMPLES, len(families))]
     shown = [pool[index * len(pool) // SAMPLES] for index in range(min(SAMPLES, len(pool)))]
     samples = [_sample(line) for line in shown]
-    right = table(("family", "prompts", "right before", "right after"), families)
+    right = table(("family", "prompts", "correct before", "correct after"), families)
     return "\n\n".join(["## Answers", right, *notes, "### Samples", *samples])
 
 
 def _sample(line: Mapping[str, Any]) -> str:
-    """One prompt with the expected and the generated answers."""
+    """Format a prompt with the expected and the generated answers."""
     parts = [("Prompt", line["prompt"]), ("Expected", line["expected"])]
     for model, title in (("base", "Before"), ("tuned", "After")):
-        parts.append((f"{title} ({'right' if line[f'{model}_correct'] else 'wrong'})", line[model]))
-    blocks = (f"{title}:\n\n{indent(_cut(text), '    ', lambda _: True)}" for title, text in parts)
+        parts.append((f"{title} ({'correct' if line[f'{model}_correct'] else 'wrong'})", line[model]))
+    blocks = (f"{title}:\n\n{indent(_shorten(text), '    ', lambda _: True)}" for title, text in parts)
     return "\n\n".join([f"#### {cell(line['family'])}", *blocks])
 
 
-def _cut(text: str) -> str:
-    """Text short enough for the page."""
+def _shorten(text: str) -> str:
+    """Shorten a text to fit the page."""
     text = text.strip("\n")
     return text if len(text) <= SAMPLE_CHARACTERS else f"{text[:SAMPLE_CHARACTERS]} …"
 
 
-def _share(part: int, whole: int) -> str:
-    """A count, and what share of the whole it is."""
-    return f"{part:,} ({100 * part / whole:.1f} %)"
+def _share(part: int, total: int) -> str:
+    """Format a count and its share."""
+    return f"{part:,} ({100 * part / total:.1f} %)"
 
 
 def _edge(name: str) -> int:
-    """The number in a length bucket's name."""
+    """Return the number in a length bucket's name."""
     return int(name.rpartition("_")[2])
 
 
 def _shown(value: Any) -> str:
-    """A parameter as params.yaml would show it."""
+    """Format a parameter as in params.yaml."""
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
 
 
 def _figure(value: float | None) -> str:
-    """A number to four digits, where it exists."""
+    """Format a number with four digits; None becomes a dash."""
     return NONE if value is None else f"{value:.4g}"

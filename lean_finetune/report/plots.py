@@ -1,4 +1,4 @@
-"""The report's pictures as PNG, equal bytes for equal numbers."""
+"""Draw the plots of the report as PNG; equal figures give equal bytes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +16,13 @@ DOTS_PER_INCH = 120
 WIDTH_INCHES = 8.0
 PALETTE = colormaps["tab20"].colors  # type: ignore[attr-defined]
 COLORS = [*PALETTE[::2], *PALETTE[1::2]]
-"""Strong colours first, then their pale twins."""
+"""Dark colours first, then their light variants."""
 NAMED_SHARE = 0.08
-"""Of a plot's width: less has no room for the name of a phase."""
+"""Least share of a plot's width that fits the name of a phase."""
 
 
 def draw(directory: Path, inputs: Inputs) -> None:
-    """Write memory.png, timeline.png, switches.png, loss.png and, where a GPU's plan was replayed, reserved.png."""
+    """Write memory.png, timeline.png, switches.png, loss.png and, for a GPU, reserved.png."""
     _save(directory / "memory.png", 3.6, lambda axes: _memory(axes, inputs))
     _save(directory / "timeline.png", 3.6, lambda axes: _timeline(axes, inputs))
     _save(directory / "switches.png", 1.2 + 0.3 * len(inputs.switches), lambda axes: _switches(axes, inputs))
@@ -32,7 +32,7 @@ def draw(directory: Path, inputs: Inputs) -> None:
 
 
 def _save(path: Path, height_inches: float, plot: Any) -> None:
-    """Draw one figure; without the software's name in it, so that it does not change with matplotlib's patch level."""
+    """Draw one figure, without the version of matplotlib in its metadata."""
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -42,7 +42,7 @@ def _save(path: Path, height_inches: float, plot: Any) -> None:
 
 
 def _memory(axes: Axes, inputs: Inputs) -> None:
-    """Predicted bytes of each phase by category, with what was measured as marks."""
+    """Predicted bytes of each phase by category, with measured peaks as marks."""
     phases = in_order({phase: None for phase in inputs.breakdown if phase != "peak"})
     divisor, unit = reading_unit(inputs.estimate["peak_bytes_predicted"])
     for number, (category, left, width) in enumerate(_stacks(inputs.breakdown, phases, divisor)):
@@ -59,7 +59,7 @@ def _memory(axes: Axes, inputs: Inputs) -> None:
 def _stacks(
     breakdown: Mapping[str, Mapping[str, int]], phases: list[str], divisor: int
 ) -> list[tuple[str, list[float], list[float]]]:
-    """For each category, largest at the peak first: its name, left ends and widths in each phase."""
+    """Return name, left ends and widths in each phase of every category, largest first."""
     sizes = {category: 0 for phase in phases for category in breakdown[phase]}
     for category in sizes:
         sizes[category] = max(breakdown[phase].get(category, 0) for phase in phases)
@@ -72,16 +72,16 @@ def _stacks(
 
 
 def _timeline(axes: Axes, inputs: Inputs) -> None:
-    """Predicted bytes by category, stacked, over the events up to the end of the worst step; its phases are named."""
+    """Predicted bytes by category over the allocations of the worst step, with its phases."""
     records = inputs.timeline
     events = [int(record["event"]) for record in records]
     sizes = {
         name: [float(record[name]) * GIB for record in records] for name in records[0] if name not in ("event", "phase")
     }
-    held = {name: size for name, size in sizes.items() if max(size) > 0}
-    divisor, unit = reading_unit(round(max(map(sum, zip(*held.values(), strict=True)))))
-    layers = [[size / divisor for size in held[name]] for name in held]
-    axes.stackplot(events, layers, labels=[name.replace("_", " ") for name in held], colors=COLORS, lw=0)
+    shown = {name: size for name, size in sizes.items() if max(size) > 0}
+    divisor, unit = reading_unit(round(max(map(sum, zip(*shown.values(), strict=True)))))
+    layers = [[size / divisor for size in shown[name]] for name in shown]
+    axes.stackplot(events, layers, labels=[name.replace("_", " ") for name in shown], colors=COLORS, lw=0)
     _name_phases(axes, events, [record["phase"] for record in records])
     axes.set(xlabel="allocations and frees", ylabel=unit)
     axes.set_title("Predicted memory up to the end of the worst step, by category", pad=18)
@@ -90,7 +90,7 @@ def _timeline(axes: Axes, inputs: Inputs) -> None:
 
 
 def _name_phases(axes: Axes, events: list[int], phases: list[str]) -> None:
-    """A line where a phase ends, and above the plot the names of those that are wide enough for one."""
+    """Draw a line at the end of each phase, and the names of phases that are wide enough."""
     starts = [0, *(k for k in range(1, len(phases)) if phases[k] != phases[k - 1])]
     for start, end in zip(starts, [*starts[1:], len(phases) - 1], strict=True):
         if start:
@@ -101,7 +101,7 @@ def _name_phases(axes: Axes, events: list[int], phases: list[str]) -> None:
 
 
 def _reserved(axes: Axes, inputs: Inputs) -> None:
-    """What tensors take and what the allocator reserves for them, by optimizer step in plan order."""
+    """Predicted memory of tensors and reserved memory by optimizer step."""
     steps = [int(record["step"]) for record in inputs.reserved]
     lines = {
         "reserved_gib": "reserved, fixed segments",
@@ -117,7 +117,7 @@ def _reserved(axes: Axes, inputs: Inputs) -> None:
 
 
 def _switches(axes: Axes, inputs: Inputs) -> None:
-    """Predicted peak of the run and of its neighbours one switch away."""
+    """Predicted peak of the run, and after changing one switch."""
     names = [record["switch"] for record in inputs.switches]
     peaks = [float(record["peak_gib"]) * GIB for record in inputs.switches]
     divisor, unit = reading_unit(round(max(peaks)))

@@ -1,4 +1,4 @@
-"""The report's own numbers: how far the prediction was off, and what training changed."""
+"""Compute the report's figures: error of the prediction, and changes by training."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,31 +7,31 @@ from lean_finetune.core.units import GIB
 from lean_finetune.report.report_inputs import Inputs, in_order
 
 CPU = "cpu"
-"""What estimate and train call a device that is no GPU."""
+"""Device name of stages estimate and train without a GPU."""
 
 RESULTS = ("predicted_error_percent",)
-"""The figures in metrics/report.json, by which runs are compared."""
+"""Figures in metrics/report.json, by which runs are compared."""
 
 MEMORY_COLUMNS = ("step", "measured_gib", "predicted_gib")
 
 
 def comparable(inputs: Inputs) -> bool:
-    """Whether prediction and measurement are of one kind of device: both of a CPU, or both of a GPU.
+    """Whether prediction and measurement are both for a CPU or both for a GPU.
 
-    A run may be planned for a GPU and trained on a CPU, whose kernels and allocator hold other bytes.
+    A run may be planned for a GPU and trained on a CPU, whose kernels and allocator need other amounts.
     """
     return (inputs.estimate["gpu"] == CPU) == (inputs.train["device"] == CPU)
 
 
 def error_percent(predicted_bytes: int | None, measured_bytes: int | None) -> float | None:
-    """How far a prediction lies above (+) or below (-) the measurement, in percent of it; None where one is missing."""
+    """Return the error of a prediction in percent of the measurement; None if one is missing."""
     if predicted_bytes is None or measured_bytes is None:
         return None
     return round(100 * (predicted_bytes / measured_bytes - 1), 4)
 
 
 def errors_by_phase(inputs: Inputs) -> dict[str, float | None]:
-    """The prediction's error in every phase that was predicted or measured."""
+    """Return the error of the prediction in every phase."""
     predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
     known = comparable(inputs)
     return {
@@ -41,7 +41,7 @@ def errors_by_phase(inputs: Inputs) -> dict[str, float | None]:
 
 
 def report_metrics(inputs: Inputs) -> dict[str, Any]:
-    """figures.json: the prediction's error, overall and by phase, and the change in loss and exact match."""
+    """Return figures.json: error of the prediction, in total and by phase; change of loss and exact match."""
     evaluate = inputs.evaluate
     base, tuned = evaluate["base_exact_match_percent"], evaluate["tuned_exact_match_percent"]
     error = error_percent(inputs.estimate["peak_bytes_predicted"], inputs.train["peak_bytes_measured"])
@@ -54,12 +54,12 @@ def report_metrics(inputs: Inputs) -> dict[str, Any]:
 
 
 def _change(before: float | None, after: float | None, digits: int) -> float | None:
-    """A difference; None where nothing was evaluated."""
+    """Return a difference; None if nothing was evaluated."""
     return None if before is None or after is None else round(after - before, digits)
 
 
 def memory_records(inputs: Inputs) -> Iterator[dict[str, float]]:
-    """Peak memory of each optimizer step that was measured, beside the predicted peak of the run; GiB."""
+    """Yield the measured peak of each step and the predicted peak of the run, in GiB."""
     predicted_gib = inputs.estimate["peak_bytes_predicted"] / GIB
     for record in inputs.curves:
         if record["allocated_bytes"]:

@@ -1,4 +1,4 @@
-"""What the report reads: the other stages' figures, curves and samples."""
+"""Read the inputs of the report: figures, curves and samples of the other stages."""
 
 import csv
 import json
@@ -11,12 +11,12 @@ from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.core.errors import UserError
 
 PHASES = ("load", "forward", "backward", "clip", "optimizer", "heldout", "save", "evaluate")
-"""Phases in the order in which they run; any other comes after them, by name."""
+"""Phases in the order in which they run; others follow by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Everything a report is made of; each field is the content of one file."""
+    """Inputs of the report; each field is the content of one file."""
 
     model: Mapping[str, Any]
     """locks/model.json."""
@@ -30,21 +30,21 @@ class Inputs:
     breakdown: Mapping[str, Mapping[str, int]]
     """Bytes by category at the peak of each phase and, under `peak`, of the whole run."""
     explanation: Mapping[str, Any]
-    """The largest tensors at the peak instant, and the closed form of what stays."""
+    """The largest tensors at the peak, and the memory that persists between steps."""
     timeline: list[dict[str, str]]
     """Bytes by category over the events of the worst step, in GiB."""
     reserved: list[dict[str, str]]
-    """Memory by optimizer step in plan order, in GiB; reserved cells are empty where no whole plan was replayed."""
+    """Memory by optimizer step in plan order, in GiB; reserved cells are empty without a replay of the plan."""
     verdict: Mapping[str, Any]
     switches: list[dict[str, str]]
-    """Predicted peak of the run and of its neighbours one switch away."""
+    """Predicted peak of the run, and after changing one switch."""
     curves: list[dict[str, str]]
     """One record per optimizer step; a cell is empty where nothing was measured."""
     generations: list[dict[str, Any]]
 
 
 def read_inputs(*, locks: Path, tokens: Path, batches: Path, estimate: Path, train: Path, evaluate: Path) -> Inputs:
-    """Read every input from the directories in which the stages leave them.
+    """Read all inputs from the output directories of the stages.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -69,16 +69,16 @@ def read_inputs(*, locks: Path, tokens: Path, batches: Path, estimate: Path, tra
 
 
 def in_order(phases: Mapping[str, Any]) -> list[str]:
-    """Names of phases, in the order of `PHASES`."""
-    known = {name: place for place, name in enumerate(PHASES)}
+    """Sort names of phases in the order of `PHASES`."""
+    known = {name: number for number, name in enumerate(PHASES)}
     return sorted(phases, key=lambda name: (known.get(name, len(known)), name))
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Records of a CSV file with a header.
+    """Read a CSV file with a header.
 
     Raises:
-        UserError: the file is missing or holds no record.
+        UserError: the file is missing or empty.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -86,12 +86,12 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     except FileNotFoundError:
         raise UserError(f"{path}: file is missing; run `dvc repro`") from None
     if not records:
-        raise UserError(f"{path}: holds no record; delete it and run `dvc repro`")
+        raise UserError(f"{path}: has no rows; delete it and run `dvc repro`")
     return records
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file, which may be empty.
+    """Read a JSON-lines file, which may be empty.
 
     Raises:
         UserError: the file is missing or a line is not JSON.

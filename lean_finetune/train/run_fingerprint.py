@@ -69,7 +69,6 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
         "parameters": dotted(parameters),
         "data": {
             **{f"tokens.{name}": digest for name, digest in _directory_hashes(paths.tokens).items()},
-            "data": _pinned_files(paths.data_lock),
             "rows of each step": trained_rows_hash(read_plan(paths.plan)),
         },
         "model": {"model": _pinned_files(paths.model_lock), "tokenizer": _pinned_files(paths.tokenizer_lock)},

@@ -97,7 +97,7 @@ def check_recut(model: Path, directory: Path, first: tuple[Group | None, str], t
     assert parts.part(*first, stop_after=2)["stopped_at"] == 2
     ended = parts.part(*then)
     assert ended["first_step"] == 2
-    assert len(ended["said"]) == 2 and ended["said"][1].startswith("note: that checkpoint is of ")
+    assert len(ended["said"]) == 2 and ended["said"][1].startswith("note: the checkpoint is of ")
     assert ended["losses"] == pytest.approx(alone["losses"], abs=LOSS, rel=0)
     found, expected = learnt(ended), learnt(alone)
     for name, tensor in expected.items():
@@ -116,7 +116,7 @@ def test_state_that_is_a_parts_alone_is_refused_elsewhere(small_llama: Path, tmp
     parts = Runner(small_llama, tmp_path, optimizer="adamw_8bit")
     assert parts.part(pair, "zero3", stop_after=2)["stopped_at"] == 2
     told = parts.part(None, "none")["error"]
-    assert told.startswith("hardware.num_gpus: a checkpoint of ") and "got 1 for 2; go on with those" in told
+    assert told.startswith("hardware.num_gpus: a checkpoint of ") and "got 1 for 2; use the same number" in told
 
 
 @pytest.mark.slow
@@ -146,4 +146,4 @@ def test_a_full_disk_of_one_process_costs_a_checkpoint_only(small_llama: Path, t
     ended = parts.part(pair, "zero3", every_step=True, full_disk_rank=rank)
     assert len(ended["losses"]) == STEPS and ended["kept"] == 2
     assert {path.name for path in (tmp_path / "kept").iterdir()} == {"step-000000002"}
-    assert any("no checkpoint was made, what was there stays" in line for line in ended["said"])
+    assert any("no checkpoint was made, earlier ones are kept" in line for line in ended["said"])

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lean_finetune.core.atomic_files import sha256_file, write_json
-from lean_finetune.evaluate.base_and_tuned import Questions
+from lean_finetune.evaluate.base_and_tuned import EvaluationRows
 from lean_finetune.evaluate.generate import choose_prompts
 from lean_finetune.model.adapters import add_adapters, save_adapter
 from lean_finetune.model.load_model import load_base
@@ -66,12 +66,12 @@ def heldout_rows() -> list[Row]:
     return rows
 
 
-def questions_of(rows: TokenRows, prompts: int) -> Questions:
+def questions_of(rows: TokenRows, prompts: int) -> EvaluationRows:
     """All rows for their loss, and so many of them for their answers."""
     chosen, too_long = choose_prompts(
         rows, prompts, max_length=64, max_prompt_tokens=None, max_new_tokens=4, special={EOS}
     )
-    return Questions(
+    return EvaluationRows(
         rows=rows,
         loss_rows=list(range(len(rows))),
         prompts=chosen,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lean_finetune.core.atomic_files import write_json
-from lean_finetune.evaluate.base_and_tuned import Answers, Questions, evaluate_models
+from lean_finetune.evaluate.base_and_tuned import EvaluationRows, ModelOutputs, evaluate_models
 from lean_finetune.evaluate.evaluation_metrics import evaluate_metrics
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED, write_merged
@@ -190,8 +190,8 @@ def test_a_base_that_changed_since_it_was_pinned_is_refused(place, tokens_dir, l
     assert "changed since it was pinned" in told(evaluate(tokens_dir, locks, adapter))
 
 
-def without_prompts(rows: TokenRows) -> Questions:
-    return Questions(
+def without_prompts(rows: TokenRows) -> EvaluationRows:
+    return EvaluationRows(
         rows=rows,
         loss_rows=list(range(len(rows))),
         prompts=[],
@@ -205,7 +205,9 @@ def without_prompts(rows: TokenRows) -> Questions:
 def test_a_perplexity_too_large_for_a_float_is_null(tmp_path):
     """A run that diverged to a large finite loss ended in an OverflowError, without its metrics."""
     rows = heldout(tmp_path, [([9, 9], [1, 2], None)])
-    losses = {name: Answers(row_losses=np.array([loss]), answers=[]) for name, loss in (("base", 2.0), ("tuned", 5e3))}
+    losses = {
+        name: ModelOutputs(row_losses=np.array([loss]), answers=[]) for name, loss in (("base", 2.0), ("tuned", 5e3))
+    }
     metrics = evaluate_metrics(without_prompts(rows), losses, [])
     assert (metrics["tuned_loss"], metrics["tuned_perplexity"]) == (5e3, None)
     assert metrics["base_perplexity"] == pytest.approx(np.exp(2.0), rel=1e-5)
@@ -222,8 +224,8 @@ def test_metrics_by_length_divide_by_the_tokens_of_their_own_rows(tmp_path):
     opened = heldout(tmp_path, rows)
     questions = without_prompts(opened)
     losses = {
-        "base": Answers(row_losses=np.array([20.0, 4.0, 12.0, 8.0]), answers=[]),
-        "tuned": Answers(row_losses=np.array([10.0, 2.0, 6.0, 4.0]), answers=[]),
+        "base": ModelOutputs(row_losses=np.array([20.0, 4.0, 12.0, 8.0]), answers=[]),
+        "tuned": ModelOutputs(row_losses=np.array([10.0, 2.0, 6.0, 4.0]), answers=[]),
     }
     metrics = evaluate_metrics(questions, losses, [])
     assert {

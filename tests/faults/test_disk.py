@@ -123,7 +123,7 @@ def test_a_disk_that_is_full_when_training_is_saved(mounting, quick, tmp_path):
     fill(seen / "data", 0)
     line = mounting.run("train", workspace).refusal()
     assert line.startswith("data/tuned: cannot be written (No space left on device"), line
-    assert re.search(r"; the checkpoint of optimizer step (\d+) is kept: the same command goes on from there$", line)
+    assert re.search(r"; the checkpoint of optimizer step (\d+) is kept: the same command resumes from it$", line)
     (seen / "data/ballast").unlink()
     ended = mounting.run("train", workspace)
     assert ended.status == 0, ended.output

@@ -79,7 +79,7 @@ def test_the_page_names_what_was_trained_and_what_came_out(place):
     for line in (
         "| model | org/base at c0ffee |",
         "| data | rows.jsonl, format messages |",
-        "| cut rows | 1,250 (25.0 %) lost trained tokens to data.max_length |",
+        "| truncated rows | 1,250 (25.0 %) longer than data.max_length, which lost trained tokens |",
         "| dropped rows | 3 (0.1 %): 1 had no answer within data.max_length, 2 repeated another row |",
         "| micro-batches | bucketed; at most 1,024 padded tokens, 25 rows, 512 tokens a row |",
         "| train.grad_ckpt | false |",
@@ -143,7 +143,7 @@ def test_questions_left_out_and_perplexities_without_a_number_are_shown(place):
     found["evaluate"] |= {"unanswerable_rows": 1234, "tuned_perplexity": None}
     write_inputs(place, found, [GENERATION])
     _, text = report(place)
-    assert "Not asked: 1,234 held-out rows" in text
+    assert "Skipped: 1,234 held-out rows" in text
     assert "(perplexity 12.18 before, – after)" in text
 
 
@@ -182,7 +182,7 @@ def test_a_refused_prediction_is_shown(place):
 
 def test_what_memory_did_while_it_trained_is_shown(place):
     """A leak that was warned of in a log which nobody reads."""
-    assert "Over the steps that were trained: flat: held_bytes grows by 0 bytes a step; " in report(place)[1]
+    assert "Memory over the run: flat: held_bytes grows by 0 bytes a step; " in report(place)[1]
 
 
 def test_what_a_gpu_reserves_is_shown_and_a_cpu_has_no_such_row(place):
@@ -221,7 +221,7 @@ def test_what_the_plan_reserves_is_drawn_where_it_was_replayed(place):
     header = "step,allocated_gib,reserved_gib,reserved_expandable_gib,retries\n"
     (place / "data/estimate/reserved.csv").write_text(header + rows)
     text = report(place)[1]
-    assert "What is reserved changes last in optimizer step 1 of these." in text and "given back 2 times" in text
+    assert "It is constant after optimizer step 1 of these." in text and "frees its cache 2 times" in text
     picture = (place / "data/report/reserved.png").read_bytes()
     (place / "data/estimate/reserved.csv").write_text(header + rows.replace("0.3", "0.2"))
     report(place)

@@ -66,9 +66,7 @@ def test_activations_are_sent_where_there_is_room_for_them(tmp_path: Path, choic
     """A machine that swaps itself to death, or a disk that is full after an hour."""
     check_offload("none", 2**60, tmp_path)
     check_offload(choice, 2**10, tmp_path / "scratch")
-    with pytest.raises(
-        UserError, match=rf"train\.offload_activations: {choice} must have room .* free {where}; free some"
-    ):
+    with pytest.raises(UserError, match=rf"train\.offload_activations: {choice} needs room .* free {where}; free some"):
         check_offload(choice, 2**60, tmp_path / "scratch")
 
 
@@ -77,7 +75,7 @@ def test_an_optimizer_is_kept_on_a_host_that_has_room_for_it():
     gpu = torch.device("cuda")
     check_host("none", CPU, {"host_bytes_predicted": None})
     check_host("optimizer", gpu, {"host_bytes_predicted": 2**10})
-    with pytest.raises(UserError, match=r"^train\.offload: optimizer must have room .* free .*; free some, use"):
+    with pytest.raises(UserError, match=r"^train\.offload: optimizer needs room .* free .*; free some, use"):
         check_host("optimizer", gpu, {"host_bytes_predicted": 2**60})
     with pytest.raises(UserError, match=r"^train\.offload: .* where training runs on the CPU; use none$"):
         check_host("optimizer", CPU, {"host_bytes_predicted": None})
@@ -88,7 +86,7 @@ def test_weights_that_are_cut_have_room_on_the_host_first(sharding):
     """A process that the system kills while it reads a 70B model which GPUs would have shared."""
     gpu, predicted = torch.device("cuda"), {"host_bytes_predicted": 2**60}
     check_host("none", gpu, predicted, "ddp")
-    with pytest.raises(UserError, match=rf"^train\.sharding: {sharding} must have room .* are free .*; free some, use"):
+    with pytest.raises(UserError, match=rf"^train\.sharding: {sharding} needs room .* are free .*; free some, use"):
         check_host("none", gpu, predicted, sharding)
 
 
@@ -122,7 +120,7 @@ def test_broken_weights_are_not_saved():
     refuse_broken_weights(SingleProcess(model), 9)
     with torch.no_grad():
         model.weight[0, 0] = float("inf")
-    with pytest.raises(UserError, match=r"weights must be finite; weight is not after 9 steps"):
+    with pytest.raises(UserError, match=r"weights must be finite; weight is not, after 9 steps"):
         refuse_broken_weights(SingleProcess(model), 9)
 
 

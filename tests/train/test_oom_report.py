@@ -55,15 +55,15 @@ def told(failure: Failure, tmp_path: Path, *, forecast: Prediction = FORECAST, r
 
 def test_a_gpu_failure_is_told_with_both_breakdowns(tmp_path: Path):
     assert told(FAILURE, tmp_path) == [
-        "bucket.max_tokens: memory of RTX-4090 ended in backward of optimizer step 3, micro-batch 1 of 4 (8 x 512 "
-        "tokens), where 0.5 GiB more were asked for; lower it, or change the run as below",
+        "bucket.max_tokens: RTX-4090 ran out of memory allocating 0.5 GiB in backward of optimizer step 3, micro-batch 1 "
+        "of 4 (8 x 512 tokens); lower it, or change the run as below",
         "predicted: 16 GiB of tensors at most in backward (activations 12 GiB, weights 4 GiB), for RTX-4090 of 23.99 "
         "GiB",
         "measured: 20 GiB (activations and all else 15 GiB, weights 4 GiB, optimizer 1 GiB); 23 GiB reserved; 0.25 GiB "
         "of 24 GiB free on the device",
-        f"the system said: {FAILURE.message[:160]}…",
-        "what would fit is told by: lean-finetune fit --gpu 20480MiB",
-        "or let steps be cut smaller when memory ends: dvc exp run -S run.oom_recovery=split",
+        f"allocator: {FAILURE.message[:160]}…",
+        "to list what would fit, run: lean-finetune fit --gpu 20480MiB",
+        "or split steps when memory runs out: dvc exp run -S run.oom_recovery=split",
         f"details: {tmp_path / 'oom.json'}",
     ]
 
@@ -76,7 +76,11 @@ def test_a_gpu_failure_is_told_with_both_breakdowns(tmp_path: Path):
         ({"phase": "optimizer", "weights_intact": False}, "train.optimizer: ", False),
         ({"phase": "load", "step": None, "number": None}, "train.method: ", False),
         ({"phase": "save", "step": 9}, "hardware.gpu: ", False),
-        ({"phase": "reading"}, "bucket.max_tokens: memory of RTX-4090 ended between phases of optimizer step 3", False),
+        (
+            {"phase": "reading"},
+            "bucket.max_tokens: RTX-4090 ran out of memory allocating 0.5 GiB between phases of optimizer step 3",
+            False,
+        ),
     ],
 )
 def test_each_phase_has_its_own_remedy(tmp_path: Path, changes: dict[str, Any], begins: str, offered: bool):
@@ -124,7 +128,9 @@ def test_without_files_of_the_estimate_something_is_told_all_the_same(tmp_path: 
     forecast = read_prediction(METRICS, tmp_path / "nowhere")
     unknown = replace(FAILURE, held_bytes=None, reserved_bytes=None, free_bytes=None)
     lines = told(unknown, tmp_path, forecast=forecast)
-    assert lines[1] == "measured: nothing counts memory on this system" and not any("predicted" in one for one in lines)
+    assert lines[1] == "measured: unknown, this system has no allocator statistics" and not any(
+        "predicted" in one for one in lines
+    )
     write_json(tmp_path / "breakdown.json", dict(FORECAST.breakdown))
     assert read_prediction(METRICS, tmp_path).breakdown == FORECAST.breakdown
 
@@ -141,7 +147,10 @@ def test_a_limit_of_addresses_is_named_and_no_line_is_told_that_is_refused(tmp_p
     small = replace(FAILURE, held_bytes=4 * MIB, asked_bytes=2 * MIB, by_category={}, addresses=limit)
     few = replace(FORECAST, breakdown={"backward": {"activations": 27 * MIB}})
     first, *lines = told(small, tmp_path, forecast=few)
-    assert first.startswith("ulimit -v: memory of RTX-4090 ended in backward of optimizer step 3") and "4 GiB" in first
+    assert (
+        first.startswith("ulimit -v: RTX-4090 ran out of memory allocating 2 MiB in backward of optimizer step 3")
+        and "4 GiB" in first
+    )
     assert "bucket.max_tokens" not in first and not any("lean-finetune fit" in line for line in lines)
     assert told(replace(FAILURE, addresses=limit), tmp_path)[0].endswith("or bucket.max_tokens: lower it")
     assert not any("--gpu 4MiB" in line for line in told(replace(small, addresses=None), tmp_path, forecast=few))
@@ -155,7 +164,9 @@ def test_the_command_line_prints_the_details_below_the_fault(tmp_path: Path):
 
     done = invoke(StageCommand("fails", callback=fail))
     first, *lines = done.stderr.splitlines()
-    assert done.exit_code == 1 and first.startswith("error: bucket.max_tokens: memory of a ended in backward")
+    assert done.exit_code == 1 and first.startswith(
+        "error: bucket.max_tokens: a ran out of memory allocating 0.5 GiB in backward"
+    )
     assert len(lines) == 5 and all(line.startswith("  ") for line in lines)
 
 

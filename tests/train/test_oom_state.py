@@ -155,11 +155,13 @@ def test_a_large_batch_ends_with_what_was_held_and_what_would_fit(runs: dict[str
     told = runs["told"]
     first, *lines = told.errors.strip().splitlines()
     assert told.status == 1 and "Traceback" not in told.errors
-    where = r"error: ulimit -v: memory of this machine ended in (forward|backward) of optimizer step 0, micro-batch 0 "
-    where += r"of \d+ \(32 x 256 tokens\), where .+ more were asked for: .+, or bucket\.max_tokens: lower it$"
+    where = (
+        r"error: ulimit -v: this machine ran out of memory allocating .+ in (forward|backward) of optimizer step 0, "
+    )
+    where += r"micro-batch 0 of \d+ \(32 x 256 tokens\): .+, or bucket\.max_tokens: lower it$"
     assert re.match(where, first), first
     assert any(line.startswith("  measured: ") and "weights 4.505 MiB" in line for line in lines)
-    assert "  the system said: RuntimeError: " in told.errors and "DefaultCPUAllocator" in told.errors
+    assert "  allocator: RuntimeError: " in told.errors and "DefaultCPUAllocator" in told.errors
     assert [line for line in lines if "would fit: " in line] == [
         "  would fit: dvc exp run -S train.grad_ckpt=true (50 MiB)",
         "  would fit: dvc exp run -S bucket.max_tokens=4096 (40 MiB)",
@@ -193,8 +195,8 @@ def test_a_model_that_is_too_large_is_told_as_that(runs: dict[str, Ended]):
     """A user who lowers the batch size, again and again, where the weights alone do not fit."""
     load = runs["load"]
     assert load.status == 1 and "Traceback" not in load.errors
-    assert load.errors.startswith("error: ulimit -v: memory of this machine ended in load"), load.errors
+    assert load.errors.startswith("error: ulimit -v: this machine ran out of memory"), load.errors
     assert (
-        "or train.method: hold the weights in fewer bits" in load.errors
+        "or train.method: store the weights in fewer bits" in load.errors
         and "predicted: 0.3516 GiB of tensors" in load.errors
     )
