@@ -241,7 +241,7 @@ def test_a_signal_to_one_process_stops_all_in_order(copy: Path):
 
 def steps_begun(root: Path) -> int:
     """The step that some process of a run says it has begun."""
-    files = root.glob("scratch/train/running/*/pulse.json")
+    files = root.glob("scratch/train/running/*/last_step.json")
     return max((json.loads(file.read_text())["step"] or 0 for file in files), default=0)
 
 

@@ -55,8 +55,8 @@ def told(failure: Failure, tmp_path: Path, *, forecast: Prediction = FORECAST, r
 
 def test_a_gpu_failure_is_told_with_both_breakdowns(tmp_path: Path):
     assert told(FAILURE, tmp_path) == [
-        "bucket.max_tokens: RTX-4090 ran out of memory allocating 0.5 GiB in backward of optimizer step 3, micro-batch 1 "
-        "of 4 (8 x 512 tokens); lower it, or change the run as below",
+        "bucket.max_tokens: RTX-4090 ran out of memory allocating 0.5 GiB in backward of optimizer step 3, micro-batch "
+        "1 of 4 (8 x 512 tokens); lower it, or change the run as below",
         "predicted: 16 GiB of tensors at most in backward (activations 12 GiB, weights 4 GiB), for RTX-4090 of 23.99 "
         "GiB",
         "measured: 20 GiB (activations and all else 15 GiB, weights 4 GiB, optimizer 1 GiB); 23 GiB reserved; 0.25 GiB "

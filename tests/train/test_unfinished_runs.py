@@ -116,7 +116,7 @@ def test_a_compatible_run_goes_on_says_so_and_is_never_taken_for_an_exact_one(sm
         checkpoints.after_step = stop_after(checkpoints, 4)
         weights_of(job, checkpoints)
     assert choose_directory(root, PARTS, "exact", said.append).directory != choice.directory
-    assert "is not resumed: it is itself a mixture" in said[-1]
+    assert "is not resumed: it has itself resumed other code" in said[-1]
     again = choose_directory(root, PARTS, "compatible", said.append)
     assert again == RunDirectory(directory=choice.directory, earlier=None, record=choice.record)
     assert resumed_figures(again) == {
