@@ -20,7 +20,7 @@ from lean_finetune.distributed.progress_barrier import wait_for_all
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.precision import precision_of
 from lean_finetune.train.checkpoint.disk_space import DiskSpace
-from lean_finetune.train.checkpoint.distributed_checkpoint import open_for_all_ranks
+from lean_finetune.train.checkpoint.distributed_checkpoint import open_checkpointer
 from lean_finetune.train.checkpoint.resume import Checkpointer
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, mark_finished, scratch_root
 from lean_finetune.train.job import Paths, make_job, prepare_device
@@ -82,7 +82,7 @@ def _run(
         root, part = scratch_root(), resumable_part(fingerprint)
         where = choose_for_all_ranks(root, part, params.run.resume, _notify, channel)
         checkpoints = stack.enter_context(
-            open_for_all_ranks(
+            open_checkpointer(
                 where,
                 run=params.run,
                 stop=stop,

@@ -11,8 +11,9 @@ import pytest
 from lean_finetune.config.load import load_params
 from lean_finetune.config.schema import Run
 from lean_finetune.core.errors import UserError
+from lean_finetune.train.checkpoint.distributed_checkpoint import open_checkpointer
 from lean_finetune.train.checkpoint.loop_hooks import NO_CHECKPOINTS, CheckpointHooks
-from lean_finetune.train.checkpoint.resume import Checkpointer, open_checkpointer
+from lean_finetune.train.checkpoint.resume import Checkpointer
 from lean_finetune.train.checkpoint.scratch_dir import DVC_LOCK, RECORD, RunDirectory, mark_finished
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -158,7 +159,7 @@ def test_a_checkpoint_that_other_code_cannot_read_is_refused_in_one_line(small_l
         checkpoints.after_step = stop_after(checkpoints, 2)
         weights_of(quick_job(small_llama, tmp_path, method="lora"), checkpoints)
     choice = choose_directory(root, PARTS, "compatible", print)
-    with pytest.raises(UserError, match="^run.resume: compatible must .*set run.resume=exact"):
+    with pytest.raises(UserError, match="^run.resume: compatible needs .*set run.resume=exact"):
         with opened_for(choice, said) as checkpoints:
             weights_of(quick_job(small_llama, tmp_path / "more", method="full"), checkpoints)
     assert [path.name for path in old.directory.glob("step-*")] == ["step-000000002"]

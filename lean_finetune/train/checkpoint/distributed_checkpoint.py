@@ -7,7 +7,7 @@ processes are on the disk. If one process fails alone, earlier checkpoints remai
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 from lean_finetune.config.schema import Run
 from lean_finetune.core.errors import UserError
@@ -15,7 +15,7 @@ from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.step.batches import Batch
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, PendingCheckpoint
 from lean_finetune.train.checkpoint.disk_space import DiskSpace
-from lean_finetune.train.checkpoint.resume import Checkpointer, open_checkpointer
+from lean_finetune.train.checkpoint.resume import Checkpointer
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, lock_earlier_run, lock_run_directory
 from lean_finetune.train.checkpoint.training_state import TrainingRun, layout_of
 from lean_finetune.train.monitor.finite_checks import refuse_broken_weights
@@ -116,44 +116,42 @@ class DistributedCheckpointer(Checkpointer):
             self._warn(f"process {rank} of {self._channel.size} could not write its files; see its log")
 
 
-def open_for_all_ranks(
+@contextmanager
+def open_checkpointer(
     where: RunDirectory,
     *,
     run: Run,
     stop: StopRequest,
     notify: Callable[[str], None],
-    channel: ControlChannel,
-    sharding: str,
+    channel: ControlChannel | None = None,
+    sharding: str = "none",
     disk_space: DiskSpace | None = None,
-) -> AbstractContextManager[Checkpointer]:
-    """Do what `open_checkpointer` does, for a run of one or several processes, all of which call this.
+) -> Iterator[Checkpointer]:
+    """Lock a run's directory and yield its checkpointer; the directory is cleared if the block succeeds.
+
+    All processes of a run call this; the first one locks.
+
+    Args:
+        where: the directory, and that of another run to resume from.
+        run: how often checkpoints are made and how many are kept.
+        stop: set by signals.
+        notify: gets lines for the user.
+        channel: connects the processes; None = one process.
+        sharding: how weights are sharded.
+        disk_space: see `Checkpointer`.
 
     Raises:
         UserError: another run works there, or the disk refused.
         Stopped: a signal came; the user was notified.
     """
-    if channel.size == 1:
-        return open_checkpointer(where, run=run, stop=stop, notify=notify, disk_space=disk_space)
-    return _open_distributed(where, run, stop, notify, channel, sharding, disk_space)
-
-
-@contextmanager
-def _open_distributed(
-    where: RunDirectory,
-    run: Run,
-    stop: StopRequest,
-    notify: Callable[[str], None],
-    channel: ControlChannel,
-    sharding: str,
-    disk_space: DiskSpace | None,
-) -> Iterator[Checkpointer]:
-    """Let the first of several processes lock the directories."""
+    channel = channel or ControlChannel()
     with ExitStack() as stack:
         if channel.is_first:
             stack.enter_context(lock_run_directory(where.directory, notify, where.record))
             stack.enter_context(lock_earlier_run(where.earlier))
         channel.gather_after_work(0)  # From here on the first process has the lock.
-        checkpoints = DistributedCheckpointer(
+        kind = Checkpointer if channel.size == 1 else DistributedCheckpointer
+        checkpoints = kind(
             CheckpointStore(where.directory, run.keep_checkpoints, notify, channel),
             seconds=run.checkpoint_seconds,
             stop=stop,

@@ -11,13 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.config.schema import Run
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.batches import Batch
 from lean_finetune.train.checkpoint.checkpoint_files import Checkpoint, CheckpointStore, PendingCheckpoint, steps_in
 from lean_finetune.train.checkpoint.disk_space import DiskSpace, trained_bytes
 from lean_finetune.train.checkpoint.loop_hooks import CheckpointHooks
-from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, lock_earlier_run, lock_run_directory
 from lean_finetune.train.checkpoint.training_state import (
     TrainingRun,
     layout_of,
@@ -282,38 +280,3 @@ class Checkpointer(CheckpointHooks):
         """Record what the last checkpoint cost, and when the next one is due."""
         self._spent = seconds
         self._due = self._clock() + max(self._seconds or 0.0, seconds / MOST_TIME_SHARE)
-
-
-@contextmanager
-def open_checkpointer(
-    where: RunDirectory,
-    *,
-    run: Run,
-    stop: StopRequest,
-    notify: Callable[[str], None],
-    disk_space: DiskSpace | None = None,
-) -> Iterator[Checkpointer]:
-    """Lock a run's directory and yield its checkpointer; the directory is cleared if the block succeeds.
-
-    Args:
-        where: the directory, and that of another run to resume from.
-        run: how often checkpoints are made and how many are kept.
-        stop: set by signals.
-        notify: gets lines for the user.
-        disk_space: see `Checkpointer`.
-
-    Raises:
-        UserError: another process works there, or the disk refused.
-        Stopped: a signal came; the user was notified.
-    """
-    with lock_run_directory(where.directory, notify, where.record), lock_earlier_run(where.earlier):
-        checkpoints = Checkpointer(
-            CheckpointStore(where.directory, run.keep_checkpoints, notify),
-            seconds=run.checkpoint_seconds,
-            stop=stop,
-            notify=notify,
-            earlier=where.earlier,
-            disk_space=disk_space,
-        )
-        with checkpoints.report_stop():
-            yield checkpoints
