@@ -10,7 +10,7 @@ import click
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json, write_text
 from lean_finetune.core.errors import StageCommand
-from lean_finetune.report.page import page
+from lean_finetune.report.page import page, shown_parameters
 from lean_finetune.report.report_figures import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics
 from lean_finetune.report.report_inputs import read_inputs
 
@@ -31,25 +31,17 @@ def main(metrics: Path, out: Path, **places: Path) -> None:
 
     Also writes metrics/report.json (the prediction's error in percent) and memory.csv for `dvc plots`.
     """
-    p = read_params()
-    settings = {
-        "hardware.num_gpus": p.hardware.num_gpus,
-        "train.sharding": p.train.sharding,
-        "train.method": p.train.method,
-        "train.precision": p.train.precision,
-        "train.optimizer": p.train.optimizer,
-        "train.grad_ckpt": p.train.grad_ckpt,
-    }
+    settings = shown_parameters(read_params())
     inputs = read_inputs(**places)
-    numbers = report_metrics(inputs)
+    figures = report_metrics(inputs)
     from lean_finetune.report.plots import draw  # Here: matplotlib is slow to import.
 
-    with atomic_directory(out) as aside:
-        draw(aside, inputs)
-        write_csv(aside / "memory.csv", MEMORY_COLUMNS, memory_records(inputs))
-        write_text(aside / "report.md", page(inputs, settings, numbers))
-        write_json(aside / FIGURES, numbers)
-    write_json(metrics / "report.json", {name: numbers[name] for name in RESULTS})
+    with atomic_directory(out) as directory:
+        draw(directory, inputs)
+        write_csv(directory / "memory.csv", MEMORY_COLUMNS, memory_records(inputs))
+        write_text(directory / "report.md", page(inputs, settings, figures))
+        write_json(directory / FIGURES, figures)
+    write_json(metrics / "report.json", {name: figures[name] for name in RESULTS})
 
 
 if __name__ == "__main__":

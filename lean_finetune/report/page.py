@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from textwrap import indent
 from typing import Any
 
+from lean_finetune.config.schema import Params
 from lean_finetune.pinning.descriptions import describe_data, describe_model
 from lean_finetune.report.markdown import NONE, cell, size, table
 from lean_finetune.report.memory_section import memory_section
@@ -20,6 +21,18 @@ DROPPED = {
     "bad_rows": "could not be used",
     "duplicate_rows": "repeated another row",
 }
+
+
+def shown_parameters(params: Params) -> dict[str, Any]:
+    """Return the parameters that the page shows."""
+    return {
+        "hardware.num_gpus": params.hardware.num_gpus,
+        "train.sharding": params.train.sharding,
+        "train.method": params.train.method,
+        "train.precision": params.train.precision,
+        "train.optimizer": params.train.optimizer,
+        "train.grad_ckpt": params.train.grad_ckpt,
+    }
 
 
 def page(inputs: Inputs, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ def fill_and_run(mounting: Runner, finished: Finished, stage: str, place: Path, 
     old = put_old(seen, stage)
     fill(seen, int(written_bytes(finished, stage) * share))
     line = mounting.run(stage, workspace).refusal()
-    found = "No space left on device" in line or (stage == "train" and "the disk must have room" in line)
+    found = "No space left on device" in line or (stage == "train" and "too little free space" in line)
     assert found and "free space, then rerun" in line
     check_kept_or_new(seen, stage, old, finished)
     (seen / "ballast").unlink()
@@ -115,7 +115,7 @@ def test_a_disk_that_is_full_when_training_is_saved(mounting, quick, tmp_path):
     workspace, seen = data_on_a_disk_of_its_own(mounting, quick, tmp_path, 0)
     put_nothing(workspace, "train")
     line = mounting.run("train", workspace).refusal()
-    assert line.startswith("data/tuned: the disk must have room for the end of training: ")
+    assert line.startswith("data/tuned: the disk has too little free space for the end of training: ")
     assert not list(seen.glob("scratch/train/*/*step-*"))
     verdict = seen / "data/estimate/verdict.json"
     (seen / "data/ballast").unlink()

@@ -1,4 +1,4 @@
-"""What the other stages leave for a report, in the form their code writes."""
+"""Inputs of a report, in the form in which the other stages write them."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ BREAKDOWN = {
     "optimizer": {"weights": 40 * MIB, "gradients": 30 * MIB, "update": 0},
 }
 
-HOLDING = {
+GROUP = {
     "category": "activations",
     "operation": "mm",
     "module": "model.layers.*.mlp.up_proj",
@@ -30,9 +30,17 @@ HOLDING = {
     "count": 32,
     "bytes": 50 * MIB,
 }
-HELD = {**HOLDING, "category": "weights", "operation": "held", "module": "", "phase": "", "shape": None, "dtype": None}
+PERSISTENT = {
+    **GROUP,
+    "category": "weights",
+    "operation": "held",
+    "module": "",
+    "phase": "",
+    "shape": None,
+    "dtype": None,
+}
 STATE = {"category": "weights", "why": "bf16, 2 bytes a value", "tensors": 9, "bytes": 40 * MIB}
-EXPLANATION = {"peak_bytes": 120 * MIB, "phase": "backward", "top": [HOLDING, HELD], "states": [STATE]}
+EXPLANATION = {"peak_bytes": 120 * MIB, "phase": "backward", "top": [GROUP, PERSISTENT], "states": [STATE]}
 TIMELINE = [
     {"event": event, "phase": phase, **dict.fromkeys(CATEGORIES, 0.0), "weights": 0.04, "activations": size}
     for event, phase, size in ((0, "forward", 0.01), (9, "forward", 0.05), (20, "backward", 0.06))
@@ -131,8 +139,10 @@ def curves() -> list[dict[str, Any]]:
     ]
 
 
-def write_inputs(directory: Path, found: dict[str, dict[str, Any]], generations: list[dict[str, Any]]) -> None:
-    """Write all inputs of a report into a directory laid out as the repository is."""
+def write_inputs(directory: Path, generations: list[dict[str, Any]] | None = None, **changes: dict[str, Any]) -> None:
+    """Write all inputs of a report as in the repository; `changes` update the figures of stages."""
+    found = {name: values | changes.get(name, {}) for name, values in metrics().items()}
+    generations = [GENERATION] if generations is None else generations
     places = {"tokenize": "tokens", "bucket": "batches"}
     for name, values in found.items():
         write_json(directory / "data" / places.get(name, name) / FIGURES, values)
@@ -161,5 +171,5 @@ def write_inputs(directory: Path, found: dict[str, dict[str, Any]], generations:
 def place(tmp_path, monkeypatch) -> Path:
     """A working directory with everything a report needs."""
     monkeypatch.chdir(tmp_path)
-    write_inputs(tmp_path, metrics(), [GENERATION])
+    write_inputs(tmp_path)
     return lay_out(tmp_path)
