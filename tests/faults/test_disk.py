@@ -56,7 +56,7 @@ def fill_and_run(mounting: Runner, finished: Finished, stage: str, place: Path, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", FEW)
+@pytest.mark.parametrize("stage", ["bucket", pytest.param("tokenize", marks=LONG)])
 def test_a_full_disk(mounting, quick, tmp_path, stage):
     """Without any room."""
     fill_and_run(mounting, quick, stage, tmp_path, 0.0)
@@ -74,10 +74,9 @@ def test_a_disk_that_fills_up(mounting, finished, tmp_path, stage, share):
         pytest.skip("its outputs take less than two pages, the least that a disk has room for")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "stage, full", [("tokenize", "scratch"), ("evaluate", "metrics"), pytest.param("tokenize", "data", marks=LONG)]
-)
+@pytest.mark.parametrize("stage, full", [("tokenize", "scratch"), ("tokenize", "data"), ("evaluate", "metrics")])
 def test_one_of_several_disks_is_full(mounting, quick, tmp_path, stage, full):
     """Unfinished work, outputs and metrics can be on disks of their own."""
     workspace = quick.copy(tmp_path / "work")
@@ -143,6 +142,7 @@ def test_a_full_disk_under_the_log_costs_no_training(quick, tmp_path):
     assert state(workspace, "train") == quick.states["train"]
 
 
+@pytest.mark.slow
 def test_a_disk_mounted_for_reading_only(mounting, quick, tmp_path):
     """Not a matter of permissions: root is refused as well."""
     workspace = quick.copy(tmp_path / "work")
@@ -160,7 +160,7 @@ LIMITS = {"pin_data": 400, "pin_model": 400, "tokenize": 4096, "bucket": 1024, "
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "stage, limit", [pytest.param(*one, marks=() if one[0] in FEW else LONG) for one in LIMITS.items()]
+    "stage, limit", [pytest.param(*one, marks=() if one[0] == "bucket" else LONG) for one in LIMITS.items()]
 )
 def test_files_that_may_not_grow(runner, quick, tmp_path, stage, limit):
     """A quota in place of a full disk: it needs no right to mount."""
@@ -186,7 +186,7 @@ def forbid(runner: Runner, finished: Finished, stage: str, place: Path) -> None:
     check_rerun(runner, workspace, stage, finished)
 
 
-@pytest.mark.parametrize("stage", FEW)
+@pytest.mark.parametrize("stage", ["bucket", *(pytest.param(stage, marks=LONG) for stage in FEW[:2])])
 def test_a_directory_without_write_permission(runner, quick, tmp_path, stage):
     """Also for root, which gives up its privilege here."""
     forbid(runner, quick, stage, tmp_path)
@@ -199,6 +199,7 @@ def test_a_directory_without_write_permission_in_other_stages(runner, finished, 
     forbid(runner, finished, stage, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["scratch", "locks/watched-files"])
 def test_a_closed_directory_of_unfinished_work_or_links(runner, quick, tmp_path, closed):
     """Neither is an output, and both are written to."""

@@ -69,14 +69,14 @@ def kill_at_instants(runner: Runner, finished: Finished, stage: str, place: Path
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", ["pin_model", "tokenize", "bucket"])
+@pytest.mark.parametrize("stage", ["bucket", pytest.param("tokenize", marks=pytest.mark.slow)])
 def test_a_kill_between_two_changes_of_the_disk(runner, quick, tmp_path, stage):
     """Write-aside and rename, step by step: here a half-written output would show."""
     kill_at_changes(runner, quick, stage, tmp_path, 2)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", ["pin_data", "tokenize", "bucket", "train"])
+@pytest.mark.parametrize("stage", ["train", pytest.param("tokenize", marks=pytest.mark.slow)])
 def test_a_kill_at_a_random_instant(runner, quick, tmp_path, stage):
     """Whatever the stage is at."""
     kill_at_instants(runner, quick, stage, tmp_path, 2 if stage == "train" else 1)

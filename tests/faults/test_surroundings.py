@@ -36,6 +36,7 @@ def let_scratch_vanish(runner: Runner, finished: Finished, place: Path, most: in
     check_rerun(runner, workspace, "tokenize", finished)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_scratch_vanishes_in_mid_run(runner, quick, tmp_path):
     """Somebody tidies up: the run ends as it should or in one line, never with a part of the tokens."""
@@ -97,7 +98,7 @@ def wait_until_stopped(pid: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", ["tokenize", pytest.param("bucket", marks=LONG), pytest.param("train", marks=LONG)])
+@pytest.mark.parametrize("stage", ["bucket", pytest.param("tokenize", marks=LONG), pytest.param("train", marks=LONG)])
 def test_a_clock_that_jumps_changes_nothing(runner, quick, tmp_path, stage):
     """Files from the future, and a wall clock that goes back at each reading."""
     workspace = quick.copy(tmp_path / "work")

@@ -85,6 +85,7 @@ def test_grad_ckpt_reruns_estimate_train_report_and_changes_no_weight(clone: Clo
     assert clone.json("data/estimate/figures.json")["peak_bytes_predicted"] < predicted
 
 
+@pytest.mark.slow
 def test_token_budget_changes_memory_and_no_step(clone: Clone):
     """Micro-batches are a matter of memory: the rows of a step, and the weights to rounding, stay."""
     rows, column, weights = rows_by_step(clone), losses(clone), load_file(clone.root / WEIGHTS)
@@ -100,6 +101,7 @@ def test_token_budget_changes_memory_and_no_step(clone: Clone):
         assert np.linalg.norm(value - other[name]) <= 2e-3 * np.linalg.norm(value), name
 
 
+@pytest.mark.slow
 def test_same_params_give_the_same_bytes(clone: Clone):
     """A run that is not reproducible cannot be compared with another."""
     made = ["data/tokens/train/00000.arrow", "data/tokens/heldout/00000.arrow", "data/batches/plan.arrow", WEIGHTS]
@@ -109,6 +111,7 @@ def test_same_params_give_the_same_bytes(clone: Clone):
     assert [clone.sha256(path) for path in made] == before and losses(clone) == column
 
 
+@pytest.mark.slow
 def test_another_gpu_does_not_retrain(clone: Clone):
     assert stages_run(clone.dvc("exp", "run", "-S", "hardware.gpu=24GiB", "train")) == ["estimate"]
 
@@ -142,10 +145,12 @@ def test_temporary_and_queued_runs_use_the_code_of_their_copy(clone: Clone):
     assert queued["edited-queue"] > 1.5 * before
 
 
+@pytest.mark.slow
 def test_run_section_reruns_nothing(clone: Clone):
     assert stages_run(clone.dvc("exp", "run", "-S", "run.cpu_threads=2")) == []
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_predicted_and_refused(clone: Clone):
     """Estimate succeeds and says no; train refuses in one line with the breakdown."""
     changes = {"hardware.gpu": "0.6GiB", "bucket.max_tokens": 8192, "train.tokens_per_step": 8192}
@@ -157,6 +162,7 @@ def test_what_does_not_fit_is_predicted_and_refused(clone: Clone):
     assert " D " not in clone.run("git", "status", "--porcelain"), "DVC deletes a stage's metrics before it runs"
 
 
+@pytest.mark.slow
 def test_an_edited_source_reruns_what_follows(clone: Clone):
     source = clone.root / "data/raw/sample.jsonl"
     text = source.read_text()
@@ -219,6 +225,7 @@ def queued_metric(clone: Clone, experiments: dict[str, list[str]], stage: str, m
     return found
 
 
+@pytest.mark.slow
 def test_queued_experiments_run_side_by_side_and_are_shown(clone: Clone):
     """Each in a temporary copy, by a worker in the background; bucket is the first stage that they share no more."""
     experiments = {f"queued-{tokens}": ["-S", f"bucket.max_tokens={tokens}"] for tokens in (256, 384)}
@@ -256,6 +263,7 @@ def test_a_queue_whose_worker_dies_is_finished_by_the_remedy(clone: Clone):
     assert killed
 
 
+@pytest.mark.slow
 def test_a_source_that_is_gone_is_pinned_anew(clone: Clone):
     """DVC itself fails on the link to a deleted source; the README's way out must work."""
     gone = clone.root.parent / "gone.jsonl"
@@ -270,6 +278,7 @@ def test_a_source_that_is_gone_is_pinned_anew(clone: Clone):
     assert stages_run(clone.dvc("repro", "bucket")) == ["pin_data"]
 
 
+@pytest.mark.slow
 def test_a_failed_pin_leaves_the_locks(clone: Clone):
     """DVC deletes outputs before a run: a typo in a path must not cost the pins that git tracks."""
     output = clone.dvc("exp", "run", "-S", "model.name=no/such/model", "pin_model", ok=False)
@@ -281,12 +290,14 @@ def test_a_failed_pin_leaves_the_locks(clone: Clone):
     assert "up to date" in clone.dvc("repro", "pin_model")
 
 
+@pytest.mark.slow
 def test_stages_run_from_a_subdirectory(clone: Clone):
     """DVC then names the stage by its file too."""
     output = clone.run(sys.executable, "-m", "dvc", "--cd", "docs", "repro", "-f", "../dvc.yaml:pin_data")
     assert "Running stage '../dvc.yaml:pin_data'" in output
 
 
+@pytest.mark.slow
 def test_plots_render(clone: Clone, tmp_path: Path):
     output = clone.dvc("plots", "show", "--json")
     shown = json.dumps(json.loads(output.strip().splitlines()[-1]))

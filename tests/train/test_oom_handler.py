@@ -141,7 +141,7 @@ def plain(small_llama: Path, tokens) -> Callable[..., TrainResult]:
     return run
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_does_not_fit_goes_on_in_smaller_parts_and_learns_the_same(small_llama, tokens, plain, flat: bool):
     """A recovery that drops rows, sums twice, or divides by another number of tokens, with a normal-looking loss."""
     job = job_of(small_llama, tokens, flat=flat)
@@ -159,6 +159,7 @@ def test_a_run_that_does_not_fit_goes_on_in_smaller_parts_and_learns_the_same(sm
     assert limited.refusals <= 3, "later steps are cut before they fail"
 
 
+@pytest.mark.slow
 def test_without_recovery_the_same_run_is_told(small_llama, tokens):
     """Memory that ends unseen, or a run that goes on otherwise than it was asked to."""
     seen: list[Failure] = []
@@ -172,6 +173,7 @@ def test_without_recovery_the_same_run_is_told(small_llama, tokens):
     assert failure.by_category["weights"] > failure.by_category["optimizer"] > 0
 
 
+@pytest.mark.slow
 def test_a_failure_by_chance_changes_no_bit_but_by_the_order_of_sums(small_llama, tokens):
     """Dropout drawn anew after a failure: two runs of one seed that cannot be compared."""
     job = job_of(small_llama, tokens, lora_dropout=0.2)
@@ -194,8 +196,8 @@ def test_a_failure_by_chance_changes_no_bit_but_by_the_order_of_sums(small_llama
     [
         ("load", None, False),
         ("forward", 1, True),
-        ("backward", 1, True),
-        ("clip", 1, True),
+        pytest.param("backward", 1, True, marks=pytest.mark.slow),
+        pytest.param("clip", 1, True, marks=pytest.mark.slow),
         ("optimizer", 1, False),
         ("heldout", 2, False),
     ],
@@ -232,7 +234,14 @@ class AfterTheFirstStep(Checkpointer):
         return run.step == 1 and super().after_step(run)
 
 
-@pytest.mark.parametrize(("phase", "goes_on_from"), [("backward", 2), ("optimizer", 1), ("heldout", 1)])
+@pytest.mark.parametrize(
+    ("phase", "goes_on_from"),
+    [
+        ("backward", 2),
+        pytest.param("optimizer", 1, marks=pytest.mark.slow),
+        pytest.param("heldout", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_lost_when_memory_ends(small_llama, tokens, plain, tmp_path: Path, phase: str, goes_on_from: int):
     """Hours of training gone with the last step; or a half-made update that is gone on from."""
     job = job_of(small_llama, tokens)

@@ -5,8 +5,9 @@ the largest difference of a loss, and the norm of the difference of what was lea
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,8 @@ OTHER_ARITHMETIC = [
     Row(switch="quant.type=fp4", method="qlora", model={"quant_type": "fp4"}, loss_bound=0.01, weights_bound=0.8),
 ]
 ROWS = MEMORY_ONLY + OTHER_ARITHMETIC
+FAST = [row for row in MEMORY_ONLY if row.method == "lora" or row.optim or row.loss_bound] + OTHER_ARITHMETIC[:1]
+"""Rows of the fast tests; the slow ones check all."""
 
 METHODS = ("full", "lora", "qlora", "int8_lora")
 PLAINS = {
@@ -217,14 +220,14 @@ def learn(directory: Path, row: Row) -> Learnt:
 
 
 @pytest.fixture(scope="module")
-def plain(small_llama: Path) -> dict[str, Learnt]:
-    """The runs that rows are held against."""
-    return {name: learn(small_llama, row) for name, row in PLAINS.items()}
+def plain(small_llama: Path) -> Callable[[str], Learnt]:
+    """Run a baseline of `PLAINS` once, when it is first needed."""
+    return lru_cache(None)(lambda name: learn(small_llama, PLAINS[name]))
 
 
-def plain_of(row: Row, plain: dict[str, Learnt]) -> Learnt:
-    """The run that a row is held against."""
-    return plain[row.plain or row.method]
+def plain_of(row: Row, plain: Callable[[str], Learnt]) -> Learnt:
+    """The baseline of a row."""
+    return plain(row.plain or row.method)
 
 
 def differences(a: Learnt, b: Learnt) -> tuple[float, float]:
@@ -234,7 +237,7 @@ def differences(a: Learnt, b: Learnt) -> tuple[float, float]:
     return losses, (apart / torch.stack([value.norm() for value in a.change.values()]).norm()).item()
 
 
-def table(small_llama: Path, plain: dict[str, Learnt]) -> Iterator[str]:
+def table(small_llama: Path, plain: Callable[[str], Learnt]) -> Iterator[str]:
     """The rows of the table in docs/memory-switches.md: `python -m pytest tests/train/test_switches.py -s -k table`."""
     yield "| method | switch | Δ loss, at most | Δ learnt | bound |"
     yield "|---|---|---|---|---|"
@@ -244,8 +247,12 @@ def table(small_llama: Path, plain: dict[str, Learnt]) -> Iterator[str]:
         yield f"| {row.method} | {row.switch} | {loss:.2g} | {weights:.2g} | {bound} |"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.method}, {row.switch}")
-def test_a_switch_changes_no_more_of_learning_than_is_said(small_llama: Path, plain: dict[str, Learnt], row: Row):
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if row in FAST else pytest.mark.slow) for row in ROWS],
+    ids=lambda row: f"{row.method}, {row.switch}",
+)
+def test_a_switch_changes_no_more_of_learning_than_is_said(small_llama: Path, plain: Callable[[str], Learnt], row: Row):
     """A memory switch that learns something else, in silence."""
     loss, weights = differences(plain_of(row, plain), learn(small_llama, row))
     assert loss <= row.loss_bound and weights <= row.weights_bound
@@ -266,7 +273,7 @@ def test_the_table_of_the_docs_names_every_row_and_its_bound():
 
 
 @pytest.mark.slow
-def test_print_the_table(small_llama: Path, plain: dict[str, Learnt]):
+def test_print_the_table(small_llama: Path, plain: Callable[[str], Learnt]):
     """Figures beside the bounds, to be copied into docs/memory-switches.md."""
     lines = list(table(small_llama, plain))
     print("\n" + "\n".join(lines))
@@ -282,8 +289,10 @@ GOLDEN = {
 """Losses of the first, tenth and last step of the plain run, on a CPU."""
 
 
-@pytest.mark.parametrize("method", GOLDEN)
-def test_losses_of_the_plain_run_are_those_written_down(plain: dict[str, Learnt], method: str):
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in ("full", "lora") else pytest.mark.slow) for name in GOLDEN]
+)
+def test_losses_of_the_plain_run_are_those_written_down(plain: Callable[[str], Learnt], method: str):
     """A change that moves what every run learns; kernels of another CPU move the last digits."""
-    losses = plain[method].losses
+    losses = plain(method).losses
     assert [losses[0], losses[9], losses[-1]] == pytest.approx(GOLDEN[method], abs=2e-3)
