@@ -138,7 +138,7 @@ def test_prompt_is_all_before_the_last_span(tmp_path):
     assert choose(rows) == [Prompt(family="sums", ids=[5, 6, 7, 8], answer_ids=[9, EOS])]
 
 
-def test_no_question_is_made_of_what_cannot_be_answered(tmp_path):
+def test_rows_without_a_possible_answer_are_skipped(tmp_path):
     """Plain text has no prompt, a cut answer no match, a repeated prompt no news, a long one no room."""
     rows: list[Row] = [
         ([30, 31, 32], [0, 3], None),
@@ -152,7 +152,7 @@ def test_no_question_is_made_of_what_cannot_be_answered(tmp_path):
     assert chosen == ([Prompt(family="all", ids=[50, 51], answer_ids=[52, EOS])], 2)
 
 
-def test_an_answer_longer_than_may_be_generated_is_no_question(tmp_path):
+def test_rows_with_long_answers_are_skipped(tmp_path):
     """It would count as wrong however good the model is; the token that ends it need not be generated."""
     rows: list[Row] = [
         ([50, 51, 52, 53, EOS], [2, 5], None),

@@ -71,7 +71,7 @@ SLOW = [pytest.param(changes, 16 if chunk is None else None, marks=pytest.mark.s
 
 
 @pytest.mark.parametrize(("changes", "chunk"), [*CASES, *SLOW], ids=str)
-def test_nothing_after_training_takes_more_than_training_did(
+def test_evaluation_and_saving_need_no_more_memory_than_training(
     base_dir: Path, rows: TokenRows, tmp_path: Path, changes: dict[str, Any], chunk: int | None
 ):
     """A run that fits and ends out of memory in its held-out loss, in saving, in merging, or in stage evaluate."""
@@ -99,7 +99,7 @@ def test_nothing_after_training_takes_more_than_training_did(
     assert meter.result().peak_bytes_by_phase["evaluate"] <= trained
 
 
-def test_saving_all_weights_makes_no_copy_of_any(base_dir: Path, tmp_path: Path):
+def test_full_model_is_saved_without_a_copy(base_dir: Path, tmp_path: Path):
     """A second model in memory at the end of a run."""
     model = load_base(base_dir, spec_of("full"), CPU)
     gc.collect()
@@ -113,7 +113,7 @@ def test_saving_all_weights_makes_no_copy_of_any(base_dir: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_merging_holds_one_weight_at_a_time(base_dir: Path, tmp_path: Path, method: str):
+def test_merging_needs_memory_for_one_weight(base_dir: Path, tmp_path: Path, method: str):
     """A file of weights as a whole in memory, or two."""
     adapter = save_random_adapter(base_dir, method, tmp_path / "tuned")
     (tmp_path / MERGED).mkdir()

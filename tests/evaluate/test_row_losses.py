@@ -59,7 +59,7 @@ def test_loss_does_not_depend_on_how_rows_are_batched_or_chunked(model, rows):
     np.testing.assert_allclose(losses_of(model, rows, max_tokens=4096, logits_chunk=3), reference, rtol=1e-5)
 
 
-def test_losses_come_in_the_order_asked_for(model, rows):
+def test_losses_are_in_the_order_of_the_rows(model, rows):
     """Batches are sorted by length: a result in their order would put losses into the wrong length bucket."""
     everything = losses_of(model, rows)
     np.testing.assert_allclose(losses_of(model, rows, numbers=[9, 2, 5]), everything[[9, 2, 5]], rtol=1e-5)
@@ -93,7 +93,7 @@ def test_logits_of_at_most_one_chunk_exist(model, rows):
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=40).map(lambda values: np.array(values, np.int32)),
     max_tokens=st.integers(1, 500),
 )
-def test_batches_hold_every_row_once_within_the_budget_longest_first(lengths, max_tokens):
+def test_batches_have_every_row_once_within_the_budget_longest_first(lengths, max_tokens):
     batches = list(batch_rows(lengths, range(len(lengths)), max_tokens))
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
     for batch in batches:

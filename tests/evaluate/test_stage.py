@@ -52,7 +52,7 @@ def evaluate(tokens: Path, locks: Path, tuned: Path):
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_the_base_is_judged_without_its_adapter(method, base_dir, rows, tmp_path):
+def test_base_is_evaluated_without_its_adapter(method, base_dir, rows, tmp_path):
     """An adapter left on would hide what training changed; an adapter left off would hide it too."""
     tuned = save_random_adapter(base_dir, method, tmp_path / method)
     spec = spec_of(method)
@@ -96,7 +96,7 @@ def test_the_stage_writes_metrics_and_the_same_bytes_again(place, tokens_dir, lo
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_the_merged_model_is_scored_beside_the_adapter(place, tokens_dir, locks_dir, base_dir, tmp_path, method):
+def test_merged_model_is_evaluated(place, tokens_dir, locks_dir, base_dir, tmp_path, method):
     """How much merging costs must be a figure, not a hope."""
     lay_out(
         place,
@@ -118,7 +118,7 @@ def test_the_merged_model_is_scored_beside_the_adapter(place, tokens_dir, locks_
     assert metrics["merged_loss"] == pytest.approx(metrics["tuned_loss"], abs=1e-4)
 
 
-def test_rows_without_a_question_still_have_a_loss(place, tmp_path, locks_dir, adapter, tokens_dir):
+def test_plain_text_rows_have_a_loss(place, tmp_path, locks_dir, adapter, tokens_dir):
     """A set of plain texts: exact match is null, not zero, and nothing crashes."""
     tokens = tmp_path / "plain"
     shutil.copytree(tokens_dir, tokens)
@@ -130,19 +130,19 @@ def test_rows_without_a_question_still_have_a_loss(place, tmp_path, locks_dir, a
     assert Path("data/evaluate/generations.jsonl").read_text() == ""
 
 
-def test_a_missing_adapter_is_told_in_one_line(place, tokens_dir, locks_dir, tmp_path):
+def test_missing_adapter_is_one_line(place, tokens_dir, locks_dir, tmp_path):
     line = told(evaluate(tokens_dir, locks_dir, tmp_path / "nowhere"))
     assert "nowhere" in line and "dvc repro" in line
     assert not Path("data/evaluate").exists() and not Path("metrics/evaluate.json").exists()
 
 
-def test_an_adapter_of_another_model_is_told_in_one_line(place, tokens_dir, locks_dir, tmp_path, tiny_dir):
+def test_adapter_of_another_model_is_one_line(place, tokens_dir, locks_dir, tmp_path, tiny_dir):
     """The line must name a weight that does not fit, not only that some error happened."""
     line = told(evaluate(tokens_dir, locks_dir, save_random_adapter(tiny_dir, "lora", tmp_path / "other")))
     assert "adapter cannot be loaded" in line and "size mismatch" in line and "lora_A" in line
 
 
-def test_an_adapter_that_gives_no_finite_loss_is_told_in_one_line(place, tokens_dir, locks_dir, adapter, tmp_path):
+def test_adapter_without_finite_loss_is_one_line(place, tokens_dir, locks_dir, adapter, tmp_path):
     """NaN in a metrics file is no JSON, and a mean over it no figure."""
     broken = tmp_path / "broken"
     shutil.copytree(adapter, broken)
@@ -238,7 +238,7 @@ def test_metrics_by_length_divide_by_the_tokens_of_their_own_rows(tmp_path):
     assert metrics["evaluated_tokens"] == 24 and metrics["base_loss"] == pytest.approx(44 / 24, abs=1e-6)
 
 
-def test_without_held_out_rows_no_model_is_loaded_and_no_figure_made_up(place, base_dir, locks_dir, tmp_path):
+def test_without_held_out_rows_no_model_is_loaded_and_figures_are_null(place, base_dir, locks_dir, tmp_path):
     """The stages behind it need its outputs all the same."""
     write_tokens(tmp_path, [], "heldout")
     write_json(tmp_path / "meta.json", {"eos_id": EOS, "pad_id": 0, "max_length": 64})

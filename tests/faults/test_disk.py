@@ -109,7 +109,7 @@ def data_on_a_disk_of_its_own(mounting: Runner, finished: Finished, place: Path,
 
 
 @pytest.mark.multiprocess
-def test_a_disk_that_is_full_when_training_is_saved(mounting, quick, tmp_path):
+def test_full_disk_when_training_saves(mounting, quick, tmp_path):
     """It is found before the first step; where nobody looks, the end of training is kept and only saved again."""
     workspace, seen = data_on_a_disk_of_its_own(mounting, quick, tmp_path, 0)
     put_nothing(workspace, "train")
@@ -132,7 +132,7 @@ def test_a_disk_that_is_full_when_training_is_saved(mounting, quick, tmp_path):
     assert not list(seen.glob("scratch/train/*/*step-*"))
 
 
-def test_a_full_disk_under_the_log_costs_no_training(quick, tmp_path):
+def test_full_disk_under_the_log_does_not_end_training(quick, tmp_path):
     """What the run says can go nowhere; what it makes is whole."""
     workspace = quick.copy(tmp_path / "work")
     put_nothing(workspace, "train")
@@ -162,7 +162,7 @@ LIMITS = {"pin_data": 400, "pin_model": 400, "tokenize": 4096, "bucket": 1024, "
 @pytest.mark.parametrize(
     "stage, limit", [pytest.param(*one, marks=() if one[0] == "bucket" else LONG) for one in LIMITS.items()]
 )
-def test_files_that_may_not_grow(runner, quick, tmp_path, stage, limit):
+def test_file_size_limit(runner, quick, tmp_path, stage, limit):
     """A quota in place of a full disk: it needs no right to mount."""
     workspace = quick.copy(tmp_path / "work")
     old = put_old(workspace, stage)
@@ -201,7 +201,7 @@ def test_a_directory_without_write_permission_in_other_stages(runner, finished, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["scratch", "locks/watched-files"])
-def test_a_closed_directory_of_unfinished_work_or_links(runner, quick, tmp_path, closed):
+def test_read_only_scratch_or_links(runner, quick, tmp_path, closed):
     """Neither is an output, and both are written to."""
     stage = "tokenize" if closed == "scratch" else "pin_data"
     workspace = quick.copy(tmp_path / "work")

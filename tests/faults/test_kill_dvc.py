@@ -46,7 +46,7 @@ def kill_repro_at(clone: Clone, sign: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_pipeline_killed_again_and_again_ends_as_an_undisturbed_one(tmp_path):
+def test_repeatedly_killed_pipeline_ends_with_the_same_outputs(tmp_path):
     """Stages run under DVC: it removes outputs before a stage, and keeps those of finished ones."""
     undisturbed, disturbed = new_clone(tmp_path / "undisturbed"), new_clone(tmp_path / "disturbed")
     before = {stage: state(disturbed.root, stage) for stage in STAGES}

@@ -80,7 +80,7 @@ def test_every_stage_ends_on_either_signal(runner, finished, tmp_path, stage, nu
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_while_outputs_are_put_in_place(runner, quick, tmp_path, number):
+def test_signal_while_outputs_are_renamed(runner, quick, tmp_path, number):
     """An exception between two renames must put the old output back, or leave the new one."""
     workspace = quick.copy(tmp_path / "work")
     changes = changes_of(runner, workspace, "bucket", tmp_path / "changes.txt")
@@ -95,7 +95,7 @@ def test_a_signal_while_outputs_are_put_in_place(runner, quick, tmp_path, number
 
 
 @pytest.mark.slow
-def test_a_training_that_was_told_to_stop_is_gone_at_once(quick, tmp_path):
+def test_stopped_training_exits_at_once(quick, tmp_path):
     """Seconds for taking torch's modules down, after the line that says it is over: a scheduler kills by then."""
     workspace = quick.copy(tmp_path / "work")
     put_nothing(workspace, "train")
@@ -119,7 +119,7 @@ def test_a_training_that_was_told_to_stop_is_gone_at_once(quick, tmp_path):
 
 
 @pytest.mark.parametrize("room", ["evaluate"])
-def test_ctrl_c_while_torch_is_imported_says_nothing_of_torch(tmp_path, room):
+def test_ctrl_c_during_imports_has_no_traceback(tmp_path, room):
     """Importing takes seconds: that is when a user sees a typing error, and stops."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

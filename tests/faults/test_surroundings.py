@@ -38,7 +38,7 @@ def let_scratch_vanish(runner: Runner, finished: Finished, place: Path, most: in
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_scratch_vanishes_in_mid_run(runner, quick, tmp_path):
+def test_scratch_is_removed_during_a_run(runner, quick, tmp_path):
     """Somebody tidies up: the run ends as it should or in one line, never with a part of the tokens."""
     let_scratch_vanish(runner, quick, tmp_path, 2)
 
@@ -53,7 +53,7 @@ def test_scratch_vanishes_at_any_moment(runner, quick, tmp_path):
 @pytest.mark.parametrize(
     "stage", ["bucket", pytest.param("pin_model", marks=LONG), pytest.param("evaluate", marks=LONG)]
 )
-def test_a_second_run_does_not_write_what_another_is_writing(runner, quick, tmp_path, stage):
+def test_second_run_is_refused_while_another_writes(runner, quick, tmp_path, stage):
     """Two runs in one directory aside would publish a mixture."""
     workspace = quick.copy(tmp_path / "work")
     changes = changes_of(runner, workspace, stage, tmp_path / "changes.txt")
@@ -99,7 +99,7 @@ def wait_until_stopped(pid: int) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stage", ["bucket", pytest.param("tokenize", marks=LONG), pytest.param("train", marks=LONG)])
-def test_a_clock_that_jumps_changes_nothing(runner, quick, tmp_path, stage):
+def test_clock_jumps_do_not_change_results(runner, quick, tmp_path, stage):
     """Files from the future, and a wall clock that goes back at each reading."""
     workspace = quick.copy(tmp_path / "work")
     put_old(workspace, stage)

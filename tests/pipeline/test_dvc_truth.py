@@ -151,7 +151,7 @@ def test_run_section_reruns_nothing(clone: Clone):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_predicted_and_refused(clone: Clone):
+def test_run_that_does_not_fit_is_predicted_and_refused(clone: Clone):
     """Estimate succeeds and says no; train refuses in one line with the breakdown."""
     changes = {"hardware.gpu": "0.6GiB", "bucket.max_tokens": 8192, "train.tokens_per_step": 8192}
     flags = [part for dotted, value in changes.items() for part in ("-S", f"{dotted}={value}")]
@@ -264,7 +264,7 @@ def test_a_queue_whose_worker_dies_is_finished_by_the_remedy(clone: Clone):
 
 
 @pytest.mark.slow
-def test_a_source_that_is_gone_is_pinned_anew(clone: Clone):
+def test_deleted_source_can_be_pinned_again(clone: Clone):
     """DVC itself fails on the link to a deleted source; the README's way out must work."""
     gone = clone.root.parent / "gone.jsonl"
     lines = (clone.root / "data/raw/sample.jsonl").read_text().splitlines(keepends=True)

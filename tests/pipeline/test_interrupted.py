@@ -76,7 +76,7 @@ def results(clone: Clone, revision: str) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_training_goes_on_after_dvc_and_then_itself_was_killed(clone: Clone, tmp_path: Path):
+def test_training_resumes_after_dvc_or_training_was_killed(clone: Clone, tmp_path: Path):
     """A trainer that DVC's death left behind, or hours of training lost with a temporary copy of the checkout."""
     clone.set_params(run__checkpoint_seconds=0.05)
     first = broken_off(clone, tmp_path / "first", HERE, lambda dvc: dvc.terminate())
@@ -98,7 +98,7 @@ def finished(clone: Clone) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_kill_before_dvc_has_recorded_the_outputs_costs_no_training(clone: Clone, tmp_path: Path):
+def test_kill_before_dvc_records_the_outputs_costs_no_step(clone: Clone, tmp_path: Path):
     """DVC removes the outputs before it runs the stage again; hashing large ones takes minutes."""
     first = broken_off(clone, tmp_path / "first", HERE, kill_group, finished)
     assert "resumed" not in first

@@ -37,7 +37,7 @@ def curve(clone: Clone) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-def test_two_processes_go_through_dvc(clone: Clone):
+def test_two_processes_run_under_dvc(clone: Clone):
     """A launcher that only starts where the user's shell is; a page on which two GPUs look like one."""
     alone, losses = clone.json("data/train/figures.json"), curve(clone)
     clone.set_params(hardware__num_gpus=2, train__sharding="zero3")

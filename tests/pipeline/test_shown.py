@@ -14,7 +14,7 @@ DVC_COLUMNS = {"Experiment", "rev", "typ", "Created", "parent", "State", "Execut
 MOST_METRICS = 40
 
 
-def test_the_first_columns_are_what_people_compare(finished: tuple[Clone, FirstRun]):
+def test_first_columns_are_the_compared_results(finished: tuple[Clone, FirstRun]):
     """Hundreds of columns, the first of them counts of rows, hid the peak and the loss."""
     clone, _ = finished
     header = clone.dvc("exp", "show", "--csv").splitlines()[0].split(",")

@@ -14,7 +14,7 @@ ROWS = [
 ]
 
 
-def test_the_change_is_that_from_the_baseline():
+def test_change_is_relative_to_the_baseline():
     """A change from what lies in the workspace, of which nobody knows what it is."""
     found = list(with_change(ROWS))
     assert [row["Experiment"] for row in found] == ["workspace", "baseline", "warm-hare", "cold-hare"]
@@ -35,4 +35,4 @@ def test_nothing_to_compare_is_one_line():
     command = [sys.executable, "-m", "lean_finetune.report.compare_experiments"]
     done = run_bounded(command, cwd=ROOT)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == "error: dvc exp show: printed no experiments; see what it said above\n"
+    assert done.stderr.startswith("error: dvc exp show: printed no experiments")

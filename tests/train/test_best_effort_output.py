@@ -34,7 +34,7 @@ def say_all() -> None:
 
 
 @pytest.mark.parametrize("log", [full_disk, reader_gone])
-def test_what_cannot_be_said_ends_nothing(monkeypatch: pytest.MonkeyPatch, log):
+def test_write_errors_on_output_are_ignored(monkeypatch: pytest.MonkeyPatch, log):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, log())
     streams = sys.stdout, sys.stderr
@@ -48,7 +48,7 @@ def test_what_cannot_be_said_ends_nothing(monkeypatch: pytest.MonkeyPatch, log):
             stream.close()
 
 
-def test_what_can_be_said_is_said_beside_the_bar(monkeypatch: pytest.MonkeyPatch):
+def test_output_is_unchanged_when_writes_succeed(monkeypatch: pytest.MonkeyPatch):
     """As without: tqdm takes the bar away before a line where both go to the terminal."""
 
     def said(prepare: Callable[[], None]) -> tuple[str, str]:
@@ -64,7 +64,7 @@ def test_what_can_be_said_is_said_beside_the_bar(monkeypatch: pytest.MonkeyPatch
     assert err.count("\r") == plain_err.count("\r") > 3
 
 
-def test_a_closed_stream_ends_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_closed_stream_is_ignored(monkeypatch: pytest.MonkeyPatch):
     """`>&-`: Python has None there."""
     monkeypatch.setattr(sys, "stdout", None)
     ignore_output_errors()

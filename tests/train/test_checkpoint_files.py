@@ -47,7 +47,7 @@ def test_a_checkpoint_gives_back_what_was_written(store: CheckpointStore):
     assert torch.equal(tensors["weights/w"].read(), WEIGHT + 3) and tensors["count"].read().item() == 3
 
 
-def test_the_last_few_are_kept(store: CheckpointStore):
+def test_newest_checkpoints_are_kept(store: CheckpointStore):
     """A disk that fills up with checkpoints."""
     paths = [keep(store, step) for step in (1, 2, 9, 10)]
     assert [path.exists() for path in paths] == [False, False, True, True]
@@ -89,7 +89,7 @@ def sums_of_other_files(path: Path) -> None:
     [tampered, cut_short, other_values, without_tensors, without_sums, broken_sums, sums_of_other_files],
     ids=lambda damage: damage.__name__,
 )
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(store: CheckpointStore, said: list[str], damage: Any):
+def test_damaged_checkpoint_is_replaced_by_the_one_before(store: CheckpointStore, said: list[str], damage: Any):
     """Half a file after a power cut, or a byte that turned, must not become weights."""
     keep(store, 1)
     damage(keep(store, 2))
@@ -100,14 +100,14 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(store: CheckpointStore
     assert store.last_step() == 1
 
 
-def test_what_was_never_finished_is_no_checkpoint(store: CheckpointStore, said: list[str]):
+def test_unfinished_checkpoint_is_removed(store: CheckpointStore, said: list[str]):
     """A process that was killed between writing and naming."""
     store.write(4, {"weights/w": WEIGHT}, {"step": 4})
     assert store.newest() is None and not said
     assert not list(store.directory.glob(".*"))
 
 
-def test_what_was_finished_and_not_named_is_taken_up(store: CheckpointStore, said: list[str]):
+def test_finished_checkpoint_without_its_name_is_renamed(store: CheckpointStore, said: list[str]):
     """A process that was killed after its part was on the disk: of several, all name a checkpoint one step later."""
     keep(store, 2)
     unnamed = store.write(4, {"weights/w": WEIGHT}, {"step": 4})
@@ -117,7 +117,7 @@ def test_what_was_finished_and_not_named_is_taken_up(store: CheckpointStore, sai
     assert not list(store.directory.glob(".*")) and store.last_step() == 4
 
 
-def test_what_one_of_several_had_not_finished_is_no_checkpoint(store: CheckpointStore, said: list[str]):
+def test_checkpoint_that_one_process_had_not_finished_is_removed(store: CheckpointStore, said: list[str]):
     """The part of the second process has no checksums yet."""
     keep(store, 2)
     unnamed = store.write(4, {"weights/w": WEIGHT}, {"step": 4})
@@ -128,12 +128,12 @@ def test_what_one_of_several_had_not_finished_is_no_checkpoint(store: Checkpoint
     assert found is not None and found.values["step"] == 2 and not said
 
 
-def test_the_last_damaged_one_leaves_a_run_at_its_start(store: CheckpointStore, said: list[str]):
+def test_run_without_intact_checkpoint_starts_again(store: CheckpointStore, said: list[str]):
     tampered(keep(store, 2))
     assert store.newest() is None and len(said) == 1 and store.last_step() is None
 
 
-def test_the_file_is_written_without_a_copy_of_its_tensors(tmp_path: Path):
+def test_tensors_are_written_without_a_copy(tmp_path: Path):
     """A checkpoint must not need the memory of training again: PyTorch's allocator gives out nothing for it."""
     store = CheckpointStore(tmp_path, 1, print)
     big = torch.zeros(1 << 20)
@@ -157,7 +157,7 @@ def scheduled(store: CheckpointStore, clock: Clock, seconds: float | None = 60.0
     return Checkpointer(store, seconds=seconds, stop=StopRequest(), notify=print, clock=clock)
 
 
-def test_one_is_due_when_its_time_has_come(store: CheckpointStore):
+def test_checkpoints_are_due_by_the_clock(store: CheckpointStore):
     clock = Clock()
     checkpoints = scheduled(store, clock)
     due = []
@@ -169,7 +169,7 @@ def test_one_is_due_when_its_time_has_come(store: CheckpointStore):
     assert not never.is_due()
 
 
-def test_dear_checkpoints_come_less_often(store: CheckpointStore):
+def test_expensive_checkpoints_are_less_frequent(store: CheckpointStore):
     """Where writing takes long, training must not spend its time on that."""
     clock = Clock()
     checkpoints = scheduled(store, clock)
@@ -201,7 +201,7 @@ def test_a_second_process_is_refused_in_one_line(tmp_path: Path):
         pass
 
 
-def test_a_run_that_ends_well_leaves_nothing_and_a_fault_leaves_its_checkpoints(tmp_path: Path):
+def test_successful_run_is_cleared_and_a_failed_one_keeps_its_checkpoints(tmp_path: Path):
     """Scratch that fills up, or that is emptied by the fault it is there for."""
     store = CheckpointStore(tmp_path / "run", 2, print)
     with (
@@ -218,7 +218,7 @@ def test_a_run_that_ends_well_leaves_nothing_and_a_fault_leaves_its_checkpoints(
     assert not (tmp_path / "run").exists()
 
 
-def test_trainings_that_were_given_up_are_told_of(tmp_path: Path, said: list[str]):
+def test_checkpoints_of_abandoned_runs_are_reported(tmp_path: Path, said: list[str]):
     """Each changed parameter leaves the checkpoints of the run before it, which fill the disk in silence."""
     keep(CheckpointStore(tmp_path / "given up", 2, print), 2)
     with open_checkpointer(

@@ -62,7 +62,7 @@ def told_by(directory: Path, root: Path) -> list[str]:
     return told
 
 
-def test_a_kill_by_the_kernel_is_told_once_with_its_step(killed_run: Path, root: Path):
+def test_kill_by_the_kernel_is_reported_once_with_its_step(killed_run: Path, root: Path):
     """A run gone without a trace: the user looks for a fault of the program."""
     kills(root, 2)
     (line,) = told_by(killed_run, root)
@@ -71,13 +71,13 @@ def test_a_kill_by_the_kernel_is_told_once_with_its_step(killed_run: Path, root:
     assert told_by(killed_run, root) == [] and list(killed_run.iterdir()) == []
 
 
-def test_another_end_is_not_called_one_for_want_of_memory(killed_run: Path, root: Path):
+def test_other_kills_are_not_reported_as_lack_of_memory(killed_run: Path, root: Path):
     """A cause made up: a kill by hand taken for one by the kernel."""
     (line,) = told_by(killed_run, root)
     assert line.endswith("it crashed or was killed, but not by the kernel for lack of RAM")
 
 
-def test_a_machine_that_was_started_anew_is_told(killed_run: Path, root: Path):
+def test_restart_of_the_machine_is_reported(killed_run: Path, root: Path):
     """Counters of another start compared with those of this one."""
     (root / "proc/sys/kernel/random/boot_id").write_text("second\n")
     kills(root, 9)
@@ -85,13 +85,13 @@ def test_a_machine_that_was_started_anew_is_told(killed_run: Path, root: Path):
     assert line.endswith("the machine has restarted since")
 
 
-def test_without_counters_nothing_is_claimed(killed_run: Path, root: Path):
+def test_cause_is_unknown_without_counters(killed_run: Path, root: Path):
     (root / "sys/fs/cgroup/job/step/memory.events").unlink()
     (line,) = told_by(killed_run, root)
     assert line.endswith("this system does not count kills for lack of memory")
 
 
-def test_runs_of_other_machines_are_left_alone(killed_run: Path, root: Path):
+def test_runs_on_other_machines_are_ignored(killed_run: Path, root: Path):
     """A scratch shared by machines: a run there told dead here."""
     (file,) = killed_run.glob("*/*.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), "host": "elsewhere"}))
@@ -99,7 +99,7 @@ def test_runs_of_other_machines_are_left_alone(killed_run: Path, root: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b'{"pid": 1', b"{}", b"\xff\0"])
-def test_a_file_that_a_power_cut_left_is_no_traceback(tmp_path: Path, root: Path, content: bytes):
+def test_damaged_file_is_reported_without_traceback(tmp_path: Path, root: Path, content: bytes):
     directory = tmp_path / "running"
     (directory / "7").mkdir(parents=True)
     (directory / "7/last_step.json").write_bytes(content)
@@ -107,7 +107,7 @@ def test_a_file_that_a_power_cut_left_is_no_traceback(tmp_path: Path, root: Path
     assert line.endswith("is damaged") and list(directory.iterdir()) == []
 
 
-def test_processes_of_the_same_number_do_not_meet(tmp_path: Path, root: Path):
+def test_processes_with_equal_ids_use_separate_files(tmp_path: Path, root: Path):
     """In containers that share a disk and a host name: one removed the other's file, or told that it was dead."""
     told: list[str] = []
     directory = tmp_path / "running"
@@ -118,14 +118,14 @@ def test_processes_of_the_same_number_do_not_meet(tmp_path: Path, root: Path):
     assert told == [] and list(directory.iterdir()) == []
 
 
-def test_a_run_that_ends_by_a_fault_leaves_nothing(tmp_path: Path, root: Path):
+def test_failed_run_leaves_no_marker(tmp_path: Path, root: Path):
     """A fault that was told is told again as a death by the next run."""
     with pytest.raises(KeyboardInterrupt), crash_marker(tmp_path / "running", print, root=root):
         raise KeyboardInterrupt
     assert list((tmp_path / "running").iterdir()) == []
 
 
-def test_it_writes_seldom_and_a_refusing_disk_ends_no_run(tmp_path: Path, root: Path):
+def test_writes_are_rate_limited_and_write_errors_do_not_end_a_run(tmp_path: Path, root: Path):
     """A write in every step of a fast run; hours lost for a file of 200 bytes."""
     told: list[str] = []
     now = [0.0]

@@ -32,7 +32,7 @@ def room(place: Path, said: list[str], free: int, monkeypatch: pytest.MonkeyPatc
     return DiskSpace(**{"out": place / "tuned", "merged_bytes": 0, "enforce": True, "notify": said.append, **other})
 
 
-def test_a_run_whose_end_has_no_room_is_refused_before_its_first_step(
+def test_run_without_disk_space_is_refused_before_its_first_step(
     small_llama: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Saving fails after hours of training."""
@@ -59,7 +59,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("free_mib, there, most, other, told", CASES.values(), ids=CASES)
-def test_what_there_must_be_room_for(
+def test_required_disk_space(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, free_mib, there, most, other, told
 ):
     """A refusal of what would have had room is as bad as none."""

@@ -35,7 +35,7 @@ def test_a_non_finite_loss_names_step_micro_batch_and_rows():
         refuse_non_finite([ONE, NAN], ONE, 7, micro_batches())
 
 
-def test_a_non_finite_gradient_is_told_apart_and_a_sound_step_passes():
+def test_non_finite_gradient_is_refused_and_a_finite_step_passes():
     refuse_non_finite([ONE, ONE], ONE, 7, micro_batches())
     with pytest.raises(UserError, match=r"gradient must be finite; its norm is inf at optimizer step 7"):
         refuse_non_finite([ONE, ONE], torch.tensor(float("inf")), 7, micro_batches())
@@ -52,7 +52,7 @@ def test_enforce_false_lets_it_run():
     check_device(CPU, spec_of(), verdict, {"peak_bytes_predicted": 2**60, "gpu": "cpu"})
 
 
-def test_the_device_at_hand_is_checked_too():
+def test_actual_device_is_checked():
     """The verdict is for hardware.gpu, which may not be the machine that trains."""
     with pytest.raises(UserError, match=r"hardware\.gpu: the run needs .* are free (of this machine's RAM|within)"):
         check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**60, "gpu": "A100-80GB"})
@@ -62,7 +62,7 @@ def test_the_device_at_hand_is_checked_too():
 @pytest.mark.parametrize(
     ("choice", "where"), [("cpu", "(of this machine's RAM|within .*)"), ("disk", "below .*scratch")]
 )
-def test_activations_are_sent_where_there_is_room_for_them(tmp_path: Path, choice, where):
+def test_offloading_activations_needs_room(tmp_path: Path, choice, where):
     """A machine that swaps itself to death, or a disk that is full after an hour."""
     check_offload("none", 2**60, tmp_path)
     check_offload(choice, 2**10, tmp_path / "scratch")
@@ -70,7 +70,7 @@ def test_activations_are_sent_where_there_is_room_for_them(tmp_path: Path, choic
         check_offload(choice, 2**60, tmp_path / "scratch")
 
 
-def test_an_optimizer_is_kept_on_a_host_that_has_room_for_it():
+def test_offloading_the_optimizer_needs_room():
     """A host that swaps itself to death under the state of an 8B, or a device that is the host itself."""
     gpu = torch.device("cuda")
     check_host("none", CPU, {"host_bytes_predicted": None})
@@ -82,7 +82,7 @@ def test_an_optimizer_is_kept_on_a_host_that_has_room_for_it():
 
 
 @pytest.mark.parametrize("sharding", ["zero2", "zero3", "hsdp"])
-def test_weights_that_are_cut_have_room_on_the_host_first(sharding):
+def test_sharded_weights_need_room_on_the_host(sharding):
     """A process that the system kills while it reads a 70B model which GPUs would have shared."""
     gpu, predicted = torch.device("cuda"), {"host_bytes_predicted": 2**60}
     check_host("none", gpu, predicted, "ddp")
@@ -124,7 +124,7 @@ def test_broken_weights_are_not_saved():
         refuse_broken_weights(SingleProcess(model), 9)
 
 
-def test_steps_are_measured_that_the_prediction_did_not_choose():
+def test_control_steps_are_measured_too():
     """Measuring only what was predicted to be the worst would agree with a prediction that overlooked the worst."""
     planned = [
         MicroBatch(epoch=0, step=k, rows=np.arange(9 - k, dtype=np.int32), length=8, supervised=4) for k in range(9)
@@ -134,7 +134,7 @@ def test_steps_are_measured_that_the_prediction_did_not_choose():
     assert measured_steps(Plan.of(planned[:1]), lengths) == {0}
 
 
-def test_a_container_that_is_too_small_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch):
+def test_memory_limit_of_a_container_is_checked(monkeypatch: pytest.MonkeyPatch):
     """A process that the kernel kills after an hour, since its container may use less than the machine has."""
     told = "within this container's memory limit of 8 GiB"
     monkeypatch.setattr(training_device, "free_host_bytes", lambda: (2**30, told))

@@ -14,7 +14,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-wa
 
 
 @linux
-def test_memory_that_was_given_back_inside_is_counted_and_that_before_is_not():
+def test_freed_memory_counts_inside_the_block_only():
     """A peak between two samples missed, or one of the process's past taken for this stretch's."""
     before = np.ones(96 * MIB, dtype=np.uint8)
     del before
@@ -29,7 +29,7 @@ def test_memory_that_was_given_back_inside_is_counted_and_that_before_is_not():
 
 
 @linux
-def test_pages_of_files_are_told_apart(tmp_path: Path):
+def test_pages_of_mapped_files_are_separated(tmp_path: Path):
     """A mapped file taken for memory that cannot be given back, or not seen at all."""
     (tmp_path / "file").write_bytes(bytes(32 * MIB))
     with host_peak() as found:
@@ -38,7 +38,7 @@ def test_pages_of_files_are_told_apart(tmp_path: Path):
     assert found.file_pages_added_bytes is not None and 31 * MIB < found.file_pages_added_bytes < 36 * MIB
 
 
-def test_where_no_kernel_tells_nothing_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_kernel_counter_all_figures_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A zero that reads like a measurement."""
     monkeypatch.setattr(module, "CLEAR_REFS", tmp_path / "none" / "clear_refs")
     with host_peak() as found:

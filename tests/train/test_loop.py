@@ -86,7 +86,7 @@ def losses(
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_reading_ahead_changes_no_bit_of_a_run(small_llama: Path, tokens, flat: bool):
+def test_reading_ahead_does_not_change_results(small_llama: Path, tokens, flat: bool):
     plan = plan_of(tokens[0], flat=flat)
     alone = losses(small_llama, tokens, plan, 0)
     assert len(alone) == 3 * STEPS and alone[0] > 1
@@ -94,14 +94,14 @@ def test_reading_ahead_changes_no_bit_of_a_run(small_llama: Path, tokens, flat: 
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_activations_on_disk_change_no_bit_of_a_run(small_llama: Path, tokens, tmp_path: Path, flat: bool):
+def test_activations_on_disk_do_not_change_results(small_llama: Path, tokens, tmp_path: Path, flat: bool):
     """A held-out pass between two steps, or joined rows, that meet what another micro-batch sent away."""
     plan = plan_of(tokens[0], flat=flat)
     store = DiskStore(CPU, tmp_path)
     assert losses(small_llama, tokens, plan, 0, ActivationOffload(store)) == losses(small_llama, tokens, plan, 0)
 
 
-def test_where_and_when_weights_are_updated_changes_no_bit_of_a_run(small_llama: Path, tokens):
+def test_place_and_time_of_updates_do_not_change_results(small_llama: Path, tokens):
     """A learning rate, a held-out pass or a gradient norm that updates in backward or on the host miss."""
     two = plan_of(tokens[0], flat=False)
     plan = Plan.of([replace(two.micro_batch(number), step=number) for number in range(STEPS)])
@@ -125,7 +125,7 @@ def test_a_packed_run_has_the_losses_of_the_padded_run(small_llama: Path, tokens
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_a_plan_that_goes_wrong_midway_ends_the_run_in_one_line(small_llama: Path, tokens, threads: int):
+def test_wrong_plan_is_one_line(small_llama: Path, tokens, threads: int):
     """A reader that fails in a thread must not leave the loop waiting for it."""
     with pytest.raises(UserError, match=r"rows of step 1 differ from the batch plan"):
         losses(small_llama, tokens, plan_of(tokens[0], flat=False, broken_step=1), threads)

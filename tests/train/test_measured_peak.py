@@ -23,7 +23,7 @@ def block(kib: int) -> torch.Tensor:
     return torch.zeros(kib * KIB, dtype=torch.uint8)
 
 
-def test_each_phase_gets_its_own_peak_of_what_is_held(meter):
+def test_each_phase_has_its_own_peak(meter):
     """A phase credited with another one's peak, or without what it inherited."""
     with meter.window("run"):
         with meter.phase("load"):
@@ -40,7 +40,7 @@ def test_each_phase_gets_its_own_peak_of_what_is_held(meter):
     assert weights.nbytes == 100 * KIB
 
 
-def test_a_later_window_begins_with_what_the_one_before_left(meter):
+def test_window_starts_with_the_bytes_in_use_after_the_previous_one(meter):
     """Weights forgotten after the first window."""
     with meter.window("first"), meter.phase("load"):
         weights = block(100)
@@ -51,7 +51,7 @@ def test_a_later_window_begins_with_what_the_one_before_left(meter):
     assert weights.nbytes == 100 * KIB
 
 
-def test_memory_between_phases_counts_for_the_whole_only(meter):
+def test_memory_between_phases_counts_in_the_total_only(meter):
     """A peak outside every phase lost."""
     with meter.window("run"):
         block(70)
@@ -62,7 +62,7 @@ def test_memory_between_phases_counts_for_the_whole_only(meter):
     assert measured.peak_bytes_by_phase == {"forward": 10 * KIB}
 
 
-def test_the_peak_of_a_step_leaves_loading_out_and_is_told_once(meter):
+def test_peak_of_a_step_excludes_loading_and_is_returned_once(meter):
     """The curve's first point showing the loading of the model, or an unmeasured step the last measured one's."""
     with meter.window("run"):
         with meter.phase("load"):
@@ -75,7 +75,7 @@ def test_the_peak_of_a_step_leaves_loading_out_and_is_told_once(meter):
     assert weights.nbytes == 100 * KIB
 
 
-def test_nothing_is_known_before_a_window(meter):
+def test_nothing_is_measured_outside_windows(meter):
     """A zero reported for what was never measured."""
     with meter.phase("forward"):
         block(10)

@@ -54,7 +54,7 @@ def held_bytes() -> int:
 
 @glibc
 @pytest.mark.parametrize(("values", "count"), [(1000, 1000), (3_000_000, 20)])
-def test_what_malloc_holds_grows_by_a_tensor_and_falls_with_it(values: int, count: int):
+def test_malloc_counters_follow_allocation_and_free_of_tensors(values: int, count: int):
     """Small blocks lie on the heap, large ones are mapped: both count, as does what a freed one gives back."""
     gc.collect()
     before = held_bytes()
@@ -66,7 +66,7 @@ def test_what_malloc_holds_grows_by_a_tensor_and_falls_with_it(values: int, coun
 
 
 @glibc
-def test_malloc_and_profiler_agree_on_what_a_window_leaves():
+def test_malloc_counters_agree_with_the_profiler():
     """Counters of another allocator than the one that serves tensors."""
     meter = make_meter(CPU)
     assert isinstance(meter, CpuMeter)
@@ -83,14 +83,14 @@ def test_malloc_and_profiler_agree_on_what_a_window_leaves():
 
 
 @glibc
-def test_what_is_reserved_is_never_less_than_what_is_held():
+def test_reserved_memory_is_at_least_the_memory_in_use():
     held = make_counters(CPU).read()
     assert held.held_bytes is not None and held.reserved_bytes is not None
     assert held.reserved_bytes >= held.held_bytes > MIB
     assert held.retries is None
 
 
-def test_where_nothing_counts_nothing_is_told(monkeypatch):
+def test_without_counters_columns_are_empty(monkeypatch):
     """Zeros in the curves of a system without counters, taken for measurements."""
     monkeypatch.setattr(memory_counters.platform, "system", lambda: "Darwin")
     assert isinstance(make_counters(CPU), NoCounters)
@@ -101,7 +101,7 @@ def test_where_nothing_counts_nothing_is_told(monkeypatch):
 
 
 @linux
-def test_resident_memory_tells_the_processs_own_from_mapped_files(tmp_path: Path):
+def test_process_memory_is_separated_from_mapped_files(tmp_path: Path):
     """Weights and token shards that are read taken for growth of the process."""
     size, resident = 48 * MIB, ProcessMemory()
     (tmp_path / "file").write_bytes(bytes(size))
@@ -118,21 +118,21 @@ def test_resident_memory_tells_the_processs_own_from_mapped_files(tmp_path: Path
 
 
 @linux
-def test_where_the_system_does_not_tell_files_apart_nothing_is_said_of_them(monkeypatch, tmp_path: Path):
+def test_own_memory_is_none_if_the_kernel_does_not_separate_files(monkeypatch, tmp_path: Path):
     """Some containers' kernels leave the line out."""
     (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t    2048 kB\n")
     monkeypatch.setattr(process_status, "STATUS", tmp_path / "status")
     assert ProcessMemory().read_both() == (2 * MIB, None)
 
 
-def test_without_proc_psutil_tells(monkeypatch, tmp_path: Path):
+def test_psutil_is_used_without_proc(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(memory_counters, "STATM", tmp_path / "none")
     rss, own = ProcessMemory().read_both()
     assert rss > MIB and own is None
 
 
 @glibc
-def test_each_phase_has_the_most_that_was_there_at_its_ends(monitor: MemoryMonitor):
+def test_phase_figures_are_the_highest_at_its_ends(monitor: MemoryMonitor):
     kept = []
     for _ in range(2):
         with monitor.phase("forward"):
@@ -149,13 +149,13 @@ def test_each_phase_has_the_most_that_was_there_at_its_ends(monitor: MemoryMonit
     assert phases["forward"]["rss_bytes"] > 16 * MIB  # type: ignore[operator]
 
 
-def test_a_phase_that_fails_ends_the_meters_phase_and_is_no_sample(monitor: MemoryMonitor):
+def test_failed_phase_is_not_recorded(monitor: MemoryMonitor):
     with pytest.raises(ZeroDivisionError), monitor.phase("forward"):
         _ = 1 // 0
     assert monitor.by_phase() == {}
 
 
-def test_parts_of_a_resumed_run_add_their_retries_and_keep_the_most_bytes(monitor: MemoryMonitor):
+def test_restored_figures_sum_retries_and_keep_the_largest_bytes(monitor: MemoryMonitor):
     """Retries before an interruption forgotten, or sizes of two processes summed."""
     seen = {"reserved_bytes": 9 * MIB, "unused_bytes": 2 * MIB, "alloc_retries": 2, "rss_bytes": 8 * MIB}
     monitor.restore({"forward": seen})
@@ -171,7 +171,7 @@ def test_a_step_has_every_column_of_memory(monitor: MemoryMonitor):
     assert memory_text({**row, "alloc_retries": 2}).endswith(", 2 retries") and "retries" not in memory_text(row)
 
 
-def test_the_monitor_itself_keeps_nothing(monitor: MemoryMonitor):
+def test_monitor_does_not_leak(monitor: MemoryMonitor):
     """Watchers of memory that fill it."""
 
     def watch() -> None:
@@ -226,7 +226,7 @@ def run(job: TrainJob, monkeypatch, keep: Any = lambda: None) -> TrainResult:
 
 
 @glibc
-def test_a_list_of_tensors_is_found_in_the_first_look(job: TrainJob, monkeypatch, capsys):
+def test_leaked_tensors_are_reported_at_the_first_check(job: TrainJob, monkeypatch, capsys):
     """The issue's leak: tensors that a list holds on to."""
     kept: list[torch.Tensor] = []
     result = run(job, monkeypatch, lambda: kept.append(torch.zeros(LEAK_BYTES, dtype=torch.uint8)))
@@ -241,7 +241,7 @@ def test_a_list_of_tensors_is_found_in_the_first_look(job: TrainJob, monkeypatch
 
 
 @linux
-def test_a_process_that_grows_beside_malloc_is_found(job: TrainJob, monkeypatch, capsys):
+def test_leak_outside_malloc_is_found(job: TrainJob, monkeypatch, capsys):
     """Memory that no allocator of ours counts: that of a driver, or of another library."""
     kept: list[mmap.mmap] = []
 
@@ -257,7 +257,7 @@ def test_a_process_that_grows_beside_malloc_is_found(job: TrainJob, monkeypatch,
         one.close()
 
 
-def test_a_sound_run_is_told_nothing(job: TrainJob, monkeypatch, capsys):
+def test_run_without_a_leak_has_no_warning(job: TrainJob, monkeypatch, capsys):
     result = run(job, monkeypatch)
     assert "warning: " not in capsys.readouterr().err
     assert {growth.cause for growth in classify(result.curves)} <= {"flat", "plateau", "unclear"}

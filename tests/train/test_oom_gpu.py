@@ -51,7 +51,7 @@ def wide_job(model: Path, directory: Path) -> TrainJob:
     return replace(job, plan=Plan.of(planned), device=torch.device("cuda", 0), step_spec=step_spec)
 
 
-def test_a_run_is_told_and_then_recovered_with_the_same_losses(small_llama: Path, tmp_path: Path, limited):
+def test_gpu_out_of_memory_is_reported_and_recovered_with_the_same_losses(small_llama: Path, tmp_path: Path, limited):
     """CUDA's allocator behaves otherwise than the CPU's stand-in."""
     job = wide_job(small_llama, tmp_path)
     torch.cuda.empty_cache()

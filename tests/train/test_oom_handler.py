@@ -142,7 +142,7 @@ def plain(small_llama: Path, tokens) -> Callable[..., TrainResult]:
 
 
 @pytest.mark.parametrize("flat", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_that_does_not_fit_goes_on_in_smaller_parts_and_learns_the_same(small_llama, tokens, plain, flat: bool):
+def test_step_that_does_not_fit_is_split_and_gives_the_same_result(small_llama, tokens, plain, flat: bool):
     """A recovery that drops rows, sums twice, or divides by another number of tokens, with a normal-looking loss."""
     job = job_of(small_llama, tokens, flat=flat)
     with Limited(10**12) as free:
@@ -160,7 +160,7 @@ def test_a_run_that_does_not_fit_goes_on_in_smaller_parts_and_learns_the_same(sm
 
 
 @pytest.mark.slow
-def test_without_recovery_the_same_run_is_told(small_llama, tokens):
+def test_out_of_memory_without_recovery_is_reported(small_llama, tokens):
     """Memory that ends unseen, or a run that goes on otherwise than it was asked to."""
     seen: list[Failure] = []
     with Limited(10**12) as free:
@@ -174,7 +174,7 @@ def test_without_recovery_the_same_run_is_told(small_llama, tokens):
 
 
 @pytest.mark.slow
-def test_a_failure_by_chance_changes_no_bit_but_by_the_order_of_sums(small_llama, tokens):
+def test_repeated_step_draws_the_same_random_numbers(small_llama, tokens):
     """Dropout drawn anew after a failure: two runs of one seed that cannot be compared."""
     job = job_of(small_llama, tokens, lora_dropout=0.2)
     runs = []
@@ -202,7 +202,7 @@ def test_a_failure_by_chance_changes_no_bit_but_by_the_order_of_sums(small_llama
         ("heldout", 2, False),
     ],
 )
-def test_each_phase_is_told_as_what_it_is(small_llama, tokens, phase: str, step: int | None, whole: bool):
+def test_out_of_memory_is_reported_with_its_phase(small_llama, tokens, phase: str, step: int | None, whole: bool):
     """A user sent to the batch size where loading failed; half-made updates taken for a state to go on from."""
     seen: list[Failure] = []
     oom_handler = ending_of(split=True, seen=seen)
@@ -217,7 +217,7 @@ def test_each_phase_is_told_as_what_it_is(small_llama, tokens, phase: str, step:
         assert failure.rows == 1, "halved down to one row first"
 
 
-def test_other_faults_pass_through(small_llama, tokens):
+def test_other_exceptions_are_not_caught(small_llama, tokens):
     """A fault of the program told as one of memory."""
     oom_handler = ending_of(split=True, seen=[])
     with pytest.raises(RuntimeError, match="shape"), oom_handler.reported():
@@ -242,7 +242,9 @@ class AfterTheFirstStep(Checkpointer):
         pytest.param("heldout", 1, marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_lost_when_memory_ends(small_llama, tokens, plain, tmp_path: Path, phase: str, goes_on_from: int):
+def test_finished_steps_are_saved_when_memory_runs_out(
+    small_llama, tokens, plain, tmp_path: Path, phase: str, goes_on_from: int
+):
     """Hours of training gone with the last step; or a half-made update that is gone on from."""
     job = job_of(small_llama, tokens)
     oom_handler = ending_of(split=False, seen=[])

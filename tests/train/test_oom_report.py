@@ -53,7 +53,7 @@ def told(failure: Failure, tmp_path: Path, *, forecast: Prediction = FORECAST, r
     return [str(error), *error.details]
 
 
-def test_a_gpu_failure_is_told_with_both_breakdowns(tmp_path: Path):
+def test_gpu_error_has_predicted_and_measured_breakdown(tmp_path: Path):
     assert told(FAILURE, tmp_path) == [
         "bucket.max_tokens: RTX-4090 ran out of memory allocating 0.5 GiB in backward of optimizer step 3, micro-batch "
         "1 of 4 (8 x 512 tokens); lower it, or change the run as below",
@@ -91,7 +91,7 @@ def test_each_phase_has_its_own_remedy(tmp_path: Path, changes: dict[str, Any], 
     assert ("8 rows joined to 4096 tokens" in lines[0]) is changes.get("joined", False)
 
 
-def test_what_already_runs_is_not_proposed(tmp_path: Path):
+def test_current_settings_are_not_proposed(tmp_path: Path):
     """A run of qlora told to use qlora, and one of sgd to take an optimizer with less state."""
     least = RunOptions(method="qlora", precision="bf16", optimizer="sgd", can_split=True)
     for phase in ("load", "optimizer"):
@@ -102,13 +102,13 @@ def test_what_already_runs_is_not_proposed(tmp_path: Path):
     assert line.startswith("train.method: ") and "(qlora)" in line
 
 
-def test_split_is_not_offered_to_who_has_it(tmp_path: Path):
+def test_split_is_not_proposed_if_set(tmp_path: Path):
     assert not any(
         "run.oom_recovery" in line for line in told(FAILURE, tmp_path, running=replace(FULL, can_split=False))
     )
 
 
-def test_the_estimates_own_advice_comes_before_single_changes(tmp_path: Path):
+def test_advice_of_estimate_comes_before_single_changes(tmp_path: Path):
     """A change told to fit that needs more than was there."""
     changes = [("a=1", 30 * GIB), ("b=2", 20 * GIB), ("c=3", 10 * GIB), ("d=4", 9 * GIB), ("e=5", 8 * GIB)]
     single = [{"command": f"dvc exp run -S {flag}", "peak_bytes": size} for flag, size in changes]
@@ -123,7 +123,7 @@ def test_the_estimates_own_advice_comes_before_single_changes(tmp_path: Path):
     assert changes_that_fit(FAILURE, advised) == ["would fit: dvc exp run -S x=1 -S y=2 (1 GiB)"]
 
 
-def test_without_files_of_the_estimate_something_is_told_all_the_same(tmp_path: Path):
+def test_error_is_reported_without_a_prediction(tmp_path: Path):
     """A second fault that hides the first."""
     forecast = read_prediction(METRICS, tmp_path / "nowhere")
     unknown = replace(FAILURE, held_bytes=None, reserved_bytes=None, free_bytes=None)
@@ -135,13 +135,13 @@ def test_without_files_of_the_estimate_something_is_told_all_the_same(tmp_path: 
     assert read_prediction(METRICS, tmp_path).breakdown == FORECAST.breakdown
 
 
-def test_a_disk_that_refuses_the_file_hides_nothing(tmp_path: Path):
+def test_write_error_of_the_record_does_not_hide_the_error(tmp_path: Path):
     (tmp_path / "oom.json").mkdir()
     lines = told(FAILURE, tmp_path)
     assert lines[0].startswith("bucket.max_tokens: ") and "no details were written: " in lines[-1]
 
 
-def test_a_limit_of_addresses_is_named_and_no_line_is_told_that_is_refused(tmp_path: Path):
+def test_address_space_limit_is_named(tmp_path: Path):
     """bucket.max_tokens blamed for `ulimit -v`, and a question of a GPU of 4 MiB, which the tool refuses."""
     limit = AddressLimit(limit_bytes=4 * GIB, used_bytes=4 * GIB - MIB)
     small = replace(FAILURE, held_bytes=4 * MIB, asked_bytes=2 * MIB, by_category={}, addresses=limit)
@@ -156,7 +156,7 @@ def test_a_limit_of_addresses_is_named_and_no_line_is_told_that_is_refused(tmp_p
     assert not any("--gpu 4MiB" in line for line in told(replace(small, addresses=None), tmp_path, forecast=few))
 
 
-def test_the_command_line_prints_the_details_below_the_fault(tmp_path: Path):
+def test_command_prints_details_below_the_error(tmp_path: Path):
     def fail() -> None:
         raise oom_error(
             FAILURE, FORECAST, device="a", options=replace(FULL, can_split=False), record=tmp_path / "oom.json"
@@ -183,12 +183,12 @@ def test_the_command_line_prints_the_details_below_the_fault(tmp_path: Path):
         (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
     ],
 )
-def test_memory_has_many_names(error: Exception, memory: bool):
+def test_out_of_memory_errors_are_recognised(error: Exception, memory: bool):
     """A fault of the program recovered from, or one of memory that passes as a traceback."""
     assert is_out_of_memory(error) is memory
 
 
-def test_what_was_asked_for_is_read_off_real_messages():
+def test_requested_bytes_are_parsed_from_real_messages():
     """Messages that changed with a version: here they come from the libraries themselves."""
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**46)

@@ -150,7 +150,7 @@ def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return train_each(prepared, place, {**cases, "load": (300, "split")})
 
 
-def test_a_large_batch_ends_with_what_was_held_and_what_would_fit(runs: dict[str, Ended]):
+def test_large_batch_is_refused_with_measured_memory_and_changes_that_fit(runs: dict[str, Ended]):
     """A traceback of forty lines, and nothing to do about it."""
     told = runs["told"]
     first, *lines = told.errors.strip().splitlines()
@@ -173,7 +173,7 @@ def test_a_large_batch_ends_with_what_was_held_and_what_would_fit(runs: dict[str
     assert not (told.workspace / "data/tuned").exists() and not (told.workspace / "metrics/train.json").exists()
 
 
-def test_the_same_run_goes_on_in_smaller_parts_with_the_same_loss(runs: dict[str, Ended]):
+def test_split_run_has_the_same_loss(runs: dict[str, Ended]):
     """A recovery that works with a stand-in for memory alone."""
     free, split = runs["free"], runs["split"]
     assert (free.status, split.status) == (0, 0), split.errors
@@ -191,7 +191,7 @@ def test_the_same_run_goes_on_in_smaller_parts_with_the_same_loss(runs: dict[str
     assert told["micro_batches_run"] > told["micro_batches_planned"] and "oom_splits" not in free.metrics()
 
 
-def test_a_model_that_is_too_large_is_told_as_that(runs: dict[str, Ended]):
+def test_model_that_does_not_fit_is_reported_as_such(runs: dict[str, Ended]):
     """A user who lowers the batch size, again and again, where the weights alone do not fit."""
     load = runs["load"]
     assert load.status == 1 and "Traceback" not in load.errors

@@ -49,7 +49,7 @@ def example(ids: Any, spans: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": labels, "attention_mask": torch.ones_like(input_ids)}
 
 
-def test_the_trainer_of_transformers_learns_the_same(small_llama: Path, tmp_path: Path):
+def test_transformers_trainer_gives_the_same_losses_and_weights(small_llama: Path, tmp_path: Path):
     """Padding by mask, mean loss, clipping, decay: each a place where two loops part. Only rounding may.
 
     The Trainer runs the eight rows as one batch, ours as two micro-batches, so sums are rounded in another order;

@@ -18,7 +18,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def test_units_are_read_off_the_names(tmp_path: Path):
+def test_units_are_taken_from_column_names(tmp_path: Path):
     path = written(
         tmp_path / "curve.csv", "step,allocated_gib,reserved_mib,rss_bytes,gpu\n0,1.5,2048,7,a\n1,,2048,7,b\n"
     )
@@ -55,12 +55,12 @@ def test_a_curve_of_stage_train_is_read(tmp_path: Path):
         ('step,rss_bytes\n0,"1\n', r"curve\.csv: must be a CSV file in UTF-8"),
     ],
 )
-def test_a_bad_file_is_told_by_its_line(tmp_path: Path, text: str, message: str):
+def test_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, message: str):
     with pytest.raises(UserError, match=message):
         read_recorded(written(tmp_path / "curve.csv", text))
 
 
-def test_files_that_cannot_be_read_are_told(tmp_path: Path):
+def test_unreadable_files_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"none\.csv: must be a CSV file that can be read; No such file"):
         read_recorded(tmp_path / "none.csv")
     (tmp_path / "bytes.csv").write_bytes(b"step,rss_bytes\n\xff,1\n")

@@ -33,7 +33,7 @@ def whole_and_parts(model: Path, directory: Path, method: str, optim: dict, **sp
 
 
 @pytest.mark.parametrize(("method", "optimizer"), FAST)
-def test_a_run_in_three_parts_is_the_run_in_one(small_llama: Path, tmp_path: Path, method: str, optimizer: str):
+def test_interrupted_run_equals_an_uninterrupted_one(small_llama: Path, tmp_path: Path, method: str, optimizer: str):
     """Weights, losses, memory figures: not a bit may tell that the process ended twice."""
     whole, parts = whole_and_parts(small_llama, tmp_path, method, {"name": optimizer})
     whole.refuse_other(parts)
@@ -41,7 +41,9 @@ def test_a_run_in_three_parts_is_the_run_in_one(small_llama: Path, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "optimizer"), REST)
-def test_so_it_is_with_every_method_and_optimizer(small_llama: Path, tmp_path: Path, method: str, optimizer: str):
+def test_interrupted_run_equals_an_uninterrupted_one_for_every_method_and_optimizer(
+    small_llama: Path, tmp_path: Path, method: str, optimizer: str
+):
     whole, parts = whole_and_parts(small_llama, tmp_path, method, {"name": optimizer})
     whole.refuse_other(parts)
 
@@ -59,13 +61,15 @@ PRECISIONS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "precision", "optim"), PRECISIONS)
-def test_so_it_is_with_every_precision(small_llama: Path, tmp_path: Path, method: str, precision: str, optim: dict):
+def test_interrupted_run_equals_an_uninterrupted_one_in_every_precision(
+    small_llama: Path, tmp_path: Path, method: str, precision: str, optim: dict
+):
     """State in another type than the weights', rounded to theirs as PyTorch's own loading does."""
     whole, parts = whole_and_parts(small_llama, tmp_path, method, optim, precision=precision)
     whole.refuse_other(parts)
 
 
-def test_a_step_left_midway_is_done_again_with_the_same_dropout(small_llama: Path, tmp_path: Path):
+def test_interrupted_step_is_repeated_with_the_same_dropout(small_llama: Path, tmp_path: Path):
     """What half a step drew or added up must leave no trace."""
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
     break_off(job, tmp_path / "kept", stop_within=2)
@@ -74,7 +78,7 @@ def test_a_step_left_midway_is_done_again_with_the_same_dropout(small_llama: Pat
     finish(job).refuse_other(finish(job, checkpoints))
 
 
-def test_after_a_fault_a_run_goes_on_from_its_last_checkpoint(small_llama: Path, tmp_path: Path):
+def test_failed_run_resumes_from_its_last_checkpoint(small_llama: Path, tmp_path: Path):
     """Nothing is saved as the power fails: what was kept before serves."""
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
     break_off(job, tmp_path / "kept", fail_after=3, every_step=True)
@@ -94,7 +98,7 @@ def test_a_run_stopped_in_its_first_step_starts_again(small_llama: Path, tmp_pat
     finish(job).refuse_other(finish(job, checkpoints))
 
 
-def test_memory_seen_by_an_earlier_process_is_reported(small_llama: Path, tmp_path: Path):
+def test_memory_figures_include_earlier_processes(small_llama: Path, tmp_path: Path):
     """The largest batch is in the first step: a process that begins later never sees what it took."""
     job = small_job(small_llama, tmp_path / "tokens")
     break_off(job, tmp_path / "kept", stop_after=1)
@@ -108,7 +112,7 @@ def test_memory_seen_by_an_earlier_process_is_reported(small_llama: Path, tmp_pa
     assert by_phase["forward"]["rss_bytes"] not in (None, 0, 1 << 50)
 
 
-def test_checkpoints_change_nothing(small_llama: Path, tmp_path: Path):
+def test_checkpoints_do_not_change_results(small_llama: Path, tmp_path: Path):
     """A run that keeps every step is the run that keeps none, to the measured byte."""
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
     checkpoints = Breaking(tmp_path / "kept", every_step=True)
@@ -117,7 +121,7 @@ def test_checkpoints_change_nothing(small_llama: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("part", ["write_loaded", "sha256_file"])
-def test_a_full_disk_costs_a_warning_and_not_the_run(small_llama: Path, tmp_path: Path, monkeypatch, part: str):
+def test_full_disk_costs_a_checkpoint_and_not_the_run(small_llama: Path, tmp_path: Path, monkeypatch, part: str):
     """While the tensors are written, or while a thread finishes the checkpoint: what was kept before stays."""
     job = small_job(small_llama, tmp_path / "tokens")
     break_off(job, tmp_path / "kept", stop_after=1)
@@ -134,7 +138,7 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(small_llama: Path, tmp_path
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-000000001"]
 
 
-def test_weights_that_are_not_finite_are_never_kept(small_llama: Path, tmp_path: Path):
+def test_weights_that_are_not_finite_are_not_saved(small_llama: Path, tmp_path: Path):
     """A checkpoint of broken weights would end every later run, too; the message says what is there and what is not."""
     job = small_job(small_llama, tmp_path / "tokens", optim={"name": "sgd", "lr": 1.0, "schedule": "constant"})
     broken = replace(job, optim_spec=replace(job.optim_spec, lr=1e45))

@@ -20,7 +20,7 @@ from tests.processes import run_bounded
 from tests.small_model import CPU, base_of, spec_of
 
 
-def test_a_full_disk_while_saving_is_told_and_leaves_nothing_half(small_llama: Path, tmp_path: Path):
+def test_full_disk_while_saving_is_one_line_and_leaves_no_partial_output(small_llama: Path, tmp_path: Path):
     """Safetensors raises an error of its own there; a trained model must not end in a traceback."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -77,7 +77,7 @@ def logits(model: Any, text: str = "One plus two") -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # What plain peft meets.
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_what_was_trained_loads_with_its_template_from_any_directory(method, tmp_path, monkeypatch):
+def test_saved_model_loads_with_its_template_from_any_directory(method, tmp_path, monkeypatch):
     """A base named as params.yaml names it (`tiny`, a relative path) is found from no other directory."""
     shutil.copytree(TINY_DIRECTORY, tmp_path / "checkout/models/mine")
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
@@ -111,7 +111,7 @@ def test_what_was_trained_loads_with_its_template_from_any_directory(method, tmp
                 assert text == ("[Hi]" if template else "<|im_start|>user\nHi<|im_end|>\n")
 
 
-def test_an_adapter_names_its_base_where_that_outlives_the_run(small_llama: Path, tmp_path: Path, monkeypatch):
+def test_adapter_config_names_a_base_that_outlives_the_run(small_llama: Path, tmp_path: Path, monkeypatch):
     """A temporary experiment's copy is gone after it; a branch of the hub may move on."""
     copy, checkout = tmp_path / "copy", tmp_path / "checkout"
     for root in (copy, checkout):

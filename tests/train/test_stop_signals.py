@@ -30,7 +30,7 @@ def wait_for(true: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
-def test_a_signal_raises_at_once_where_nothing_is_under_way():
+def test_signal_outside_a_step_raises_at_once():
     with pytest.raises(Stopped) as stopped:
         StopRequest().request(signal.SIGTERM)
     assert (stopped.value.name, stopped.value.exit_code) == ("SIGTERM", 143)
@@ -48,7 +48,7 @@ def test_a_signal_waits_for_the_end_of_a_batch():
     assert seen == [0, 1, 2]
 
 
-def test_handlers_are_put_back_and_ignored_signals_stay_ignored():
+def test_handlers_are_restored_and_ignored_signals_stay_ignored():
     """`nohup` and background jobs say so; and what runs after training has its own Ctrl-C."""
     before = signal.getsignal(signal.SIGTERM)
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -123,7 +123,7 @@ def start(small_llama: Path, tmp_path: Path) -> Iterator[Callable[..., Trainer]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_training_that_is_stopped_goes_on_to_the_same_weights(
+def test_stopped_training_resumes_to_the_same_weights(
     start: Callable[..., Trainer], small_llama: Path, tmp_path: Path, number: signal.Signals
 ):
     """SIGTERM of a scheduler, Ctrl-C of a user: one line, the shell's code, and nothing lost."""
@@ -152,7 +152,7 @@ def test_a_second_signal_ends_the_process_at_once(start: Callable[..., Trainer])
     assert training.lines() == []
 
 
-def test_no_training_outlives_the_process_that_asked_for_it(small_llama: Path, tmp_path: Path):
+def test_training_ends_with_its_parent_process(small_llama: Path, tmp_path: Path):
     """A trainer that keeps a GPU busy after dvc was killed; it keeps what it has done."""
     directory = tmp_path / "run"
     directory.mkdir()

@@ -252,7 +252,9 @@ def table(small_llama: Path, plain: Callable[[str], Learnt]) -> Iterator[str]:
     [pytest.param(row, marks=() if row in FAST else pytest.mark.slow) for row in ROWS],
     ids=lambda row: f"{row.method}, {row.switch}",
 )
-def test_a_switch_changes_no_more_of_learning_than_is_said(small_llama: Path, plain: Callable[[str], Learnt], row: Row):
+def test_switch_changes_losses_and_weights_within_its_bounds(
+    small_llama: Path, plain: Callable[[str], Learnt], row: Row
+):
     """A memory switch that learns something else, in silence."""
     loss, weights = differences(plain_of(row, plain), learn(small_llama, row))
     assert loss <= row.loss_bound and weights <= row.weights_bound
@@ -264,7 +266,7 @@ def test_every_switch_of_training_has_a_row_or_a_reason():
     assert set(Train.model_fields) <= told | WITHOUT_ROW.keys()
 
 
-def test_the_table_of_the_docs_names_every_row_and_its_bound():
+def test_table_in_the_docs_has_every_row_and_bound():
     """A table that no longer says what is tested."""
     lines = DOCS.read_text(encoding="utf-8").splitlines()
     for row in ROWS:
@@ -292,7 +294,7 @@ GOLDEN = {
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=() if name in ("full", "lora") else pytest.mark.slow) for name in GOLDEN]
 )
-def test_losses_of_the_plain_run_are_those_written_down(plain: Callable[[str], Learnt], method: str):
+def test_losses_of_the_baseline_are_pinned(plain: Callable[[str], Learnt], method: str):
     """A change that moves what every run learns; kernels of another CPU move the last digits."""
     losses = plain(method).losses
     assert [losses[0], losses[9], losses[-1]] == pytest.approx(GOLDEN[method], abs=2e-3)

@@ -66,7 +66,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_run_that_is_not_resumed_says_why(tmp_path: Path, kind: str):
+def test_reason_is_reported_when_a_run_is_not_resumed(tmp_path: Path, kind: str):
     """Hours of training that begin at step 0 once more, without a word of which of six things was changed."""
     change, told = CHANGES[kind]
     other, said = left(tmp_path, 2, {kind: change}), list[str]()
@@ -79,7 +79,7 @@ def test_a_run_that_is_not_resumed_says_why(tmp_path: Path, kind: str):
     assert choice.earlier == (other if kind in ("code", "versions") else None)
 
 
-def test_of_several_the_nearest_is_named(tmp_path: Path):
+def test_nearest_of_several_runs_is_reported(tmp_path: Path):
     """Each change of a parameter leaves one."""
     left(tmp_path, 90, {"parameters": {"train.lr": 1.0}})
     left(
@@ -103,7 +103,7 @@ def opened_for(choice: RunDirectory, said: list[str]) -> Any:
     return open_checkpointer(choice, run=settings(), stop=StopRequest(), notify=said.append)
 
 
-def test_a_compatible_run_goes_on_says_so_and_is_never_taken_for_an_exact_one(small_llama: Path, tmp_path: Path):
+def test_compatible_run_resumes_with_a_note_and_is_never_resumed_as_exact(small_llama: Path, tmp_path: Path):
     """Metrics of two versions of the code that look like those of one."""
     job, root, said = quick_job(small_llama, tmp_path), tmp_path / "kept", list[str]()
     old = choose_directory(root, parts_with(code={"lean_finetune/step/training_step.py": "older"}), "exact", print)
@@ -151,7 +151,7 @@ def stop_after(checkpoints: Checkpointer, step: int) -> Any:
     return after_step
 
 
-def test_a_checkpoint_that_other_code_cannot_read_is_refused_in_one_line(small_llama: Path, tmp_path: Path):
+def test_checkpoint_that_this_code_cannot_read_is_refused_in_one_line(small_llama: Path, tmp_path: Path):
     """A permission to try ends in no traceback, and what was there stays."""
     root, said = tmp_path / "kept", list[str]()
     old = choose_directory(root, parts_with(code={"lean_finetune/step/training_step.py": "older"}), "exact", print)
@@ -166,7 +166,7 @@ def test_a_checkpoint_that_other_code_cannot_read_is_refused_in_one_line(small_l
     assert not choice.directory.exists()
 
 
-def test_a_finished_run_keeps_its_end_until_the_next_one_begins(
+def test_finished_run_keeps_its_last_checkpoint_until_the_next_run(
     small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """DVC removes outputs before it runs a stage: a kill between publishing and dvc.lock must not cost the training."""
