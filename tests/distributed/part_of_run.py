@@ -25,9 +25,9 @@ from lean_finetune.train.checkpoint.distributed_checkpoint import DistributedChe
 from lean_finetune.train.checkpoint.resume import Checkpointer
 from lean_finetune.train.checkpoint.training_state import TrainingRun, layout_of
 from lean_finetune.train.loop import train
-from lean_finetune.train.train_job import TrainJob
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
+from lean_finetune.train.train_job import TrainJob
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
 
@@ -121,7 +121,11 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
 
     store = CheckpointStore(directory / "kept", 2, messages.append, ControlChannel(world, CPU))
     checkpoints = StoppedByRank(
-        store, seconds=None, stop=stop, notify=messages.append, layout=layout_of(world.size, sharing_of(part.mode).layout)
+        store,
+        seconds=None,
+        stop=stop,
+        notify=messages.append,
+        layout=layout_of(world.size, sharing_of(part.mode).layout),
     )
     first_step = checkpoints.first_step
     job = job_of(part, world)

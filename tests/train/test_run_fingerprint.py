@@ -43,7 +43,7 @@ def inputs(tmp_path: Path) -> Path:
     for name in ("model", "tokenizer", "data"):
         (directory / f"{name}.json").write_text(json.dumps({"name": str(directory), "files": {name: "0"}}))
     (directory / "verdict.json").write_text(json.dumps({"precision": "fp32"}))
-    write_plan(directory / "plan.arrow", [plan_of([[0, 1], [2, 3]])], cut="0a")
+    write_plan(directory / "plan.arrow", [plan_of([[0, 1], [2, 3]])], settings_hash="0a")
     return directory
 
 
@@ -77,7 +77,7 @@ def test_same_run_in_another_directory_has_the_same_key(inputs: Path, tmp_path: 
 def test_how_gpus_share_the_steps_does_not_change_the_key(inputs: Path):
     """A run that is moved to another number of GPUs starts at the first step."""
     before = key_of(inputs)
-    write_plan(inputs / "plan.arrow", [plan_of([[0, 1], [2, 3]], ranks=2)], cut="0a")
+    write_plan(inputs / "plan.arrow", [plan_of([[0, 1], [2, 3]], ranks=2)], settings_hash="0a")
     assert key_of(inputs, sharding="zero2") == before
 
 
@@ -104,7 +104,7 @@ def test_other_data_or_another_model_is_another_run(inputs: Path, name: str, con
 
 def test_other_rows_in_a_step_are_another_run(inputs: Path):
     before = key_of(inputs)
-    write_plan(inputs / "plan.arrow", [plan_of([[0, 1], [2, 4]])], cut="0a")
+    write_plan(inputs / "plan.arrow", [plan_of([[0, 1], [2, 4]])], settings_hash="0a")
     assert key_of(inputs) != before
 
 
