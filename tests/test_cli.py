@@ -26,6 +26,7 @@ def test_the_params_of_a_common_run_have_every_key():
     assert load_params(COMMON_PARAMS).train.method == "qlora"
 
 
+@pytest.mark.slow
 def test_fit_reads_params_yaml_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An answer for another run than the one in this directory."""
     monkeypatch.chdir(tmp_path)

@@ -110,6 +110,7 @@ def test_a_thread_that_started_a_stage_may_end(tmp_path: Path):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_the_workers_of_tokenize_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each holds a tokenizer and a core."""
     lay_out(tmp_path, **SMALL)

@@ -28,6 +28,7 @@ class LeakingMonitor(MemoryMonitor):
         return self.rows[-1]
 
 
+@pytest.mark.slow
 def test_a_monitor_that_keeps_its_rows_breaks_the_bar():
     assert kept_bytes(LeakingMonitor(CPU, make_meter(CPU)), 200) > KEPT_LIMIT_BYTES
     assert kept_bytes(MemoryMonitor(CPU, make_meter(CPU)), 200) < KEPT_LIMIT_BYTES

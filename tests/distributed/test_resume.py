@@ -60,6 +60,7 @@ def learnt(ended: dict[str, Any]) -> dict[str, torch.Tensor]:
         pytest.param("zero1", "full", "adafactor", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_the_same_processes_go_on_to_the_bit(small_llama: Path, tmp_path: Path, pair: Group, mode, method, optimizer):
     """Weights, state, and what dropout draws in each process."""
     options = {"method": method, "optimizer": optimizer, "dropout": 0.1 if method == "lora" else 0.0}

@@ -57,6 +57,7 @@ def fill_and_run(mounting: Runner, finished: Finished, stage: str, place: Path, 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stage", ["bucket", pytest.param("tokenize", marks=LONG)])
+@pytest.mark.slow
 def test_a_full_disk(mounting, quick, tmp_path, stage):
     """Without any room."""
     fill_and_run(mounting, quick, stage, tmp_path, 0.0)
@@ -109,6 +110,7 @@ def data_on_a_disk_of_its_own(mounting: Runner, finished: Finished, place: Path,
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_full_disk_when_training_saves(mounting, quick, tmp_path):
     """It is found before the first step; where nobody looks, the end of training is kept and only saved again."""
     workspace, seen = data_on_a_disk_of_its_own(mounting, quick, tmp_path, 0)
@@ -132,6 +134,7 @@ def test_full_disk_when_training_saves(mounting, quick, tmp_path):
     assert not list(seen.glob("scratch/train/*/*step-*"))
 
 
+@pytest.mark.slow
 def test_full_disk_under_the_log_does_not_end_training(quick, tmp_path):
     """What the run says can go nowhere; what it makes is whole."""
     workspace = quick.copy(tmp_path / "work")

@@ -58,6 +58,7 @@ def end_in_the_middle(runner: Runner, finished: Finished, stage: str, place: Pat
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stage", ["tokenize", pytest.param("evaluate", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_ctrl_c_ends_a_stage_with_its_workers(runner, quick, tmp_path, stage):
     """A terminal sends it to the whole group."""
     end_in_the_middle(runner, quick, stage, tmp_path, signal.SIGINT, True)

@@ -16,6 +16,7 @@ def predicted(**changes) -> Prediction:
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_policies_lie_between_keeping_everything_and_keeping_nothing(method: str):
     """A policy that costs time and saves nothing."""
     saved, every_4th, every_2nd, selective, full = (

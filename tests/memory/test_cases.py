@@ -62,6 +62,7 @@ def test_llama_8b_full_fits_80_gb_in_bf16_alone_and_not_with_fp32_copies():
     assert round(bf16, 1) == 59.9 and bf16 < memory_gib("A100-80GB")
 
 
+@pytest.mark.slow
 def test_llama_8b_full_with_fp32_copies_fits_80_gb_with_its_optimizer_on_the_host():
     """OpenRLHF's run with offload: of 16 bytes a parameter 4 stay on the GPU and 12 go to the host."""
     setting = setting_of(method="full", precision="bf16", grad_ckpt=True, master_weights=True)
@@ -88,6 +89,7 @@ def test_llama_8b_full_fits_24_gb_with_updates_in_backward_on_the_host():
     assert 17.9 < peak_gib(LLAMA_3_1_8B, setting, "RTX-4090", 128) < 18.0 < memory_gib("RTX-4090")
 
 
+@pytest.mark.slow
 def test_llama_8b_full_takes_6_gib_of_each_gpu_with_its_shards_on_the_host():
     """FSDP2 with CPU offload: shards counted on a GPU, which only holds the running layers, activations and logits."""
     one_gpu = setting_of(method="full", precision="bf16", grad_ckpt=True)

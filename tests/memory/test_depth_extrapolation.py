@@ -107,6 +107,7 @@ def test_depths_end_as_the_model_does():
     assert len(gemma(20).layer_types) == 20
 
 
+@pytest.mark.slow
 def test_traces_that_contradict_each_other_are_given_up_and_it_is_said(monkeypatch):
     """A line drawn through peaks that do not lie on one."""
     real = with_layers

@@ -27,7 +27,7 @@ def test_a_new_gpu_is_one_row(small_llama, tmp_path, monkeypatch, request):
     lay_out(tmp_path, data__max_length=128, bucket__max_tokens=256, run__progress=False)
     monkeypatch.chdir(tmp_path)
     answer = invoke(fit, "--model", str(small_llama), "--gpu", "NVIDIA New 1000 Special Edition")
-    assert answer.exit_code == 0 and "device     NEW-1000: 2 GiB" in answer.stdout, answer.output
+    assert answer.exit_code == 0 and "NEW-1000: 2 GiB, less" in answer.stdout, answer.output
     assert "verdict              fits: " in answer.stdout
     speed, reason = ranking_speed(card)
     assert reason == "by the speed of NEW-1000"

@@ -64,6 +64,7 @@ CASES = [
         *(pytest.param(case, share, marks=pytest.mark.slow) for case in CASES for share in (0.9, 0.5)),
     ],
 )
+@pytest.mark.slow
 def test_every_advised_line_fits_when_it_is_given(workspace: Path, values: dict[str, Any], share: float):
     """Overrides that do not fit in the run that they lead to, or that the command refuses."""
     common = {"data__max_length": 128, "bucket__max_tokens": 262144, "train__tokens_per_step": 262144}

@@ -100,6 +100,7 @@ EXTRAPOLATED = ("qlora, recomputed, padded", "two kinds of layers")
 
 
 @pytest.mark.parametrize("case", ["full, CPU", *(pytest.param(case, marks=pytest.mark.slow) for case in EXTRAPOLATED)])
+@pytest.mark.slow
 def test_an_extrapolated_explanation_is_that_of_all_layers(case):
     """Allocations of a shallow model shown for a deep one, or layers of two kinds taken for one."""
     make, steps, target, changes = CASES[case]
@@ -111,6 +112,7 @@ def test_an_extrapolated_explanation_is_that_of_all_layers(case):
     assert (found.peak_bytes, found.phase, found.top) == (complete.peak_bytes, complete.phase, complete.top)
 
 
+@pytest.mark.slow
 def test_the_timeline_climbs_layer_by_layer_to_the_peak():
     """Layers out of order, the middle ones left out, or micro-batches that have nothing to do with the peak."""
     config, setting = llama(14), setting_of(method="full", loss_chunk=None)

@@ -88,6 +88,7 @@ def test_a_line_with_little_room_has_a_roomier_one_beside_it():
 
 
 @pytest.mark.parametrize(("norm", "effect"), [pytest.param(None, SAME, marks=pytest.mark.slow), (1.0, UNCLIPPED)])
+@pytest.mark.slow
 def test_updates_in_backward_are_offered_where_nothing_else_trains_all_weights(norm, effect):
     """Other weights trained for want of the switch that frees each gradient at once."""
     # Whole steps in one micro-batch of joined rows, as a plan cuts them in mode packed.
@@ -131,6 +132,7 @@ def test_every_line_that_can_be_offered_passes_the_rules_of_params(given, shardi
         assert with_flags(p, line) != p
 
 
+@pytest.mark.slow
 def test_the_optimizer_on_the_host_is_advised_with_its_price():
     """The switch that makes the largest models fit left out, or its slowdown hidden."""
     run = workload(method="full", precision="bf16", master_weights=True, max_tokens=64, longest=64)

@@ -91,6 +91,7 @@ DEEP = LlamaConfig(
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_few_layers_represent_all(monkeypatch: pytest.MonkeyPatch, mode, method):
     """Gathers that a layer's window does not see, or differ with depth; owners by the few layers alone."""
     setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
@@ -118,6 +119,7 @@ def test_what_stays_is_told_of_one_gpu(mode):
 
 
 @pytest.mark.parametrize(("mode", "method"), [("zero3", "full"), pytest.param("hsdp", "qlora", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_parts_on_the_host_take_nothing_of_the_device(mode, method):
     """Parts, gradients or state counted where they are not; or a part's copy on its way counted nowhere."""
     setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
@@ -138,6 +140,7 @@ def states(mode: str, gpus: int, steps: str = "one turn") -> dict[str, int]:
     return dict(predict(DEEP, setting, STEPS[steps], CPU_TARGET).by_phase["clip"].by_category)
 
 
+@pytest.mark.slow
 def test_states_of_a_gpu_fall_as_published():
     """Rajbhandari et al. 2020, arXiv 1910.02054: stage 1 divides optimizer state, stage 2 gradients, 3 weights too."""
     W, N = model_shapes(DEEP).values * 4, 8
@@ -162,6 +165,7 @@ def test_the_model_is_never_whole_on_a_gpu_under_zero3():
     assert ends + layer <= peak["sharding"] <= 1.02 * (ends + 3 * layer)
 
 
+@pytest.mark.slow
 def test_eight_small_cards_hold_no_more_under_ddp_but_do_under_zero3():
     """The case of a 7B model in 4 bits on 8 × P4: DDP does not lower the memory of a card."""
     card = gpu_target("P4")

@@ -140,6 +140,7 @@ def test_looking_at_another_gpu_changes_no_byte_of_the_verdict(workspace):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_activations_on_the_host_are_counted_there(workspace):
     """Offloaded activations missing from the host's figure."""
     found = {}
@@ -216,6 +217,7 @@ def test_the_remedy_of_smaller_batches_is_the_one_that_works_in_this_mode(mode, 
 
 
 @pytest.mark.parametrize(("gpu", "precision"), [("T4", "fp16"), ("24GiB", None)])
+@pytest.mark.slow
 def test_auto_precision_is_chosen_said_and_passed_on(workspace, gpu, precision):
     """Train and evaluate must compute in the type that was predicted, whatever the machine they run on."""
     lay_out(workspace, hardware__gpu=gpu, train__precision="auto", train__method="lora")
@@ -234,6 +236,7 @@ SHARED_PLAN = Plan.of(
 )
 
 
+@pytest.mark.slow
 def test_a_run_on_several_gpus_is_judged_per_gpu(workspace):
     """Weights of all GPUs counted on each, the larger batch of another GPU missed, or one process on the host."""
     write_plan(workspace / "plan.arrow", [SHARED_PLAN])

@@ -191,7 +191,7 @@ def test_a_start_is_added_by_an_entry_and_a_function(
     values = YAML(typ="safe").load(ROOT / "params.yaml")
     values["train"]["lora"]["init"] = "milora"
     values["train"]["method"] = "qlora"
-    with pytest.raises(UserError, match=r"train\.lora\.init: milora needs .*=qlora; use lora, or default"):
+    with pytest.raises(UserError, match=r"train\.lora\.init: milora needs .*=qlora; use train\.method=lora"):
         parse_params(values)
     values["train"]["method"] = "lora"
     spec = ModelSpec.from_params(parse_params(values), "fp32")

@@ -43,7 +43,7 @@ def test_a_cpu_is_left_alone(settings):
 
 
 @pytest.mark.parametrize(
-    ("variable", "asked", "expandable", "told"),
+    ("variable", "value", "expandable", "note"),
     [
         ("PYTORCH_ALLOC_CONF", "expandable_segments:False", True, "False: false is used"),
         slow("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8, expandable_segments: True", False, "True: true"),
@@ -78,7 +78,7 @@ def test_a_torch_that_does_not_give_its_settings_back_can_train(monkeypatch, var
 
 
 @pytest.mark.parametrize(
-    ("asked", "segments", "told"),
+    ("value", "segments", "note"),
     [
         ("expandable_segments:False", False, ["train.expandable_segments: is true, but PYTORCH_ALLOC_CONF"]),
         ("max_split_size_mb:128, garbage_collection_threshold:0.8", None, ["PYTORCH_ALLOC_CONF"]),

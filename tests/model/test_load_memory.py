@@ -23,7 +23,7 @@ from tests.small_model import CPU, spec_of
 ROOT = Path(__file__).parents[2]
 BOUND = 1.15
 """Peak memory, relative to the model or, if more, to one file plus the weights loaded before it."""
-TESTED = ("Llama", "Gemma")
+TESTED = ("Qwen2", "Gemma")
 FORMS = [("full", "bf16"), ("full", "fp32"), ("qlora", "fp32"), ("int8_lora", "bf16")]
 LAYERS, SHARDS = 22, 8
 
@@ -83,7 +83,7 @@ def load_and_print(directory: Path, method: str, precision: str) -> None:
 
 
 def measured_by_a_process(directory: Path, method: str, precision: str) -> dict[str, int]:
-    command = f"from {__name__} import *; load_and_tell(Path({str(directory)!r}), {method!r}, {precision!r})"
+    command = f"from {__name__} import *; load_and_print(Path({str(directory)!r}), {method!r}, {precision!r})"
     done = run_bounded([sys.executable, "-c", command], cwd=ROOT, check=True, timeout_seconds=1800)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -102,6 +102,7 @@ def check(config: PretrainedConfig, directory: Path, shards: int, method: str, p
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-water mark is Linux's")
+@pytest.mark.slow
 def test_the_process_holds_one_file_more_than_what_stays_at_most(tmp_path: Path):
     """A checkpoint twice in memory, or its pages kept alive by weights that were not converted."""
     check(large_llama(1, vocabulary=8000), tmp_path, 4, "full", "fp32")

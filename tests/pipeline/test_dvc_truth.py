@@ -75,6 +75,7 @@ def test_prediction_is_close_to_the_independent_measurement(finished: tuple[Clon
     )
 
 
+@pytest.mark.slow
 def test_grad_ckpt_reruns_estimate_train_report_and_changes_no_weight(clone: Clone):
     """The proof that checkpointing is memory-only: evaluate is not rerun because the weights are the same bytes."""
     weights, column = clone.sha256(WEIGHTS), losses(clone)
@@ -116,6 +117,7 @@ def test_another_gpu_does_not_retrain(clone: Clone):
     assert stages_run(clone.dvc("exp", "run", "-S", "hardware.gpu=24GiB", "train")) == ["estimate"]
 
 
+@pytest.mark.slow
 def test_a_comment_reruns_nothing_and_a_constant_the_stages_that_use_it(clone: Clone):
     """A comment in a module that all stages import cost a retraining."""
     errors = clone.root / "lean_finetune/core/errors.py"

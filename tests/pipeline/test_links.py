@@ -45,6 +45,7 @@ def new_source(folder: Path, model_bytes: int) -> list[str]:
     return ["-S", f"model.name={folder / 'model'}", "-S", f"data.source={folder / 'data'}"]
 
 
+@pytest.mark.slow
 def test_an_experiment_commits_links_alone(clone: Clone, tmp_path: Path):
     flags = new_source(tmp_path, 2**21)
     # A model's own .gitignore must not open what ours closes.

@@ -73,7 +73,7 @@ def test_auto_is_chosen_by_the_device_and_says_why(kind, native: bool, choice: s
     assert chosen == choice and "the card" in reason
 
 
-@pytest.mark.parametrize("asked", ["bf16", "pure_bf16"])
+@pytest.mark.parametrize("choice", ["bf16", "pure_bf16"])
 def test_bf16_on_a_card_without_it_proposes_fp16(choice):
     """The case of eight P4 with bf16 set."""
     with pytest.raises(UserError, match=rf"got {choice} for P4; set train.precision to fp16"):

@@ -44,14 +44,14 @@ def test_a_curve_of_stage_train_is_read(tmp_path: Path):
         ("", r"curve\.csv:1: a curve must have the column step and one of allocated_bytes, .*; got an empty file"),
         ("step,loss\n0,1\n", r"curve\.csv:1: .*; got step, loss; rename its columns"),
         ("rss_bytes\n0\n", r"curve\.csv:1: a curve must have the column step"),
-        ("step,rss_bytes,rss_mib\n0,1,1\n", r"curve\.csv:1: a column must stand once; rss_bytes is given twice"),
-        ("step,rss_bytes\n", r"curve\.csv: must hold a line for each step"),
+        ("step,rss_bytes,rss_mib\n0,1,1\n", r"curve\.csv:1: a column must be unique; rss_bytes is given twice"),
+        ("step,rss_bytes\n", r"curve\.csv: must have a line for each step"),
         ("step,rss_bytes\n0,1\n1\n", r"curve\.csv:3: a line must have 2 cells as the header; got 1"),
         ("step,rss_bytes\n0,many\n", r"curve\.csv:2: rss_bytes must be a number of 0 or more; got 'many'"),
         ("step,rss_bytes\n0,nan\n", r"curve\.csv:2: rss_bytes must be a number of 0 or more; got 'nan'"),
         ("step,rss_bytes\n0,-1\n", r"curve\.csv:2: rss_bytes must be a number of 0 or more; got '-1'"),
         ("step,rss_bytes\n,1\n", r"curve\.csv:2: step must be a number; the cell is empty"),
-        ("step,rss_bytes\n0,1\n0,1\n", r"curve\.csv:3: steps must rise; got 0 after 0"),
+        ("step,rss_bytes\n0,1\n0,1\n", r"curve\.csv:3: steps must increase; got 0 after 0"),
         ('step,rss_bytes\n0,"1\n', r"curve\.csv: must be a CSV file in UTF-8"),
     ],
 )
@@ -74,7 +74,7 @@ def test_the_command_explains_and_trains_nothing(tmp_path: Path):
     told = CliRunner().invoke(explain, [str(path), "--left-gib", "2"])
     assert told.exit_code == 0
     assert told.output.startswith("leak: rss_bytes grows steadily (batch shapes unknown) by 2 MiB a step")
-    assert "the 2 GiB left are spent about step 1123" in told.output
+    assert "the remaining 2 GiB are used up at about step 1123" in told.output
     assert told.output.strip() == explained(path, 2)[0]
 
 

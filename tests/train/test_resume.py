@@ -112,6 +112,7 @@ def test_memory_figures_include_earlier_processes(small_llama: Path, tmp_path: P
     assert by_phase["forward"]["rss_bytes"] not in (None, 0, 1 << 50)
 
 
+@pytest.mark.slow
 def test_checkpoints_do_not_change_results(small_llama: Path, tmp_path: Path):
     """A run that keeps every step is the run that keeps none, to the measured byte."""
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
@@ -121,6 +122,7 @@ def test_checkpoints_do_not_change_results(small_llama: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("part", ["write_loaded", "sha256_file"])
+@pytest.mark.slow
 def test_full_disk_costs_a_checkpoint_and_not_the_run(small_llama: Path, tmp_path: Path, monkeypatch, part: str):
     """While the tensors are written, or while a thread finishes the checkpoint: what was kept before stays."""
     job = small_job(small_llama, tmp_path / "tokens")

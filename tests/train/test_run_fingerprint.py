@@ -140,6 +140,7 @@ def test_processes_with_different_inputs_are_refused_with_both_values():
         module.refuse_different_runs(here, Processes(other))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_code_in_the_fingerprint_is_all_that_training_loads():
     """A module that trains but is not in the fingerprint: after an edit, a stale checkpoint is resumed."""
     program = (

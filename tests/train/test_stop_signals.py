@@ -152,6 +152,7 @@ def test_a_second_signal_ends_the_process_at_once(start: Callable[..., Trainer])
     assert training.lines() == []
 
 
+@pytest.mark.slow
 def test_training_ends_with_its_parent_process(small_llama: Path, tmp_path: Path):
     """A trainer that keeps a GPU busy after dvc was killed; it keeps what it has done."""
     directory = tmp_path / "run"

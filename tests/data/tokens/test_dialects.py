@@ -223,7 +223,7 @@ def test_a_preference_pair_is_refused_with_a_remedy(run_sources):
         ({"data__ignore_columns": ["imgaes"]}, "data.ignore_columns: the rows have no column 'imgaes'"),
         (
             {"data__ignore_columns": ["text"], "data__columns": {"messages": "text"}},
-            "data.ignore_columns: 'text' is named in data.columns",
+            "data.ignore_columns: 'text' is also named in data.columns",
         ),
     ],
 )
