@@ -14,7 +14,7 @@ memory memory/trace memory/predict memory/allocator memory/advice memory/estimat
 train/monitor train/oom train/process train/checkpoint train/callbacks train
 evaluate report
 """.split()
-MOST_MODULES = 17
+MOST_MODULES = 15
 
 
 def imported_rooms(path: Path) -> set[str]:
