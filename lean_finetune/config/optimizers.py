@@ -17,6 +17,11 @@ class OptimizerEntry:
     factory: str
     """Import path of a class that takes parameter groups, `lr` and `options`."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class. Weight decay must be decoupled from the gradient.
+
+    A class of torch.optim needs `fused` or `foreach` here: PyTorch's default is another one for a traced parameter than
+    for a parameter on CUDA, so the prediction would be that of another update.
+    """
     state: Mapping[str, int] = field(default_factory=dict)
     """State tensors by their key in `optimizer.state[parameter]`, each with its values per trained value.
 
