@@ -16,7 +16,6 @@ from tests.faults.stage_run import Fault, Runner
 from tests.faults.workspaces import Finished, check_kept_or_new, check_rerun, put_nothing, put_old
 from tests.processes import run_bounded
 
-LONG = pytest.mark.slow
 FEW = ("pin_data", "tokenize", "bucket")
 OTHERS = ("pin_model", "estimate", "train", "evaluate", "report")
 DISK_BYTES = 64 << 20
@@ -56,7 +55,7 @@ def fill_and_run(mounting: Runner, finished: Finished, stage: str, place: Path, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", ["bucket", pytest.param("tokenize", marks=LONG)])
+@pytest.mark.parametrize("stage", ["bucket", "tokenize"])
 @pytest.mark.slow
 def test_a_full_disk(mounting, quick, tmp_path, stage):
     """Without any room."""
@@ -161,10 +160,9 @@ LIMITS = {"pin_data": 400, "pin_model": 400, "tokenize": 4096, "bucket": 1024, "
 """Bytes that a file may have, less than the stage's largest."""
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "stage, limit", [pytest.param(*one, marks=() if one[0] == "bucket" else LONG) for one in LIMITS.items()]
-)
+@pytest.mark.parametrize("stage, limit", LIMITS.items())
 def test_file_size_limit(runner, quick, tmp_path, stage, limit):
     """A quota in place of a full disk: it needs no right to mount."""
     workspace = quick.copy(tmp_path / "work")
@@ -189,7 +187,8 @@ def forbid(runner: Runner, finished: Finished, stage: str, place: Path) -> None:
     check_rerun(runner, workspace, stage, finished)
 
 
-@pytest.mark.parametrize("stage", ["bucket", *(pytest.param(stage, marks=LONG) for stage in FEW[:2])])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["bucket", *FEW[:2]])
 def test_a_directory_without_write_permission(runner, quick, tmp_path, stage):
     """Also for root, which gives up its privilege here."""
     forbid(runner, quick, stage, tmp_path)

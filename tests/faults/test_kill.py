@@ -76,8 +76,8 @@ def test_a_kill_between_two_changes_of_the_disk(runner, quick, tmp_path, stage):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", ["train", pytest.param("tokenize", marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", ["train", "tokenize"])
 def test_a_kill_at_a_random_instant(runner, quick, tmp_path, stage):
     """Whatever the stage is at."""
     kill_at_instants(runner, quick, stage, tmp_path, 2 if stage == "train" else 1)

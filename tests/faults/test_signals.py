@@ -56,9 +56,9 @@ def end_in_the_middle(runner: Runner, finished: Finished, stage: str, place: Pat
     pytest.fail(f"{stage} was never met at work")
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", ["tokenize", pytest.param("evaluate", marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", ["tokenize", "evaluate"])
 def test_ctrl_c_ends_a_stage_with_its_workers(runner, quick, tmp_path, stage):
     """A terminal sends it to the whole group."""
     end_in_the_middle(runner, quick, stage, tmp_path, signal.SIGINT, True)
@@ -80,7 +80,8 @@ def test_every_stage_ends_on_either_signal(runner, finished, tmp_path, stage, nu
     end_in_the_middle(runner, finished, stage, tmp_path, number, number == signal.SIGTERM)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_outputs_are_renamed(runner, quick, tmp_path, number):
     """An exception between two renames must put the old output back, or leave the new one."""
     workspace = quick.copy(tmp_path / "work")

@@ -155,6 +155,7 @@ def test_states_of_a_gpu_fall_as_published():
         assert states_of_part == pytest.approx(4 * W / gpus, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_model_is_never_whole_on_a_gpu_under_zero3():
     """ZeRO-3 has 1/n of the weights, one or two gathered layers, and embedding and head."""
     setting = shared_setting("zero3", 64, "one turn", method="full", grad_ckpt=True)

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.pipeline.clone import Clone
 from tests.pipeline.conftest import FirstRun
 
@@ -14,6 +16,7 @@ DVC_COLUMNS = {"Experiment", "rev", "typ", "Created", "parent", "State", "Execut
 MOST_METRICS = 40
 
 
+@pytest.mark.slow
 def test_first_columns_are_the_compared_results(finished: tuple[Clone, FirstRun]):
     """Hundreds of columns, the first of them counts of rows, hid the peak and the loss."""
     clone, _ = finished

@@ -17,7 +17,7 @@ from tests.small_model import CPU, spec_of
 from tests.train.interrupted import STEPS, Breaking, Outcome, break_off, finish, in_parts, small_job
 
 METHODS = ("full", "lora", "qlora", "int8_lora")
-FAST = [("lora", "adamw"), ("qlora", "paged_adamw_8bit"), ("full", "adafactor")]
+FAST = [("qlora", "paged_adamw_8bit"), ("full", "adafactor")]
 REST = [pair for pair in itertools.product(METHODS, OPTIMIZERS) if pair not in FAST]
 
 
