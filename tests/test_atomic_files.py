@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_finetune.core.atomic_files import atomic_directory, atomic_path, told_in_one_line, write_text
+from lean_finetune.core.atomic_files import atomic_directory, atomic_path, write_errors, write_text
 from lean_finetune.core.errors import UserError
 
 ASIDE = ".out.partial"
@@ -91,6 +91,6 @@ REMEDIES = {
 @pytest.mark.parametrize("number, remedy", REMEDIES.items(), ids=[errno.errorcode[number] for number in REMEDIES])
 def test_a_refusal_names_the_file_and_its_remedy(number, remedy):
     why = os.strerror(number)
-    with pytest.raises(UserError) as told, told_in_one_line(Path("data/x")):
+    with pytest.raises(UserError) as told, write_errors(Path("data/x")):
         raise OSError(number, why, "data/x/y")
     assert str(told.value) == f"data/x: cannot be written ({why}: data/x/y); {remedy}, then rerun"

@@ -34,16 +34,20 @@ CASES = {
     ),
     "as before, afterwards": ("with signals.raised():\n    pass\nsend()", -signal.SIGTERM, ""),
     "held back": (
-        "with signals.raised():\n    with signals.held_back(), signals.held_back():\n        send()",
+        "with signals.raised():\n    with signals.defer_signals(), signals.defer_signals():\n        send()",
         1,
         "Interrupted: SIGTERM",
     ),
     "held back, yet final the second time": (
-        "with signals.raised(), signals.held_back():\n    send()\n    send()",
+        "with signals.raised(), signals.defer_signals():\n    send()\n    send()",
         -signal.SIGTERM,
         "",
     ),
-    "at once": ("with signals.raised():\n    with signals.at_once():\n        send()", -signal.SIGTERM, ""),
+    "at once": (
+        "with signals.raised():\n    with signals.default_signal_actions():\n        send()",
+        -signal.SIGTERM,
+        "",
+    ),
     "told to ignore": (
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\nwith signals.raised():\n    send(signal.SIGINT)",
         0,

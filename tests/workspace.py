@@ -11,12 +11,13 @@ from click import Command
 from click.testing import CliRunner, Result
 from ruamel.yaml import YAML
 
+from lean_finetune.core.atomic_files import FIGURES, write_json
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
 
 def lay_out(directory: Path, **values: Any) -> Path:
-    """Put params.yaml into a directory with some values changed, keys dotted with two underscores."""
+    """Write params.yaml into a directory with some values changed. `train__lr` is train.lr."""
     yaml = YAML(typ="rt")
     params = yaml.load((ROOT / "params.yaml").read_text())
     params["run"]["progress"] = False
@@ -29,12 +30,12 @@ def lay_out(directory: Path, **values: Any) -> Path:
 
 
 def invoke(command: Command, *arguments: str) -> Result:
-    """Run a stage's entry in this process; anything but a told fault is raised."""
+    """Run a stage's entry in this process; any error but a UserError is raised."""
     return CliRunner().invoke(command, list(arguments), catch_exceptions=False)
 
 
-def told(result: Result) -> str:
-    """The one line of a refused run."""
+def error(result: Result) -> str:
+    """The error of a failed run, which must be one line."""
     assert result.exit_code == 1, result.output
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
@@ -42,7 +43,7 @@ def told(result: Result) -> str:
 
 
 def run_module(module: str, *arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module` as a process of its own."""
+    """Run `python -m module` in a child process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     environment.pop("DVC_STAGE", None)
     return run_bounded([sys.executable, "-m", module, *arguments], cwd=cwd, env=environment, **options)
@@ -53,3 +54,17 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def write_verdict(root: Path) -> None:
+    """Write the estimate of a run that fits, as stage train reads it."""
+    figures = {
+        "gpu": "cpu",
+        "capacity_gib": 16.0,
+        "peak_bytes_predicted": 54_000_000,
+        "host_bytes_predicted": None,
+        "offloaded_bytes_predicted": 0,
+        "worst_phase": "backward",
+    }
+    write_json(root / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
+    write_json(root / "data/estimate" / FIGURES, figures)

@@ -12,8 +12,8 @@ from typing import Any
 
 from lean_finetune.core import progress
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.file_locks import clear, hold, leave
-from lean_finetune.core.signals import held_back
+from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
+from lean_finetune.core.signals import defer_signals
 
 READ_BLOCK_BYTES = 1 << 20
 FIGURES = "figures.json"
@@ -54,7 +54,7 @@ def sha256_file(path: Path) -> str:
     with open(path, "rb") as file:
         while block := file.read(READ_BLOCK_BYTES):
             digest.update(block)
-            progress.made()
+            progress.report()
     return digest.hexdigest()
 
 
@@ -78,7 +78,7 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def told_in_one_line(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
     """Turn an `OSError` (disk full, no permission) into a `UserError` that names the path."""
     try:
         yield
@@ -153,10 +153,10 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-    progress.made()
+    progress.report()
 
 
-def bench_of(path: Path) -> Path:
+def partial_directory(path: Path) -> Path:
     """The directory in which the new content of `path` is written, under the same name."""
     return path.with_name(f".{path.name}.partial")
 
@@ -164,20 +164,20 @@ def bench_of(path: Path) -> Path:
 @contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
     """A locked temporary directory next to `path` for its new content. Leftovers of a killed run are removed first."""
-    temporary, lock = bench_of(path), None
-    with told_in_one_line(path):
+    temporary, lock = partial_directory(path), None
+    with write_errors(path):
         try:
-            with held_back():
-                lock = hold(temporary)
+            with defer_signals():
+                lock = lock_directory(temporary)
             if lock is None:
                 raise UserError(f"{path}: another run is writing it; wait until that ends, then rerun")
             clear(temporary)
             yield temporary
         finally:
             if lock is not None:
-                with held_back():
+                with defer_signals():
                     clear(temporary)
-                    leave(temporary, lock)
+                    unlock_directory(temporary, lock)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 LOCK_FILE = "lock"
 
 
-def hold(directory: Path, waits: Callable[[], object] | None = None, *, shared: bool = False) -> int | None:
+def lock_directory(directory: Path, waits: Callable[[], object] | None = None, *, shared: bool = False) -> int | None:
     """Lock a directory by a file in it.
 
     Args:
@@ -58,7 +58,7 @@ def clear(directory: Path) -> None:
                 left.unlink()
 
 
-def leave(directory: Path, handle: int) -> None:
+def unlock_directory(directory: Path, handle: int) -> None:
     """Unlock a directory, and remove it if it is empty."""
     # The lock file is removed last but before the directory: another process may then lock the directory at once, and
     # rmdir fails because it is no longer empty.

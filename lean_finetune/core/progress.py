@@ -9,17 +9,17 @@ from contextlib import contextmanager
 _listeners: list[Callable[[], None]] = []
 
 
-def made() -> None:
+def report() -> None:
     """Report progress to all listeners."""
     for listener in _listeners:
         listener()
 
 
 @contextmanager
-def heard_by(listener: Callable[[], None]) -> Iterator[None]:
-    """Call `listener` at every progress report while the block runs. It must be fast."""
-    _listeners.append(listener)
+def callback(function: Callable[[], None]) -> Iterator[None]:
+    """Call `function` at every progress report while the block runs. It must be fast."""
+    _listeners.append(function)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        _listeners.remove(function)

@@ -22,7 +22,7 @@ FIRST_OF_SIGNALS = 128
 _exit_codes: list[int] = []
 """The exit code of this process once a signal has decided it."""
 _deferred: list[int | None] = []
-"""For each open `held_back` block, outer ones first: the signal that arrived in it, or None."""
+"""For each open `defer_signals` block, outer ones first: the signal that arrived in it, or None."""
 
 
 class Interrupted(BaseException):
@@ -66,7 +66,7 @@ def raised() -> Iterator[None]:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Defer stop signals to the end of the block, which must be short. Has no effect outside the main thread.
 
     Raises:
@@ -85,7 +85,7 @@ def held_back() -> Iterator[None]:
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
+def default_signal_actions() -> Iterator[None]:
     """Let signals kill the process while the block waits in C++, where no Python handler can run.
 
     The block must not need any cleanup.

@@ -18,9 +18,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lean_finetune.core.atomic_files import sha256_json, told_in_one_line
+from lean_finetune.core.atomic_files import sha256_json, write_errors
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.file_locks import clear, hold, leave
+from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.parent_death import LAUNCHER
 from lean_finetune.core.signals import FIRST_OF_SIGNALS, Interrupted
 from lean_finetune.distributed.processes import World
@@ -77,9 +77,9 @@ def _launch_directory(directory: Path) -> Iterator[Path]:
 @contextmanager
 def _locked(directory: Path, name: str, *, shared: bool) -> Iterator[Path]:
     """The locked directory `name` in `directory`, after removing those whose launches have ended."""
-    with told_in_one_line(directory):
+    with write_errors(directory):
         _remove_ended(directory)
-        lock = hold(directory / name, shared=shared)
+        lock = lock_directory(directory / name, shared=shared)
     try:
         yield directory / name
     finally:
@@ -91,9 +91,9 @@ def _remove_ended(directory: Path) -> None:
     """Remove the directories of launches that have ended."""
     directory.mkdir(parents=True, exist_ok=True)
     for other in directory.iterdir():
-        if other.is_dir() and (lock := hold(other)) is not None:
+        if other.is_dir() and (lock := lock_directory(other)) is not None:
             clear(other)
-            leave(other, lock)
+            unlock_directory(other, lock)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.signals import at_once
+from lean_finetune.core.signals import default_signal_actions
 from lean_finetune.distributed.progress_barrier import progress_barrier
 
 
@@ -91,7 +91,8 @@ def process_group(world: World, device: torch.device, timeout_seconds: float) ->
     gpu = device.type == "cuda"
     if gpu:  # The least time between a fault that NCCL's watchdog finds and its SIGABRT.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")
-    with at_once():  # Waiting ignores signals, and the others would wait for a process that a signal ends.
+    # Waiting ignores signals, and the others would wait for a process that a signal ends.
+    with default_signal_actions():
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             timeout=timedelta(seconds=timeout_seconds),

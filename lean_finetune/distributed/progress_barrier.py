@@ -85,7 +85,7 @@ def progress_barrier(rank: int, size: int, timeout_seconds: float) -> Iterator[N
     barrier = ProgressBarrier(dist.distributed_c10d._get_default_store(), rank, size, timeout_seconds)
     _barriers.append(barrier)
     try:
-        with progress.heard_by(barrier.progress):
+        with progress.callback(barrier.progress):
             yield
     finally:
         _barriers.remove(barrier)

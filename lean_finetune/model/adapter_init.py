@@ -109,7 +109,7 @@ def start_adapters(model: PeftModel, spec: ModelSpec, directory: Path) -> None:
         A_RK, B_NR = START_FUNCTIONS[spec.lora_init](frozen)
         if ADAPTER_STARTS[spec.lora_init].changes_frozen_weights:
             first[name] = (A_RK.cpu(), B_NR.cpu())
-        progress.made()
+        progress.report()
         layer.lora_A[ADAPTER].weight.copy_(A_RK)
         layer.lora_B[ADAPTER].weight.copy_(B_NR)
     if first:

@@ -81,7 +81,7 @@ class StoredTensor:
                 if not count:
                     raise OSError(f"{self.path} ends {len(left)} bytes too soon")
                 left = left[count:]
-                progress.made()
+                progress.report()
         return tensor
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
@@ -186,7 +186,7 @@ def write_tensors(path: Path, specs: Mapping[str, TensorSpec], make: Callable[[s
                 raise RuntimeError(f"{name} is not of the announced type and shape")
             file.write(_bytes_of(tensor))
             del tensor
-            progress.made()
+            progress.report()
 
 
 def write_loaded(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -181,7 +181,7 @@ def verify_files(directory: Path, files: Mapping[str, str]) -> None:
             digest = new_digest(files[name], path.stat().st_size)
             for block in _blocks(path):
                 digest.update(block)
-                progress.made()
+                progress.report()
         except OSError as error:
             raise UserError(
                 f"model.name: {path} cannot be read ({error.strerror}); run `dvc repro` again to pin it again"

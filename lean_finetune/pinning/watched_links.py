@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lean_finetune.core.atomic_files import repo_root, told_in_one_line
+from lean_finetune.core.atomic_files import repo_root, write_errors
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.local_source import LocalSource
 
@@ -43,7 +43,7 @@ def watch_sources(locks: Path, sources: Sequence[LocalSource], template: Path | 
         links["template"] = template
     for name, path in links.items():
         watch(locks / FILE_LINKS / name, path)
-    with told_in_one_line(locks / FILE_LINKS):
+    with write_errors(locks / FILE_LINKS):
         for old in (locks / FILE_LINKS).iterdir():
             if old.name not in links:
                 old.unlink()
@@ -63,7 +63,7 @@ def watch(link: Path, target: Path) -> None:
     text = os.path.relpath(absolute, link.parent.resolve()) if _is_in_copies(absolute) else str(absolute)
     if link.is_symlink() and os.readlink(link) == text:
         return
-    with told_in_one_line(link):
+    with write_errors(link):
         link.parent.mkdir(parents=True, exist_ok=True)
         aside = link.with_name(f".{link.name}.partial")
         aside.unlink(missing_ok=True)

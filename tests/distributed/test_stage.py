@@ -28,8 +28,7 @@ from stages.tokenize import main as tokenize
 from stages.train import main as train
 from tests.conftest import ROOT
 from tests.processes import kill_group, killed_after
-from tests.stand_ins import write_verdict
-from tests.workspace import invoke, lay_out, run_module
+from tests.workspace import invoke, lay_out, run_module, write_verdict
 
 pytestmark = pytest.mark.multiprocess
 

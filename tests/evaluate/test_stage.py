@@ -20,7 +20,7 @@ from stages.evaluate import main
 from tests.evaluate.conftest import CPU, EOS, questions_of, save_random_adapter, spec_of
 from tests.evaluate.test_row_losses import losses_of
 from tests.token_files import Row, heldout, write_tokens
-from tests.workspace import invoke, lay_out, told
+from tests.workspace import error, invoke, lay_out
 
 LIMITS = EvaluationLimits(max_tokens=256, logits_chunk=32, max_new_tokens=4, generate_batch_rows=8)
 
@@ -131,14 +131,14 @@ def test_plain_text_rows_have_a_loss(place, tmp_path, locks_dir, adapter, tokens
 
 
 def test_missing_adapter_is_one_line(place, tokens_dir, locks_dir, tmp_path):
-    line = told(evaluate(tokens_dir, locks_dir, tmp_path / "nowhere"))
+    line = error(evaluate(tokens_dir, locks_dir, tmp_path / "nowhere"))
     assert "nowhere" in line and "dvc repro" in line
     assert not Path("data/evaluate").exists() and not Path("metrics/evaluate.json").exists()
 
 
 def test_adapter_of_another_model_is_one_line(place, tokens_dir, locks_dir, tmp_path, tiny_dir):
     """The line must name a weight that does not fit, not only that some error happened."""
-    line = told(evaluate(tokens_dir, locks_dir, save_random_adapter(tiny_dir, "lora", tmp_path / "other")))
+    line = error(evaluate(tokens_dir, locks_dir, save_random_adapter(tiny_dir, "lora", tmp_path / "other")))
     assert "adapter cannot be loaded" in line and "size mismatch" in line and "lora_A" in line
 
 
@@ -150,7 +150,7 @@ def test_adapter_without_finite_loss_is_one_line(place, tokens_dir, locks_dir, a
     save_file(
         {name: torch.full_like(w, torch.inf) for name, w in weights.items()}, broken / "adapter_model.safetensors"
     )
-    line = told(evaluate(tokens_dir, locks_dir, broken))
+    line = error(evaluate(tokens_dir, locks_dir, broken))
     assert "loss of the tuned model must be finite" in line
     assert not Path("metrics/evaluate.json").exists()
 
@@ -172,7 +172,7 @@ def test_out_of_memory_names_the_parameters_that_help(
         raise error
 
     monkeypatch.setattr(f"lean_finetune.evaluate.base_and_tuned.{place_of_it}", refuse)
-    line = told(evaluate(tokens_dir, locks_dir, adapter))
+    line = error(evaluate(tokens_dir, locks_dir, adapter))
     assert line.startswith("evaluate.max_tokens: the base model ran out of memory") and "generate_batch_rows=32" in line
 
 
@@ -187,7 +187,7 @@ def test_a_base_that_changed_since_it_was_pinned_is_refused(place, tokens_dir, l
     weights = bytearray((other / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (other / "model.safetensors").write_bytes(weights)
-    assert "changed since it was pinned" in told(evaluate(tokens_dir, locks, adapter))
+    assert "changed since it was pinned" in error(evaluate(tokens_dir, locks, adapter))
 
 
 def without_prompts(rows: TokenRows) -> EvaluationRows:

@@ -13,8 +13,7 @@ from tests.faults.outputs import STAGES, listing, state
 from tests.faults.stage_run import Runner
 from tests.faults.workspaces import Finished
 from tests.processes import run_bounded
-from tests.stand_ins import write_verdict
-from tests.workspace import lay_out
+from tests.workspace import lay_out, write_verdict
 
 ROWS = 700
 """Six blocks of tokenize in two shards."""

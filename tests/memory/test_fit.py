@@ -17,7 +17,7 @@ from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.fit_command import LABEL_WIDTH, fit_report, labelled
 from lean_finetune.memory.gpus import BF16_CAPABILITY, context_of
 from tests.memory.common import card_for
-from tests.workspace import invoke, lay_out, told
+from tests.workspace import error, invoke, lay_out
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_the_verdict_comes_before_the_search_and_says_why(workspace):
 )
 def test_a_wrong_argument_is_one_line(workspace, arguments, message):
     """A traceback."""
-    assert told(ask(*arguments)).startswith(message)
+    assert error(ask(*arguments)).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,12 @@ def test_a_config_that_is_no_model_is_one_line(workspace: Path, changes: dict[st
     path = workspace / "model" / "config.json"
     values = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
-    refusal = told(ask("--model", "model", "--gpu", "H100"))
+    refusal = error(ask("--model", "model", "--gpu", "H100"))
     assert refusal.startswith("model.name: ") and message in refusal and "Error" not in refusal
 
 
 def test_a_precision_that_the_gpu_lacks_is_one_line(workspace):
     lay_out(workspace, train__precision="bf16", data__max_length=128, bucket__max_tokens=256)
-    assert told(ask("--model", "model", "--gpu", "T4")).startswith("train.precision: bf16 needs compute capability 8.0")
+    assert error(ask("--model", "model", "--gpu", "T4")).startswith(
+        "train.precision: bf16 needs compute capability 8.0"
+    )

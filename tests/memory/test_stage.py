@@ -17,7 +17,7 @@ from lean_finetune.plan.batch_plan import MicroBatch, Plan, write_plan
 from stages.estimate import main
 from tests.memory.common import card_for, plan_of
 from tests.token_files import write_index
-from tests.workspace import invoke, lay_out, told
+from tests.workspace import error, invoke, lay_out
 
 PLAN = plan_of([[(2, 128, 60), (3, 80, 40)], [(4, 64, 90)]])
 LENGTHS = (64, 64, 40, 40)
@@ -157,7 +157,7 @@ def test_activations_on_the_host_are_counted_there(workspace):
     assert found["cpu"]["host_bytes_predicted"] >= host["process"]["bytes"] + host["batches"]["bytes"] + away
     assert found["cpu"]["peak_bytes_predicted"] < found["none"]["peak_bytes_predicted"]
     lay_out(workspace, train__offload_activations="cpu", hardware__gpu="auto")
-    assert told(run()).startswith("train.offload_activations: cpu takes activations off a GPU; got cpu where training")
+    assert error(run()).startswith("train.offload_activations: cpu takes activations off a GPU; got cpu where training")
 
 
 @pytest.mark.slow
@@ -176,26 +176,26 @@ def test_an_optimizer_on_the_host_is_counted_there(workspace):
     assert 0 < more <= sum(there)  # Told in the device's blocks there.
     assert found["optimizer"]["peak_bytes_predicted"] < found["none"]["peak_bytes_predicted"]
     lay_out(workspace, train__offload="optimizer", hardware__gpu="auto")
-    assert told(run()).startswith("train.offload: optimizer takes its state off a GPU; got optimizer where training")
+    assert error(run()).startswith("train.offload: optimizer takes its state off a GPU; got optimizer where training")
 
 
 def test_updates_in_backward_need_steps_of_one_micro_batch(workspace):
     """A step whose second micro-batch would update what the first one has updated."""
     lay_out(workspace, train__method="full", train__optimizer_in_backward=True, train__max_grad_norm=None)
-    assert told(run()).startswith("train.optimizer_in_backward: every optimizer step must be one micro-batch; step ")
+    assert error(run()).startswith("train.optimizer_in_backward: every optimizer step must be one micro-batch; step ")
 
 
 def test_an_unknown_gpu_is_one_line_and_leaves_nothing_behind(workspace):
     """A directory half written, or a traceback."""
     lay_out(workspace, hardware__gpu="RTX-409")
-    assert told(run()).startswith("hardware.gpu: must be auto, a size such as 24GiB or a known GPU; got 'RTX-409'")
+    assert error(run()).startswith("hardware.gpu: must be auto, a size such as 24GiB or a known GPU; got 'RTX-409'")
     assert not (workspace / "estimate").exists() and not (workspace / "estimate.json").exists()
 
 
 def test_bf16_on_a_t4_is_one_line(workspace):
     """A precision the card cannot compute accepted."""
     lay_out(workspace, hardware__gpu="T4", train__precision="bf16")
-    line = told(run())
+    line = error(run())
     assert line.startswith("train.precision: bf16 needs compute capability 8.0 (Ampere) or later; got bf16 for T4; ")
     assert "set train.precision to fp16" in line
 

@@ -15,7 +15,7 @@ from lean_finetune.pinning.local_source import OUTPUTS
 from lean_finetune.pinning.locate import data_files
 from stages.pin import main
 from tests.processes import run_bounded
-from tests.workspace import invoke, lay_out, told, write_rows
+from tests.workspace import error, invoke, lay_out, write_rows
 
 ROWS = [{"text": "one"}, {"text": "two"}]
 LINK = Path("locks/watched-data")
@@ -72,7 +72,7 @@ def test_a_file_that_git_ignores_is_linked_absolutely(pin):
     """A relative link to it would dangle in the copy that temporary and queued experiments run in."""
     source = write_rows(Path("data/mine.jsonl"), ROWS)
     run_bounded(["git", "init", "-q"], check=True)
-    assert "/data/ to .git/info/exclude" in told(pin(source))
+    assert "/data/ to .git/info/exclude" in error(pin(source))
     Path(".git/info/exclude").write_text("/data/mine.jsonl\n")
     pin(source)
     assert os.readlink(LINK) == str(source.resolve())
@@ -146,7 +146,7 @@ def test_a_bad_source_is_refused_and_the_last_lock_stays(pin, source, rule):
     Path("mixed/rows.xlsx").write_bytes(b"PK")
     pin(write_rows(Path("good.jsonl"), ROWS))
     before = Path("locks/data.json").read_bytes(), os.readlink(LINK)
-    assert told(pin(source)).startswith(rule)
+    assert error(pin(source)).startswith(rule)
     assert (Path("locks/data.json").read_bytes(), os.readlink(LINK)) == before
     links = ["watched-data", "watched-data-1", "watched-data-2", "watched-data-3", "watched-files"]
     assert sorted(path.name for path in Path("locks").iterdir()) == ["data.json", *links]
@@ -160,7 +160,7 @@ def test_a_source_that_the_pipeline_writes_into_is_refused(pin, source):
     write_rows(Path("data/tokens/rows.jsonl"), ROWS)
     Path("alias").symlink_to("data")
     pin("data/raw")
-    assert told(pin(source)).startswith("data.source: must not contain or be in ")
+    assert error(pin(source)).startswith("data.source: must not contain or be in ")
     assert pinned("source") == ["data/raw"]
 
 
@@ -183,16 +183,16 @@ def test_a_link_in_a_directory_that_would_be_skipped_is_refused(pin, tmp_path):
     assert pin(folder).exit_code == 0
     assert pinned("files") == [["linked.jsonl", "rows.jsonl"]]
     (folder / "more").symlink_to(more)
-    assert told(pin(folder)).startswith(f"data.source: {folder}/more is a link to a directory, which is not followed")
+    assert error(pin(folder)).startswith(f"data.source: {folder}/more is a link to a directory, which is not followed")
     (folder / "more").unlink()
     (folder / "gone.jsonl").symlink_to("nowhere.jsonl")
-    assert told(pin(folder)).startswith(f"data.source: {folder}/gone.jsonl is a link to nowhere.jsonl, which does not")
+    assert error(pin(folder)).startswith(f"data.source: {folder}/gone.jsonl is a link to nowhere.jsonl, which does not")
 
 
 def test_a_revision_of_a_local_source_is_refused(pin):
     """It would be silently ignored."""
     source = write_rows(Path("mine.jsonl"), ROWS)
-    assert told(pin(source, revision="main")).startswith("data.revision: ")
+    assert error(pin(source, revision="main")).startswith("data.revision: ")
 
 
 def test_data_files_name_places_as_the_user_wrote_them(pin):
@@ -217,7 +217,7 @@ def test_a_saved_data_set_is_pinned_in_the_order_of_its_state(pin, tmp_path):
     state = json.loads((tmp_path / "saved/state.json").read_text())
     assert pinned("files") == [[file["filename"] for file in state["_data_files"]]]
     assert (pinned("kind"), pinned("split")) == (["saved"], [None])
-    assert told(pin(tmp_path / "saved", split="train")).startswith("data.split: only hub data sets and saved Dataset")
+    assert error(pin(tmp_path / "saved", split="train")).startswith("data.split: only hub data sets and saved Dataset")
 
 
 def test_a_split_of_a_saved_dict_is_chosen(pin, tmp_path):
@@ -228,16 +228,16 @@ def test_a_split_of_a_saved_dict_is_chosen(pin, tmp_path):
     assert pin(tmp_path / "saved", split="test").exit_code == 0
     assert (pinned("split"), pinned("files")) == (["test"], [["test/data-00000-of-00001.arrow"]])
     rule = f"data.split: {str(tmp_path / 'saved')!r} has no split 'dev'; name one of train, test"
-    assert told(pin(tmp_path / "saved", split="dev")) == rule
+    assert error(pin(tmp_path / "saved", split="dev")) == rule
 
 
 def test_a_saved_data_set_that_names_files_elsewhere_is_refused(pin, tmp_path):
     save(tmp_path / "saved", ROWS)
     state = tmp_path / "saved/state.json"
     state.write_text(json.dumps({"_data_files": [{"filename": "../../secret.arrow"}]}))
-    assert "names '../../secret.arrow', not an .arrow file there" in told(pin(tmp_path / "saved"))
+    assert "names '../../secret.arrow', not an .arrow file there" in error(pin(tmp_path / "saved"))
     state.write_text("{")
-    assert "state.json is not JSON" in told(pin(tmp_path / "saved"))
+    assert "state.json is not JSON" in error(pin(tmp_path / "saved"))
 
 
 def test_a_glob_is_pinned_in_order_and_its_directory_watched(pin):
@@ -278,9 +278,9 @@ def test_several_sources_are_pinned_in_order_and_each_is_watched(pin, tmp_path):
 
 def test_faults_in_a_list_name_the_entry(pin, tmp_path):
     good = {"source": str(write_rows(tmp_path / "one.jsonl", ROWS))}
-    assert told(pin([good, {"source": "none.jsonl"}])).startswith("data.source.1.source: no such file or directory")
-    assert told(pin([good, {**good, "split": "test"}])).startswith("data.source.1.split: only hub data sets and saved")
-    assert told(pin([good, good], split="test")).startswith("data.split: only hub data sets and saved DatasetDicts")
+    assert error(pin([good, {"source": "none.jsonl"}])).startswith("data.source.1.source: no such file or directory")
+    assert error(pin([good, {**good, "split": "test"}])).startswith("data.source.1.split: only hub data sets and saved")
+    assert error(pin([good, good], split="test")).startswith("data.split: only hub data sets and saved DatasetDicts")
 
 
 def test_any_number_of_directories_is_watched(pin, tmp_path):

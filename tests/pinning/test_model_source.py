@@ -14,7 +14,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.locate import model_directory, tokenizer_directory, verify_files
 from stages.pin import main
 from tests.processes import run_bounded
-from tests.workspace import invoke, lay_out, told
+from tests.workspace import error, invoke, lay_out
 
 LINK = Path("locks/watched-model")
 
@@ -84,11 +84,11 @@ def test_a_sharded_model_is_pinned_with_its_index_and_shards_alone(pin, own):
     named = {*shards.values(), index.name}
     assert {name for name in read_json(Path("locks/model.json"))["files"] if "safetensors" in name} == named
     (own / shards["extra"]).unlink()
-    assert "model-00002-of-00002.safetensors, which model.safetensors.index.json names, is missing" in told(pin("own"))
+    assert "model-00002-of-00002.safetensors, which model.safetensors.index.json names, is missing" in error(pin("own"))
     index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
-    assert "shards must be .safetensors files in its directory" in told(pin("own"))
+    assert "shards must be .safetensors files in its directory" in error(pin("own"))
     index.write_text("{}")
-    assert "has no weight_map" in told(pin("own"))
+    assert "has no weight_map" in error(pin("own"))
 
 
 def remove(name):
@@ -162,7 +162,7 @@ def test_a_damaged_model_is_refused_and_the_last_lock_stays(pin, own, spoil, rul
     pin("tiny")
     before = {path.name: path.read_bytes() for path in Path("locks").glob("*.json")}
     spoil(own)
-    line = told(pin("own"))
+    line = error(pin("own"))
     assert line.startswith("model.name: ") and rule in line
     assert {path.name: path.read_bytes() for path in Path("locks").iterdir() if not path.is_symlink()} == before
     assert os.readlink(LINK) == "../lean_finetune/tiny"
@@ -170,12 +170,12 @@ def test_a_damaged_model_is_refused_and_the_last_lock_stays(pin, own, spoil, rul
 
 def test_a_revision_of_a_local_model_is_refused(pin, own):
     """It would be silently ignored."""
-    assert told(pin("tiny", revision="main")).startswith("model.revision: only a hub model has revisions")
-    assert told(pin("own", revision="v1")).startswith("model.revision: only a hub model has revisions")
+    assert error(pin("tiny", revision="main")).startswith("model.revision: only a hub model has revisions")
+    assert error(pin("own", revision="v1")).startswith("model.revision: only a hub model has revisions")
 
 
 def test_a_name_that_is_nothing_is_refused_without_asking_the_network(pin):
-    assert told(pin("./no/such/model")).startswith("model.name: must be tiny, an existing directory, or a hub id")
+    assert error(pin("./no/such/model")).startswith("model.name: must be tiny, an existing directory, or a hub id")
 
 
 def test_a_pinned_directory_that_is_gone_is_refused(pin, own):
@@ -193,6 +193,6 @@ def test_a_model_in_the_checkout_must_be_ignored_as_a_whole(pin, own):
         exclude.write_text(ignored)
         result = pin("own")
         assert result.exit_code == 1
-        assert "model.name: " in told(result) and "/own/ to .git/info/exclude" in told(result)
+        assert "model.name: " in error(result) and "/own/ to .git/info/exclude" in error(result)
     exclude.write_text("/own/\n")
     assert pin("own").exit_code == 0

@@ -12,7 +12,7 @@ from lean_finetune.pinning.locate import data_files
 from stages.pin import main
 from tests.pinning.test_data_source import ROWS, pinned
 from tests.processes import run_bounded
-from tests.workspace import invoke, lay_out, told, write_rows
+from tests.workspace import error, invoke, lay_out, write_rows
 
 
 def without_rights_of_root() -> list[str]:
@@ -50,13 +50,13 @@ def test_unusual_names_and_files_are_refused(pin, tmp_path):
     odd = folder / os.fsdecode(b"\xff.jsonl")
     odd.write_bytes((folder / "a.jsonl").read_bytes())
     for given in (folder, f"{folder}/*"):
-        assert "a name that is not UTF-8; rename it" in told(pin(given))
+        assert "a name that is not UTF-8; rename it" in error(pin(given))
     odd.unlink()
     os.mkfifo(folder / "b.jsonl")
-    assert told(pin(folder)).endswith("b.jsonl is neither a file nor a directory; move it away")
-    assert "is neither a file nor a directory" in told(pin(folder / "b.jsonl"))
+    assert error(pin(folder)).endswith("b.jsonl is neither a file nor a directory; move it away")
+    assert "is neither a file nor a directory" in error(pin(folder / "b.jsonl"))
     (tmp_path / "loop").symlink_to("loop")
-    assert "no such file or directory" in told(pin(tmp_path / "loop"))
+    assert "no such file or directory" in error(pin(tmp_path / "loop"))
 
 
 @pytest.mark.parametrize("given", ["rows", "rows/**/*.jsonl"])

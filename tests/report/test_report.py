@@ -16,7 +16,7 @@ from lean_finetune.report.report_figures import memory_records, report_metrics
 from lean_finetune.report.report_inputs import Inputs, read_inputs
 from stages.report import main
 from tests.report.conftest import GENERATION, MIB, TIMELINE, metrics, write_inputs
-from tests.workspace import invoke, run_module, told
+from tests.workspace import error, invoke, run_module
 
 
 def inputs_of(place: Path) -> Inputs:
@@ -237,14 +237,14 @@ def test_plots_show_the_figures(place):
 )
 def test_missing_input_is_one_line(place, missing):
     (place / missing).unlink()
-    line = told(invoke(main))
+    line = error(invoke(main))
     assert missing in line and "dvc repro" in line
     assert not (place / "data/report").exists() and not (place / "metrics/report.json").exists()
 
 
 def test_damaged_input_is_named_by_line(place):
     (place / "data/evaluate/generations.jsonl").write_text('{"family": "sums"\n')
-    assert "generations.jsonl:1: not JSON" in told(invoke(main))
+    assert "generations.jsonl:1: not JSON" in error(invoke(main))
     write_inputs(place)
     (place / "data/train/curves.csv").write_text("step,loss\n")
-    assert "curves.csv: has no rows" in told(invoke(main))
+    assert "curves.csv: has no rows" in error(invoke(main))

@@ -22,8 +22,7 @@ from stages.pin import main as pin
 from stages.tokenize import main as tokenize
 from tests.conftest import ROOT
 from tests.processes import run_bounded
-from tests.stand_ins import write_verdict
-from tests.workspace import invoke, lay_out, write_rows
+from tests.workspace import invoke, lay_out, write_rows, write_verdict
 
 pytestmark = [
     pytest.mark.slow,

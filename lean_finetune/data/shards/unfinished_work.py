@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lean_finetune.core.atomic_files import repo_root, told_in_one_line
-from lean_finetune.core.file_locks import clear, hold, leave
+from lean_finetune.core.atomic_files import repo_root, write_errors
+from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 
 
 def scratch_root() -> Path:
@@ -28,7 +28,7 @@ def work_directory(root: Path, key: str, notify: Callable[[str], None]) -> Itera
         UserError: the disk cannot be written.
     """
     directory = root / key
-    with told_in_one_line(directory):
+    with write_errors(directory):
         lock = _lock(directory, notify)
         try:
             _remove_stale(root, key)
@@ -39,7 +39,7 @@ def work_directory(root: Path, key: str, notify: Callable[[str], None]) -> Itera
                 clear(directory)
             raise
         finally:
-            leave(directory, lock)
+            unlock_directory(directory, lock)
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def locked_directory(directory: Path, notify: Callable[[str], None]) -> Iterator
     Raises:
         UserError: the disk cannot be written.
     """
-    with told_in_one_line(directory):
+    with write_errors(directory):
         lock = _lock(directory, notify)
         try:
             yield
@@ -59,15 +59,15 @@ def locked_directory(directory: Path, notify: Callable[[str], None]) -> Iterator
 
 def _lock(directory: Path, notify: Callable[[str], None]) -> int:
     """The descriptor of the directory's lock; waits until it is free."""
-    lock = hold(directory, lambda: notify(f"another tokenize works in {directory}; waiting for it to end"))
-    assert lock is not None, "hold waits"
+    lock = lock_directory(directory, lambda: notify(f"another tokenize works in {directory}; waiting for it to end"))
+    assert lock is not None, "lock_directory waits"
     return lock
 
 
 def _remove_stale(root: Path, key: str) -> None:
     for other in sorted(root.iterdir()):
         if other.name != key and other.is_dir():
-            lock = hold(other)
+            lock = lock_directory(other)
             if lock is not None:
                 clear(other)
-                leave(other, lock)
+                unlock_directory(other, lock)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lean_finetune.core.atomic_files import atomic_directory, bench_of, sha256_file, sync, told_in_one_line
+from lean_finetune.core.atomic_files import atomic_directory, partial_directory, sha256_file, sync, write_errors
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.model.safetensors_files import stored_tensors, write_loaded
@@ -81,7 +81,7 @@ class PendingCheckpoint:
         Raises:
             UserError: the disk refused.
         """
-        with told_in_one_line(self._directory):
+        with write_errors(self._directory):
             sums = {name: sha256_file(self._directory / name) for name in (TENSORS, VALUES)}
             (self._directory / SUMS).write_text(json.dumps(sums))
             for name in (TENSORS, VALUES, SUMS):
@@ -138,7 +138,7 @@ class CheckpointStore:
         """
         path = self.directory / NAME.format(step)
         with ExitStack() as stack:
-            directory = rank_directory(bench_of(path) / path.name, self.channel.rank)
+            directory = rank_directory(partial_directory(path) / path.name, self.channel.rank)
             refused: UserError | None = None
             if self.channel.is_first:
                 try:
@@ -148,7 +148,7 @@ class CheckpointStore:
             if self.channel.from_first(int(refused is not None)) == [1]:
                 raise refused or UserError(f"{path}: cannot be written by the first process; see its log")
             if not self.channel.is_first:
-                stack.enter_context(told_in_one_line(directory))
+                stack.enter_context(write_errors(directory))
             with self._fail_together():
                 directory.mkdir(exist_ok=self.channel.is_first)
                 write_loaded(directory / TENSORS, tensors)
@@ -186,7 +186,7 @@ class CheckpointStore:
             UserError: the disk refused.
         """
         leads = self.channel.is_first
-        with told_in_one_line(self.directory):
+        with write_errors(self.directory):
             if leads:
                 for unfinished in self.directory.glob(".*"):
                     _rename_if_finished(unfinished)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.core.atomic_files import repo_root, told_in_one_line, write_json
+from lean_finetune.core.atomic_files import repo_root, write_errors, write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.file_locks import clear, hold, leave
+from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.units import readable_size
 
 RECORD = "run.json"
@@ -52,15 +52,15 @@ def lock_run_directory(
     Raises:
         UserError: another process has locked it, or the disk refused.
     """
-    with told_in_one_line(directory):
-        lock = hold(directory)
+    with write_errors(directory):
+        lock = lock_directory(directory)
     if lock is None:
         raise UserError(
             f"{directory}: another process trains the same run; wait until it ends, or stop it: the same command then "
             "resumes from its checkpoint"
         )
     try:
-        with told_in_one_line(directory):
+        with write_errors(directory):
             _restart_finished(directory)
             _remove_finished_runs(directory)
         if record is not None:
@@ -72,7 +72,7 @@ def lock_run_directory(
     finally:
         if not list(directory.glob("*step-*")):
             clear(directory)
-        leave(directory, lock)
+        unlock_directory(directory, lock)
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def lock_earlier_run(directory: Path | None) -> Iterator[None]:
     if directory is None:
         yield
         return
-    lock = hold(directory)
+    lock = lock_directory(directory)
     if lock is None:
         raise UserError(
             f"{directory}: another process trains the run to resume from; wait until it ends, or set run.resume=exact"
@@ -93,7 +93,7 @@ def lock_earlier_run(directory: Path | None) -> Iterator[None]:
     try:
         yield
     finally:
-        leave(directory, lock)
+        unlock_directory(directory, lock)
 
 
 def mark_finished(directory: Path, metrics: Path) -> None:
@@ -102,7 +102,7 @@ def mark_finished(directory: Path, metrics: Path) -> None:
     Raises:
         UserError: the disk refused.
     """
-    with told_in_one_line(directory):
+    with write_errors(directory):
         (directory / FINISHED).write_text(_md5(metrics), encoding="ascii")
 
 
@@ -120,10 +120,10 @@ def _remove_finished_runs(own: Path) -> None:
     """Remove directories of other runs that are finished or have no checkpoint."""
     for path in own.parent.glob(f"*/{RECORD}"):
         other = path.parent
-        if other != own and _is_removable(other) and (lock := hold(other)) is not None:
+        if other != own and _is_removable(other) and (lock := lock_directory(other)) is not None:
             if _is_removable(other):
                 clear(other)
-            leave(other, lock)
+            unlock_directory(other, lock)
 
 
 def _is_removable(directory: Path) -> bool:

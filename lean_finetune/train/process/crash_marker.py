@@ -17,8 +17,8 @@ from uuid import uuid4
 
 import psutil
 
-from lean_finetune.core.atomic_files import told_in_one_line
-from lean_finetune.core.file_locks import clear, hold, leave
+from lean_finetune.core.atomic_files import write_errors
+from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.memory_limits import FILESYSTEM, oom_kills
 from lean_finetune.core.units import readable_size
 
@@ -102,23 +102,23 @@ def crash_marker(
         UserError: the disk refused.
     """
     own = directory / uuid4().hex[:8]
-    with told_in_one_line(directory):
+    with write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for other in sorted(directory.iterdir()) if reports else ():
             if other.is_dir():
                 _report_crash(other, notify, root)
-        lock = hold(own)
+        lock = lock_directory(own)
     assert lock is not None, "no other process knows the name"
     try:
         yield CrashMarker(own, notify, root, clock)
     finally:
         clear(own)
-        leave(own, lock)
+        unlock_directory(own, lock)
 
 
 def _report_crash(directory: Path, notify: Callable[[str], None], root: Path) -> None:
     """Report the crashed process and remove its directory, unless it still runs or ran on another machine."""
-    lock = hold(directory)
+    lock = lock_directory(directory)
     if lock is None:
         return
     try:
@@ -133,7 +133,7 @@ def _report_crash(directory: Path, notify: Callable[[str], None], root: Path) ->
     except FileNotFoundError:  # It ended before its first write, or by itself just now.
         pass
     finally:
-        leave(directory, lock)
+        unlock_directory(directory, lock)
 
 
 def _read(path: Path) -> LastStep | None:

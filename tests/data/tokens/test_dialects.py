@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.tokens.common import chat_row, decoder, meta, read_tokens, spans_of
-from tests.workspace import told, write_rows
+from tests.workspace import error, write_rows
 
 OUT = Path("data/tokens")
 HUMAN, GPT = {"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}
@@ -193,7 +193,7 @@ def test_a_row_that_means_more_than_its_text_is_refused_at_its_line(run_sources)
 
 def test_the_refusal_is_one_line_and_a_named_column_lifts_it(run_sources):
     rows = [chat(USER, ANSWER), chat(USER, ANSWER, images=["1.jpg"], id=7)]
-    refusal = told(run_sources({"rows": rows}))
+    refusal = error(run_sources({"rows": rows}))
     assert refusal.startswith("rows.jsonl:2: 'images' holds ") and "data.ignore_columns" in refusal
     result = run_sources({"rows": rows}, data__ignore_columns=["images"])
     assert result.exit_code == 0 and "note: columns of rows.jsonl that are not read: id\n" in result.stderr
@@ -212,9 +212,9 @@ def test_other_columns_are_named_once_for_each_source(run_sources):
 
 def test_a_preference_pair_is_refused_with_a_remedy(run_sources):
     pair = {"prompt": "Q", "chosen": "A", "rejected": "B"}
-    assert "data.columns={completion: chosen}" in told(run_sources({"pairs": pair}))
+    assert "data.columns={completion: chosen}" in error(run_sources({"pairs": pair}))
     transcript = {"chosen": "Human: Q\nAssistant: A", "rejected": "Human: Q\nAssistant: B"}
-    assert "data.columns={text: chosen}" in told(run_sources({"pairs": transcript}))
+    assert "data.columns={text: chosen}" in error(run_sources({"pairs": transcript}))
 
 
 @pytest.mark.parametrize(
@@ -228,4 +228,4 @@ def test_a_preference_pair_is_refused_with_a_remedy(run_sources):
     ],
 )
 def test_a_column_that_cannot_be_left_out_is_refused(run_sources, values, rule):
-    assert told(run_sources({}, **values)).startswith(rule)
+    assert error(run_sources({}, **values)).startswith(rule)

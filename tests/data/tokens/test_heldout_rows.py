@@ -8,7 +8,7 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.pinning.descriptions import describe_data
 from lean_finetune.step.token_rows import TokenRows
 from tests.data.tokens.common import chat_row, meta
-from tests.workspace import told, write_rows
+from tests.workspace import error, write_rows
 
 OUT = Path("data/tokens")
 ROWS = [chat_row(f"What is {n}?", f"{n}.") for n in range(30)]
@@ -53,7 +53,7 @@ def test_without_held_out_rows_all_are_trained(run_rows):
 
 def test_one_prompt_in_all_rows_names_two_remedies(run_rows):
     """Its rows are held out together, so any share holds out all or none of them."""
-    refusal = told(run_rows(ONE_PROMPT))
+    refusal = error(run_rows(ONE_PROMPT))
     assert refusal.startswith("data.heldout_fraction: leaves no row to ")
     assert "rows with the same prompt are held out together" in refusal
     assert "data.heldout_source" in refusal and "set it to 0" in refusal
@@ -65,17 +65,17 @@ def test_one_prompt_in_all_rows_names_two_remedies(run_rows):
 def test_trained_rows_are_not_held_out_under_another_name(run_rows):
     """An evaluation on what was trained tells nothing."""
     write_rows(Path("elsewhere/same.jsonl"), ROWS)
-    refusal = told(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="elsewhere"))
+    refusal = error(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="elsewhere"))
     assert refusal.startswith("data.heldout_source: same.jsonl has the content of a data.source file (rows.jsonl)")
 
 
 def test_a_heldout_source_without_a_usable_row_is_refused(run_rows):
     write_rows(Path("test.jsonl"), [chat_row("word " * 600)])
-    refusal = told(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="test.jsonl"))
+    refusal = error(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="test.jsonl"))
     assert refusal.startswith("data.heldout_source: leaves no row to evaluate on, 1 lost their answer")
 
 
 def test_a_missing_heldout_source_is_refused_under_its_key(run_rows):
-    assert told(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="no.jsonl")).startswith(
+    assert error(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="no.jsonl")).startswith(
         "data.heldout_source: no such file or directory; got 'no.jsonl'"
     )

@@ -7,7 +7,7 @@ import pytest
 
 from lean_finetune.core.atomic_files import read_json
 from tests.data.read.malformed import MALFORMED
-from tests.workspace import told, write_rows
+from tests.workspace import error, write_rows
 
 TEXTS = [{"text": f"Row {n} of the good ones."} for n in range(40)]
 USED = ("train_rows", "heldout_rows")
@@ -47,11 +47,11 @@ def test_malformed_file_gives_counted_rows_or_one_line(run_text, tmp_path, name)
     path.write_bytes(case.bytes())
     result = run_text(path, "skip")
     if case.error:
-        assert told(result).startswith(f"{path}{case.error}")
+        assert error(result).startswith(f"{path}{case.error}")
         return
     if not case.good:
         place = f"{path}:{min(case.faults)}: " if case.faults else f"data.source: {path} "
-        assert told(result).startswith(place)
+        assert error(result).startswith(place)
         return
     assert result.exit_code == 0, result.output
     metrics = counted()
@@ -62,6 +62,6 @@ def test_malformed_file_gives_counted_rows_or_one_line(run_text, tmp_path, name)
     ended = run_text(path, "fail")
     if metrics["bad_rows"]:
         first = min(listed)
-        assert told(ended).startswith(f"{path}:{first}: {listed[first]}")
+        assert error(ended).startswith(f"{path}:{first}: {listed[first]}")
     else:
         assert ended.exit_code == 0, ended.output

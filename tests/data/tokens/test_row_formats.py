@@ -14,7 +14,7 @@ from lean_finetune.data.format.example import Conversation, PlainText, RowFault,
 from lean_finetune.data.format.format_base import FORMATS, RowFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from tests.data.tokens.common import CALL, MESSAGES, conversation, decoder, read_tokens, shape_of, spans_of
-from tests.workspace import told, write_rows
+from tests.workspace import error, write_rows
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {}}
 WRAPPED = [{"type": "function", "function": TOOL}]
@@ -412,7 +412,7 @@ def test_a_row_format_is_one_class(run, monkeypatch, tiny_dir):
     rows = [{"q": f"What is {n}?", "answers": [f"{n}."], "hint": "a number"} for n in range(20)]
     path = write_rows(Path("rows.jsonl"), [*rows, {"q": "Why?", "answers": []}])
     columns = {"question": "q"}
-    assert told(run(path, data__columns=columns)).startswith("rows.jsonl:21: 'answers' is empty")
+    assert error(run(path, data__columns=columns)).startswith("rows.jsonl:21: 'answers' is empty")
     result = run(path, data__columns=columns, data__on_bad_row="skip")
     assert result.exit_code == 0 and "data.format is question_answer: the first row has q and answers" in result.stderr
     decode, tokens = decoder(tiny_dir), read_tokens(Path("data/tokens/train"))
@@ -420,10 +420,10 @@ def test_a_row_format_is_one_class(run, monkeypatch, tiny_dir):
         [(start, end)] = spans_of(row)
         assert decode(row["input_ids"][start:end]) == f"{row['source_row']}.<|im_end|>"
         assert f"What is {row['source_row']}? (a number)" in decode(row["input_ids"])
-    refusal = told(run(path, data__columns={"prompt": "q", "completion": "answers", "text": "q", "hint": "hint"}))
+    refusal = error(run(path, data__columns={"prompt": "q", "completion": "answers", "text": "q", "hint": "hint"}))
     assert refusal.startswith("data.columns: rows of data.format prompt_completion have no key")
     context = write_rows(Path("context.jsonl"), [{"question": "Q", "answers": ["A"], "context": "Facts."}])
-    assert told(run(context)).startswith("context.jsonl:1: 'context' is part of the question")
+    assert error(run(context)).startswith("context.jsonl:1: 'context' is part of the question")
 
 
 def test_every_format_is_a_value_of_data_format():

@@ -13,7 +13,7 @@ import pytest
 from lean_finetune.core.atomic_files import read_json
 from stages.tokenize import main as tokenize
 from tests.data.tokens.common import chat_row, contents, conversation, decoder, meta, read_tokens, spans_of
-from tests.workspace import invoke, run_module, told, write_rows
+from tests.workspace import error, invoke, run_module, write_rows
 
 OUT, METRICS = Path("data/tokens"), Path("data/tokens/figures.json")
 ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(60)]
@@ -190,7 +190,7 @@ REFUSED = {
 @pytest.mark.parametrize("text, values, rule", REFUSED.values(), ids=REFUSED)
 def test_bad_input_is_refused_in_one_line(run, text, values, rule):
     Path("rows.jsonl").write_text(text)
-    assert told(run("rows.jsonl", **values)).startswith(rule)
+    assert error(run("rows.jsonl", **values)).startswith(rule)
     assert not OUT.exists()
 
 
@@ -198,7 +198,7 @@ def test_a_refusal_leaves_the_last_tokens_unchanged(run):
     assert run(write_rows(Path("good.jsonl"), ROWS)).exit_code == 0
     before = snapshot()
     Path("rows.jsonl").write_text("{")
-    assert told(run("rows.jsonl")).startswith("rows.jsonl:1: not JSON")
+    assert error(run("rows.jsonl")).startswith("rows.jsonl:1: not JSON")
     assert snapshot() == before and [path.name for path in Path("data").iterdir()] == ["tokens"]
 
 
@@ -208,7 +208,7 @@ def test_a_source_edited_between_pinning_and_reading_is_refused(run):
     run(source)
     before = snapshot()
     write_rows(source, ROWS[1:])
-    assert told(invoke(tokenize)) == "rows.jsonl: changed since it was pinned; run `dvc repro` again"
+    assert error(invoke(tokenize)) == "rows.jsonl: changed since it was pinned; run `dvc repro` again"
     assert snapshot() == before
 
 
@@ -220,9 +220,9 @@ def test_a_template_file_is_pinned_with_the_rows(run, tmp_path):
     assert run(source, data__chat_template="mine.jinja").exit_code == 0
     assert Path("locks/watched-files/template").resolve() == template.resolve()
     template.write_text("{# other #}" + template.read_text())
-    line = told(invoke(tokenize))
+    line = error(invoke(tokenize))
     assert line == "data.chat_template: mine.jinja changed since it was pinned; run `dvc repro` again"
-    assert "no such file: 'none.jinja'" in told(run(source, data__chat_template="none.jinja"))
+    assert "no such file: 'none.jinja'" in error(run(source, data__chat_template="none.jinja"))
 
 
 def full_disk() -> None:

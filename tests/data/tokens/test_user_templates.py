@@ -13,7 +13,7 @@ from lean_finetune.data.chat.bundled_templates import read_bundled
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.format.example import Conversation, RowFault
 from tests.data.tokens.common import DATE, chat_row, decoder, read_tokens
-from tests.workspace import told, write_rows
+from tests.workspace import error, write_rows
 
 LOOP = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -69,9 +69,9 @@ ENDLESS = "{% macro f(x) %}{{ f(x) }}{% endmacro %}"
 
 
 def test_a_template_that_never_ends_is_refused_in_one_line(run_template):
-    message = told(run_template(ENDLESS + "{{ f(1) }}" + LOOP))
+    message = error(run_template(ENDLESS + "{{ f(1) }}" + LOOP))
     assert message.startswith("data.chat_template: the template recurses without end on a conversation of two me")
-    message = told(run_template("{% if messages %}" * 200 + LOOP + "{% endif %}" * 200))
+    message = error(run_template("{% if messages %}" * 200 + LOOP + "{% endif %}" * 200))
     assert message.startswith("data.chat_template: the template is broken (")
 
 
@@ -82,7 +82,7 @@ def test_a_template_that_is_too_large_for_one_row_names_that_row(run_template):
         ("{{ 'a' * 30000000000 }}", "the chat template needs too much memory for it; correct the template, or remove"),
         (ENDLESS + "{{ f(1) }}", "nested too deep; make the row flatter (or the chat template calls itself"),
     ):
-        assert told(run_template(odd.replace("%s", fault), rows)).startswith(f"rows.jsonl:41: {said}")
+        assert error(run_template(odd.replace("%s", fault), rows)).startswith(f"rows.jsonl:41: {said}")
 
 
 MARKED = LOOP.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
@@ -189,7 +189,7 @@ def test_reasoning_of_earlier_answers_is_counted_and_of_the_last_refused(run_tem
     # DeepSeek R1's distilled models' way.
     drops = LOOP.replace("m.content", "m.content.split('</think>')[-1]")
     rows = [*ROWS, chat_row("Q", "<think>Hm.</think>A")]
-    assert told(run_template(drops, rows)).startswith(
+    assert error(run_template(drops, rows)).startswith(
         "rows.jsonl:41: the chat template does not show the reasoning of the last"
     )
 

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 from tests.data.tokens.common import chat_row, contents, read_tokens
 from tests.data.tokens.small_blocks import BLOCK_BYTES, BLOCKS_PER_SHARD, make_blocks_small
 from tests.processes import run_bounded
-from tests.workspace import invoke, lay_out, run_module, told, write_rows
+from tests.workspace import error, invoke, lay_out, run_module, write_rows
 
 SMALL = "tests.data.tokens.small_blocks"
 OUT, METRICS = Path("data/tokens"), Path("data/tokens/figures.json")
@@ -131,10 +131,10 @@ def test_parts_merge_to_the_bytes_of_one_run(prepared):
     shutil.rmtree(OUT)
     tokenize("--merge", "parts/machine1", "parts/machine0")
     assert contents(OUT, METRICS) == expected
-    assert told(invoke(stage, "--merge", "parts/machine1")).startswith("--merge: ")
+    assert error(invoke(stage, "--merge", "parts/machine1")).startswith("--merge: ")
     assert contents(OUT, METRICS) == expected
     lay_out(directory, data__source="rows.jsonl", data__max_length=100)
-    assert "made with other parameters than here" in told(invoke(stage, "--merge", "parts/machine1", "parts/machine0"))
+    assert "made with other parameters than here" in error(invoke(stage, "--merge", "parts/machine1", "parts/machine0"))
 
 
 @pytest.mark.slow
@@ -145,9 +145,9 @@ def test_shards_of_a_source_edited_during_a_run_are_discarded(prepared):
     source = directory / "rows.jsonl"
     pinned = source.read_text()
     source.write_text(pinned.replace("Say more.", "Say less."))
-    assert "changed since it was pinned" in told(invoke(stage))
+    assert "changed since it was pinned" in error(invoke(stage))
     source.write_text(pinned)
-    assert "was made from other bytes than the source holds now" in told(invoke(stage))
+    assert "was made from other bytes than the source holds now" in error(invoke(stage))
     tokenize()
     assert contents(OUT, METRICS) == expected
 
@@ -188,4 +188,4 @@ USAGE = [("--part", "1"), ("--part", "2/2"), ("--merge",), ("somewhere",), ("--m
 
 @pytest.mark.parametrize("arguments", USAGE, ids=" ".join)
 def test_options_that_exclude_each_other_are_refused(prepared, arguments):
-    assert told(invoke(stage, *arguments)).startswith(("--part: must be", "--merge: needs directories"))
+    assert error(invoke(stage, *arguments)).startswith(("--part: must be", "--merge: needs directories"))
