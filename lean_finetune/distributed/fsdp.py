@@ -21,14 +21,14 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.forward_wrapper import ForwardWrapper, LocalParameters
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
-from lean_finetune.step.parallel_model import NamedParameters, Result, ShardSlice, named_trained
+from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, Result, ShardSlice, named_trained
 
 SHARD, REPLICATE = "shard", "replicate"
 """Dimensions of the mesh."""
 
 
-class ShardedModel:
-    """A `ParallelModel` whose processes each keep a shard of every weight."""
+class ShardedModel(DataParallelModel):
+    """A `DataParallelModel` whose processes each keep a shard of every weight."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ShardedModel:
         Raises:
             UserError: the decoder layers are of an unknown kind: all weights would be gathered at once.
         """
-        self.rank, self.size, self.model = world.rank, world.size, model
+        super().__init__(model, rank=world.rank, size=world.size)
         self._device, self._group = device, mesh.get_group(SHARD)
         self._shard_rank, self._shards = mesh.get_local_rank(SHARD), mesh[SHARD].size()
         self._first_replica = REPLICATE not in (mesh.mesh_dim_names or ()) or mesh.get_local_rank(REPLICATE) == 0
@@ -84,10 +84,10 @@ class ShardedModel:
         self._dtensors = [(name, tensor) for name, tensor in named_trained(model) if isinstance(tensor, DTensor)]
         self._local = [(name, nn.Parameter(cast(DTensor, t.detach()).to_local())) for name, t in self._dtensors]
         # A tensor with fewer rows than processes leaves some of them without any.
-        self.owned: nn.Module = LocalParameters([shard for _, shard in self._local if shard.numel()])
+        self.owned = LocalParameters([shard for _, shard in self._local if shard.numel()])
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
-        """See ParallelModel."""
+        """See DataParallelModel."""
         result = cast(nn.Module, self._root)(compute)
         if not torch.is_grad_enabled():  # Without a backward, nothing else frees the gathered weights.
             for module in self._fsdp_modules:
@@ -95,13 +95,13 @@ class ShardedModel:
         return result
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
-        """See ParallelModel."""
+        """See DataParallelModel."""
         self._root.set_requires_gradient_sync(last or self._sum_every_micro_batch)
         self._root.set_requires_all_reduce(last)
         return nullcontext()
 
     def trained_parameters(self) -> NamedParameters:
-        """See ParallelModel: gradients move to the local shards, so that clearing those frees them."""
+        """See DataParallelModel: gradients move to the local shards, so that clearing those frees them."""
         for (_, dtensor), (_, shard) in zip(self._dtensors, self._local, strict=True):
             if dtensor.grad is not None:
                 assert isinstance(dtensor.grad, DTensor)
@@ -109,7 +109,7 @@ class ShardedModel:
         return self._local
 
     def slices(self) -> list[ShardSlice]:
-        """See ParallelModel: shards have equal numbers of rows; the last ones may be short or empty."""
+        """See DataParallelModel: shards have equal numbers of rows; the last ones may be short or empty."""
         found = []
         for (name, dtensor), (_, shard) in zip(self._dtensors, self._local, strict=True):
             rows = -(-dtensor.shape[0] // self._shards)
@@ -120,22 +120,17 @@ class ShardedModel:
         return found
 
     def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
-        """See ParallelModel."""
+        """See DataParallelModel."""
         squared = get_total_norm(list(gradients), foreach=foreach).to(self._device, torch.float32).square()
         dist.all_reduce(squared, group=self._group)
         return squared.sqrt()
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """See ParallelModel."""
-        dist.all_reduce(values)
-        return values
-
     def end_step(self, *, updated: bool) -> None:
-        """See ParallelModel: shards are updated in place."""
+        """See DataParallelModel: shards are updated in place."""
         for _, shard in self._local:
             shard.grad = None
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ParallelModel."""
+        """See DataParallelModel."""
         for name, dtensor in self._dtensors:
             yield name, cast(DTensor, dtensor.detach().to(self._device)).full_tensor()

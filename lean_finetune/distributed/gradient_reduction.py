@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.step.parallel_model import NamedParameters
+from lean_finetune.step.data_parallel import NamedParameters
 
 PACKED_BYTES = 2**20
 """A layer's gradients up to this size share a bucket: at 50 GB/s, 1 MiB takes about as long as the launch."""

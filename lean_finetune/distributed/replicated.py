@@ -1,24 +1,22 @@
 """Data parallelism with all weights in every process (train.sharding ddp and zero1)."""
 
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.forward_wrapper import LocalParameters
 from lean_finetune.distributed.gradient_reduction import GradientReducer
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
-from lean_finetune.step.parallel_model import NamedParameters, Result, ShardSlice, named_trained
+from lean_finetune.step.data_parallel import DataParallelModel, ShardSlice, named_trained
 
 
-class ReplicatedModel:
-    """A `ParallelModel` whose processes all have the same weights and the same summed gradients."""
+class ReplicatedModel(DataParallelModel):
+    """A `DataParallelModel` whose processes all have the same weights and the same summed gradients."""
 
     def __init__(self, model: nn.Module, world: World, device: torch.device, *, owners: bool):
         """Give every process the weights of the first one.
@@ -33,48 +31,30 @@ class ReplicatedModel:
         Raises:
             UserError: there are fewer trained tensors than owners.
         """
-        self.rank, self.size, self.model = world.rank, world.size, model
+        super().__init__(model, rank=world.rank, size=world.size)
         self._trained = named_trained(model)
         check_same_shapes(model, world, device)
         broadcast_weights(model, device)
         self._reducer = GradientReducer(self._trained)
         self._owners = assign_owners([p.numel() for _, p in self._trained], world.size) if owners else None
-        self.owned: nn.Module = model
         if self._owners is not None:
             pairs = zip(self._trained, self._owners, strict=True)
             self.owned = LocalParameters([p for (_, p), owner in pairs if owner == world.rank])
 
-    def run(self, compute: Callable[[nn.Module], Result]) -> Result:
-        """See ParallelModel."""
-        return compute(self.model)
-
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
-        """See ParallelModel."""
+        """See DataParallelModel."""
         return self._reducer.reducing() if last else nullcontext()
 
-    def trained_parameters(self) -> NamedParameters:
-        """See ParallelModel."""
-        return self._trained
-
     def slices(self) -> list[ShardSlice]:
-        """See ParallelModel: owners save what they own; without owners, processes save tensors in turn."""
+        """See DataParallelModel: owners save what they own; without owners, processes save tensors in turn."""
         savers = self._owners or [number % self.size for number in range(len(self._trained))]
         return [
             ShardSlice(first_row=0, full_shape=tuple(p.shape), saved_here=saver == self.rank)
             for (_, p), saver in zip(self._trained, savers, strict=True)
         ]
 
-    def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
-        """See ParallelModel: every process has all gradients."""
-        return get_total_norm(list(gradients), foreach=foreach)
-
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """See ParallelModel."""
-        dist.all_reduce(values)
-        return values
-
     def end_step(self, *, updated: bool) -> None:
-        """See ParallelModel."""
+        """See DataParallelModel."""
         if updated and self._owners is not None:
             pairs = zip(self._trained, self._owners, strict=True)
             sends: list[Any] = [dist.broadcast(p.detach(), src=owner, async_op=True) for (_, p), owner in pairs]
@@ -82,10 +62,6 @@ class ReplicatedModel:
                 send.wait()
         for _, parameter in self._trained:
             parameter.grad = None
-
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ParallelModel."""
-        return ((name, parameter.detach()) for name, parameter in self._trained)
 
 
 def assign_owners(sizes: list[int], count: int) -> list[int]:

@@ -16,7 +16,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import ReplicatedModel
-from lean_finetune.step.parallel_model import ParallelModel, SingleProcess
+from lean_finetune.step.data_parallel import DataParallelModel
 
 READ_BY_EVERY_PROCESS: tuple[Method, ...] = ("int8_lora",)
 """Methods whose weights every process reads: 8-bit layers keep values outside of parameters and buffers."""
@@ -60,7 +60,7 @@ class ShardSpec:
         return torch.device("cpu") if self.mode in SPLIT_WEIGHTS else device
 
 
-def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> ParallelModel:
+def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> DataParallelModel:
     """Share a loaded model among the processes.
 
     Args:
@@ -74,7 +74,7 @@ def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch
         UserError: the processes cannot be divided so.
     """
     if world.size == 1:
-        return SingleProcess(model)
+        return DataParallelModel(model)
     if spec.mode not in SPLIT_WEIGHTS:
         return ReplicatedModel(model, world, device, owners=spec.mode == "zero1")
     return ShardedModel(

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +39,7 @@ class MicroBatch:
     rows: np.ndarray
     """Row numbers of the training shards, int32; bucketed and packed: longest row first.
 
-    Empty for a GPU without work, if a step has too few rows for all GPUs; then the other figures are 0.
+    Empty for a GPU without work; then the other figures are 0.
     """
     length: int
     """Tokens to which every row is padded; flat: tokens of the joined sequence, padding included."""
@@ -98,6 +98,17 @@ class Plan:
             flat=any(one.flat for one in micro_batches),
         )
 
+    @staticmethod
+    def joined(parts: Sequence["Plan"]) -> "Plan":
+        """One plan of consecutive parts with the same layout and number of ranks."""
+        sizes = np.concatenate([part.sizes for part in parts])
+        return Plan(
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in (*SCALARS, "rows")},
+            bounds=np.append(0, np.cumsum(sizes, dtype=np.int64)),
+            ranks=parts[0].ranks,
+            flat=parts[0].flat,
+        )
+
     @cached_property
     def sizes(self) -> np.ndarray:
         """Rows of each micro-batch, int64."""
@@ -117,11 +128,6 @@ class Plan:
     def steps(self) -> "StepViews":
         """The optimizer steps as a lazy sequence of lists of micro-batches."""
         return StepViews(self)
-
-    @property
-    def supervised_per_step(self) -> list[int]:
-        """Supervised tokens of each optimizer step: the divisor of its loss."""
-        return np.add.reduceat(self.supervised, self.step_bounds[:-1], dtype=np.int64).tolist()
 
     def of_rank(self, rank: int) -> "Plan":
         """The plan of one GPU. GPU 0 has rows in every step, and the largest micro-batches."""
@@ -160,44 +166,25 @@ class StepViews(Sequence[list[MicroBatch]]):
     def __len__(self) -> int:
         return len(self._plan.step_bounds) - 1
 
-    @overload
-    def __getitem__(self, number: int) -> list[MicroBatch]: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[list[MicroBatch]]: ...
-    def __getitem__(self, number: int | slice) -> list[MicroBatch] | list[list[MicroBatch]]:
-        if isinstance(number, slice):
-            return [self[one] for one in range(*number.indices(len(self)))]
-        place = range(len(self))[number]
-        start, end = self._plan.step_bounds[place : place + 2].tolist()
+    def __getitem__(self, number: int) -> list[MicroBatch]:  # type: ignore[override]  # No slices.
+        start, end = self._plan.step_bounds[range(len(self))[number] :][:2].tolist()
         return [self._plan.micro_batch(one) for one in range(start, end)]
 
 
 def write_plan(path: Path, parts: Iterable[Plan], *, settings_hash: str = "") -> None:
     """Write consecutive parts of a plan, a record batch each; the caller makes the file atomic.
 
-    Args:
-        path: the file.
-        parts: in order.
-        settings_hash: of the settings that decide the micro-batches; `plan_settings_hash` reads it.
-
-    Raises:
-        ValueError: there is no part, or parts differ in layout or ranks.
+    `plan_settings_hash` reads `settings_hash`, which is of the settings that decide the micro-batches.
     """
     stream = iter(parts)
-    first = next(stream, None)
-    if first is None:
-        raise ValueError("a plan needs a part")
-    layout = FLAT if first.flat else PADDED
-    schema = SCHEMA.with_metadata({"layout": layout, "ranks": str(first.ranks), "cut": settings_hash})
+    first = next(stream)
+    metadata = {"layout": FLAT if first.flat else PADDED, "ranks": str(first.ranks), "cut": settings_hash}
+    schema = SCHEMA.with_metadata(metadata)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        part: Plan | None = first
-        while part is not None:
-            if (part.flat, part.ranks) != (first.flat, first.ranks):
-                raise ValueError("parts of a plan must agree in layout and ranks")
+        for part in chain([first], stream):
             columns = {name: pa.array(getattr(part, name), pa.int32()) for name in SCALARS}
             columns["rows"] = pa.ListArray.from_arrays(pa.array(part.bounds, pa.int32()), pa.array(part.rows))
             writer.write_batch(pa.record_batch([columns[name] for name in schema.names], schema=schema))
-            part = next(stream, None)
 
 
 def read_plan(path: Path) -> Plan:
@@ -213,25 +200,25 @@ def read_plan(path: Path) -> Plan:
     layout, ranks = (metadata.get(key, b"").decode(errors="replace") for key in (b"layout", b"ranks"))
     if layout not in (PADDED, FLAT) or not (ranks.isascii() and ranks.isdigit() and 0 < int(ranks) < 2**31):
         raise UserError(f"{path}: layout {layout!r} of {ranks!r} ranks is unknown; delete it and run `dvc repro`")
-    lists = [batch.column("rows") for batch in batches]
-    sizes = [np.diff(column.offsets.to_numpy()) for column in lists]
-    plan = Plan(
-        **{name: np.concatenate([batch.column(name).to_numpy() for batch in batches]) for name in SCALARS},
-        rows=np.concatenate([column.flatten().to_numpy() for column in lists]),
-        bounds=np.concatenate([[0], np.cumsum(np.concatenate(sizes), dtype=np.int64)]),
-        ranks=int(ranks),
-        flat=layout == FLAT,
-    )
+    plan = Plan.joined([_part(batch, int(ranks), layout == FLAT) for batch in batches])
     _check(path, plan)
     return plan
 
 
-def plan_settings_hash(path: Path) -> str:
-    """The hash that `write_plan` stored: equal for plans with the same settings, for any number of GPUs.
+def _part(batch: pa.RecordBatch, ranks: int, flat: bool) -> Plan:
+    """The part of a plan in a record batch."""
+    rows = batch.column("rows")
+    return Plan(
+        **{name: batch.column(name).to_numpy() for name in SCALARS},
+        rows=rows.flatten().to_numpy(),
+        bounds=rows.offsets.to_numpy(),
+        ranks=ranks,
+        flat=flat,
+    )
 
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+
+def plan_settings_hash(path: Path) -> str:
+    """The hash that `write_plan` stored; raises UserError if the file is missing or damaged."""
     metadata = open_batches(path, {})[0].schema.metadata or {}
     return metadata.get(b"cut", b"").decode()
 

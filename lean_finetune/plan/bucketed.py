@@ -118,7 +118,9 @@ def even_splits(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, rank
     while len(trying):
         numbers = np.minimum(turns_S[trying] * ranks - done, rows_S[trying])
         sizes = _least_sizes(padded, bounds[trying], rows_S[trying], numbers, tokens_S[trying], cap_tokens)
-        costs = _turn_costs(padded, bounds[trying], rows_S[trying], numbers, sizes, cap_tokens, ranks)
+        _, sizes_SM, fits = _fill(padded, bounds[trying], rows_S[trying], numbers, sizes)
+        largest_ST = -np.sort(-sizes_SM, axis=1)[:, ::ranks]
+        costs = np.where(fits, largest_ST.sum(axis=1) + OVERHEAD_TOKENS * -(-numbers // ranks), NEVER)
         better = costs < best_cost_S[trying]
         chosen = trying[better]
         best_cost_S[chosen], best_number_S[chosen], best_size_S[chosen] = costs[better], numbers[better], sizes[better]
@@ -126,35 +128,10 @@ def even_splits(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, rank
         continues = (better | (best_cost_S[trying] == NEVER)) & (more > turns_S[trying])
         turns_S[trying] = more
         trying = trying[continues]
-    starts_SM = _fill(padded, bounds[:-1], rows_S, best_number_S, best_size_S)
+    starts_SM, _, _ = _fill(padded, bounds[:-1], rows_S, best_number_S, best_size_S)
     begins = np.zeros(len(padded) + 1, bool)  # Unused micro-batches begin after their step.
     begins[bounds[:-1, None] + starts_SM[:, :-1]] = True
     return begins[:-1]
-
-
-def _fill(
-    padded: np.ndarray, first_S: np.ndarray, rows_S: np.ndarray, number_S: np.ndarray, size_S: np.ndarray
-) -> np.ndarray:
-    """Fill micro-batches one after the other up to a size, leaving at least one row for each later one.
-
-    Returns:
-        First row of each micro-batch, and the row after the last one, shape (S, M + 1).
-    """
-    start_S = np.zeros(len(rows_S), np.int64)
-    starts = [start_S]
-    for number in range(int(number_S.max())):
-        length_S = padded[first_S + np.minimum(start_S, rows_S - 1)]
-        taken_S = np.where(number < number_S, np.maximum(size_S // length_S, 1), 0)
-        still_S = np.maximum(number_S - 1 - number, 0)
-        start_S = np.minimum(start_S + taken_S, rows_S - still_S)
-        starts.append(start_S)
-    return np.stack(starts, axis=1)
-
-
-def _sizes(padded: np.ndarray, first_S: np.ndarray, rows_S: np.ndarray, starts_SM: np.ndarray) -> np.ndarray:
-    """Padded tokens of the micro-batches of `_fill`."""
-    lengths_SM = padded[first_S[:, None] + np.minimum(starts_SM[:, :-1], rows_S[:, None] - 1)]
-    return np.diff(starts_SM, axis=1) * lengths_SM
 
 
 def _least_sizes(
@@ -170,31 +147,27 @@ def _least_sizes(
     high_S = np.full(len(rows_S), cap_tokens)
     for _ in range(SEARCH_STEPS):
         middle_S = (low_S + high_S) // 2
-        starts_SM = _fill(padded, first_S, rows_S, number_S, middle_S)
-        fits_S = _all_taken(padded, first_S, rows_S, starts_SM, middle_S)
+        _, _, fits_S = _fill(padded, first_S, rows_S, number_S, middle_S)
         high_S, low_S = np.where(fits_S, middle_S, high_S), np.where(fits_S, low_S, middle_S)
     return high_S
 
 
-def _all_taken(
-    padded: np.ndarray, first_S: np.ndarray, rows_S: np.ndarray, starts_SM: np.ndarray, size_S: np.ndarray
-) -> np.ndarray:
-    """Whether all rows of a step fit without exceeding the size."""
-    return (starts_SM[:, -1] == rows_S) & (_sizes(padded, first_S, rows_S, starts_SM).max(axis=1) <= size_S)
+def _fill(
+    padded: np.ndarray, first_S: np.ndarray, rows_S: np.ndarray, number_S: np.ndarray, size_S: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Fill micro-batches one after the other up to a size, leaving at least one row for each later one.
 
-
-def _turn_costs(
-    padded: np.ndarray,
-    first_S: np.ndarray,
-    rows_S: np.ndarray,
-    number_S: np.ndarray,
-    size_S: np.ndarray,
-    cap_tokens: int,
-    ranks: int,
-) -> np.ndarray:
-    """Time of a step in tokens: the largest concurrent micro-batches and overhead; NEVER if rows are left."""
-    starts_SM = _fill(padded, first_S, rows_S, number_S, size_S)
-    sizes_SM = -np.sort(-_sizes(padded, first_S, rows_S, starts_SM), axis=1)
-    largest_ST = sizes_SM[:, ::ranks]
-    cost_S = largest_ST.sum(axis=1) + OVERHEAD_TOKENS * -(-number_S // ranks)
-    return np.where(_all_taken(padded, first_S, rows_S, starts_SM, np.minimum(size_S, cap_tokens)), cost_S, NEVER)
+    Returns:
+        First row of each micro-batch, and the row after the last one, shape (S, M + 1); padded tokens of each
+        micro-batch (S, M); whether all rows of a step fit without exceeding the size (S,).
+    """
+    starts = [np.zeros(len(rows_S), np.int64)]
+    lengths = []
+    for number in range(int(number_S.max())):
+        lengths.append(padded[first_S + np.minimum(starts[-1], rows_S - 1)])
+        taken_S = np.where(number < number_S, np.maximum(size_S // lengths[-1], 1), 0)
+        still_S = np.maximum(number_S - 1 - number, 0)
+        starts.append(np.minimum(starts[-1] + taken_S, rows_S - still_S))
+    starts_SM = np.stack(starts, axis=1)
+    sizes_SM = np.diff(starts_SM, axis=1) * np.stack(lengths, axis=1)
+    return starts_SM, sizes_SM, (starts[-1] == rows_S) & (sizes_SM.max(axis=1) <= size_S)

@@ -52,12 +52,8 @@ class MicroBatchSettings:
     @property
     def deciding(self) -> dict[str, Any]:
         """The settings that decide the division of rows, without the number of GPUs."""
-        by_mode = {
-            "bucketed": ("max_tokens",),
-            "packed": ("max_tokens", "constant_shape"),
-            "fixed": ("fixed_rows",),
-        }[self.mode]
-        return {name: getattr(self, name) for name in ("mode", "pad_multiple", *by_mode)}
+        by_mode = {"bucketed": ["max_tokens"], "packed": ["max_tokens", "constant_shape"], "fixed": ["fixed_rows"]}
+        return {name: getattr(self, name) for name in ("mode", "pad_multiple", *by_mode[self.mode])}
 
 
 def split_steps(steps: Iterable[Steps], index: RowIndex, settings: MicroBatchSettings) -> Iterator[Plan]:
@@ -72,7 +68,18 @@ def split_steps(steps: Iterable[Steps], index: RowIndex, settings: MicroBatchSet
         UserError: the longest row does not fit in `max_tokens`.
     """
     _check_fits(index.lengths, settings)
-    return _split_steps(steps, index, settings)
+    steps, number = iter(steps), 0
+    sample = list(islice(steps, 2))
+    first_tokens = None if settings.mode == "fixed" else settings.max_tokens
+    if settings.mode == "bucketed":
+        first_tokens = _needed_tokens(sample, index, settings)
+    for part in chain(sample, steps):
+        for block in _blocks(part, index):
+            plan = _block_plan(block, index, settings, first_step=number, first_tokens=first_tokens)
+            if first_tokens is not None:
+                settings, first_tokens = replace(settings, max_tokens=int(plan.padded_tokens[0])), None
+            yield plan
+            number += len(block)
 
 
 def _check_fits(lengths: np.ndarray, settings: MicroBatchSettings) -> None:
@@ -87,25 +94,6 @@ def _check_fits(lengths: np.ndarray, settings: MicroBatchSettings) -> None:
         )
 
 
-def _split_steps(steps: Iterable[Steps], index: RowIndex, settings: MicroBatchSettings) -> Iterator[Plan]:
-    """`split_steps` after the check of the longest row."""
-    number, steps = 0, iter(steps)
-    sample = list(islice(steps, 2))
-    needed_tokens = _needed_tokens(sample, index, settings) if settings.mode == "bucketed" else settings.max_tokens
-    for part in chain(sample, steps):
-        for block in _blocks(part, index):
-            rows, lengths = _sorted_rows(block, index) if settings.mode != "fixed" else _plain_rows(block, index)
-            if number == 0:
-                groups = _first_groups(lengths, settings, needed_tokens)
-            else:
-                groups = _groups(lengths, block.bounds, settings)
-            plan = _distribute(rows, lengths, groups, block, index, settings, first_step=number)
-            if number == 0 and settings.mode != "fixed":
-                settings = replace(settings, max_tokens=int(plan.padded_tokens[0]))
-            yield plan
-            number += len(block)
-
-
 def _needed_tokens(sample: Iterable[Steps], index: RowIndex, settings: MicroBatchSettings) -> int:
     """Padded tokens of the largest micro-batch of a sample if only `max_tokens` limits them.
 
@@ -115,10 +103,7 @@ def _needed_tokens(sample: Iterable[Steps], index: RowIndex, settings: MicroBatc
     for part in sample:
         steps = part.part(0, max(1, int(np.searchsorted(part.bounds, SAMPLED_ROWS, side="right")) - 1))
         for block in _blocks(steps, index):
-            rows, lengths = _sorted_rows(block, index)
-            groups = _groups(lengths, block.bounds, settings)
-            plan = _distribute(rows, lengths, groups, block, index, settings, first_step=0)
-            largest = max(largest, int(plan.padded_tokens.max()))
+            largest = max(largest, int(_block_plan(block, index, settings).padded_tokens.max()))
     return largest
 
 
@@ -138,9 +123,19 @@ def _key_bits(index: RowIndex) -> tuple[int, int]:
     return int(index.lengths.max()).bit_length(), len(index.lengths).bit_length()
 
 
-def _plain_rows(block: Steps, index: RowIndex) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the block's steps in their shuffled order, and their lengths."""
-    return block.rows, index.lengths[block.rows].astype(np.int64)
+def _block_plan(
+    block: Steps, index: RowIndex, settings: MicroBatchSettings, *, first_step: int = 0, first_tokens: int | None = None
+) -> Plan:
+    """The block's part of the plan; `first_tokens` is the wanted size of its first micro-batch."""
+    if settings.mode == "fixed":
+        rows, lengths = block.rows, index.lengths[block.rows].astype(np.int64)
+    else:
+        rows, lengths = _sorted_rows(block, index)
+    if first_tokens is None:
+        groups = _groups(lengths, block.bounds, settings)
+    else:
+        groups = _first_groups(lengths, settings, first_tokens)
+    return _distribute(rows, lengths, groups, block, index, settings, first_step=first_step)
 
 
 def _sorted_rows(block: Steps, index: RowIndex) -> tuple[np.ndarray, np.ndarray]:
@@ -161,18 +156,15 @@ def _sorted_rows(block: Steps, index: RowIndex) -> tuple[np.ndarray, np.ndarray]
     return rows, lengths.astype(np.int64)
 
 
-def _first_groups(lengths: np.ndarray, settings: MicroBatchSettings, needed_tokens: int) -> np.ndarray:
-    """Micro-batch of each row of the run's first step; the first one has `needed_tokens` if possible."""
-    bounds = np.array([0, len(lengths)])
-    if settings.mode == "fixed":
-        return _groups(lengths, bounds, settings)
+def _first_groups(lengths: np.ndarray, settings: MicroBatchSettings, first_tokens: int) -> np.ndarray:
+    """Micro-batch of each row of the run's first step; the first one has `first_tokens` if possible."""
     most_rows = max(1, len(lengths) - (settings.ranks - 1))
     if settings.mode == "packed":
         taken = fill_first(lengths, settings.capacity, most_rows)
         largest = round_up(int(lengths[taken].sum()), settings.pad_multiple)
     else:
         longest = round_up(int(lengths[0]), settings.pad_multiple)
-        rows = min(settings.max_tokens // longest, most_rows, -(-needed_tokens // longest))
+        rows = min(settings.max_tokens // longest, most_rows, -(-first_tokens // longest))
         taken = np.arange(len(lengths)) < rows
         largest = longest * int(taken.sum())
     groups = np.zeros(len(lengths), np.int64)
@@ -221,7 +213,7 @@ def _distribute(
     *,
     first_step: int,
 ) -> Plan:
-    """The block's part of the plan: micro-batches of every step, largest first, distributed to ranks in snake order.
+    """The plan of grouped rows: micro-batches of every step, largest first, distributed to ranks in snake order.
 
     In snake order rank 0 gets the largest of one round and the smallest of the next, so work is balanced over a step. A
     step with too few rows for all ranks ends in empty micro-batches; otherwise rows would be dropped, or the number of

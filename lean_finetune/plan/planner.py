@@ -1,12 +1,10 @@
 """Plan all micro-batches of a run from params.yaml and the index of its rows."""
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from lean_finetune.config.schema import Params
-from lean_finetune.plan.batch_plan import Plan, read_plan, write_plan
+from lean_finetune.config.schema import Bucket, Params
+from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import run_steps
 from lean_finetune.plan.row_index import RowIndex, source_weights
@@ -26,16 +24,9 @@ class PlanSettings:
     @classmethod
     def from_params(cls, p: Params) -> "PlanSettings":
         """Read section `bucket`, the data sources, and the settings that decide the rows of a step."""
-        micro_batches = MicroBatchSettings(
-            mode=p.bucket.mode,
-            max_tokens=p.bucket.max_tokens,
-            pad_multiple=p.bucket.pad_multiple,
-            constant_shape=p.bucket.constant_shape,
-            fixed_rows=p.bucket.fixed_rows,
-            ranks=p.hardware.num_gpus,
-        )
+        bucket = {name: getattr(p.bucket, name) for name in Bucket.model_fields}
         return cls(
-            micro_batches=micro_batches,
+            micro_batches=MicroBatchSettings(**bucket, ranks=p.hardware.num_gpus),
             seed=p.seed,
             epochs=p.train.epochs,
             tokens_per_step=p.train.tokens_per_step,
@@ -53,7 +44,4 @@ class PlanSettings:
 
     def plan(self, index: RowIndex) -> Plan:
         """The complete plan; raises as `parts`."""
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / "plan.arrow"
-            write_plan(path, self.parts(index))
-            return read_plan(path)
+        return Plan.joined(list(self.parts(index)))

@@ -53,14 +53,9 @@ def read_index(path: Path, weights: Sequence[float]) -> RowIndex:
             source.
     """
     batches = open_batches(path, COLUMNS)
-    columns = {name: read_column(batches, name, types[0].to_pandas_dtype()) for name, types in COLUMNS.items()}
-    index = RowIndex(
-        lengths=columns["length"],
-        supervised=columns["supervised"],
-        sources=columns["source"],
-        dropped=columns["dropped"],
-        weights=tuple(weights),
-    )
+    columns = [read_column(batches, name, types[0].to_pandas_dtype()) for name, types in COLUMNS.items()]
+    lengths, supervised, sources, dropped = columns
+    index = RowIndex(lengths=lengths, supervised=supervised, sources=sources, dropped=dropped, weights=tuple(weights))
     if index.dropped.all():
         raise UserError(f"{path}: has no training row; delete it, check data.source and run `dvc repro`")
     wrong = np.flatnonzero((index.supervised < 1) | (index.supervised >= index.lengths))

@@ -12,10 +12,10 @@ from torch.nn.utils import clip_grads_with_norm_
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
+from lean_finetune.step.data_parallel import DataParallelModel, losses_of_all_ranks
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.optimizer_in_backward import Norms, total_norm, updates_in_backward
-from lean_finetune.step.parallel_model import ParallelModel, SingleProcess, losses_of_all_ranks
 from lean_finetune.step.run_optimizer import trained_parameters
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -59,7 +59,7 @@ def training_step(
     guard: Guard,
     scaler: LossScaler | None = None,
     offload: ActivationOffload | None = None,
-    parallel: ParallelModel | None = None,
+    parallel: DataParallelModel | None = None,
     micro_batches: int = 0,
 ) -> StepResult:
     """Run one optimizer step over its micro-batches and free the gradients.
@@ -74,7 +74,7 @@ def training_step(
             it sees the loss and a norm of 0 before them, and the norm after them.
         micro_batches: how many `batches` has, needed with `parallel` alone.
     """
-    parallel = SingleProcess(model) if parallel is None else parallel
+    parallel = DataParallelModel(model) if parallel is None else parallel
     losses: list[torch.Tensor] = []
     norms: Norms = {}
     number = 0
@@ -113,7 +113,7 @@ def _updates(optimizer: torch.optim.Optimizer, norms: Norms, spec: StepSpec) -> 
     return updates_in_backward(optimizer, norms) if spec.optimizer_in_backward else nullcontext()
 
 
-def _clip(parallel: ParallelModel, spec: StepSpec, scaler: LossScaler | None) -> torch.Tensor:
+def _clip(parallel: DataParallelModel, spec: StepSpec, scaler: LossScaler | None) -> torch.Tensor:
     """Unscale and clip the gradients; their norm before clipping."""
     parameters = [parameter for _, parameter in parallel.trained_parameters()]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -8,8 +8,8 @@ import torch
 
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import Batch, collate, idle_batch
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.token_rows import TokenRows
 
 
@@ -30,7 +30,7 @@ def heldout_batches(rows: TokenRows, count: int, max_tokens: int, pad_id: int) -
 
 @torch.no_grad()
 def heldout_loss(
-    parallel: ParallelModel,
+    parallel: DataParallelModel,
     batches: Iterator[Batch],
     pad_id: int,
     model_spec: ModelSpec,

@@ -22,7 +22,7 @@ from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.safetensors_files import SINGLE, write_loaded
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
-from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.data_parallel import DataParallelModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def _tensors_of(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
     return revert_weight_conversion(model, untied)
 
 
-def _send_shards(parallel: ParallelModel) -> None:
+def _send_shards(parallel: DataParallelModel) -> None:
     """Send this process's shards to the first process, in the order in which it collects them."""
     if isinstance(parallel.model, PeftModel):
         for _ in parallel.full_parameters():
@@ -94,7 +94,7 @@ def _send_shards(parallel: ParallelModel) -> None:
 
 
 def save_tuned(
-    parallel: ParallelModel,
+    parallel: DataParallelModel,
     base: Base,
     out: Path,
     merge: Merge | None = None,

@@ -15,7 +15,7 @@ from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.worst_micro_batches import worst_steps
 from lean_finetune.step.activation_offload import ActivationOffload
-from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec
@@ -61,7 +61,7 @@ class TrainJob:
 class TrainResult:
     """The trained model and the record of its training."""
 
-    parallel: ParallelModel
+    parallel: DataParallelModel
     curves: list[dict[str, Any]]
     """One row per optimizer step, keys `CURVE_COLUMNS`."""
     skipped_steps: int | None

@@ -14,8 +14,8 @@ from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import Batch, collate, idle_batch
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss_scaling import LossScaler
-from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
 from tests.small_model import CPU, spec_of
@@ -49,7 +49,7 @@ class Outcome:
 
     losses: list[float]
     norms: list[float]
-    parallel: ParallelModel
+    parallel: DataParallelModel
     optimizer: torch.optim.Optimizer
     skipped: int | None
     sent_bytes: int

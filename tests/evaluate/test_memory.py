@@ -13,8 +13,8 @@ from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.safetensors_files import stored_tensors
 from lean_finetune.step.batches import collate
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.evaluation_limits import EvaluationLimits
-from lean_finetune.step.parallel_model import SingleProcess
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec, training_step
@@ -40,7 +40,7 @@ def train_and_save(base: Path, spec: ModelSpec, chunk: int | None, rows: TokenRo
     meter = make_meter(CPU)
     with meter.window("training"):
         model = load_model(base, spec, CPU)
-        parallel, optimizer = SingleProcess(model), build_optimizer(model, NUMBERS)
+        parallel, optimizer = DataParallelModel(model), build_optimizer(model, NUMBERS)
         training_step(
             model,
             optimizer,

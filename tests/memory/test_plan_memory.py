@@ -19,7 +19,7 @@ from lean_finetune.memory.predict.traced_shapes import traced_steps
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.step.batches import BatchShape
 from tests.memory.common import gpu_target, plan_of, setting_of, shape
-from tests.plan.common import cutting_of, index_of
+from tests.plan.common import batch_settings_of, index_of
 from tests.plan.common import plan_of as cut_plan
 
 CONFIG = LlamaConfig(
@@ -149,7 +149,7 @@ def test_a_refusal_names_the_step_whose_tensors_do_not_fit(memory, prediction):
 
 def random_plan(rows: int, *, mode: str = "bucketed"):
     lengths = np.random.default_rng(5).integers(24, 700, rows)
-    return cut_plan(index_of(lengths), cutting_of(mode=mode, max_tokens=4096), tokens_per_step=4500), lengths
+    return cut_plan(index_of(lengths), batch_settings_of(mode=mode, max_tokens=4096), tokens_per_step=4500), lengths
 
 
 @pytest.mark.parametrize(("layers", "most"), [(4, MAX_MICRO_BATCHES), (32, 4), (80, MIN_MICRO_BATCHES)])

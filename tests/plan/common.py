@@ -25,7 +25,7 @@ def index_of(lengths, supervised=None, *, sources=None, dropped=None, weights=(1
     )
 
 
-def cutting_of(**changes) -> MicroBatchSettings:
+def batch_settings_of(**changes) -> MicroBatchSettings:
     given: dict[str, Any] = {
         "mode": "bucketed",
         "max_tokens": 1024,
@@ -37,21 +37,11 @@ def cutting_of(**changes) -> MicroBatchSettings:
     return MicroBatchSettings(**(given | changes))
 
 
-def joined(parts: list[Plan]) -> Plan:
-    """One plan of consecutive parts."""
-    columns = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("epoch", "step", "rank", "rows", "length", "supervised")
-    }
-    bounds = np.cumsum([0, *np.concatenate([part.sizes for part in parts])])
-    return Plan(**columns, bounds=bounds, ranks=parts[0].ranks, flat=parts[0].flat)
-
-
 def plan_of(
-    index: RowIndex, cutting: MicroBatchSettings, *, seed: int = 1, epochs: int = 1, tokens_per_step: int
+    index: RowIndex, batch_settings: MicroBatchSettings, *, seed: int = 1, epochs: int = 1, tokens_per_step: int
 ) -> Plan:
     steps = run_steps(index, seed=seed, epochs=epochs, tokens_per_step=tokens_per_step)
-    return joined(list(split_steps(steps, index, cutting)))
+    return Plan.joined(list(split_steps(steps, index, batch_settings)))
 
 
 def steps_of(index: RowIndex, *, seed: int, epochs: int, tokens_per_step: int) -> list[tuple[int, np.ndarray]]:
@@ -60,13 +50,9 @@ def steps_of(index: RowIndex, *, seed: int, epochs: int, tokens_per_step: int) -
     return [(part.epoch, part.rows[start:end]) for part in parts for start, end in pairwise(part.bounds)]
 
 
-ONE_RANK = st.just(1)
-
-
 @st.composite
-def runs(draw, ranks=ONE_RANK):
+def runs(draw, ranks=st.just(1)):  # noqa: B008 - immutable
     """An index, and the parameters of a run over it."""
-    number = draw(ranks)
     lengths = draw(st.lists(st.integers(2, 90), min_size=1, max_size=60))
     supervised = [draw(st.integers(1, length - 1)) for length in lengths]
     pad_multiple = draw(st.integers(1, 16))
@@ -74,13 +60,13 @@ def runs(draw, ranks=ONE_RANK):
     mode = draw(st.sampled_from(["bucketed", "packed", "fixed"]))
     return {
         "index": index_of(lengths, supervised),
-        "cutting": cutting_of(
+        "batch_settings": batch_settings_of(
             mode=mode,
             max_tokens=longest + draw(st.integers(0, 400)),
             pad_multiple=pad_multiple,
             constant_shape=mode == "packed" and draw(st.booleans()),
             fixed_rows=draw(st.integers(1, 9)),
-            ranks=number,
+            ranks=draw(ranks),
         ),
         "seed": draw(st.integers(0, 2**32 - 1)),
         "epochs": draw(st.integers(1, 3)),

@@ -36,14 +36,14 @@ def test_the_same_rows_in_the_same_order_within_the_size(flat: bool, max_tokens:
 
 
 def test_what_is_small_enough_is_left_alone():
-    """Micro-batches that fitted cut all the same: slower for nothing, and other roundings."""
+    """Splitting micro-batches that fit: slower for nothing, and other roundings."""
     step = [micro_batch([0, 1, 2], flat=False), micro_batch([4, 5], flat=False)]
     found = split_micro_batches(step, 200, LENGTHS, SUPERVISED)
     assert [one.rows.tolist() for one in found] == [[0, 1], [2], [4, 5]]
     assert found[-1] is step[-1]
 
 
-def test_joined_rows_are_parted_by_tokens_and_keep_no_padding():
+def test_joined_rows_are_split_by_tokens_and_lose_their_padding():
     """Halves by rows: 90 tokens in one and 30 in the other would fail again."""
     (first, second) = split_micro_batches([micro_batch([0, 4, 5, 6], flat=True, length=200)], 100, LENGTHS, SUPERVISED)
     assert (first.rows.tolist(), first.length) == ([0], 90)

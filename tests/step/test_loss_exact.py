@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from lean_finetune.evaluate.row_losses import row_losses
 from lean_finetune.model.load_model import load_model
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
-from lean_finetune.step.parallel_model import SingleProcess
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.measured_peak import MEMORY_EVENT, memory_profile
 from tests.small_model import CPU, VOCABULARY, spec_of
@@ -76,7 +76,7 @@ def test_held_out_losses_never_hold_the_logits_of_a_batch(small_llama, tmp_path)
     all_logits = 8 * 120 * VOCABULARY * 4
 
     def in_training(chunk: int | None) -> float:
-        return heldout_loss(SingleProcess(model), heldout_batches(rows, 8, 8 * 120, 0), 0, spec, chunk, CPU)
+        return heldout_loss(DataParallelModel(model), heldout_batches(rows, 8, 8 * 120, 0), 0, spec, chunk, CPU)
 
     def in_evaluate() -> np.ndarray:
         with tqdm(disable=True) as bar:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES, model_address
-from lean_finetune.step.parallel_model import SingleProcess
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.save_model import Base, Merge, save_tuned
 from tests.processes import run_bounded
 from tests.small_model import CPU, base_of, spec_of
@@ -31,7 +31,7 @@ def test_full_disk_while_saving_is_one_line_and_leaves_no_partial_output(small_l
         for method in ("full", "lora"):
             model = load_model(small_llama, spec_of(method=method, lora_rank=64), CPU)
             with pytest.raises(UserError, match=r"tuned: cannot be written .*[Nn]o space left"):
-                save_tuned(SingleProcess(model), base_of(small_llama), disk / "tuned")
+                save_tuned(DataParallelModel(model), base_of(small_llama), disk / "tuned")
             assert list(disk.iterdir()) == []
     finally:
         run_bounded(["umount", disk], check=True)
@@ -42,7 +42,7 @@ def test_a_full_model_reloads_in_plain_transformers(small_llama: Path, tmp_path:
     model = load_model(small_llama, spec_of(method="full"), CPU)
     (tmp_path / "base").mkdir()
     (tmp_path / "base/tokenizer.json").write_text("{}")
-    save_tuned(SingleProcess(model), base_of(tmp_path / "base", "tokenizer.json"), tmp_path / "tuned")
+    save_tuned(DataParallelModel(model), base_of(tmp_path / "base", "tokenizer.json"), tmp_path / "tuned")
     config = (tmp_path / "tuned/config.json").read_text()
     assert "lean_sdpa" not in config and '"use_cache": true' in config and (tmp_path / "tuned/tokenizer.json").exists()
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
@@ -55,7 +55,7 @@ def test_saving_twice_gives_the_same_bytes(small_llama: Path, tmp_path: Path):
     for method in ("full", "qlora"):
         model = load_model(small_llama, spec_of(method=method), CPU)
         for name in ("a", "b"):
-            save_tuned(SingleProcess(model), base_of(small_llama), tmp_path / method / name)
+            save_tuned(DataParallelModel(model), base_of(small_llama), tmp_path / method / name)
         files = sorted(p.name for p in (tmp_path / method / "a").iterdir())
         assert any(name.endswith(".safetensors") for name in files) and not any(n.endswith(".bin") for n in files)
         for name in files:
@@ -101,7 +101,7 @@ def test_saved_model_loads_with_its_template_from_any_directory(method, tmp_path
             chat_template=template,
         )
         merge = Merge(spec=spec, files=["config.json", "model.safetensors"]) if method == "lora" else None
-        save_tuned(SingleProcess(model), base, tmp_path / name, merge)
+        save_tuned(DataParallelModel(model), base, tmp_path / name, merge)
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path / "elsewhere")
             auto: Any = AutoPeftModelForCausalLM if method == "lora" else AutoModelForCausalLM
@@ -129,6 +129,6 @@ def test_adapter_config_names_a_base_that_outlives_the_run(small_llama: Path, tm
         tokenizer_files=[],
         chat_template=None,
     )
-    save_tuned(SingleProcess(load_model(small_llama, spec_of(method="lora"), CPU)), hub, tmp_path / "tuned")
+    save_tuned(DataParallelModel(load_model(small_llama, spec_of(method="lora"), CPU)), hub, tmp_path / "tuned")
     config = json.loads((tmp_path / "tuned/adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "0123abcd")

@@ -25,13 +25,13 @@ from lean_finetune.memory.trace.trace_errors import UNTRACEABLE
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import causal_lm
-from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import trained_parameters
 
 KV_CACHE = "kv_cache"
 """Category of the KV cache."""
-Use = Callable[[ParallelModel, MemoryTrace], None]
+Use = Callable[[DataParallelModel, MemoryTrace], None]
 """Runs a model, in phases of the trace."""
 
 
@@ -54,7 +54,7 @@ def peak_of_loss(
 ) -> Peak:
     """Peak of computing the loss of one batch in evaluation mode."""
 
-    def use(parallel: ParallelModel, trace: MemoryTrace) -> None:
+    def use(parallel: DataParallelModel, trace: MemoryTrace) -> None:
         with trace.phase("forward"):
             parallel.run(lambda model: loss(model, empty_batch(shape, CPU)))
 
@@ -68,7 +68,7 @@ def peak_of_answers(config: PretrainedConfig, setting: Setting, shape: Generatio
         UserError: PyTorch cannot trace an operation.
     """
 
-    def use(parallel: ParallelModel, trace: MemoryTrace) -> None:
+    def use(parallel: DataParallelModel, trace: MemoryTrace) -> None:
         _answer(causal_lm(parallel.model), shape, trace)
 
     try:

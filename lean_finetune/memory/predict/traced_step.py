@@ -18,8 +18,8 @@ from lean_finetune.memory.trace.static_state import register_rng_states, registe
 from lean_finetune.memory.trace.trace_errors import refuse_untraceable
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.step.batches import Batch, empty_batch, idle_batch
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss_scaling import LossScaler
-from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
 
@@ -56,7 +56,7 @@ def trace_steps(
 
 
 def _run_steps(
-    parallel: ParallelModel, trace: MemoryTrace, setting: Setting, steps: TracedSteps, target: Target
+    parallel: DataParallelModel, trace: MemoryTrace, setting: Setting, steps: TracedSteps, target: Target
 ) -> tuple[int, int]:
     """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
     optimizer = build_optimizer(parallel.owned, setting.optim_spec, trace.on_host)

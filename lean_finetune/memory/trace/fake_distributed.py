@@ -32,7 +32,7 @@ from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, SHARDING, WEIGHTS, MemoryTrace
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.step.parallel_model import NamedParameters, ParallelModel, SingleProcess, named_trained
+from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, named_trained
 
 SHARDED = {WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER}
 """Categories that FSDP2 divides among GPUs; scales of quantised weights are replicated."""
@@ -90,7 +90,7 @@ class Sharing:
 @contextmanager
 def shared(
     model: nn.Module, sharing: Sharing | None, trace: MemoryTrace, device: torch.device
-) -> Iterator[ParallelModel]:
+) -> Iterator[DataParallelModel]:
     """Distribute the model, as the process with the highest memory use sees it.
 
     Call under an active FakeTensorMode, before anything is registered.
@@ -105,7 +105,7 @@ def shared(
         UserError: the GPUs cannot be divided so.
     """
     if sharing is None:
-        yield SingleProcess(model)
+        yield DataParallelModel(model)
         return
     world = _fullest(model, sharing)
     dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
@@ -162,7 +162,7 @@ class _ShallowOwner(replicated.ReplicatedModel):
         self.owned = LocalParameters(parts)
 
     def trained_parameters(self) -> NamedParameters:
-        """See ParallelModel; gradients are reduced."""
+        """See DataParallelModel; gradients are reduced."""
         for part, gradient in zip(self.owned.parameters(), self._summed, strict=True):
             part.grad = gradient
         return super().trained_parameters()

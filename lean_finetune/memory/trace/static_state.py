@@ -19,8 +19,8 @@ from lean_finetune.memory.trace.memory_trace import (
 )
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import quantisation_tensors
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.optimizers import device_state
-from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import trained_parameters
 
 FP32 = torch.float32
@@ -28,7 +28,7 @@ FP32 = torch.float32
 
 def register_state(
     trace: MemoryTrace,
-    parallel: ParallelModel,
+    parallel: DataParallelModel,
     optimizer: torch.optim.Optimizer,
     spec: ModelSpec,
     name: OptimizerName,

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.step.data_parallel import DataParallelModel, ShardSlice
 from lean_finetune.step.loss_scaling import LossScaler
-from lean_finetune.step.parallel_model import ParallelModel, ShardSlice
 from lean_finetune.train.checkpoint.rng_state import random_state, set_random_state
 from lean_finetune.train.checkpoint.stored_tensor import CheckpointTensor
 from lean_finetune.train.monitor.measured_peak import Meter
@@ -32,7 +32,7 @@ SCALER_FIELDS = ("scale", "good_steps", "skipped_steps")
 class TrainingRun:
     """A run between two optimizer steps."""
 
-    parallel: ParallelModel
+    parallel: DataParallelModel
     optimizer: torch.optim.Optimizer
     scaler: LossScaler | None
     meter: Meter

@@ -4,7 +4,7 @@ import torch
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import MicroBatch
-from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.data_parallel import DataParallelModel
 
 
 class Diverged(UserError):
@@ -36,7 +36,7 @@ def refuse_non_finite(
     )
 
 
-def refuse_dead_adapters(parallel: ParallelModel) -> None:
+def refuse_dead_adapters(parallel: DataParallelModel) -> None:
     """Refuse adapters without a gradient in the first step: they would learn nothing while the loss looks normal.
 
     Raises:
@@ -52,7 +52,7 @@ def refuse_dead_adapters(parallel: ParallelModel) -> None:
             )
 
 
-def refuse_broken_weights(parallel: ParallelModel, steps: int) -> None:
+def refuse_broken_weights(parallel: DataParallelModel, steps: int) -> None:
     """Refuse to save weights that are not finite: an update can break them after its loss was checked.
 
     Raises:
@@ -69,7 +69,7 @@ def refuse_broken_weights(parallel: ParallelModel, steps: int) -> None:
         raise Diverged(f"train.lr: weights must be finite; {name} is not, after {steps} steps; lower train.lr")
 
 
-def _in_any(parallel: ParallelModel, flags: list[bool]) -> list[bool]:
+def _in_any(parallel: DataParallelModel, flags: list[bool]) -> list[bool]:
     """Return for each flag whether it is set in any process, so that all processes stop together."""
     if parallel.size == 1 or not flags:
         return flags

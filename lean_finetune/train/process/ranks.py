@@ -11,7 +11,7 @@ import torch
 from lean_finetune.distributed.launch import ConnectionLost, WaitTimedOut, launch
 from lean_finetune.distributed.processes import World, check_devices, under_torchrun
 from lean_finetune.distributed.progress_barrier import BarrierTimeout
-from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.monitor.measured_peak import LOAD, MeasuredPeaks
 from lean_finetune.train.oom.oom_state import RunPosition
 from lean_finetune.train.process.nccl_watchdog import TIMEOUT
@@ -96,7 +96,7 @@ def describe_position(position: RunPosition) -> str:
     return f"in phase {position.phase_name} {step}"
 
 
-def largest_over_ranks(measured: MeasuredPeaks, parallel: ParallelModel, device: torch.device) -> MeasuredPeaks:
+def largest_over_ranks(measured: MeasuredPeaks, parallel: DataParallelModel, device: torch.device) -> MeasuredPeaks:
     """Return the largest of each figure over all processes: what every GPU must have room for."""
     if parallel.size == 1:
         return measured

@@ -1,11 +1,12 @@
-"""The model as the processes of one training step share it: the interface, and a single process without sharing."""
+"""Data parallelism (PyTorch's DDP and FSDP): how the processes of a training step share the model."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 
@@ -26,85 +27,50 @@ class ShardSlice:
     """Whether checkpoints take these rows from this process: of several that have the same rows, one saves them."""
 
 
-class ParallelModel(Protocol):
-    """A model and the processes that train it. Every process makes the same calls in the same order."""
+class DataParallelModel:
+    """A model and the processes that train it on different rows; this base class is a single process.
 
-    rank: int
-    """This process, from 0."""
-    size: int
-    """Number of processes."""
+    Every process makes the same calls in the same order.
+    """
 
-    @property
-    def model(self) -> nn.Module:
-        """The model, whose weights may be sharded: compute with it in `run` alone."""
-
-    @property
-    def owned(self) -> nn.Module:
+    def __init__(self, model: nn.Module, *, rank: int = 0, size: int = 1):
+        """`rank` is this process, from 0, of `size`. If weights are sharded, compute with `model` in `run` alone."""
+        self.model, self.rank, self.size = model, rank, size
+        self.owned = model
         """A module whose trained parameters are those that this process updates."""
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
         """Call `compute` with the model; sharded weights are gathered layer by layer while it runs."""
+        return compute(self.model)
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
         """The context of a micro-batch's backward; gradients need not be summed before the `last` one."""
+        return nullcontext()
 
     def trained_parameters(self) -> NamedParameters:
         """This process's share of the trained parameters; after a step's backward their gradients are global sums."""
+        return named_trained(self.model)
 
     def slices(self) -> list[ShardSlice]:
         """Which rows of each of `trained_parameters` this process has."""
+        shapes = (tuple(parameter.shape) for _, parameter in self.trained_parameters())
+        return [ShardSlice(first_row=0, full_shape=shape, saved_here=True) for shape in shapes]
 
     def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
         """L2 norm of all gradients together; `gradients` are this process's share."""
+        return get_total_norm(list(gradients), foreach=foreach)
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes."""
+        """The sum over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
 
     def end_step(self, *, updated: bool) -> None:
         """Make the updated weights equal in all processes and free the gradients."""
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The trained parameters, each gathered when it is reached: keep one at a time, and iterate to the end."""
-
-
-class SingleProcess:
-    """A `ParallelModel` of one process."""
-
-    rank, size = 0, 1
-
-    def __init__(self, model: nn.Module):
-        self.model = self.owned = model
-
-    def run(self, compute: Callable[[nn.Module], Result]) -> Result:
-        """See ParallelModel."""
-        return compute(self.model)
-
-    def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
-        """See ParallelModel."""
-        return nullcontext()
-
-    def trained_parameters(self) -> NamedParameters:
-        """See ParallelModel."""
-        return named_trained(self.model)
-
-    def slices(self) -> list[ShardSlice]:
-        """See ParallelModel."""
-        shapes = (tuple(parameter.shape) for _, parameter in self.trained_parameters())
-        return [ShardSlice(first_row=0, full_shape=shape, saved_here=True) for shape in shapes]
-
-    def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
-        """See ParallelModel."""
-        return get_total_norm(list(gradients), foreach=foreach)
-
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """See ParallelModel."""
-        return values
-
-    def end_step(self, *, updated: bool) -> None:
-        """See ParallelModel."""
-
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ParallelModel."""
         return ((name, parameter.detach()) for name, parameter in self.trained_parameters())
 
 
@@ -113,7 +79,7 @@ def named_trained(model: nn.Module) -> NamedParameters:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def losses_of_all_ranks(parallel: ParallelModel, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+def losses_of_all_ranks(parallel: DataParallelModel, losses: list[torch.Tensor]) -> list[torch.Tensor]:
     """The summed losses of all micro-batches of a step in the plan's order, from those of this process."""
     if parallel.size == 1:
         return losses
