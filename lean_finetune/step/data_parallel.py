@@ -66,6 +66,14 @@ class DataParallelModel:
             dist.all_reduce(values)
         return values
 
+    def losses_of_all_ranks(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The summed losses of all micro-batches of a step in the plan's order, from those of this process."""
+        if self.size == 1:
+            return losses
+        by_micro_batch = torch.zeros(len(losses), self.size, dtype=losses[0].dtype, device=losses[0].device)
+        by_micro_batch[:, self.rank] = torch.stack(losses)  # The others add 0: the sum loses no bit.
+        return list(self.sum_over_ranks(by_micro_batch).flatten().unbind())
+
     def end_step(self, *, updated: bool) -> None:
         """Make the updated weights equal in all processes and free the gradients."""
 
@@ -77,12 +85,3 @@ class DataParallelModel:
 def named_trained(model: nn.Module) -> NamedParameters:
     """The parameters that receive gradients, each once, in the model's order."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def losses_of_all_ranks(parallel: DataParallelModel, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The summed losses of all micro-batches of a step in the plan's order, from those of this process."""
-    if parallel.size == 1:
-        return losses
-    by_micro_batch = torch.zeros(len(losses), parallel.size, dtype=losses[0].dtype, device=losses[0].device)
-    by_micro_batch[:, parallel.rank] = torch.stack(losses)  # The others add 0: the sum loses no bit.
-    return list(parallel.sum_over_ranks(by_micro_batch).flatten().unbind())

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.data_parallel import DataParallelModel, losses_of_all_ranks
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.optimizer_in_backward import Norms, total_norm, updates_in_backward
@@ -96,7 +96,7 @@ def training_step(
             grad_norm = total_norm(trained_parameters(model), norms)
         else:
             grad_norm = _clip(parallel, spec, scaler)
-        losses = losses_of_all_ranks(parallel, losses)
+        losses = parallel.losses_of_all_ranks(losses)
     norms.clear()
     update = scaler is None or scaler.take(grad_norm)
     guard(losses, grad_norm if update else torch.zeros_like(grad_norm))

@@ -10,7 +10,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.launch import _first_fault
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World, check_size
 from lean_finetune.distributed.replicated import assign_owners
-from lean_finetune.step.data_parallel import DataParallelModel, losses_of_all_ranks
+from lean_finetune.step.data_parallel import DataParallelModel
 
 
 def test_processes_that_do_not_match_the_plan_are_refused(monkeypatch: pytest.MonkeyPatch):
@@ -49,16 +49,14 @@ def test_the_first_fault_is_told(tmp_path: Path):
 class Pair(DataParallelModel):
     """The second of two whose other member has a loss of 5 in each turn."""
 
-    rank, size = 1, 2
-
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Fill in the losses of the other process."""
         values[:, 0] = 5.0
         return values
 
 
-def test_losses_stand_in_the_order_of_the_plan():
+def test_losses_are_in_the_order_of_the_plan():
     """A loss that is not finite is reported with the rows of its micro-batch."""
-    own = [torch.tensor(1.0), torch.tensor(2.0)]
-    assert [loss.item() for loss in losses_of_all_ranks(Pair(torch.nn.Linear(1, 1)), own)] == [5.0, 1.0, 5.0, 2.0]
-    assert losses_of_all_ranks(DataParallelModel(torch.nn.Linear(1, 1)), own) is own
+    pair = Pair(torch.nn.Linear(1, 1), rank=1, size=2)
+    losses = pair.losses_of_all_ranks([torch.tensor(1.0), torch.tensor(2.0)])
+    assert [loss.item() for loss in losses] == [5.0, 1.0, 5.0, 2.0]
