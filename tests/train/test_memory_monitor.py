@@ -260,7 +260,7 @@ def test_leak_outside_malloc_is_found(job: TrainJob, monkeypatch, capsys):
 def test_run_without_a_leak_has_no_warning(job: TrainJob, monkeypatch, capsys):
     result = run(job, monkeypatch)
     assert "warning: " not in capsys.readouterr().err
-    assert {growth.cause for growth in classify(result.curves)} <= {"flat", "plateau", "unclear"}
+    assert {growth.cause for growth in classify(result.curves)} <= {"steady", "unclear"}
     assert list(result.memory_by_phase) == ["load", "forward", "backward", "clip", "optimizer"]
     assert all(row["longest_row"] <= row["largest_micro_batch_tokens"] for row in result.curves)
 
