@@ -21,8 +21,7 @@ from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.model.safetensors_files import write_loaded
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
-from lean_finetune.train.checkpoint.distributed_checkpoint import DistributedCheckpointer
-from lean_finetune.train.checkpoint.resume import Checkpointer
+from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.training_state import TrainingRun, layout_of
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -108,9 +107,8 @@ def disk_of(part: PartOfRun, rank: int) -> AbstractContextManager[None]:
 def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
     """Run it; what the process said, and what came of it where it came to its end."""
     directory, messages, stop = Path(part.directory), list[str](), StopRequest()
-    kind = Checkpointer if world.size == 1 else DistributedCheckpointer
 
-    class StoppedByRank(kind):  # type: ignore[valid-type, misc]
+    class StoppedByRank(Checkpointer):
         def after_step(self, run: TrainingRun) -> bool:
             if run.step == part.stop_after and world.rank == world.size - 1:
                 stop.request(signal.SIGTERM)

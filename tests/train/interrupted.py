@@ -18,7 +18,7 @@ from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
-from lean_finetune.train.checkpoint.resume import Checkpointer
+from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.training_state import TrainingRun
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter

@@ -151,9 +151,9 @@ def test_weights_that_are_not_finite_are_not_saved(small_llama: Path, tmp_path: 
         return str(told.value)
 
     assert "must be finite" in (text := diverge(Breaking(tmp_path / "kept", every_step=True)))
-    assert text.endswith("no checkpoint was made yet")
+    assert "no checkpoint was made" in text
     assert not list((tmp_path / "kept").glob("step-*"))
 
     break_off(job, tmp_path / "kept", stop_after=2)
-    assert "the checkpoint of optimizer step 2 is kept in" in (text := diverge(Breaking(tmp_path / "kept")))
-    assert "fails here again, changed parameters start at the first step" in text
+    assert "the checkpoint of optimizer step 2 is kept" in (text := diverge(Breaking(tmp_path / "kept")))
+    assert "fails here again; changed parameters start at the first step" in text

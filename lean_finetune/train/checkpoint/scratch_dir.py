@@ -13,7 +13,7 @@ from lean_finetune.core.file_locks import clear, lock_directory, unlock_director
 from lean_finetune.core.units import readable_size
 
 RECORD = "run.json"
-"""In a run's directory: the fingerprint of the run, see `unfinished_runs`."""
+"""In a run's directory: the fingerprint of the run, see `resume_run`."""
 FINISHED = "finished"
 """In the directory of a run that has published its outputs: MD5 of its metrics file, as in dvc.lock."""
 DVC_LOCK = Path("dvc.lock")
@@ -21,7 +21,7 @@ DVC_LOCK = Path("dvc.lock")
 
 @dataclass(frozen=True, kw_only=True)
 class RunDirectory:
-    """Where a run keeps its checkpoints; `unfinished_runs` chooses it."""
+    """Where a run keeps its checkpoints; `resume_run` chooses it."""
 
     directory: Path
     earlier: Path | None = None

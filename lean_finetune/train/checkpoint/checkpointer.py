@@ -1,7 +1,11 @@
 """Write checkpoints during training, and resume from the newest one.
 
-The training loop waits only until the bytes are in the page cache. Checksums, flushing and renaming follow in a
-thread. When a checkpoint is due depends on the clock and on what the last one cost, and never changes a result.
+The training loop waits only until the bytes are in the page cache. Checksums and flushing follow in a thread. When a
+checkpoint is due depends on the clock and on what the last one cost, and never changes a result.
+
+Several processes write, publish and stop after the same step: after each step they exchange whether they were asked to
+stop and whether they still finish the last checkpoint. The first process's clock decides when one is due. A checkpoint
+gets its name once the files of all processes are on the disk. If one process fails alone, earlier checkpoints remain.
 """
 
 import threading
@@ -32,11 +36,10 @@ from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 ONE_PROCESS = layout_of(1, "none")
 MOST_TIME_SHARE = 0.02
 """Largest share of the time that checkpoints may take: the next one comes later after an expensive one."""
-SAME_COMMAND = "the same command resumes from it"
 
 
 class Checkpointer(CheckpointHooks):
-    """Writes and resumes the checkpoints of a run of one process. Made by `open_checkpointer`, used by the loop."""
+    """Writes and resumes the checkpoints of a run. Made by `open_checkpointer`, used by the loop."""
 
     def __init__(
         self,
@@ -56,13 +59,14 @@ class Checkpointer(CheckpointHooks):
             store: the checkpoint files.
             seconds: between two checkpoints; None = only on a stop.
             stop: set by signals.
-            notify: gets a line when a checkpoint is resumed, is damaged or cannot be written.
+            notify: gets lines for the user.
             clock: monotonic seconds.
             layout: how GPUs share the run.
             earlier: directory of another run to resume from if this one has no checkpoint.
             disk_space: what else the run will write; None = nothing.
         """
-        self._store, self._seconds, self._notify, self._clock = store, seconds, notify, clock
+        self._store, self._channel = store, store.channel
+        self._seconds, self._notify, self._clock = seconds, notify, clock
         self._stop, self._earlier, self._disk_space = stop, earlier, disk_space
         self._found = store.newest()
         if self._found is None and earlier is not None:
@@ -70,6 +74,9 @@ class Checkpointer(CheckpointHooks):
         self.first_step = 0 if self._found is None else self._found.values["step"]
         self.measures_load = self._found is None or self._found.values["layout"] != layout
         self._thread: threading.Thread | None = None
+        self._pending: PendingCheckpoint | None = None
+        self._unsettled = self._failed = False
+        """Several processes: a checkpoint was started and not settled (equal in all); this one could not write it."""
         self._spent = 0.0
         """Seconds that the last checkpoint took from training, or from a CPU core that training may use."""
         self._due = clock() + (seconds or 0.0)
@@ -81,11 +88,9 @@ class Checkpointer(CheckpointHooks):
             self._restore(found, run, steps)
         if self._disk_space is None:
             return
-        channel = self._store.channel
-        sizes = channel.gather_after_work(
-            sum(tensor.nbytes for tensor in tensors_to_store(local_tensors(run)).values())
-        )
-        if channel.is_first:
+        own_bytes = sum(tensor.nbytes for tensor in tensors_to_store(local_tensors(run)).values())
+        sizes = self._channel.gather_after_work(own_bytes)
+        if self._channel.is_first:
             self._disk_space.check(
                 self._store.directory,
                 trained_bytes=trained_bytes(run),
@@ -104,18 +109,17 @@ class Checkpointer(CheckpointHooks):
                 f"run.resume: compatible needs a checkpoint that this code can read; the one in {found.path} differs "
                 f"({error}); set run.resume=exact to start at the first step"
             ) from error
-        saved_at = found.values["saved_at"]
+        saved_at, layout = found.values["saved_at"], found.values["layout"]
         self._notify(f"train: resumed at optimizer step {run.step} of {steps} (checkpoint of {saved_at})")
         if self.measures_load:
-            layout = found.values["layout"]
             self._notify(
                 f"note: the checkpoint is of {layout['gpus']} GPU(s) with train.sharding={layout['sharding']}: "
                 "its steps equal those of this run except for rounding, and memory is measured from here on"
             )
 
     def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Stop between two batches on request."""
-        return self._stop.between(batches)
+        """Stop between two batches on request, unless other processes wait for each of them."""
+        return self._stop.between(batches) if self._channel.size == 1 else batches
 
     @contextmanager
     def saving_on_stop(self, run: TrainingRun) -> Iterator[None]:
@@ -128,47 +132,40 @@ class Checkpointer(CheckpointHooks):
         try:
             with self._stop.deferred():
                 yield
-            self.check_stop()
+            self._check_stop()
         except Stopped:
             self._save_last(run)
             raise
         except Diverged as error:
-            raise UserError(f"{error}; {self._diverged_hint()}") from None
+            hint = "and fails here again; changed parameters start at the first step"
+            raise UserError(f"{error}; {self.resume_hint()} {hint}") from None
         except OutOfMemory as error:
-            if error.weights_intact:  # Random states are also those of the last finished step.
-                self.save_after_fault(run)
+            # Random states are also those of the last finished step. Other processes may be inside a step.
+            if error.weights_intact and self._channel.size == 1:
+                self._save_last(run)
             raise UserError(str(error), *error.details, self.resume_hint()) from None
-
-    def check_stop(self) -> None:
-        """Stop here on request.
-
-        Raises:
-            Stopped: a signal came.
-        """
-        self._stop.check()
-
-    def save_after_fault(self, run: TrainingRun) -> None:
-        """Write a checkpoint of the steps before a fault."""
-        self._save_last(run)
 
     def after_step(self, run: TrainingRun) -> bool:
         """Write a checkpoint if one is due; return whether it is.
 
         Raises:
-            Stopped: a signal came.
+            Stopped: a signal came, in any process.
             Diverged: weights are not finite.
         """
-        self._stop.check()
-        due = self.is_due()
-        if due:
+        status = self._channel.gather(int(self._is_busy()), int(self.is_due()))
+        starts = False
+        if not any(busy for busy, _ in status):
+            self._settle()
+            starts = bool(status[0][1])
+        if starts:
             self._start_write(run)
-        return due
+        self._check_stop()
+        return starts
 
     def after_last_step(self, run: TrainingRun) -> None:
         """Keep only the end of training: a kill or a full disk while publishing then costs no step."""
         self._save_last(run)
-        self.wait()
-        if self._store.channel.is_first and self._store.has_step(run.step):
+        if self._channel.is_first and self._store.has_step(run.step):
             self._store.remove_old(keep=1)
 
     def is_due(self) -> bool:
@@ -178,62 +175,35 @@ class Checkpointer(CheckpointHooks):
     def _is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _save_last(self, run: TrainingRun) -> None:
-        """Write a checkpoint before the process ends."""
-        self.wait()
-        if run.step and not self._store.has_step(run.step):
-            self._start_write(run)
+    def _check_stop(self) -> None:
+        """Stop if any process was asked to."""
+        numbers = [number for (number,) in self._channel.gather(self._stop.signal_number or 0) if number]
+        if numbers:
+            raise Stopped(numbers[0])
 
-    def _last_step(self) -> int | None:
-        """Wait for the thread, then return the step of the newest checkpoint."""
-        self.wait()
-        return self._store.last_step()
+    def _save_last(self, run: TrainingRun) -> None:
+        """Write a checkpoint of the finished steps, and wait for it."""
+        self._settle()
+        if run.step and not self._channel.from_first(int(self._store.has_step(run.step)))[0]:
+            self._start_write(run)
+            self._settle()
 
     def resume_hint(self) -> str:
         """Say from which checkpoint the run can be resumed."""
-        step = self._last_step()
-        if step is not None:
-            return f"the checkpoint of optimizer step {step} is kept: {SAME_COMMAND}"
-        if self._earlier is not None:
-            return f"the checkpoint in {self._earlier} is kept: {SAME_COMMAND}"
+        self.wait()
+        step = self._store.last_step()
+        if step is not None or self._earlier is not None:
+            which = f"in {self._earlier}" if step is None else f"of optimizer step {step}"
+            return f"the checkpoint {which} is kept: the same command resumes from it"
         return "no checkpoint was made: the same command starts at the first step"
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Add to an error inside, where outputs are written, from which checkpoint the run can be resumed.
-
-        Raises:
-            UserError: the disk refused.
-        """
+        """Add to an error inside, where outputs are written, from which checkpoint the run can be resumed."""
         try:
             yield
         except UserError as error:
             raise UserError(f"{error}; {self.resume_hint()}", *error.details) from None
-
-    def _diverged_hint(self) -> str:
-        """Say which checkpoint is left after training diverged."""
-        step = self._last_step()
-        if step is None:
-            return "no checkpoint was made yet"
-        return (
-            f"the checkpoint of optimizer step {step} is kept in {self._store.directory}: {SAME_COMMAND} and "
-            "fails here again, changed parameters start at the first step"
-        )
-
-    @contextmanager
-    def report_stop(self) -> Iterator[None]:
-        """Report a stop inside, and wait for the thread that finishes a checkpoint.
-
-        Raises:
-            Stopped: a signal came.
-        """
-        try:
-            yield
-        except Stopped as reason:
-            self._notify(f"train: stopped by {reason.name}; {self.resume_hint()}")
-            raise
-        finally:
-            self.wait()
 
     def wait(self) -> None:
         """Wait for the thread that finishes the last checkpoint."""
@@ -242,38 +212,56 @@ class Checkpointer(CheckpointHooks):
             self._thread = None
 
     def _start_write(self, run: TrainingRun) -> None:
-        """Write a checkpoint to the page cache and finish it in a thread."""
-        self.wait()
+        """Write this process's files to the page cache and finish them in a thread."""
+        self._settle()
         refuse_broken_weights(run.parallel, run.step)
         start = self._clock()
-        try:
-            pending = self._write(run)
-        except UserError as error:
-            self._warn(error)
-            pending = None
-        self._record_cost(self._clock() - start)
-        if pending is not None:
-            self._finish_in_thread(pending)
-
-    def _write(self, run: TrainingRun) -> PendingCheckpoint:
+        self._unsettled, self._failed, self._pending = self._channel.size > 1, False, None
         local = local_tensors(run)
-        return self._store.write(run.step, tensors_to_store(local), plain_values(run), row_ranges(local))
-
-    def _finish_in_thread(self, pending: PendingCheckpoint) -> None:
-        self._thread = threading.Thread(target=self._finish, args=(pending,), name="checkpoint")
-        self._thread.start()
+        try:
+            self._pending = self._store.write(run.step, tensors_to_store(local), plain_values(run), row_ranges(local))
+        except UserError as error:
+            self._fail(error)
+        self._record_cost(self._clock() - start)
+        if self._pending is not None:
+            self._thread = threading.Thread(target=self._finish, args=(self._pending,), name="checkpoint")
+            self._thread.start()
 
     def _finish(self, pending: PendingCheckpoint) -> None:
         """Run in the thread; the time for checksums counts, since it takes a core from training."""
         start = time.thread_time()
         try:
-            pending.finish()
+            if self._channel.size == 1:
+                pending.finish()
+            else:
+                pending.finish_rank()
         except UserError as error:
-            self._warn(error)
+            self._fail(error)
         self._record_cost(self._spent + time.thread_time() - start)
 
-    def _warn(self, error: UserError | str) -> None:
+    def _settle(self) -> None:
+        """Wait until all processes have finished; the first one then publishes the checkpoint or drops it."""
+        self.wait()
+        if not self._unsettled:
+            return
+        failed = [rank for rank, (bad,) in enumerate(self._channel.gather_after_work(int(self._failed))) if bad]
+        pending, self._pending, self._unsettled = self._pending, None, False
+        if not self._channel.is_first or pending is None:
+            return
+        if not failed:
+            try:
+                pending.publish()
+            except UserError as error:
+                self._fail(error)
+            return
+        pending.drop()
+        if failed != [0]:
+            rank = next(rank for rank in failed if rank)
+            self._fail(f"process {rank} of {self._channel.size} could not write its files; see its log")
+
+    def _fail(self, error: UserError | str) -> None:
         """Report a checkpoint that failed; the run continues."""
+        self._failed = True
         self._notify(f"warning: no checkpoint was made, earlier ones are kept: {error}")
 
     def _record_cost(self, seconds: float) -> None:

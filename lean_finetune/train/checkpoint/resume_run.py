@@ -1,4 +1,4 @@
-"""Choose which unfinished run to resume, and report why the nearest one is not resumed.
+"""Choose the unfinished run to resume, report why the nearest one is not resumed, and open the run's checkpoints.
 
 Each run has a directory below scratch/train, named by a hash of its record (`RECORD`): its fingerprint, and the runs
 with other code or library versions that it resumed. A run that mixes code or versions has a directory of its own, so
@@ -7,15 +7,27 @@ that an exact run never resumes it.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lean_finetune.config.field_types import Resume
+from lean_finetune.config.schema import Run
 from lean_finetune.distributed.control_messages import ControlChannel
-from lean_finetune.train.checkpoint.checkpoint_files import steps_in
-from lean_finetune.train.checkpoint.scratch_dir import FINISHED, RECORD, RunDirectory
-from lean_finetune.train.run_fingerprint import KEY_DIGITS, Fingerprint, differences, run_key
+from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, steps_in
+from lean_finetune.train.checkpoint.checkpointer import Checkpointer
+from lean_finetune.train.checkpoint.disk_space import DiskSpace
+from lean_finetune.train.checkpoint.scratch_dir import (
+    FINISHED,
+    RECORD,
+    RunDirectory,
+    lock_earlier_run,
+    lock_run_directory,
+)
+from lean_finetune.train.checkpoint.training_state import layout_of
+from lean_finetune.train.process.stop_signals import Stopped, StopRequest
+from lean_finetune.train.run_fingerprint import Fingerprint, differences, run_key
 
 COMPATIBLE = {"code", "versions"}
 """Kinds of the fingerprint that `run.resume: compatible` ignores."""
@@ -55,12 +67,17 @@ def choose_directory(
     """
     record: dict[str, Any] = {"parts": fingerprint, "earlier": []}
     own = RunDirectory(directory=root / run_key(record), record=record)
-    if steps_in(own.directory):
-        return own
-    others = sorted(_unfinished(root), key=lambda other: _distance(fingerprint, other))
+    others = [] if steps_in(own.directory) else list(_unfinished(root))
     if not others:
         return own
-    nearest, different = others[0], differences(fingerprint, others[0].fingerprint)
+
+    def distance(other: UnfinishedRun) -> tuple[int, int, int, int]:
+        """Order by incompatible kinds, different kinds, different names, then finished steps (more is nearer)."""
+        found = differences(fingerprint, other.fingerprint)
+        return len(found.keys() - COMPATIBLE), len(found), sum(map(len, found.values())), -other.step
+
+    nearest = min(others, key=distance)
+    different = differences(fingerprint, nearest.fingerprint)
     which = f"the unfinished training in {nearest.directory} (optimizer step {nearest.step})"
     if resume == "compatible" and not different:
         return RunDirectory(directory=nearest.directory, record={"parts": fingerprint, "earlier": nearest.earlier})
@@ -70,8 +87,7 @@ def choose_directory(
         record["earlier"] = [*nearest.earlier, step]
         return RunDirectory(directory=root / run_key(record), earlier=nearest.directory, record=record)
     hint = "; -S run.resume=compatible resumes it" if different.keys() <= COMPATIBLE else ""
-    mixed = "it has itself resumed other code or versions"
-    why = _changes(different, fingerprint, nearest.fingerprint) if different else mixed
+    why = _changes(different, fingerprint, nearest.fingerprint) or "it has itself resumed other code or versions"
     notify(f"note: {which} is not resumed: {why}{hint}")
     return own
 
@@ -80,15 +96,11 @@ def choose_for_all_ranks(
     root: Path, fingerprint: Fingerprint, resume: Resume, notify: Callable[[str], None], channel: ControlChannel
 ) -> RunDirectory:
     """Let the first process run `choose_directory`, and return its choice in all processes."""
-    nothing = bytes(KEY_DIGITS // 2)
-    if not channel.is_first:
-        received = bytes(channel.gather_after_work(*nothing, *nothing)[0])
-        own, earlier = received[: len(nothing)], received[len(nothing) :]
-        return RunDirectory(directory=root / own.hex(), earlier=None if earlier == nothing else root / earlier.hex())
-    chosen = choose_directory(root, fingerprint, resume, notify)
-    resumed = nothing if chosen.earlier is None else bytes.fromhex(chosen.earlier.name)
-    channel.gather_after_work(*bytes.fromhex(chosen.directory.name), *resumed)
-    return chosen
+    chosen = choose_directory(root, fingerprint, resume, notify) if channel.is_first else None
+    channel.gather_after_work(0)
+    names = [] if chosen is None else [path.name for path in (chosen.directory, chosen.earlier) if path is not None]
+    directory, *earlier = (root / name for name in json.loads(channel.gather_text(json.dumps(names))[0]))
+    return chosen or RunDirectory(directory=directory, earlier=earlier[0] if earlier else None)
 
 
 def _unfinished(root: Path) -> Iterator[UnfinishedRun]:
@@ -102,12 +114,6 @@ def _unfinished(root: Path) -> Iterator[UnfinishedRun]:
             )
 
 
-def _distance(fingerprint: Fingerprint, other: UnfinishedRun) -> tuple[int, int, int, int]:
-    """Order runs by incompatible kinds, different kinds, different names, then finished steps (more is nearer)."""
-    different = differences(fingerprint, other.fingerprint)
-    return len(different.keys() - COMPATIBLE), len(different), sum(map(len, different.values())), -other.step
-
-
 def _kinds(different: Mapping[str, Sequence[str]]) -> str:
     """List kinds with the first names of each."""
     return ", ".join(f"{kind} ({_first_names(names)})" for kind, names in different.items())
@@ -119,8 +125,8 @@ def _changes(different: Mapping[str, Sequence[str]], here: Fingerprint, there: F
     def text(kind: str, name: str) -> str:
         if kind in ("data", "model", "code") or name == "bucket":
             return name
-        values = (json.dumps(one.get(kind, {}).get(name)) for one in (there, here))
-        return f"{name}: {next(values)} there, {next(values)} here"
+        before, now = (json.dumps(one.get(kind, {}).get(name)) for one in (there, here))
+        return f"{name}: {before} there, {now} here"
 
     return ", ".join(
         f"{kind} differ ({_first_names([text(kind, name) for name in names])})" for kind, names in different.items()
@@ -130,3 +136,46 @@ def _changes(different: Mapping[str, Sequence[str]], here: Fingerprint, there: F
 def _first_names(names: Sequence[str]) -> str:
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+@contextmanager
+def open_checkpointer(
+    where: RunDirectory,
+    *,
+    run: Run,
+    stop: StopRequest,
+    notify: Callable[[str], None],
+    channel: ControlChannel | None = None,
+    sharding: str = "none",
+    disk_space: DiskSpace | None = None,
+) -> Iterator[Checkpointer]:
+    """Lock a run's directory and yield its checkpointer; the directory is cleared if the block succeeds.
+
+    All processes of a run call this; the first one locks.
+
+    Raises:
+        UserError: another run works there, or the disk refused.
+        Stopped: a signal came; the user was notified.
+    """
+    channel = channel or ControlChannel()
+    with ExitStack() as stack:
+        if channel.is_first:
+            stack.enter_context(lock_run_directory(where.directory, notify, where.record))
+            stack.enter_context(lock_earlier_run(where.earlier))
+        channel.gather_after_work(0)  # From here on the first process has the lock.
+        checkpoints = Checkpointer(
+            CheckpointStore(where.directory, run.keep_checkpoints, notify, channel),
+            seconds=run.checkpoint_seconds,
+            stop=stop,
+            notify=notify,
+            layout=layout_of(channel.size, sharding),
+            earlier=where.earlier,
+            disk_space=disk_space,
+        )
+        try:
+            yield checkpoints
+        except Stopped as reason:
+            notify(f"train: stopped by {reason.name}; {checkpoints.resume_hint()}")
+            raise
+        finally:
+            checkpoints.wait()
