@@ -62,9 +62,6 @@ def save_full(model: PreTrainedModel, directory: Path) -> None:
     """Write a model as `save_pretrained` does, but tensor by tensor into one file: no second copy of the weights.
 
     For a sharded model the first process calls this and all others call `_send_shards`.
-
-    Raises:
-        OSError: the disk refused.
     """
     model.config.dtype = model.dtype
     model.config.architectures = [type(model).__name__]

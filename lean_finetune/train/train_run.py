@@ -19,9 +19,9 @@ from lean_finetune.distributed.processes import World, check_size, process_group
 from lean_finetune.distributed.progress_barrier import wait_for_all
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.precision import precision_of
-from lean_finetune.train.checkpoint.checkpointer import Checkpointer, open_checkpointer
+from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.disk_space import DiskSpace
-from lean_finetune.train.checkpoint.resume_run import choose_for_all_ranks, resumed_figures
+from lean_finetune.train.checkpoint.resume_run import choose_for_all_ranks, open_checkpointer, resumed_figures
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, mark_finished, scratch_root
 from lean_finetune.train.job import Paths, make_job, prepare_device
 from lean_finetune.train.loop import train

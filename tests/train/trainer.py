@@ -12,7 +12,8 @@ import torch
 from lean_finetune.config.load import load_params
 from lean_finetune.core.parent_death import end_with_parent
 from lean_finetune.step.batches import Batch
-from lean_finetune.train.checkpoint.checkpointer import Checkpointer, open_checkpointer
+from lean_finetune.train.checkpoint.checkpointer import Checkpointer
+from lean_finetune.train.checkpoint.resume_run import open_checkpointer
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory
 from lean_finetune.train.process.stop_signals import StopRequest, handle_signals
 from tests.conftest import ROOT

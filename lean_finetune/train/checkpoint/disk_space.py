@@ -40,8 +40,9 @@ class DiskSpace:
             UserError: with the figures.
         """
         weights = trained_bytes + self.merged_bytes
-        free, free_at_out = _free_bytes(checkpoints), _free_bytes(self.out)
-        same_disk = _device(checkpoints) == _device(self.out)
+        here, at_out = _existing(checkpoints), _existing(self.out)
+        free, free_at_out = shutil.disk_usage(here).free, shutil.disk_usage(at_out).free
+        same_disk = here.stat().st_dev == at_out.stat().st_dev
         last = checkpoint_bytes * (1 - there)  # Older ones are removed first and free their space.
         if self.enforce and (weights + (last if same_disk else 0) > free_at_out or last > free):
             elsewhere = "" if same_disk else f" there and {readable_size(free)} for {checkpoints}"
@@ -62,16 +63,6 @@ def trained_bytes(run: TrainingRun) -> int:
     """Return the size of all trained weights as they are saved."""
     pairs = zip(run.parallel.trained_parameters(), run.parallel.slices(), strict=True)
     return sum(math.prod(piece.full_shape) * parameter.element_size() for (_, parameter), piece in pairs)
-
-
-def _free_bytes(path: Path) -> int:
-    """Return the free space where a path is or will be."""
-    return shutil.disk_usage(_existing(path)).free
-
-
-def _device(path: Path) -> int:
-    """Return the id of the file system where a path is or will be."""
-    return _existing(path).stat().st_dev
 
 
 def _existing(path: Path) -> Path:

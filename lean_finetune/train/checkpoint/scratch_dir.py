@@ -102,8 +102,9 @@ def mark_finished(directory: Path, metrics: Path) -> None:
     Raises:
         UserError: the disk refused.
     """
-    with write_errors(directory):
-        (directory / FINISHED).write_text(_md5(metrics), encoding="ascii")
+    with told_in_one_line(directory):
+        digest = hashlib.md5(metrics.read_bytes(), usedforsecurity=False).hexdigest()  # As in dvc.lock.
+        (directory / FINISHED).write_text(digest, encoding="ascii")
 
 
 def _restart_finished(directory: Path) -> None:
@@ -129,11 +130,6 @@ def _remove_finished_runs(own: Path) -> None:
 def _is_removable(directory: Path) -> bool:
     """Whether no run would resume from it."""
     return (directory / FINISHED).exists() or not list(directory.glob("*step-*"))
-
-
-def _md5(path: Path) -> str:
-    """Hash a file's content as DVC does."""
-    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
 
 
 def _report_other_runs(directory: Path, notify: Callable[[str], None]) -> None:

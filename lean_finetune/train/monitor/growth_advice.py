@@ -72,10 +72,10 @@ def growth_line(growth: Growth, rows: Rows, free_bytes: Callable[[str], int | No
 def _remedy(growth: Growth, rows: Rows, settings: Settings) -> str:
     """Return what to change: for a leak, what to switch off to find the code that leaks."""
     if growth.cause == "leak":
-        if growth.series in (LIVE, PEAK):
-            changes, effect = {"train.optimizer": "adamw", "train.attention": "sdpa"}, "uses only PyTorch's kernels"
-        else:
-            changes, effect = {"run.loader_threads": 0}, "runs without the threads that read ahead"
+        tensors = growth.series in (LIVE, PEAK)
+        kernels: Settings = {"train.optimizer": "adamw", "train.attention": "sdpa"}
+        changes = kernels if tensors else {"run.loader_threads": 0}
+        effect = "uses only PyTorch's kernels" if tensors else "runs without the threads that read ahead"
         return f"a step must not leave memory behind, so this is a bug: {_command(changes, settings, effect)}"
     if growth.cause == "fragmentation":
         if settings.get("train.expandable_segments"):

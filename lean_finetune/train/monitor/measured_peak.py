@@ -45,7 +45,12 @@ class MeasuredPeaks:
 
 
 class Meter(ABC):
-    """Measures peaks of a running training."""
+    """Measures peaks of a running training: of each phase, and of the current step."""
+
+    def __init__(self) -> None:
+        """Start without figures."""
+        self._by_phase: dict[str, int] = {}
+        self._step: int | None = None
 
     @abstractmethod
     def window(self, name: str) -> AbstractContextManager[None]:
@@ -60,10 +65,6 @@ class Meter(ABC):
         """Name a phase: `load`, or a phase of the step. Nearly free outside windows."""
 
     @abstractmethod
-    def peak_bytes_of_step(self) -> int | None:
-        """Return the peak since the last call without `load`; None if not measured. Call after a window."""
-
-    @abstractmethod
     def result(self) -> MeasuredPeaks:
         """Return what was measured so far."""
 
@@ -75,30 +76,21 @@ class Meter(ABC):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state` of an earlier process of the run."""
 
+    def peak_bytes_of_step(self) -> int | None:
+        """Return the peak since the last call without `load`; None if not measured. Call after a window."""
+        step, self._step = self._step, None
+        return step
 
-class PhasePeaks:
-    """The peak of each phase and of the current step."""
-
-    def __init__(self) -> None:
-        """Start without figures."""
-        self.by_phase: dict[str, int] = {}
-        self._step: int | None = None
-
-    def add(self, phase: str, size_bytes: int) -> None:
+    def _add(self, phase: str, size_bytes: int) -> None:
         """Record a size in a phase of the current step."""
-        self.by_phase[phase] = max(self.by_phase.get(phase, 0), size_bytes)
+        self._by_phase[phase] = max(self._by_phase.get(phase, 0), size_bytes)
         if phase != LOAD:
             self._step = max(self._step or 0, size_bytes)
 
-    def merge(self, by_phase: Mapping[str, int]) -> None:
-        """Record peaks of an earlier process, which are not of the current step."""
+    def _merge(self, by_phase: Mapping[str, int]) -> None:
+        """Record peaks that are not of the current step."""
         for phase, size_bytes in by_phase.items():
-            self.by_phase[phase] = max(self.by_phase.get(phase, 0), size_bytes)
-
-    def take_step(self) -> int | None:
-        """Return the peak since the last call, without loading."""
-        step, self._step = self._step, None
-        return step
+            self._by_phase[phase] = max(self._by_phase.get(phase, 0), size_bytes)
 
 
 def make_meter(device: torch.device) -> Meter:
@@ -111,10 +103,10 @@ class CudaMeter(Meter):
 
     def __init__(self, device: torch.device):
         """Measure `device`."""
+        super().__init__()
         torch.cuda.init()  # Without it there are no statistics to reset yet.
         self._device = device
         self._peak = self._reserved = 0
-        self._peaks = PhasePeaks()
 
     def window(self, name: str) -> AbstractContextManager[None]:
         """Do nothing."""
@@ -127,7 +119,7 @@ class CudaMeter(Meter):
         try:
             yield
         finally:
-            self._peaks.add(name, self._take_peak())
+            self._add(name, self._take_peak())
 
     def _take_peak(self) -> int:
         """Return the peak since the last call."""
@@ -137,16 +129,12 @@ class CudaMeter(Meter):
         self._peak = max(self._peak, peak)
         return peak
 
-    def peak_bytes_of_step(self) -> int | None:
-        """Return the peak since the last call, without `load`."""
-        return self._peaks.take_step()
-
     def result(self) -> MeasuredPeaks:
         """Return what was measured so far."""
         self._take_peak()
         return MeasuredPeaks(
             peak_bytes=self._peak,
-            peak_bytes_by_phase=dict(self._peaks.by_phase),
+            peak_bytes_by_phase=dict(self._by_phase),
             # Never reset: segments stay reserved, so the current value is the peak unless memory ran out.
             peak_reserved_bytes=max(self._reserved, torch.cuda.memory_reserved(self._device)),
             how="statistics of CUDA's caching allocator, every step",
@@ -160,7 +148,7 @@ class CudaMeter(Meter):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the peaks, unless loading took more this time."""
         self._peak, self._reserved = max(self._peak, state["peak"]), state["reserved"]
-        self._peaks.merge(state["by_phase"])
+        self._merge(state["by_phase"])
 
 
 @contextmanager
@@ -186,9 +174,9 @@ class CpuMeter(Meter):
 
     def __init__(self) -> None:
         """Start at 0 bytes: open the first window before the model is loaded."""
+        super().__init__()
         self._in_use = 0
         self._peak: int | None = None
-        self._peaks = PhasePeaks()
         self._open: str | None = None
         self._windows = 0
 
@@ -238,17 +226,13 @@ class CpuMeter(Meter):
                 inside.remove(phase)
             self._peak = max(self._peak or 0, self._in_use)
             for name in inside:
-                self._peaks.add(name, self._in_use)
-
-    def peak_bytes_of_step(self) -> int | None:
-        """Return the peak, without `load`, of the windows since the last call; None without any."""
-        return self._peaks.take_step()
+                self._add(name, self._in_use)
 
     def result(self) -> MeasuredPeaks:
         """Return what was measured so far."""
         return MeasuredPeaks(
             peak_bytes=self._peak,
-            peak_bytes_by_phase=dict(self._peaks.by_phase),
+            peak_bytes_by_phase=dict(self._by_phase),
             peak_reserved_bytes=None,
             how=f"torch.profiler's memory events of PyTorch's CPU allocator, in {self._windows} windows",
         )
@@ -258,7 +242,7 @@ class CpuMeter(Meter):
         return {
             "in_use": self._in_use,
             "peak": self._peak,
-            "by_phase": dict(self._peaks.by_phase),
+            "by_phase": dict(self._by_phase),
             "windows": self._windows,
         }
 
@@ -273,4 +257,4 @@ class CpuMeter(Meter):
         if self._windows or self._open is not None:
             raise RuntimeError("a meter that has measured cannot restore the figures of another one")
         self._in_use, self._peak, self._windows = state["in_use"], state["peak"], state["windows"]
-        self._peaks.merge(state["by_phase"])
+        self._merge(state["by_phase"])

@@ -8,7 +8,6 @@ On other systems the counts are None.
 import ctypes
 import mmap
 import platform
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,15 +34,12 @@ class MemoryCounts:
     """How often the allocator has freed its cache and tried again, since the process started."""
 
 
-class Counters(ABC):
-    """Reads an allocator's counters."""
+class Counters:
+    """Reads an allocator's counters; this class is for systems that have none."""
 
-    how: str
-    """Source of the counts, for messages."""
-
-    @abstractmethod
     def read(self) -> MemoryCounts:
         """Return the memory in use now."""
+        return MemoryCounts(held_bytes=None, reserved_bytes=None, retries=None)
 
     def left_bytes(self) -> int:
         """Return the memory that is still available: on a CPU, to the process."""
@@ -56,8 +52,6 @@ class Counters(ABC):
 
 class CudaCounters(Counters):
     """CUDA's caching allocators of device memory and of pinned host memory."""
-
-    how = "CUDA's caching allocator"
 
     def __init__(self, device: torch.device):
         """Read the counters of `device`."""
@@ -90,25 +84,12 @@ class MallocCounts(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
     ]
 
 
 class MallocCounters(Counters):
     """glibc's malloc, the heaps of all threads."""
-
-    how = "glibc's malloc, the whole process"
 
     def __init__(self) -> None:
         """Look up the C function.
@@ -126,16 +107,6 @@ class MallocCounters(Counters):
         return MemoryCounts(held_bytes=counts.uordblks + mapped, reserved_bytes=counts.arena + mapped, retries=None)
 
 
-class NoCounters(Counters):
-    """A CPU whose C library has no counters."""
-
-    how = "nothing: this system's malloc has no counters"
-
-    def read(self) -> MemoryCounts:
-        """Return unknown counts."""
-        return MemoryCounts(held_bytes=None, reserved_bytes=None, retries=None)
-
-
 def make_counters(device: torch.device) -> Counters:
     """Return the counters of a device."""
     if device.type == "cuda":
@@ -143,7 +114,7 @@ def make_counters(device: torch.device) -> Counters:
     # mallinfo2 came with glibc 2.33; other systems (musl, macOS, Windows) have none.
     if platform.system() == "Linux" and hasattr(ctypes.CDLL(None), "mallinfo2"):
         return MallocCounters()
-    return NoCounters()
+    return Counters()
 
 
 class ProcessMemory:

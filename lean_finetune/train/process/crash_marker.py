@@ -128,7 +128,7 @@ def _report_crash(directory: Path, notify: Callable[[str], None], root: Path) ->
             notify(
                 f"note: a previous training crashed or was killed; its record in {directory} is damaged"
                 if last_step is None
-                else crash_note(last_step, root)
+                else _crash_note(last_step, root)
             )
     except FileNotFoundError:  # It ended before its first write, or by itself just now.
         pass
@@ -148,22 +148,23 @@ def _read(path: Path) -> LastStep | None:
         return None
 
 
-def crash_note(last_step: LastStep, root: Path = FILESYSTEM) -> str:
+def _crash_note(last_step: LastStep, root: Path) -> str:
     """Describe where a process ended and, as far as the system knows, why."""
     where = "while loading" if last_step.step is None else f"at optimizer step {last_step.step} or soon after"
-    ended = f"note: a previous training ended {where}, using {readable_size(last_step.rss_bytes)} of RAM: "
-    if last_step.boot != _boot_id(root):
-        return f"{ended}the machine has restarted since"
     kills = oom_kills(root)
-    if kills is None or last_step.oom_kills is None:
-        return f"{ended}it crashed or was killed; this system does not count kills for lack of memory"
-    if kills > last_step.oom_kills:
-        return (
-            f"{ended}the kernel has since killed {kills - last_step.oom_kills} process(es) of this container for lack "
-            "of RAM, very likely this one; raise the container's limit, or reduce what the run needs "
-            "(host_bytes_predicted in data/estimate/figures.json)"
+    if last_step.boot != _boot_id(root):
+        why = "the machine has restarted since"
+    elif kills is None or last_step.oom_kills is None:
+        why = "it crashed or was killed; this system does not count kills for lack of memory"
+    elif kills > last_step.oom_kills:
+        why = (
+            f"the kernel has since killed {kills - last_step.oom_kills} process(es) of this container for lack of RAM, "
+            "very likely this one; raise the container's limit, or reduce what the run needs (host_bytes_predicted in "
+            "data/estimate/figures.json)"
         )
-    return f"{ended}it crashed or was killed, but not by the kernel for lack of RAM"
+    else:
+        why = "it crashed or was killed, but not by the kernel for lack of RAM"
+    return f"note: a previous training ended {where}, using {readable_size(last_step.rss_bytes)} of RAM: {why}"
 
 
 def _boot_id(root: Path) -> str | None:

@@ -36,8 +36,7 @@ def check_device(
         device: where training runs.
         spec: method and precision of the model.
         verdict: data/estimate/verdict.json; its refusal was decided for `hardware.gpu`.
-        estimate: data/estimate/figures.json; its predicted peaks are compared with the free memory of the device and
-            of the host, where a container's limit counts too.
+        estimate: data/estimate/figures.json; its peaks are compared with the free memory of device and host.
         processes: of the run on this machine; without GPUs they share its memory.
 
     Raises:
@@ -61,11 +60,7 @@ def check_device(
 
 
 def _check_free(needed: int | None, free: int, of: str, where: str) -> None:
-    """Compare predicted bytes (None: predicted for a device without a host) with free bytes.
-
-    Raises:
-        UserError: naming both.
-    """
+    """Compare predicted bytes (None: predicted for a device without a host) with free bytes."""
     if needed is not None and needed > free:
         raise UserError(
             f"hardware.gpu: the run needs {readable_size(needed)} (predicted, of {of}) but {readable_size(free)} are "
