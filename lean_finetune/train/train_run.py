@@ -21,7 +21,6 @@ from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.precision import precision_of
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.disk_space import DiskSpace
-from lean_finetune.train.checkpoint.resume_run import choose_for_all_ranks, open_checkpointer, resumed_figures
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, mark_finished, scratch_root
 from lean_finetune.train.job import Paths, make_job, prepare_device
 from lean_finetune.train.loop import train
@@ -42,6 +41,7 @@ from lean_finetune.train.process.ranks import (
 )
 from lean_finetune.train.process.stop_signals import StopRequest, handle_signals
 from lean_finetune.train.publish_outputs import publish_record, publish_weights
+from lean_finetune.train.resume_run import choose_for_all_ranks, open_checkpointer, resumed_figures
 from lean_finetune.train.run_fingerprint import refuse_different_runs, resumable_part, run_fingerprint
 from lean_finetune.train.train_job import TrainJob
 from lean_finetune.train.train_metrics import train_metrics

@@ -12,10 +12,10 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.safetensors_files import stored_tensors
 from lean_finetune.train.checkpoint.checkpoint_files import RANKS, SUMS, TENSORS, VALUES, CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import MOST_TIME_SHARE, ONE_PROCESS, Checkpointer
-from lean_finetune.train.checkpoint.resume_run import open_checkpointer
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory
 from lean_finetune.train.monitor.measured_peak import memory_profile
 from lean_finetune.train.process.stop_signals import StopRequest
+from lean_finetune.train.resume_run import open_checkpointer
 from tests.conftest import ROOT
 
 WEIGHT = torch.arange(6.0).view(2, 3)

@@ -13,11 +13,11 @@ from lean_finetune.config.schema import Run
 from lean_finetune.core.errors import UserError
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.loop_hooks import NO_CHECKPOINTS, CheckpointHooks
-from lean_finetune.train.checkpoint.resume_run import choose_directory, open_checkpointer, resumed_figures
 from lean_finetune.train.checkpoint.scratch_dir import DVC_LOCK, RECORD, RunDirectory, mark_finished
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import StopRequest
+from lean_finetune.train.resume_run import choose_directory, open_checkpointer, resumed_figures
 from lean_finetune.train.run_fingerprint import run_key
 from lean_finetune.train.train_job import TrainJob
 from tests.conftest import ROOT

@@ -13,9 +13,9 @@ from lean_finetune.config.load import load_params
 from lean_finetune.core.parent_death import end_with_parent
 from lean_finetune.step.batches import Batch
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
-from lean_finetune.train.checkpoint.resume_run import open_checkpointer
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory
 from lean_finetune.train.process.stop_signals import StopRequest, handle_signals
+from lean_finetune.train.resume_run import open_checkpointer
 from tests.conftest import ROOT
 from tests.train.interrupted import finish, small_job
 
