@@ -102,7 +102,7 @@ def mark_finished(directory: Path, metrics: Path) -> None:
     Raises:
         UserError: the disk refused.
     """
-    with told_in_one_line(directory):
+    with write_errors(directory):
         digest = hashlib.md5(metrics.read_bytes(), usedforsecurity=False).hexdigest()  # As in dvc.lock.
         (directory / FINISHED).write_text(digest, encoding="ascii")
 
