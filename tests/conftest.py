@@ -1,4 +1,4 @@
-"""Fixtures shared by all rooms' tests."""
+"""Fixtures shared by all tests."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before torch is imported: several processes that each use all cores would mostly wait for each other.
+    # Before torch is imported. Otherwise every worker would use all cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""Child processes that cannot hang a test: each ends in bounded time, with what it started."""
+"""Run child processes with a timeout, after which they are killed with their children."""
 
 import contextlib
 import os
@@ -6,29 +6,31 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 TIMEOUT_SECONDS = 480
-"""Several times what the suite's longest command takes on two busy cores."""
+"""Several times the duration of the suite's longest command on two busy cores."""
+Result = TypeVar("Result")
 
 
 def run_bounded(
     command: Sequence[str | Path], *, timeout_seconds: float = TIMEOUT_SECONDS, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end and capture its text; one that does not end is killed with its children.
+    """Run a command and capture its text. After the timeout it is killed with its children.
 
     Args:
         command: program and arguments.
-        timeout_seconds: after which the test fails with what was said so far.
-        check: whether any exit status but 0 fails the test.
+        timeout_seconds: after which the test fails with the output so far.
+        check: whether an exit status other than 0 fails the test.
         options: more arguments of `subprocess.Popen`.
 
     Raises:
-        AssertionError: it took too long, or failed under `check`; with its output.
+        AssertionError: timeout, or failure with `check`. The message has the output.
     """
-    # Files, not pipes: a daemon that the command leaves behind inherits a pipe, and its reader waits for the daemon.
+    # Files, not pipes: a daemon that the command started would keep a pipe open.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True, **options
@@ -38,21 +40,21 @@ def run_bounded(
             process.wait(timeout_seconds)
             in_time = True
         except subprocess.TimeoutExpired:
-            pass  # Told below, with the output.
+            pass  # Reported below, with the output.
         finally:
             kill_group(process)
         out.seek(0)
         err.seek(0)
         done = subprocess.CompletedProcess(list(command), process.returncode, out.read(), err.read())
-    said = f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}"
-    assert in_time, f"no end within {timeout_seconds} s: {said}"
-    assert done.returncode == 0 or not check, f"exit status {done.returncode}: {said}"
+    output = f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}"
+    assert in_time, f"no end within {timeout_seconds} s: {output}"
+    assert done.returncode == 0 or not check, f"exit status {done.returncode}: {output}"
     return done
 
 
 @contextlib.contextmanager
 def killed_after(process: subprocess.Popen[Any], timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
-    """Kill a process that was started with `start_new_session` when the time is over: its pipes then end, too."""
+    """Kill a process that was started with `start_new_session` after the timeout. Its pipes then end too."""
     timer = threading.Timer(timeout_seconds, kill_group, [process])
     timer.start()
     try:
@@ -63,7 +65,17 @@ def killed_after(process: subprocess.Popen[Any], timeout_seconds: float = TIMEOU
 
 
 def kill_group(process: subprocess.Popen[Any]) -> None:
-    """Kill what still runs of a process that leads its group, and its children."""
+    """Kill a process that leads its group, and its children."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def wait_for(condition: Callable[[], Result], process: subprocess.Popen[Any] | None = None) -> Result:
+    """Wait until a condition holds and return its value. Fail after the timeout, or where the process ends before."""
+    until = time.monotonic() + TIMEOUT_SECONDS
+    while not (value := condition()):
+        assert time.monotonic() < until, "timeout"
+        assert process is None or process.poll() is None, f"the process ended: {process.returncode}"
+        time.sleep(0.01)
+    return value

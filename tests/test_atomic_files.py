@@ -1,4 +1,4 @@
-"""Outputs are replaced whole or not at all, by one run at a time."""
+"""Outputs are replaced completely or not at all, by one run at a time."""
 
 import errno
 import os
@@ -17,20 +17,20 @@ def names(directory: Path) -> list[str]:
 
 
 def make(path: Path, text: str) -> None:
-    """A directory of one file, made as stages make theirs."""
+    """Write a directory of one file as stages do."""
     with atomic_directory(path) as aside:
         write_text(aside / "inside.txt", text)
 
 
-def test_a_directory_is_replaced_as_a_whole(tmp_path):
+def test_a_directory_is_replaced_with_all_its_files(tmp_path):
     make(tmp_path / "out", "one")
-    (tmp_path / "out/stray.txt").write_text("of the old one")
+    (tmp_path / "out/stray.txt").write_text("old")
     make(tmp_path / "out", "two")
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["inside.txt"]
     assert (tmp_path / "out/inside.txt").read_text() == "two"
 
 
-def test_a_fault_inside_leaves_the_old_one(tmp_path):
+def test_an_exception_leaves_the_old_output(tmp_path):
     out = tmp_path / "out"
     make(out, "old")
     with pytest.raises(ZeroDivisionError), atomic_directory(out) as aside:
@@ -42,8 +42,8 @@ def test_a_fault_inside_leaves_the_old_one(tmp_path):
     assert names(tmp_path) == ["out"] and (out / "inside.txt").read_text() == "old"
 
 
-def test_a_directory_that_cannot_be_put_in_place_puts_the_old_one_back(tmp_path, monkeypatch):
-    """It has stepped aside by then: else a disk that refuses the second rename would lose it."""
+def test_a_refused_rename_restores_the_old_directory(tmp_path, monkeypatch):
+    """The old directory is renamed first, so a disk that refuses the second rename would lose it."""
     out = tmp_path / "out"
     make(out, "old")
     replace = os.replace
@@ -59,7 +59,7 @@ def test_a_directory_that_cannot_be_put_in_place_puts_the_old_one_back(tmp_path,
     assert names(tmp_path) == ["out"] and (out / "inside.txt").read_text() == "old"
 
 
-def test_what_a_killed_run_left_is_removed(tmp_path):
+def test_leftovers_of_a_killed_run_are_removed(tmp_path):
     left = tmp_path / ASIDE
     (left / "out").mkdir(parents=True)
     (left / "out/half.txt").write_text("half")
@@ -70,7 +70,6 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
 
 
 def test_a_second_writer_is_refused_and_changes_nothing(tmp_path):
-    """Both would fill one directory aside."""
     out = tmp_path / "out"
     with atomic_directory(out) as aside:
         (aside / "first.txt").touch()
@@ -89,8 +88,8 @@ REMEDIES = {
 
 
 @pytest.mark.parametrize("number, remedy", REMEDIES.items(), ids=[errno.errorcode[number] for number in REMEDIES])
-def test_a_refusal_names_the_file_and_its_remedy(number, remedy):
-    why = os.strerror(number)
-    with pytest.raises(UserError) as told, write_errors(Path("data/x")):
-        raise OSError(number, why, "data/x/y")
-    assert str(told.value) == f"data/x: cannot be written ({why}: data/x/y); {remedy}, then rerun"
+def test_a_write_error_names_the_file_and_the_remedy(number, remedy):
+    reason = os.strerror(number)
+    with pytest.raises(UserError) as failure, write_errors(Path("data/x")):
+        raise OSError(number, reason, "data/x/y")
+    assert str(failure.value) == f"data/x: cannot be written ({reason}: data/x/y); {remedy}, then rerun"

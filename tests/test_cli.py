@@ -16,13 +16,13 @@ from tests.conftest import ROOT
 from tests.processes import run_bounded
 
 
-def test_the_params_of_a_common_run_have_every_key():
-    """A new parameter that the command lacks: it would refuse its own file."""
+def test_fit_params_yaml_has_every_key_of_params_yaml():
+    """Without a new parameter, the command would refuse its own file."""
     common = YAML(typ="safe").load(COMMON_PARAMS.read_text())
     own = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
-    assert {section: list(values) for section, values in common.items() if isinstance(values, dict)} == {
-        section: list(values) for section, values in own.items() if isinstance(values, dict)
-    }
+    assert [(key, list(value) if isinstance(value, dict) else None) for key, value in common.items()] == [
+        (key, list(value) if isinstance(value, dict) else None) for key, value in own.items()
+    ]
     assert load_params(COMMON_PARAMS).train.method == "qlora"
 
 
@@ -37,13 +37,8 @@ def test_fit_reads_params_yaml_where_there_is_one(tmp_path: Path, monkeypatch: p
     assert missing.exit_code == 1 and missing.stderr.startswith("error: none.yaml: file is missing")
 
 
-def test_known_gpus_are_listed():
-    listed = CliRunner().invoke(main, ["fit", "--list-gpus"])
-    assert listed.exit_code == 0 and "H100" in listed.stdout and len(listed.stdout.splitlines()) >= 16
-
-
 @pytest.mark.slow
-def test_the_wheel_holds_the_library_alone_and_answers_in_an_empty_directory(tmp_path: Path, small_llama: Path):
+def test_the_wheel_has_only_the_library_and_answers_in_an_empty_directory(tmp_path: Path, small_llama: Path):
     """Top-level packages `stages`, `data` and `benchmarks` in site-packages, or a file that was left out."""
     source = tmp_path / "source"
     for package in ("lean_finetune", "stages", "benchmarks"):

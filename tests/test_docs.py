@@ -146,15 +146,6 @@ def test_every_file_named_exists(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("arguments", [["fit", "--list-gpus"], ["explain", "curves.csv", "--left-gib", "3"]])
-def test_cheap_commands_of_the_docs_run(arguments, tmp_path):
-    rows = "".join(f"{step},{2 + step * 0.02:.3f}\n" for step in range(60))
-    (tmp_path / "curves.csv").write_text(f"step,allocated_gib\n{rows}")
-    command = [sys.executable, "-m", "lean_finetune.cli", *arguments]
-    done = run_bounded(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
-    assert ("RTX-4090" if arguments[0] == "fit" else "leak") in done.stdout
-
-
 @pytest.mark.slow
 def test_the_prediction_in_the_readme_is_what_the_command_prints():
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,9 +1,8 @@
-"""The limit of a container, read from trees of files as the kernel shows them."""
+"""Memory limits of control groups, read from directories of files as the kernel shows them."""
 
 from pathlib import Path
 
 import psutil
-import pytest
 
 from lean_finetune.core.memory_limits import MemoryLimit, free_host_bytes, memory_limits, oom_kills
 
@@ -29,8 +28,8 @@ def group_v2(root: Path, directory: str, limit: str, used: int, inactive: int = 
     write(root, directory, memory__max=f"{limit}\n", memory__current=f"{used}\n", memory__stat=stat)
 
 
-def test_the_tightest_group_around_the_process_counts(tmp_path: Path):
-    """A job whose own group has no limit, killed by that of its parent."""
+def test_the_tightest_limit_of_the_group_and_its_parents_counts(tmp_path: Path):
+    """A job without a limit is killed at the limit of its parent group."""
     root = member(tmp_path, GROUP_V2)
     group_v2(root, "job/step", "max", 100)
     group_v2(root, "job", "4000", 3500, inactive=1000)
@@ -39,8 +38,8 @@ def test_the_tightest_group_around_the_process_counts(tmp_path: Path):
     assert free_host_bytes(root) == (1500, "within this container's memory limit of 3.906 KiB")
 
 
-def test_version_1_and_its_way_to_say_no_limit(tmp_path: Path):
-    """2**63 bytes taken for a limit, or another controller's path for that of memory."""
+def test_version_1_writes_a_huge_number_for_no_limit(tmp_path: Path):
+    """That number is not a limit, and another controller's path is not that of memory."""
     root = member(tmp_path, GROUP_V1)
     stat = "inactive_file 1\ntotal_inactive_file 300\n"
     files = {"memory__usage_in_bytes": "700\n", "memory__stat": stat}
@@ -50,7 +49,7 @@ def test_version_1_and_its_way_to_say_no_limit(tmp_path: Path):
     assert memory_limits(root) == [MemoryLimit(limit_bytes=1000, room_bytes=600)]
 
 
-def test_a_container_sees_its_group_at_the_top_alone(tmp_path: Path):
+def test_a_container_sees_its_group_only_at_the_root(tmp_path: Path):
     """The host's path of the group does not exist inside."""
     root = member(tmp_path, GROUP_V1)
     write(root, "memory", memory__limit_in_bytes="500\n", memory__usage_in_bytes="900\n", memory__stat="cache 1\n")
@@ -58,25 +57,18 @@ def test_a_container_sees_its_group_at_the_top_alone(tmp_path: Path):
     assert memory_limits(root) == [MemoryLimit(limit_bytes=500, room_bytes=0)] and oom_kills(root) == 2
 
 
-def test_without_a_limit_the_machines_ram_counts(tmp_path: Path):
-    """No Linux, or no groups: nothing to hold against."""
+def test_without_limits_the_ram_of_the_machine_counts(tmp_path: Path):
+    """No Linux, or no control groups."""
     assert memory_limits(tmp_path) == [] and oom_kills(tmp_path) is None
-    free, told = free_host_bytes(tmp_path)
-    assert 0 < free <= psutil.virtual_memory().total and told == "of this machine's RAM"
+    free, reason = free_host_bytes(tmp_path)
+    assert 0 < free <= psutil.virtual_memory().total and reason == "of this machine's RAM"
     assert memory_limits(member(tmp_path, GROUP_V2)) == []
 
 
-def test_kills_are_those_of_the_own_group(tmp_path: Path):
-    """Another job's death taken for one's own."""
+def test_oom_kills_are_those_of_the_innermost_group(tmp_path: Path):
+    """A kill in another job's group must not count."""
     root = member(tmp_path, GROUP_V2)
     write(root, "job", memory__events="low 0\noom 9\noom_kill 7\n")
     assert oom_kills(root) == 7
     write(root, "job/step", memory__events="low 0\noom 1\noom_kill 1\n")
     assert oom_kills(root) == 1
-
-
-@pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="needs Linux")
-def test_this_machines_own_tree_can_be_read():
-    """Files that differ from those written here."""
-    assert all(0 <= limit.room_bytes <= limit.limit_bytes for limit in memory_limits())
-    assert free_host_bytes()[0] > 0 and (oom_kills() or 0) >= 0

@@ -1,4 +1,4 @@
-"""Signals that end a stage: raised once, final the second time, and final at last if nobody lets them through."""
+"""The first stop signal is raised, the second kills; a library that swallows the exception is killed after a while."""
 
 import signal
 import sys
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import lean_finetune.core.signals
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -18,49 +17,45 @@ def send(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
 
 """
+SWALLOWED = """
+signals.GRACE_SECONDS = 1
+with signals.raised():
+    try:
+        send()
+    except BaseException:
+        time.sleep(30)
+"""
+IGNORED = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nwith signals.raised(): send(signal.SIGINT)"
 CASES = {
-    "raised": ("with signals.raised():\n    send()", 1, "Interrupted: SIGTERM"),
-    "raised for Ctrl-C": ("with signals.raised():\n    send(signal.SIGINT)", 1, "Interrupted: SIGINT"),
-    "the second is final": (
-        "with signals.raised():\n    try:\n        send()\n    finally:\n        send(signal.SIGINT)",
+    "SIGTERM": ("with signals.raised(): send()", 1, "Interrupted: SIGTERM"),
+    "Ctrl-C": ("with signals.raised(): send(signal.SIGINT)", 1, "Interrupted: SIGINT"),
+    "twice": (
+        "with signals.raised():\n    try: send()\n    finally: send(signal.SIGINT)",
         -signal.SIGINT,
         "",
     ),
-    "kept to itself by a library": (
-        "signals.GRACE_SECONDS = 1\nwith signals.raised():\n    try:\n        send()\n    except BaseException:\n"
-        "        time.sleep(30)",
-        -signal.SIGALRM,
-        "",
-    ),
-    "as before, afterwards": ("with signals.raised():\n    pass\nsend()", -signal.SIGTERM, ""),
-    "held back": (
-        "with signals.raised():\n    with signals.defer_signals(), signals.defer_signals():\n        send()",
+    "swallowed by a library": (SWALLOWED, -signal.SIGALRM, ""),
+    "after the block": ("with signals.raised(): pass\nsend()", -signal.SIGTERM, ""),
+    "deferred": (
+        "with signals.raised(), signals.defer_signals(), signals.defer_signals(): send()",
         1,
         "Interrupted: SIGTERM",
     ),
-    "held back, yet final the second time": (
+    "deferred, twice": (
         "with signals.raised(), signals.defer_signals():\n    send()\n    send()",
         -signal.SIGTERM,
         "",
     ),
-    "at once": (
-        "with signals.raised():\n    with signals.default_signal_actions():\n        send()",
-        -signal.SIGTERM,
-        "",
-    ),
-    "told to ignore": (
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\nwith signals.raised():\n    send(signal.SIGINT)",
-        0,
-        "",
-    ),
+    "default actions": ("with signals.raised(), signals.default_signal_actions(): send()", -signal.SIGTERM, ""),
+    "ignored": (IGNORED, 0, ""),
 }
 
 
-@pytest.mark.parametrize("code, status, said", CASES.values(), ids=CASES)
-def test_a_process_ends_as_it_should(code, status, said):
+@pytest.mark.parametrize("code, status, message", CASES.values(), ids=CASES)
+def test_a_signal_ends_the_process_in_the_right_way(code, status, message):
     done = run_bounded([sys.executable, "-c", BEGINNING + code], cwd=ROOT, timeout_seconds=20)
     assert done.returncode == status, done.stderr
-    assert done.stderr.strip().splitlines()[-1:] == ([f"lean_finetune.core.signals.{said}"] if said else [])
+    assert done.stderr.strip().splitlines()[-1:] == ([f"lean_finetune.core.signals.{message}"] if message else [])
 
 
 WRITE = """
@@ -84,8 +79,7 @@ with signals.raised():
 """
 
 
-def test_a_signal_leaves_nothing_beside_a_file(tmp_path: Path):
-    """A directory of unfinished work that stays although the process ended in order."""
+def test_a_signal_during_an_atomic_write_leaves_no_partial_directory(tmp_path: Path):
     ended = 0
     for number in range(1, 40):
         path = tmp_path / str(number) / "out"
@@ -99,7 +93,7 @@ def test_a_signal_leaves_nothing_beside_a_file(tmp_path: Path):
             break
         assert done.stderr.strip().endswith("Interrupted: SIGTERM"), done.stderr
         ended += 1
-    assert ended >= 8, "each change of the disk is met"
+    assert ended >= 8, "a signal at every change of the disk"
 
 
 STAGE = """
@@ -109,7 +103,7 @@ from lean_finetune.core.errors import StageCommand
 
 class Library:
     def __del__(self, write=os.write):
-        write(1, b"taken down, ")
+        write(1, b"module torn down, ")
 
 library = Library()
 atexit.register(print, "closed,", end=" ")
@@ -123,25 +117,16 @@ StageCommand("demo", callback=work).main([])
 
 
 @pytest.mark.parametrize(
-    "asked, status, said",
-    [([], 0, "closed, taken down, "), ([signal.SIGTERM], 143, "closed, "), ([signal.SIGINT], 130, "closed, ")],
+    "numbers, status, output",
+    [([], 0, "closed, module torn down, "), ([signal.SIGTERM], 143, "closed, "), ([signal.SIGINT], 130, "closed, ")],
 )
-def test_a_stage_that_a_signal_ended_is_not_taken_down(asked, status, said):
-    """A scheduler waits seconds for torch's modules to be taken down; but what is to run at exit does, and is heard."""
-    done = run_bounded([sys.executable, "-c", STAGE, *(str(int(number)) for number in asked)], cwd=ROOT)
-    assert (done.returncode, done.stdout) == (status, said), done.stderr
+def test_a_stopped_stage_runs_its_exit_handlers_without_the_teardown_of_modules(numbers, status, output):
+    """The teardown of torch's modules takes seconds, after which a scheduler kills."""
+    done = run_bounded([sys.executable, "-c", STAGE, *(str(int(number)) for number in numbers)], cwd=ROOT)
+    assert (done.returncode, done.stdout) == (status, output), done.stderr
 
 
-def test_whoever_imports_it_keeps_his_own_signals(tmp_path):
-    """Only `python -m stages.…` hands Ctrl-C to the system; a notebook or a test that imports a stage does not."""
-    script = Path(tmp_path / "script.py")
-    script.write_text(
-        "import signal, lean_finetune.core.signals\n"
-        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
-    )
-    run_bounded([sys.executable, script], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True)
-
-
-def test_the_codes_are_those_of_the_shell():
-    assert lean_finetune.core.signals.Interrupted(signal.SIGTERM).exit_code == 143
-    assert lean_finetune.core.signals.Interrupted(signal.SIGINT).exit_code == 130
+def test_importing_the_module_changes_no_signal_handler():
+    """Only `python -m stages.…` restores the default action of Ctrl-C; a notebook that imports a stage does not."""
+    code = "import signal, lean_finetune.core.signals as s; assert signal.getsignal(2) is signal.default_int_handler"
+    run_bounded([sys.executable, "-c", code], cwd=ROOT, check=True)
