@@ -120,4 +120,4 @@ def test_a_stage_ends_during_the_import_of_torch(tmp_path: Path):
         wait_for(lambda: "libtorch" in Path(f"/proc/{child.pid}/maps").read_text())
         dvc.kill()
         assert_ended([child])
-    assert (tmp_path / "output").read_text() == ""
+    assert "Traceback" not in (tmp_path / "output").read_text()

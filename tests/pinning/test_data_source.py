@@ -1,4 +1,4 @@
-"""pin data: what later stages read is named by content, and a bad source is refused in one line."""
+"""Pinning of data: files are pinned by content, and a source that cannot be read is refused in one line."""
 
 import hashlib
 import json
@@ -54,17 +54,14 @@ def test_an_edited_file_changes_the_lock_and_pinning_twice_changes_nothing(pin):
     assert Path("locks/data.json").read_bytes() != first
 
 
-def test_a_directory_is_pinned_file_by_file_in_order_without_hidden_and_foreign_files(pin, tmp_path):
+def test_a_directory_is_pinned_in_order_without_hidden_files_and_documentation(pin, tmp_path):
     folder = tmp_path / "elsewhere"
     for name in ("b.jsonl", "a/z.json", ".hidden.jsonl", ".cache/x.jsonl", "README.md"):
         write_rows(folder / name, ROWS)
     assert pin(folder).exit_code == 0
-    assert pinned("kind") == ["directory"]
-    assert pinned("files") == [["a/z.json", "b.jsonl"]]
-    assert [file.path for file in data_files(read_json(Path("locks/data.json")))] == [
-        folder / "a/z.json",
-        folder / "b.jsonl",
-    ]
+    assert (pinned("kind"), pinned("files")) == (["directory"], [["a/z.json", "b.jsonl"]])
+    located = data_files(read_json(Path("locks/data.json")))
+    assert [file.path for file in located] == [folder / "a/z.json", folder / "b.jsonl"]
     assert os.readlink(LINK) == str(folder)
 
 
@@ -81,8 +78,8 @@ def test_a_file_that_git_ignores_is_linked_absolutely(pin):
     assert os.readlink(LINK) == "../data/mine.jsonl"
 
 
-def test_a_link_in_the_source_is_watched_itself(pin, tmp_path):
-    """If its target were watched, a link changed to another version would not be noticed."""
+def test_a_link_in_the_source_is_watched_and_not_its_target(pin, tmp_path):
+    """Otherwise DVC would not notice that the link now points to another version."""
     first, second = (write_rows(tmp_path / f"{name}.jsonl", ROWS) for name in ("v1", "v2"))
     Path("latest.jsonl").symlink_to(first)
     pin(Path.cwd() / "latest.jsonl")
@@ -99,7 +96,7 @@ def test_a_link_in_the_source_is_watched_itself(pin, tmp_path):
 
 
 def test_a_source_behind_an_untracked_linked_folder_is_linked_absolutely(pin, tmp_path):
-    """Git lists no path behind a link, so asking it about the file alone would call the file tracked."""
+    """Git lists no path behind a link, so the file alone would look tracked."""
     write_rows(tmp_path / "store/rows.jsonl", ROWS)
     Path("store").symlink_to(tmp_path / "store")
     run_bounded(["git", "init", "-q"], check=True)
@@ -153,7 +150,7 @@ def test_a_bad_source_is_refused_and_the_last_lock_stays(pin, source, rule):
 
 
 @pytest.mark.parametrize("source", ["data", ".", "data/tokens", "data/report/rows", "alias", "locks"])
-def test_a_source_that_the_pipeline_writes_into_is_refused(pin, source):
+def test_an_output_of_the_pipeline_is_refused_as_a_source(pin, source):
     """Every run would change its own input."""
     write_rows(Path("data/raw/rows.jsonl"), ROWS)
     write_rows(Path("data/report/rows/rows.jsonl"), ROWS)
@@ -164,8 +161,7 @@ def test_a_source_that_the_pipeline_writes_into_is_refused(pin, source):
     assert pinned("source") == ["data/raw"]
 
 
-def test_every_output_of_the_pipeline_is_refused_as_a_source(repo_root):
-    """The list in the code must keep up with dvc.yaml."""
+def test_the_list_of_outputs_is_that_of_dvc_yaml(repo_root):
     with open(repo_root / "dvc.yaml") as file:
         stages = YAML(typ="safe").load(file)["stages"].values()
     written = [out for stage in stages for out in (*stage.get("outs", []), *stage.get("metrics", []))]
@@ -175,7 +171,7 @@ def test_every_output_of_the_pipeline_is_refused_as_a_source(repo_root):
 
 
 def test_a_link_in_a_directory_that_would_be_skipped_is_refused(pin, tmp_path):
-    """Rows behind it would be missing without a word; a link to a file is read."""
+    """Rows behind it would be silently missing. A link to a file is read."""
     folder, more = tmp_path / "folder", tmp_path / "more"
     rows, _ = write_rows(folder / "rows.jsonl", ROWS), write_rows(more / "rows.jsonl", ROWS)
     (folder / "linked.jsonl").symlink_to(rows)
@@ -187,18 +183,6 @@ def test_a_link_in_a_directory_that_would_be_skipped_is_refused(pin, tmp_path):
     (folder / "more").unlink()
     (folder / "gone.jsonl").symlink_to("nowhere.jsonl")
     assert error(pin(folder)).startswith(f"data.source: {folder}/gone.jsonl is a link to nowhere.jsonl, which does not")
-
-
-def test_a_revision_of_a_local_source_is_refused(pin):
-    """It would be silently ignored."""
-    source = write_rows(Path("mine.jsonl"), ROWS)
-    assert error(pin(source, revision="main")).startswith("data.revision: ")
-
-
-def test_data_files_name_places_as_the_user_wrote_them(pin):
-    """Faults in rows are reported as file:line, with the path as the user wrote it."""
-    pin(write_rows(Path("data/mine.jsonl"), ROWS))
-    assert [file.name for file in data_files(read_json(Path("locks/data.json")))] == ["data/mine.jsonl"]
 
 
 def test_a_missing_lock_is_refused():

@@ -1,4 +1,4 @@
-"""pin_model: only complete, safe models pass; each fault is one line."""
+"""Pinning of the model: only complete and safe models are accepted; an error is one line."""
 
 import json
 import os
@@ -35,12 +35,12 @@ def pin(tmp_path, monkeypatch):
 
 @pytest.fixture
 def own(tmp_path, tiny_dir) -> Path:
-    """A copy of the shipped model, to be spoilt."""
+    """A copy of the shipped model that a test may damage."""
     shutil.copytree(tiny_dir, tmp_path / "own")
     return tmp_path / "own"
 
 
-def test_tiny_is_pinned_by_content_and_found_beside_the_code(pin, tiny_dir):
+def test_tiny_is_pinned_by_content_and_read_from_the_package(pin, tiny_dir):
     assert pin("tiny").exit_code == 0
     lock = read_json(Path("locks/model.json"))
     assert (lock["kind"], lock["name"], lock["revision"]) == ("tiny", "tiny", None)
@@ -63,7 +63,7 @@ def test_a_model_with_the_same_tokenizer_has_the_same_tokenizer_lock(pin, own):
     assert (lock["kind"], model_directory(lock)) == ("directory", Path("own"))
 
 
-def test_a_changed_file_is_noticed_before_it_is_used(pin, own):
+def test_a_changed_file_is_refused_before_use(pin, own):
     pin("own")
     (own / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="tokenizer_config.json changed since it was pinned; run `dvc repro` again"):
@@ -73,7 +73,7 @@ def test_a_changed_file_is_noticed_before_it_is_used(pin, own):
         verify_files(own, read_json(Path("locks/tokenizer.json"))["files"])
 
 
-def test_a_sharded_model_is_pinned_with_its_index_and_shards_alone(pin, own):
+def test_a_sharded_model_is_pinned_with_its_index_and_no_other_file(pin, own):
     (own / "model.safetensors").rename(own / "model-00001-of-00002.safetensors")
     save_file({"extra": np.zeros(4, np.float32)}, own / "model-00002-of-00002.safetensors")
     save_file({"unused": np.zeros(4, np.float32)}, own / "other.safetensors")
@@ -95,49 +95,32 @@ def remove(name):
     return lambda own: (own / name).unlink()
 
 
-def pickle_only(own):
-    (own / "model.safetensors").rename(own / "pytorch_model.bin")
-
-
-def cut_short(own):
-    weights = own / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-
-
-def grown(own):
-    with open(own / "model.safetensors", "ab") as file:
-        file.write(b"\0")
-
-
-def pointer(own):
-    (own / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
-
-
-def emptied(own):
-    save_file({}, own / "model.safetensors")
+def resize_weights(change):
+    weights = "model.safetensors"
+    return lambda own: (own / weights).write_bytes(change((own / weights).read_bytes()))
 
 
 def edit(name, **values):
-    def change(own):
-        path = own / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-    return change
+    return lambda own: (own / name).write_text(json.dumps(json.loads((own / name).read_text()) | values))
 
 
-def overwrite(name, text):
-    return lambda own: (own / name).write_text(text)
+def overwrite(name, content):
+    return lambda own: (own / name).write_bytes(content)
 
 
-SPOILT = {
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
+DAMAGES = {
     "no config": (remove("config.json"), "has no config.json"),
     "no tokenizer": (remove("tokenizer.json"), "has no tokenizer.json"),
     "no weights": (remove("model.safetensors"), "has no model.safetensors or model.safetensors.index.json;"),
-    "pickle": (pickle_only, "(only pytorch_model.bin, a pickle, which can run code)"),
-    "cut weights": (cut_short, "own/model.safetensors is damaged"),
-    "grown weights": (grown, "own/model.safetensors is damaged"),
-    "pointer file": (pointer, "own/model.safetensors is damaged"),
-    "no tensors": (emptied, "own/model.safetensors has no tensors"),
+    "pickle": (
+        lambda own: (own / "model.safetensors").rename(own / "pytorch_model.bin"),
+        "(only pytorch_model.bin, a pickle, which can run code)",
+    ),
+    "truncated weights": (resize_weights(lambda content: content[:-1]), "own/model.safetensors is damaged"),
+    "longer weights": (resize_weights(lambda content: content + b"\0"), "own/model.safetensors is damaged"),
+    "pointer file": (overwrite("model.safetensors", POINTER), "own/model.safetensors is damaged"),
+    "no tensors": (lambda own: save_file({}, own / "model.safetensors"), "own/model.safetensors has no tensors"),
     "custom model code": (edit("config.json", auto_map={"AutoModel": "x.Y"}), "config.json requires its own code"),
     "custom tokenizer code": (
         edit("tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]}),
@@ -145,23 +128,20 @@ SPOILT = {
     ),
     "no model type": (edit("config.json", model_type=None), "config.json names no model_type"),
     "vocabulary": (edit("config.json", vocab_size=100), "but config.json has vocab_size 100"),
-    "broken config": (overwrite("config.json", "{"), "config.json is not JSON"),
-    "config list": (overwrite("config.json", "[]"), "config.json must be a JSON object, got list"),
-    "broken special tokens": (overwrite("special_tokens_map.json", "{"), "special_tokens_map.json is not JSON"),
-    "special token list": (overwrite("special_tokens_map.json", "[]"), "special_tokens_map.json must be a JSON ob"),
-    "template in Latin-1": (
-        lambda own: (own / "chat_template.jinja").write_bytes(b"{# \xe4 #}"),
-        "own/chat_template.jinja is not UTF-8 text",
-    ),
-    "broken tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer"),
+    "broken config": (overwrite("config.json", b"{"), "config.json is not JSON"),
+    "config list": (overwrite("config.json", b"[]"), "config.json must be a JSON object, got list"),
+    "broken special tokens": (overwrite("special_tokens_map.json", b"{"), "special_tokens_map.json is not JSON"),
+    "special token list": (overwrite("special_tokens_map.json", b"[]"), "special_tokens_map.json must be a JSON ob"),
+    "template in Latin-1": (overwrite("chat_template.jinja", b"{# \xe4 #}"), "chat_template.jinja is not UTF-8 text"),
+    "broken tokenizer": (overwrite("tokenizer.json", b"{}"), "tokenizer.json is not a tokenizer"),
 }
 
 
-@pytest.mark.parametrize("spoil, rule", SPOILT.values(), ids=SPOILT)
-def test_a_damaged_model_is_refused_and_the_last_lock_stays(pin, own, spoil, rule):
+@pytest.mark.parametrize("damage, rule", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_model_is_refused_and_the_last_lock_stays(pin, own, damage, rule):
     pin("tiny")
     before = {path.name: path.read_bytes() for path in Path("locks").glob("*.json")}
-    spoil(own)
+    damage(own)
     line = error(pin("own"))
     assert line.startswith("model.name: ") and rule in line
     assert {path.name: path.read_bytes() for path in Path("locks").iterdir() if not path.is_symlink()} == before
@@ -174,7 +154,7 @@ def test_a_revision_of_a_local_model_is_refused(pin, own):
     assert error(pin("own", revision="v1")).startswith("model.revision: only a hub model has revisions")
 
 
-def test_a_name_that_is_nothing_is_refused_without_asking_the_network(pin):
+def test_a_path_that_does_not_exist_is_refused_without_the_network(pin):
     assert error(pin("./no/such/model")).startswith("model.name: must be tiny, an existing directory, or a hub id")
 
 
@@ -185,7 +165,7 @@ def test_a_pinned_directory_that_is_gone_is_refused(pin, own):
         model_directory(read_json(Path("locks/model.json")))
 
 
-def test_a_model_in_the_checkout_must_be_ignored_as_a_whole(pin, own):
+def test_git_must_ignore_the_directory_of_a_model_in_the_checkout(pin, own):
     """`dvc exp apply` would delete its weights: libgit2's stash removes ignored files of an untracked directory."""
     run_bounded(["git", "init", "-q", "."], check=True)
     exclude = Path(".git/info/exclude")

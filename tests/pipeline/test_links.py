@@ -1,4 +1,4 @@
-"""Weights and data never enter git: DVC watches them through links, and an experiment commits the links alone."""
+"""Weights and data never enter git: DVC watches them through links, and an experiment commits only the links."""
 
 import os
 import shutil
@@ -18,12 +18,12 @@ MODEL_MIB = 64
 
 
 def git_bytes(clone: Clone) -> int:
-    """What the checkout's .git takes."""
+    """Size of the checkout's .git."""
     return sum(path.lstat().st_size for path in (clone.root / ".git").rglob("*") if path.is_file())
 
 
 def check_links(clone: Clone, folder: Path, revision: str) -> None:
-    """The workspace and a commit hold links to a folder's data and model, and nothing that is below them."""
+    """The workspace and a commit have links to a folder's data and model, and nothing below them."""
     for name, target in zip(LINKS, (folder / "data", folder / "model"), strict=True):
         assert os.readlink(clone.root / "locks" / name) == str(target)
     listed = clone.run("git", "ls-tree", "-r", revision, "locks").splitlines()
@@ -32,12 +32,13 @@ def check_links(clone: Clone, folder: Path, revision: str) -> None:
     assert {f"locks/{name}" for name in LINKS} < {path for *_, path in watched}
 
 
-def new_source(folder: Path, model_bytes: int) -> list[str]:
-    """Make a model directory and a data directory, and the flags of an experiment with them."""
+def new_source(folder: Path) -> list[str]:
+    """Make a model directory and a data directory; return the flags of an experiment with them."""
     shutil.copytree(ROOT / "lean_finetune/tiny", folder / "model")
     weights = folder / "model/model.safetensors"
-    # Nothing here reads more of the weights than their header; random bytes do not compress.
-    save_file({**load_file(weights), "more": torch.randint(256, (model_bytes,), dtype=torch.uint8)}, weights)
+    # A .gitignore of the model must not undo ours. Random bytes do not compress, and nothing here reads them.
+    (folder / "model/.gitignore").write_text("!*\n")
+    save_file({**load_file(weights), "more": torch.randint(256, (MODEL_MIB * 2**20,), dtype=torch.uint8)}, weights)
     (folder / "data").mkdir()
     lines = (ROOT / "data/raw/sample.jsonl").read_text().splitlines(keepends=True)
     for k in range(2):
@@ -46,28 +47,33 @@ def new_source(folder: Path, model_bytes: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_an_experiment_commits_links_alone(clone: Clone, tmp_path: Path):
-    flags = new_source(tmp_path, 2**21)
-    # A model's own .gitignore must not open what ours closes.
-    (tmp_path / "model/.gitignore").write_text("!*\n")
-    before = git_bytes(clone)
-    clone.dvc("exp", "run", "-n", "links", *flags, "pin_data", "pin_model")
-    reference = clone.run("git", "for-each-ref", "--format=%(refname)", "refs/exps/**/links").strip()
-    check_links(clone, tmp_path, reference)
-    assert git_bytes(clone) - before < 2**20
-    (tmp_path / "data/2.jsonl").write_text((tmp_path / "data/0.jsonl").read_text().replace("a", "b"))
-    (tmp_path / "model/special_tokens_map.json").write_text("{}")
-    status = clone.dvc("status", "pin_data", "pin_model")
-    assert "locks/watched-data" in status and "locks/watched-model" in status
+def test_dvc_notices_every_change_of_several_sources(clone: Clone, tmp_path: Path):
+    """DVC does not follow a link to a directory inside a dependency: such a source would go stale."""
+    paths = [tmp_path / name for name in ("one/deep/rows.jsonl", "a.jsonl", "two/rows.jsonl", "b.jsonl")]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}\n")
+    sources = [tmp_path / "one", paths[1], tmp_path / "two", paths[3]]
+    clone.set_params(data__source=[{"source": str(source)} for source in sources])
+    clone.dvc("repro", "pin_data")
+    clone.dvc("repro", "pin_data")  # The first run changed the links, which are dependencies.
+    for path in (*paths, tmp_path / "two/new.jsonl"):
+        path.write_text("{}\n{}\n")
+        assert stages_run(clone.dvc("repro", "pin_data")) == ["pin_data"], path
+    paths[0].unlink()
+    (tmp_path / "one/other.jsonl").write_text("{}\n")
+    assert stages_run(clone.dvc("repro", "pin_data")) == ["pin_data"]
+    assert stages_run(clone.dvc("repro", "pin_data")) == []
+    clone.run("git", "clean", "-fdq", "locks")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["outside", "inside"])
 def test_weights_and_data_never_enter_git(clone: Clone, tmp_path: Path, name: str):
-    """Through every way an experiment can go, with sources outside the checkout, and inside where git ignores them."""
+    """In the workspace, a copy and the queue, with sources outside the checkout or inside where git ignores them."""
     folder = (clone.root if name == "inside" else tmp_path) / name
     (clone.root / ".git/info/exclude").write_text("/inside/\n")
-    flags = new_source(folder, MODEL_MIB * 2**20)
+    flags = new_source(folder)
     before = git_bytes(clone)
     clone.dvc("exp", "run", "-n", f"{name}-here", *flags, *STAGES)
     check_links(clone, folder, f"refs/exps/{head(clone)}/{name}-here")
@@ -75,6 +81,9 @@ def test_weights_and_data_never_enter_git(clone: Clone, tmp_path: Path, name: st
     edited = folder / "data/1.jsonl"
     edited.write_text(edited.read_text().replace('"content": "', '"content": "Please. ', 1))
     assert stages_run(clone.dvc("repro", *STAGES)) == ["pin_data", "tokenize", "bucket"]
+    (folder / "model/special_tokens_map.json").write_text("{}")
+    assert "locks/watched-model" in clone.dvc("status", "pin_model")
+    (folder / "model/special_tokens_map.json").unlink()
     clone.run("git", "reset", "-q", "--hard")
     clone.dvc("exp", "run", "--temp", "-n", f"{name}-temp", *flags, *STAGES)
     run_queued(clone, {f"{name}-queue": [*flags, "-S", "bucket.max_tokens=256", *STAGES]})
@@ -93,6 +102,6 @@ def test_weights_and_data_never_enter_git(clone: Clone, tmp_path: Path, name: st
 
 
 def head(clone: Clone) -> str:
-    """The baseline's commit as DVC names its experiments: in two parts."""
+    """The baseline's commit as in DVC's names of experiments: in two parts."""
     commit = clone.run("git", "rev-parse", "HEAD").strip()
     return f"{commit[:2]}/{commit[2:]}"
