@@ -1,4 +1,4 @@
-"""A clone of the project in which DVC runs for real, as a user's would: no remote, no git identity."""
+"""A clone of the project in which DVC runs as for a user without remote and git identity."""
 
 import contextlib
 import hashlib
@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from tests.processes import run_bounded
 
 IDENTITY = {f"GIT_{who}_{what}": "test@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-"""Given to `git commit` alone: DVC has to work without one."""
+"""For `git commit` only: DVC must work without one."""
 
 # Small enough that eight stages take half a minute, large enough for several steps of several micro-batches.
 SMALL_RUN = {
@@ -69,7 +69,7 @@ class Clone:
         return hashlib.sha256((self.root / path).read_bytes()).hexdigest()
 
     def set_params(self, **values: Any) -> None:
-        """Change params.yaml by hand; keys dotted with two underscores."""
+        """Change params.yaml. `train__lr` is train.lr."""
         self._write_params({key.replace("__", "."): value for key, value in values.items()})
 
     def _write_params(self, values: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Clone:
             yaml.dump(params, file)
 
     def processes(self) -> list[psutil.Process]:
-        """What still runs of all that was started here, daemons included: told by the home directory, ours alone."""
+        """Running processes of this clone, daemons included. Their home directory is unique."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # It ended just now, or belongs to another user.
@@ -95,7 +95,7 @@ class Clone:
         return found
 
     def end_processes(self) -> None:
-        """Kill what still runs."""
+        """Kill all running processes of this clone."""
         left = self.processes()
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -103,18 +103,18 @@ class Clone:
         psutil.wait_procs(left, timeout=10)
 
     def back_to_baseline(self) -> None:
-        """Undo what an experiment left in the workspace (DVC stages it, so the index is restored as well)."""
+        """Undo an experiment's changes of the workspace and of the index, which DVC changes too."""
         self.run("git", "restore", "--staged", "--worktree", ".")
         self.dvc("checkout", "--quiet")
 
 
 def stages_run(output: str) -> list[str]:
-    """The stages that dvc really ran, in order, cached ones left out."""
+    """The stages that dvc ran, in order, without cached ones."""
     return re.findall(r"^Running stage '([\w@-]+)':", output, flags=re.MULTILINE)
 
 
 def make_clone(root: Path) -> Clone:
-    """Copy what git tracks or would track into a new repository with one commit, and no identity afterwards."""
+    """Copy the files that git tracks or would track into a new repository with one commit."""
     listed = run_bounded(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT).stdout
     for name in filter(None, listed.split("\0")):
         source, target = ROOT / name, root / name

@@ -1,4 +1,4 @@
-"""One clone with one finished run, shared by all pipeline tests: they leave its workspace as they found it."""
+"""One clone with one finished run, shared by all pipeline tests. Each test restores its workspace."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Clone, 
 
 @pytest.fixture
 def clone(finished: tuple[Clone, FirstRun]) -> Iterator[Clone]:
-    """The shared clone; whatever a test changed is undone."""
+    """The shared clone, whose workspace is restored after the test."""
     shared = finished[0]
     yield shared
     shared.end_processes()

@@ -1,9 +1,8 @@
-"""Training that ends too soon under DVC: the same command goes on with it, also in a temporary copy of the checkout."""
+"""Interrupted training under DVC: the same command resumes it, also in a temporary copy of the checkout."""
 
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.pipeline.clone import Clone, commit_all
-from tests.processes import TIMEOUT_SECONDS, kill_group, killed_after
+from tests.processes import TIMEOUT_SECONDS, kill_group, killed_after, wait_for
 from tests.repeatable import repeatable
 
 HERE = ("repro", "--force", "--single-item", "train")
@@ -21,33 +20,24 @@ IN_A_COPY = ("exp", "run", "--temp", "--force", "--single-item", "train", "-S", 
 METRICS = "metrics/train.json"
 
 
-def kept(clone: Clone) -> set[str]:
-    """The finished checkpoints of all trainings."""
+def checkpoints(clone: Clone) -> set[str]:
+    """Names of the finished checkpoints of all runs."""
     return {path.name for path in (clone.root / "scratch/train").glob("*/step-*")}
 
 
 def trainers(clone: Clone) -> list[psutil.Process]:
-    """The training that runs, if any."""
+    """Running training processes."""
     return [one for one in clone.processes() if one.is_running() and one.cmdline()[1:] == ["-m", "stages.train"]]
 
 
-def wait_for(true: Callable[[], object], process: subprocess.Popen[Any] | None = None) -> None:
-    """Fail where something does not come true in time, or a process ends before."""
-    until = time.monotonic() + TIMEOUT_SECONDS
-    while not true():
-        assert time.monotonic() < until, "too late"
-        assert process is None or process.poll() is None, f"ended too soon: {process.returncode}"
-        time.sleep(0.02)
-
-
-def broken_off(
+def interrupted(
     clone: Clone,
     log: Path,
     command: tuple[str, ...],
     end: Callable[[subprocess.Popen[Any]], object],
-    sign: Callable[[Clone], set[str]] = kept,
+    sign: Callable[[Clone], set[str]] = checkpoints,
 ) -> str:
-    """Output of a training that `end` ends once it has one checkpoint more, or another sign."""
+    """Output of a training run that `end` interrupts once it has another checkpoint, or another `sign`."""
     before = sign(clone)
     with open(log, "w") as file:
         process = subprocess.Popen(
@@ -68,7 +58,7 @@ def broken_off(
 
 
 def results(clone: Clone, revision: str) -> tuple[Any, dict[str, Any]]:
-    """Hash of the tuned weights, and the metrics that equal runs agree on, of a commit."""
+    """Hash of the tuned weights, and the reproducible metrics, of a commit."""
     yaml = YAML(typ="safe")
     lock, metrics = (yaml.load(clone.run("git", "show", f"{revision}:{name}")) for name in ("dvc.lock", METRICS))
     tuned = [out for out in lock["stages"]["train"]["outs"] if out["path"] == "data/tuned"]
@@ -77,30 +67,30 @@ def results(clone: Clone, revision: str) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_training_resumes_after_dvc_or_training_was_killed(clone: Clone, tmp_path: Path):
-    """A trainer that DVC's death left behind, or hours of training lost with a temporary copy of the checkout."""
+    """No process may run on after DVC, and no step be lost with a temporary copy of the checkout."""
     clone.set_params(run__checkpoint_seconds=0.05)
-    first = broken_off(clone, tmp_path / "first", HERE, lambda dvc: dvc.terminate())
+    first = interrupted(clone, tmp_path / "first", HERE, lambda dvc: dvc.terminate())
     assert "train: stopped by the end of its parent; the checkpoint of optimizer step" in first
     assert " D " not in clone.run("git", "status", "--porcelain"), "DVC deletes a stage's metrics before it runs"
     clone.back_to_baseline()  # Without a git identity DVC copies no changed checkout.
-    second = broken_off(clone, tmp_path / "second", IN_A_COPY, lambda _: trainers(clone)[0].kill())
+    second = interrupted(clone, tmp_path / "second", IN_A_COPY, lambda _: trainers(clone)[0].kill())
     assert "train: resumed at optimizer step" in second
     third = clone.dvc(*IN_A_COPY)
     assert "train: resumed at optimizer step" in third
-    assert len(kept(clone)) == 1, "the end of training, until the next one begins"
+    assert len(checkpoints(clone)) == 1, "the last one, until the next run begins"
     revision = clone.run("git", "for-each-ref", "--format=%(objectname)", "refs/exps").split()[-1]
     assert results(clone, revision) == results(clone, "HEAD")
 
 
 def finished(clone: Clone) -> set[str]:
-    """What trainings that have published say."""
+    """Contents of the markers of finished runs."""
     return {path.read_text() for path in (clone.root / "scratch/train").glob("*/finished")} - {""}
 
 
 @pytest.mark.slow
 def test_kill_before_dvc_records_the_outputs_costs_no_step(clone: Clone, tmp_path: Path):
-    """DVC removes the outputs before it runs the stage again; hashing large ones takes minutes."""
-    first = broken_off(clone, tmp_path / "first", HERE, kill_group, finished)
+    """DVC removes the outputs before it reruns the stage, and hashing large ones takes minutes."""
+    first = interrupted(clone, tmp_path / "first", HERE, kill_group, finished)
     assert "resumed" not in first
     second = clone.dvc(*HERE)
     resumed = re.search(r"train: resumed at optimizer step (\d+) of (\d+) ", second)
@@ -108,4 +98,4 @@ def test_kill_before_dvc_records_the_outputs_costs_no_step(clone: Clone, tmp_pat
     commit_all(clone)
     assert results(clone, "HEAD") == results(clone, "HEAD~1")
     third = clone.dvc(*HERE)
-    assert "resumed" not in third, "whoever forces a run that DVC has recorded wants it to be trained again"
+    assert "resumed" not in third, "--force trains a recorded run again"

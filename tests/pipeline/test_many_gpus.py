@@ -1,4 +1,4 @@
-"""Several GPUs through DVC on a machine that has none: two processes, in the workspace, in a copy of it, and queued."""
+"""Two processes on a CPU through DVC: in the workspace, in a temporary copy, and queued."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ def shared(sharding: str) -> list[str]:
 
 
 def check(text: str, alone: Any) -> None:
-    """Metrics of a training of two processes beside those of one."""
+    """Compare the metrics of two processes with those of one."""
     found = json.loads(text)
     assert "the most of 2 processes" in found["peak_measured_how"]
     assert len(found["peak_bytes_measured_by_rank"]) == 2
@@ -38,19 +38,19 @@ def curve(clone: Clone) -> list[float]:
 
 
 def test_two_processes_run_under_dvc(clone: Clone):
-    """A launcher that only starts where the user's shell is; a page on which two GPUs look like one."""
+    """The launcher must start in a copy too, and the report must show both GPUs."""
     alone, losses = clone.json("data/train/figures.json"), curve(clone)
     clone.set_params(hardware__num_gpus=2, train__sharding="zero3")
     assert stages_run(clone.dvc("repro")) == CHANGED
     assert curve(clone) == pytest.approx(losses, abs=LOSS)
     check((clone.root / "data/train/figures.json").read_text(), alone)
     page = (clone.root / "data/report/report.md").read_text()
-    for told in ("| hardware.num_gpus | 2 |", "| waiting | ", "Measured peak of each of 2 processes: "):
-        assert told in page
+    for text in ("| hardware.num_gpus | 2 |", "| waiting | ", "Measured peak of each of 2 processes: "):
+        assert text in page
     assert "up to date" in clone.dvc("status")
     clone.back_to_baseline()
 
-    # The batches of two processes are in the cache by now, and the same in every mode.
+    # The batches of two processes are cached now, and equal in every mode.
     assert stages_run(clone.dvc("exp", "run", "--temp", "-n", "copied", *shared("ddp"))) == CHANGED[1:]
     run_queued(clone, {"queued": shared("zero2")})
     for name in ("copied", "queued"):

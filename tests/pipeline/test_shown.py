@@ -1,4 +1,4 @@
-"""What `dvc exp show` puts first: the results that people compare, and few of them."""
+"""The first columns of `dvc exp show` are the results that people compare."""
 
 import json
 
@@ -12,13 +12,13 @@ COMPARED = [
     *("base_exact_match_percent", "base_loss", "tuned_exact_match_percent", "tuned_loss", "predicted_error_percent"),
 ]
 DVC_COLUMNS = {"Experiment", "rev", "typ", "Created", "parent", "State", "Executor"}
-"""DVC's own; the last two are there only where an experiment is queued or has failed."""
+"""DVC's own columns; the last two exist only if an experiment is queued or has failed."""
 MOST_METRICS = 40
 
 
 @pytest.mark.slow
 def test_first_columns_are_the_compared_results(finished: tuple[Clone, FirstRun]):
-    """Hundreds of columns, the first of them counts of rows, hid the peak and the loss."""
+    """Counts of rows in the first columns would hide the peak and the loss."""
     clone, _ = finished
     header = clone.dvc("exp", "show", "--csv").splitlines()[0].split(",")
     columns = [column for column in header if column not in DVC_COLUMNS]
