@@ -17,34 +17,23 @@ SHOWN_CHARACTERS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedTokenizer:
-    """A tokenizer and its engine, for one thread."""
-
-    tokenizer: Tokenizer
-    engine: Engine
-
-
-def load_tokenizer(name: str, directory: Path) -> LoadedTokenizer:
-    """The tokenizer of a model directory with the engine `tokenizers` or `tiktoken`.
-
-    Raises:
-        NotEquivalent: tiktoken would give other ids.
-    """
-    tokenizer = read_tokenizer(directory)
-    plain = TokenizersEngine(tokenizer)
-    if name == "tokenizers":
-        return LoadedTokenizer(tokenizer=tokenizer, engine=plain)
-    return LoadedTokenizer(tokenizer=tokenizer, engine=TiktokenEngine(_read_spec(directory), plain))
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineChoice:
     """The chosen engine, and the reason."""
 
     name: str
     """`tokenizers` or `tiktoken`."""
     reason: str
-    loaded: LoadedTokenizer
+    engine: Engine
+
+
+def load_engine(name: str, directory: Path) -> Engine:
+    """The engine `tokenizers` or `tiktoken` of a model directory.
+
+    Raises:
+        NotEquivalent: tiktoken would give other ids.
+    """
+    plain = TokenizersEngine(read_tokenizer(directory))
+    return plain if name == "tokenizers" else TiktokenEngine(_read_spec(directory), plain)
 
 
 def choose_engine(requested: str, directory: Path, sample_texts: Sequence[str]) -> EngineChoice:
@@ -56,24 +45,23 @@ def choose_engine(requested: str, directory: Path, sample_texts: Sequence[str]) 
     Raises:
         UserError: `requested` is tiktoken, and its ids differ.
     """
-    plain = load_tokenizer("tokenizers", directory)
+    plain = load_engine("tokenizers", directory)
     if requested == "tokenizers":
-        return EngineChoice(name=requested, reason="run.tokenizer_engine says so", loaded=plain)
-    tokenizer = plain.tokenizer
+        return EngineChoice(name=requested, reason="run.tokenizer_engine says so", engine=plain)
     try:
         spec = _read_spec(directory)
-        engine = TiktokenEngine(spec, plain.engine)
-        check_merges(spec, tokenizer)
-        compared = _compare(engine, tokenizer, sample_texts)
+        engine = TiktokenEngine(spec, plain)
+        check_merges(spec, plain.tokenizer)
+        compared = _compare(engine, plain.tokenizer, sample_texts)
     except NotEquivalent as fault:
         if requested == "tiktoken":
             raise UserError(
                 f"run.tokenizer_engine: tiktoken cannot replace the tokenizer in {directory}: {fault}; "
                 "set auto or tokenizers"
             ) from None
-        return EngineChoice(name="tokenizers", reason=f"tiktoken cannot replace it: {fault}", loaded=plain)
+        return EngineChoice(name="tokenizers", reason=f"tiktoken cannot replace it: {fault}", engine=plain)
     reason = f"it gave the ids of the tokenizers library on {compared} texts"
-    return EngineChoice(name="tiktoken", reason=reason, loaded=LoadedTokenizer(tokenizer=tokenizer, engine=engine))
+    return EngineChoice(name="tiktoken", reason=reason, engine=engine)
 
 
 def _read_spec(directory: Path) -> dict[str, Any]:
@@ -90,10 +78,6 @@ def _compare(engine: Engine, tokenizer: Tokenizer, sample_texts: Sequence[str]) 
         # One by one: a batch would start threads.
         expected = tokenizer.encode(text, add_special_tokens=False).ids
         if engine.encode([text]).values.tolist() != expected:
-            raise NotEquivalent(f"it gives other ids for {_show(text)}")
+            shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+            raise NotEquivalent(f"it gives other ids for {shown!r}")
     return len(texts)
-
-
-def _show(text: str) -> str:
-    """A text, shortened for a message."""
-    return repr(text) if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]!r}..."

@@ -12,9 +12,9 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard
 from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.encode.encoded_rows import EncodedRows, from_segments
-from lean_finetune.data.encode.engine_choice import LoadedTokenizer
 from lean_finetune.data.encode.joined_encoder import JoinedRowEncoder
 from lean_finetune.data.encode.padding_token import choose_pad
+from lean_finetune.data.encode.tokenizers_engine import Engine
 from lean_finetune.data.format.example import PlainText
 
 
@@ -25,14 +25,14 @@ class RowTokenizer:
     are the same as at inference. Tokenizers that add a space before every text use `JoinedRowEncoder` instead.
     """
 
-    def __init__(self, directory: Path, loaded: LoadedTokenizer):
-        """Use the loaded tokenizer.json, and read tokenizer_config.json.
+    def __init__(self, directory: Path, engine: Engine):
+        """Use an engine of the directory's tokenizer.json, and read tokenizer_config.json.
 
         Raises:
             UserError: a special token is not in the vocabulary, or the tokenizer changes text.
         """
         self.directory = directory
-        self._tokenizer, self._engine = loaded.tokenizer, loaded.engine
+        self._tokenizer, self._engine = engine.tokenizer, engine
         self.special_tokens = _special_tokens(directory)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()

@@ -39,7 +39,7 @@ class TiktokenEngine:
         """
         import tiktoken
 
-        self._fallback = fallback
+        self._fallback, self.tokenizer = fallback, fallback.tokenizer
         self._normalize = _normalizer(spec["normalizer"])
         self._cache = _added_tokens(spec)
         """Ids as int32 bytes, of added tokens and of short texts so far."""

@@ -26,7 +26,9 @@ class EncodedTexts(NamedTuple):
 
 
 class Engine(Protocol):
-    """Encodes texts: control tokens in them become their ids, and nothing is added."""
+    """Encodes texts, in one thread: control tokens in them become their ids, and nothing is added."""
+
+    tokenizer: Tokenizer
 
     def encode(self, texts: Sequence[str]) -> EncodedTexts:
         """Ids of each text."""
@@ -37,14 +39,14 @@ class TokenizersEngine:
 
     def __init__(self, tokenizer: Tokenizer):
         """Encode with this tokenizer."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def encode(self, texts: Sequence[str]) -> EncodedTexts:
         """Ids of each text."""
         values = array("i")
         lengths = array("q")
         for batch in _batches(texts):
-            for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            for encoding in self.tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                 ids = encoding.ids
                 values.fromlist(ids)
                 lengths.append(len(ids))

@@ -1,8 +1,10 @@
 """The tokens of one block: Arrow columns filled from flat arrays, row digests, and counts."""
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,44 +16,72 @@ LARGEST_UINT16 = (1 << 16) - 1
 DIGEST_BYTES = 8
 MAX_UNREAD_COLUMNS = 32
 """Unread columns listed for a source: rows may have any number of keys."""
-COUNTS = (
-    "rows",  # read, without empty lines
-    "bad_rows",  # left out by on_bad_row: skip
-    "empty_answer_rows",  # left out: a trained answer is empty
-    "reasoning_left_out_rows",  # the template shows an earlier trained turn without its reasoning
-    "truncated_rows",  # lost trained tokens to max_length
-    "dropped_long_rows",  # longer than max_length, over_length: drop
-    "split_rows",  # split into several, over_length: split
-    "no_answer_rows",  # left out: no trained token is left (of a split row, in none of its chunks)
-    "control_tokens_as_text",
-    "surrogates_replaced",
-    "engine_fallback_rows",  # which tiktoken could not encode
-    "sampled_rows",  # also encoded as one text, to see whether the ids differ
-    "sampled_rows_differing",
-)
+MAX_REJECTS = 100
+"""Rejected rows that are listed: a broken source would fill the list with all its rows."""
+
+
+class Reject(NamedTuple):
+    """A row that was not used."""
+
+    file: int
+    row: int
+    line: int
+    reason: str
 
 
 @dataclass(kw_only=True)
-class BlockTokens:
+class Tally:
+    """Counts of rows, of a block, a shard, or all shards.
+
+    The names of the counts:
+        rows: read, without empty lines
+        bad_rows: left out by on_bad_row: skip
+        empty_answer_rows: left out: a trained answer is empty
+        reasoning_left_out_rows: the template shows an earlier trained turn without its reasoning
+        truncated_rows: lost trained tokens to max_length
+        dropped_long_rows: longer than max_length, over_length: drop
+        split_rows: split into several, over_length: split
+        no_answer_rows: left out: no trained token is left (of a split row, in none of its chunks)
+        control_tokens_as_text, surrogates_replaced: occurrences in the text of rows
+        engine_fallback_rows: tiktoken could not encode them
+        sampled_rows, sampled_rows_differing: also encoded as one text, to see whether the ids differ
+    """
+
+    counts: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """By source, then by name."""
+    rejects: list[Reject] = field(default_factory=list)
+    first: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By name of a count: (file, line) of its first row."""
+    unread: dict[int, list[str]] = field(default_factory=dict)
+    """By source: columns that its format does not read, sorted."""
+
+    def add(self, other: "Tally") -> None:
+        """Add the counts of later rows. At most MAX_REJECTS rejects and MAX_UNREAD_COLUMNS columns remain."""
+        for source, counts in other.counts.items():
+            self.counts[source].update(counts)
+        self.rejects += other.rejects[: MAX_REJECTS - len(self.rejects)]
+        self.first = other.first | self.first
+        for source, names in other.unread.items():
+            self.unread[source] = sorted({*self.unread.get(source, ()), *names})[:MAX_UNREAD_COLUMNS]
+
+
+class SideTokens(NamedTuple):
+    """The tokens of one side of the split."""
+
+    rows: pa.RecordBatch
+    """Rows in order, of `token_schema`; may be empty."""
+    supervised: np.ndarray
+    """int32, shape (rows,): trained tokens of each row."""
+    digests: np.ndarray
+    """uint64, shape (rows,): hash of each row's ids and spans; empty unless `drop_duplicates`."""
+
+
+class BlockTokens(NamedTuple):
     """The tokens of one block, and the counts of its rows."""
 
-    train: pa.RecordBatch
-    """Rows in order, of `token_schema`; may be empty."""
-    heldout: pa.RecordBatch
-    train_supervised: np.ndarray
-    """int32, shape (rows of `train`,): trained tokens of each row."""
-    heldout_supervised: np.ndarray
-    train_digests: np.ndarray
-    """uint64, shape (rows of `train`,): hash of each row's ids and spans; empty unless `drop_duplicates`."""
-    heldout_digests: np.ndarray
-    counts: dict[str, int]
-    """By name of `COUNTS`."""
-    rejects: list[tuple[int, int, str]] = field(default_factory=list)
-    """(row number, line, reason) of rows that were not used, in order."""
-    first: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(row number, line) of the first row of each count."""
-    unread: list[str] = field(default_factory=list)
-    """Columns that the source's format does not read, sorted, at most MAX_UNREAD_COLUMNS."""
+    train: SideTokens
+    heldout: SideTokens
+    tally: Tally
 
 
 def token_schema(vocab_size: int, max_length: int, files: int) -> pa.Schema:

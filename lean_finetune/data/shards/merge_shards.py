@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.data.read.arrow_arrays import from_numpy, to_numpy
-from lean_finetune.data.shards.shard_files import MAX_REJECTS, SIDES, Reject, Shard, shard_name
+from lean_finetune.data.shards.block_tokens import Tally
+from lean_finetune.data.shards.shard_files import SIDES, Shard, shard_name
 
 # 3 bytes a row instead of 10, and 10 million rows decompress in 0.2 s. No threads: they would make forks unsafe.
 INDEX_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
@@ -25,19 +26,16 @@ INDEX = pa.schema(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocatedShard:
-    """A finished shard and the directory of its files."""
-
-    root: Path
-    shard: Shard
+LocatedShard = tuple[Path, Shard]
+"""(directory of the shard's files, the shard)."""
 
 
 @dataclass(kw_only=True)
 class SourceTotals:
     """Totals of one source on one side of the split, without duplicates."""
 
-    rows_by_length: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+    rows_by_length: np.ndarray
+    """int64, shape (max_length + 1,)."""
     supervised: int = 0
     duplicates: int = 0
 
@@ -54,28 +52,17 @@ class SourceTotals:
     @property
     def longest(self) -> int:
         """Tokens of the longest row; 0 where there is none."""
-        lengths = np.flatnonzero(self.rows_by_length)
-        return int(lengths[-1]) if len(lengths) else 0
+        return int(np.flatnonzero(self.rows_by_length).max(initial=0))
 
     def quantile(self, share: float) -> int:
         """The smallest length that at least this share of the rows does not exceed; 0 where there is no row."""
-        if self.rows == 0:
-            return 0
         return int(np.searchsorted(np.cumsum(self.rows_by_length), share * self.rows))
 
     def add(self, lengths: np.ndarray, supervised: np.ndarray, dropped: np.ndarray) -> None:
         """Add rows; those with `dropped` are duplicates."""
         self.duplicates += int(dropped.sum())
         self.supervised += int(supervised[~dropped].sum())
-        self.rows_by_length = _added(self.rows_by_length, np.bincount(lengths[~dropped]))
-
-
-def _added(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The sum of two histograms of different lengths."""
-    total = np.zeros(max(len(one), len(other)), np.int64)
-    total[: len(one)] += one
-    total[: len(other)] += other
-    return total
+        self.rows_by_length += np.bincount(lengths[~dropped], minlength=len(self.rows_by_length))
 
 
 @dataclass(kw_only=True)
@@ -84,54 +71,40 @@ class Totals:
 
     sides: dict[str, list[SourceTotals]]
     """By side, then by source."""
-    counts: list[Counter[str]]
-    """By source, then by name of `COUNTS`."""
-    rejects: list[Reject] = field(default_factory=list)
-    first: dict[str, tuple[int, int]] = field(default_factory=dict)
-    unread: dict[int, set[str]] = field(default_factory=dict)
-    """By source: columns that its format does not read."""
+    tally: Tally = field(default_factory=Tally)
 
     def side(self, name: str) -> SourceTotals:
         """One side over all sources."""
-        total = SourceTotals()
-        for one in self.sides[name]:
-            total.rows_by_length = _added(total.rows_by_length, one.rows_by_length)
-            total.supervised += one.supervised
-            total.duplicates += one.duplicates
-        return total
+        sources = self.sides[name]
+        return SourceTotals(
+            rows_by_length=np.sum([one.rows_by_length for one in sources], axis=0),
+            supervised=sum(one.supervised for one in sources),
+            duplicates=sum(one.duplicates for one in sources),
+        )
 
-    def count(self, name: str) -> int:
-        """One count over all sources."""
-        return sum(counts[name] for counts in self.counts)
+    @property
+    def counts(self) -> Counter[str]:
+        """The counts over all sources."""
+        return sum(self.tally.counts.values(), Counter())
 
 
-def merge(located: Sequence[LocatedShard], out: Path, sources: int, drop_duplicates: bool) -> Totals:
+def merge(located: Sequence[LocatedShard], out: Path, sources: int, max_length: int, drop_duplicates: bool) -> Totals:
     """Link the shards' token files into `out`, write the index files, and compute the totals."""
+    no_rows = np.zeros(max_length + 1, np.int64)
     totals = Totals(
-        sides={side: [SourceTotals() for _ in range(sources)] for side in SIDES},
-        counts=[Counter() for _ in range(sources)],
+        sides={side: [SourceTotals(rows_by_length=no_rows.copy()) for _ in range(sources)] for side in SIDES}
     )
-    for one in located:
-        _add_counts(totals, one.shard)
+    for _, shard in located:
+        totals.tally.add(shard.tally)
     dropped = _duplicates(located) if drop_duplicates else None
     for side in SIDES:
         (out / side).mkdir()
-        for one in located:
-            name = f"{side}/{shard_name(one.shard.number)}.arrow"
-            _link(one.root / name, out / name)
+        for root, shard in located:
+            name = f"{side}/{shard_name(shard.number)}.arrow"
+            _link(root / name, out / name)
         side_dropped = None if dropped is None else dropped[side]
         _write_index(located, side, out / f"{side}-index.arrow", totals.sides[side], side_dropped)
     return totals
-
-
-def _add_counts(totals: Totals, shard: Shard) -> None:
-    for source, counts in shard.counts.items():
-        totals.counts[int(source)].update(counts)
-    for source, names in shard.unread.items():
-        totals.unread.setdefault(int(source), set()).update(names)
-    totals.rejects += shard.rejects[: MAX_REJECTS - len(totals.rejects)]
-    for name, place in shard.first.items():
-        totals.first.setdefault(name, place)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -144,8 +117,8 @@ def _link(source: Path, target: Path) -> None:
 
 def _index_parts(located: Sequence[LocatedShard], side: str) -> Iterator[pa.Table]:
     """The index of each shard, in order."""
-    for one in located:
-        path = one.root / f"{side}-index" / f"{shard_name(one.shard.number)}.arrow"
+    for root, shard in located:
+        path = root / f"{side}-index" / f"{shard_name(shard.number)}.arrow"
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
             yield reader.read_all()
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.core.atomic_files import read_json, sha256_file, sha256_json, write_json
+from lean_finetune.core.atomic_files import read_json, sha256_json, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.shards.merge_shards import LocatedShard
-from lean_finetune.data.shards.shard_files import Shard, is_complete, marker_name, read_marker
+from lean_finetune.data.shards.shard_files import Shard, finished_shard
 
 MANIFEST_SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -47,12 +47,7 @@ def parse_part(text: str) -> TokenizePart:
 def write_manifest(
     root: Path, part: TokenizePart, inputs: Mapping[str, str], key: str, shards: Sequence[Shard], all_shards: int
 ) -> None:
-    """Write the manifest of a finished part: its shards, the sizes and hashes of its files, and their inputs."""
-    files: dict[str, Any] = {}
-    for shard in shards:
-        marker = root / marker_name(shard.number)
-        files |= shard.files
-        files[marker_name(shard.number)] = {"bytes": marker.stat().st_size, "sha256": sha256_file(marker)}
+    """Write the manifest of a finished part: its inputs and shards. The shards' markers have the file hashes."""
     manifest = {
         "schema": MANIFEST_SCHEMA,
         "key": key,
@@ -61,13 +56,12 @@ def write_manifest(
         "parts": part.of,
         "all_shards": all_shards,
         "shards": [shard.number for shard in shards],
-        "files": files,
     }
     write_json(root / MANIFEST, {**manifest, "sha256": sha256_json(manifest)})
 
 
 def collect(directories: Sequence[Path], inputs: Mapping[str, str], key: str) -> list[LocatedShard]:
-    """All shards in order, from the parts below these directories; each part is compared with its manifest.
+    """All shards in order, from the parts below these directories.
 
     Raises:
         UserError: a part is missing, damaged, named twice, or has other inputs than this checkout.
@@ -79,17 +73,16 @@ def collect(directories: Sequence[Path], inputs: Mapping[str, str], key: str) ->
         if not manifests:
             raise UserError(f"{directory}: has no finished part; make one with --part i/n --out {directory}")
         for path in manifests:
-            manifest = read_json(path)
+            root, manifest = path.parent, read_json(path)
             _check(path, manifest, inputs, key)
             all_shards = manifest["all_shards"]
             for number in manifest["shards"]:
                 if number in located:
-                    raise UserError(
-                        f"{path.parent}: shard {number} is also in {located[number].root}; name each part once"
-                    )
-                shard = read_marker(path.parent, number)
-                assert shard is not None, "is_complete compared its hash"
-                located[number] = LocatedShard(root=path.parent, shard=shard)
+                    raise UserError(f"{root}: shard {number} is also in {located[number][0]}; name each part once")
+                shard = finished_shard(root, number, key)
+                if shard is None:
+                    raise UserError(f"{root}: a file is missing or damaged; run this part again")
+                located[number] = root, shard
     missing = sorted(set(range(all_shards)) - set(located))
     if missing:
         raise UserError(
@@ -99,12 +92,11 @@ def collect(directories: Sequence[Path], inputs: Mapping[str, str], key: str) ->
     return [located[number] for number in sorted(located)]
 
 
-def _check(path: Path, manifest: Mapping[str, Any], inputs: Mapping[str, str], key: str) -> None:
-    """Compare the manifest with its own hash, with the inputs here, and with the part's files."""
+def _check(path: Path, manifest: Any, inputs: Mapping[str, str], key: str) -> None:
+    """Compare the manifest with its own hash, and with the inputs here."""
     if not isinstance(manifest, dict) or manifest.get("schema") != MANIFEST_SCHEMA:
         raise UserError(f"{path}: is of another version of this project; make the part again")
-    values = {name: value for name, value in manifest.items() if name != "sha256"}
-    if manifest.get("sha256") != sha256_json(values):
+    if manifest.pop("sha256", None) != sha256_json(manifest):
         raise UserError(f"{path}: is damaged; run this part again")
     if manifest["key"] != key:
         other = [name for name, value in inputs.items() if manifest["made_of"].get(name) != value]
@@ -112,5 +104,3 @@ def _check(path: Path, manifest: Mapping[str, Any], inputs: Mapping[str, str], k
             f"{path}: made with other {' and '.join(other)} than here; use the same on all machines, then make the "
             "part again, or remove it"
         )
-    if not is_complete(path.parent, manifest["files"]):
-        raise UserError(f"{path.parent}: a file is missing or damaged; run this part again")

@@ -1,83 +1,48 @@
 """Publishing of the token directory from finished shards, in one atomic step."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lean_finetune.config.data_schema import HELDOUT_SOURCE
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_json, write_json, write_text
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.bundled_templates import read_bundled
 from lean_finetune.data.shards.block_tokens import MAX_UNREAD_COLUMNS
 from lean_finetune.data.shards.merge_shards import LocatedShard, Totals, merge
 from lean_finetune.data.shards.statistics import figures, notes, source_figures, write_histogram, write_rejects
-from lean_finetune.data.shards.tokenize_block import BlockTokenizer
 from lean_finetune.data.shards.tokenize_job import TokenizeJob
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
 
 SCHEMA = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizerMeta:
-    """The tokenizer and its chat template as meta.json describes them."""
-
-    vocab_size: int
-    pad_id: int
-    pad_reason: str
-    eos_id: int | None
-    chat_template_sha256: str | None
-    """None where no source has conversations."""
-    chat_template_method: str | None
-    chat_template_reason: str | None
-
-    @classmethod
-    def of(cls, block_tokenizer: BlockTokenizer, has_conversations: bool) -> "TokenizerMeta":
-        """Describe a block tokenizer.
-
-        Raises:
-            UserError: there are conversations but no chat template.
-        """
-        tokenizer, template = block_tokenizer.tokenizer, block_tokenizer.template if has_conversations else None
-        return cls(
-            vocab_size=tokenizer.vocab_size,
-            pad_id=tokenizer.pad_id,
-            pad_reason=tokenizer.pad_reason,
-            eos_id=tokenizer.eos_id,
-            chat_template_sha256=None if template is None else sha256_json(template.source),
-            chat_template_method=None if template is None else template.method,
-            chat_template_reason=None if template is None else template.reason,
-        )
-
-    def notes(self) -> list[str]:
-        """How the trained text is found, as a note."""
-        if self.chat_template_method is None:
-            return []
-        return [f"trained text is found by {self.chat_template_method}: {self.chat_template_reason}"]
-
-
-def publish(job: TokenizeJob, tokenizer: TokenizerMeta, located: Sequence[LocatedShard], out: Path) -> list[str]:
+def publish(job: TokenizeJob, located: Sequence[LocatedShard], out: Path) -> list[str]:
     """Write the token directory `out` in one step; return notes for the user.
 
     Raises:
         UserError: one side of the split is empty, or the disk cannot be written.
     """
-    settings, sources = job.settings, job.data_lock["sources"]
+    settings, sources, template = job.settings, job.data_lock["sources"], job.template
     with atomic_directory(out) as aside:
-        totals = merge(located, aside, len(sources), settings.drop_duplicates)
+        totals = merge(located, aside, len(sources), settings.max_length, settings.drop_duplicates)
         _check_sides(totals, job)
         train, heldout = totals.side("train"), totals.side("heldout")
         longest = max(train.longest, heldout.longest)
         write_histogram(aside / "lengths.csv", train)
         write_rejects(aside / "rejects.jsonl", totals, job.file_names)
-        if tokenizer.chat_template_sha256 is not None and settings.chat_template != "tokenizer":
+        if template is not None and settings.chat_template != "tokenizer":
             # For the tuned model, whose users must apply the same template.
-            text = read_bundled("chatml") if settings.chat_template == "chatml" else settings.chat_template
-            write_text(aside / CHAT_TEMPLATE, text)
+            write_text(aside / CHAT_TEMPLATE, template.source)
+        tokenizer = job.tokenizer.tokenizer
         meta = {
             "schema": SCHEMA,
-            **asdict(tokenizer),
+            "vocab_size": tokenizer.vocab_size,
+            "pad_id": tokenizer.pad_id,
+            "pad_reason": tokenizer.pad_reason,
+            "eos_id": tokenizer.eos_id,
+            "chat_template_sha256": template and sha256_json(template.source),
+            "chat_template_method": template and template.method,
+            "chat_template_reason": template and template.reason,
             "max_length": settings.max_length,
             "train_rows": train.rows,
             "heldout_rows": heldout.rows,
@@ -85,24 +50,22 @@ def publish(job: TokenizeJob, tokenizer: TokenizerMeta, located: Sequence[Locate
             "shards": len(located),
             "files": list(job.file_names),
             "sources": [_source_meta(job, totals, index) for index in range(len(sources))],
-            "tokenizer_sha256": sha256_json(job.tokenizer_lock["files"]),
+            "tokenizer_sha256": job.inputs["tokenizer"],
             "data_sha256": sha256_json([source["files"] for source in sources]),
         }
         write_json(aside / "meta.json", meta)
         write_json(aside / FIGURES, figures(totals, [source.format for source in settings.sources], longest))
-    row_notes = notes(totals, settings, job.file_names)
-    return [*job.notes(), *tokenizer.notes(), *_unread_notes(job, totals), *row_notes]
+    return [*job.notes(), *_unread_notes(job, totals), *notes(totals, settings, job.file_names)]
 
 
 def _unread_notes(job: TokenizeJob, totals: Totals) -> list[str]:
     """For each source, the columns that are not read."""
     found = []
-    for index, names in sorted(totals.unread.items()):
+    for index, names in sorted(totals.tally.unread.items()):
         if names:
-            listed = sorted(names)[:MAX_UNREAD_COLUMNS]
             more = " and more" if len(names) >= MAX_UNREAD_COLUMNS else ""
             source = job.data_lock["sources"][index]["source"]
-            found.append(f"columns of {source} that are not read: {', '.join(listed)}{more}")
+            found.append(f"columns of {source} that are not read: {', '.join(names)}{more}")
     return found
 
 
@@ -114,33 +77,32 @@ def _source_meta(job: TokenizeJob, totals: Totals, index: int) -> dict[str, Any]
         "format": source.format,
         "format_reason": job.format_reasons[index],
         "columns": dict(source.columns),
-        "unread_columns": sorted(totals.unread.get(index, ()))[:MAX_UNREAD_COLUMNS],
+        "unread_columns": totals.tally.unread.get(index, []),
         **source_figures(totals, index),
     }
 
 
 def _check_sides(totals: Totals, job: TokenizeJob) -> None:
     """Refuse a result without training rows, or without held-out rows where some were requested."""
-    settings = job.settings
+    settings, counts = job.settings, totals.counts
     rows = {"train on": totals.side("train").rows, "evaluate on": totals.side("heldout").rows}
-    has_source = any(source.is_heldout for source in settings.sources)
     lost = {
         "no_answer_rows": f"lost their answer to data.max_length={settings.max_length}",
         "dropped_long_rows": f"are longer than data.max_length={settings.max_length}",
         "empty_answer_rows": "have an empty answer",
         "bad_rows": "cannot be used",
     }
-    why = "".join(f", {totals.count(name)} {text}" for name, text in lost.items() if totals.count(name))
+    why = "".join(f", {counts[name]} {text}" for name, text in lost.items() if counts[name])
     if not any(rows.values()):
-        first = totals.rejects[0]
+        first = totals.tally.rejects[0]
         raise UserError(
-            f"data.source: none of the {totals.count('rows')} rows is usable ({why.removeprefix(', ')}); the first, "
+            f"data.source: none of the {counts['rows']} rows is usable ({why.removeprefix(', ')}); the first, "
             f"{job.file_names[first.file]}:{first.line}: {first.reason}"
         )
     for use, number in rows.items():
         if number:
             continue
-        if has_source:
+        if any(source.is_heldout for source in settings.sources):
             side = "data.source" if use == "train on" else HELDOUT_SOURCE
             raise UserError(f"{side}: leaves no row to {use}{why}; add rows, or raise data.max_length")
         if settings.heldout_fraction:

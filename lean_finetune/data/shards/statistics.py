@@ -1,7 +1,7 @@
 """Reports of tokenize: figures, notes for the user, the histogram of lengths, and the list of rejected rows."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,14 @@ REPORTED = (
 
 def figures(totals: Totals, formats: Sequence[str], longest: int) -> dict[str, Any]:
     """The content of figures.json, over all sources."""
-    train, heldout = totals.side("train"), totals.side("heldout")
+    train, heldout, counts = totals.side("train"), totals.side("heldout"), totals.counts
+    shared = _shared_figures(train, heldout, counts)
     return {
+        **shared,
         "format": ", ".join(dict.fromkeys(formats)),
-        "train_rows": train.rows,
-        "heldout_rows": heldout.rows,
-        "train_tokens": train.tokens,
-        "heldout_tokens": heldout.tokens,
-        "supervised_tokens": train.supervised,
-        "supervised_percent": round(100 * train.supervised / train.tokens, 3),
         "mean_length": round(train.tokens / train.rows, 3),
         "longest": longest,
-        "dropped_rows": sum(totals.count(name) for name in LEFT_OUT) + train.duplicates + heldout.duplicates,
-        "duplicate_rows": train.duplicates + heldout.duplicates,
-        **{name: totals.count(name) for name in REPORTED},
+        "dropped_rows": sum(counts[name] for name in LEFT_OUT) + shared["duplicate_rows"],
     }
 
 
@@ -44,16 +38,22 @@ def source_figures(totals: Totals, source: int) -> dict[str, Any]:
     """The figures of one source for meta.json."""
     train, heldout = totals.sides["train"][source], totals.sides["heldout"][source]
     return {
+        **_shared_figures(train, heldout, totals.tally.counts[source]),
+        "lengths": {name: train.quantile(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
+        "longest": max(train.longest, heldout.longest),
+    }
+
+
+def _shared_figures(train: SourceTotals, heldout: SourceTotals, counts: Mapping[str, int]) -> dict[str, Any]:
+    return {
         "train_rows": train.rows,
         "heldout_rows": heldout.rows,
         "train_tokens": train.tokens,
         "heldout_tokens": heldout.tokens,
         "supervised_tokens": train.supervised,
         "supervised_percent": round(100 * train.supervised / train.tokens, 3) if train.tokens else None,
-        "lengths": {name: train.quantile(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
-        "longest": max(train.longest, heldout.longest),
         "duplicate_rows": train.duplicates + heldout.duplicates,
-        **{name: totals.counts[source][name] for name in REPORTED},
+        **{name: counts[name] for name in REPORTED},
     }
 
 
@@ -69,25 +69,25 @@ def write_histogram(path: Path, train: SourceTotals) -> None:
 def write_rejects(path: Path, totals: Totals, file_names: Sequence[str]) -> None:
     """Write the rejected rows as JSON Lines: file, line, row in the file (from 0) and reason."""
     lines = (
-        {"file": file_names[one.file], "line": one.line, "row": one.row, "reason": one.reason} for one in totals.rejects
+        {"file": file_names[one.file], "line": one.line, "row": one.row, "reason": one.reason}
+        for one in totals.tally.rejects
     )
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def notes(totals: Totals, settings: TokenSettings, file_names: Sequence[str]) -> list[str]:
     """Notes for the user on rows that were left out or changed."""
-    rows, limit = totals.count("rows"), f"data.max_length={settings.max_length}"
+    counts, limit = totals.counts, f"data.max_length={settings.max_length}"
 
     def share(name: str) -> str:
-        return f"{totals.count(name)} of {rows} rows ({100 * totals.count(name) / rows:.1f} %)"
+        return f"{counts[name]} of {counts['rows']} rows ({100 * counts[name] / counts['rows']:.1f} %)"
 
     def first(name: str) -> str:
-        if name not in totals.first:
+        if name not in totals.tally.first:
             return ""
-        file, line = totals.first[name]
+        file, line = totals.tally.first[name]
         return f" (first at {file_names[file]}:{line})"
 
-    duplicates = totals.side("train").duplicates + totals.side("heldout").duplicates
     texts = {
         "bad_rows": f"{share('bad_rows')} were left out because they cannot be used{first('bad_rows')}; the first are "
         "listed in data/tokens/rejects.jsonl",
@@ -102,21 +102,22 @@ def notes(totals: Totals, settings: TokenSettings, file_names: Sequence[str]) ->
         "reasoning_left_out_rows": f"{share('reasoning_left_out_rows')} have earlier answers whose reasoning "
         f"the chat template omits{first('reasoning_left_out_rows')}, so they are trained without it; "
         "data.train_on=last_assistant trains each row's last answer alone",
-        "control_tokens_as_text": f"{totals.count('control_tokens_as_text')} control tokens in the rows' own text"
+        "control_tokens_as_text": f"{counts['control_tokens_as_text']} control tokens in the rows' own text"
         f"{first('control_tokens_as_text')} were encoded as plain characters",
-        "surrogates_replaced": f"{totals.count('surrogates_replaced')} lone surrogates in the rows' text"
+        "surrogates_replaced": f"{counts['surrogates_replaced']} lone surrogates in the rows' text"
         f"{first('surrogates_replaced')} were replaced by U+FFFD",
-        "engine_fallback_rows": f"{totals.count('engine_fallback_rows')} rows were encoded by tokenizers because "
+        "engine_fallback_rows": f"{counts['engine_fallback_rows']} rows were encoded by tokenizers because "
         "tiktoken cannot",
-        "sampled_rows_differing": f"{totals.count('sampled_rows_differing')} of {totals.count('sampled_rows')} sampled "
-        "rows have other ids when encoded as one text: a token would cross from the prompt into the answer there, "
+        "sampled_rows_differing": f"{counts['sampled_rows_differing']} of {counts['sampled_rows']} sampled rows "
+        "have other ids when encoded as one text: a token would cross from the prompt into the answer there, "
         "which never happens at inference",
     }
-    lines = [line for name, line in texts.items() if totals.count(name)]
-    if duplicates:
+    lines = [line for name, line in texts.items() if counts[name]]
+    train, heldout = totals.side("train"), totals.side("heldout")
+    if duplicates := train.duplicates + heldout.duplicates:
         # Chunks of split rows are compared one by one, so there may be more duplicates than rows.
-        compared = duplicates + totals.side("train").rows + totals.side("heldout").rows
-        kind = "rows and chunks of split rows" if totals.count("split_rows") else "rows"
+        compared = duplicates + train.rows + heldout.rows
+        kind = "rows and chunks of split rows" if counts["split_rows"] else "rows"
         lines.append(
             f"{duplicates} of {compared} {kind} were dropped because their tokens equal those of an earlier one"
         )

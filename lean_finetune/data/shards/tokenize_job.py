@@ -1,28 +1,44 @@
 """Preparation of a tokenize job: the format of each source, the chat template, the engine, and the key."""
 
 import hashlib
+import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from lean_finetune.config.data_schema import Data
+from lean_finetune.core.atomic_files import sha256_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.chat.chat_template import ChatTemplate
 from lean_finetune.data.chat.control_tokens import Guard
-from lean_finetune.data.encode.engine_choice import LoadedTokenizer, choose_engine
+from lean_finetune.data.encode.engine_choice import choose_engine
 from lean_finetune.data.format.example import Conversation, RowFault
 from lean_finetune.data.format.format_base import AUTO, FORMATS, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import MEANINGFUL, without
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
-from lean_finetune.data.shards.token_settings import TokenSettings, input_key, token_inputs
+from lean_finetune.data.read.worker_memory import return_freed_memory
+from lean_finetune.data.shards.token_settings import TokenSettings
+from lean_finetune.data.shards.tokenize_block import BlockTokenizer
+from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.descriptions import is_heldout_source
 from lean_finetune.pinning.locate import template_file
 
+TOKENIZE_MODULE = "lean_finetune.data.shards.tokenize_run"
+"""Module whose imports are the code that makes tokens."""
+LIBRARIES = ("jinja2", "numpy", "orjson", "pyarrow", "tiktoken", "tokenizers")
+KEY_DIGITS = 32
 # Text of each source on which the engines are compared, besides the probe texts.
 SAMPLED_ROWS_PER_SOURCE = 128
 SAMPLED_CHARACTERS_PER_SOURCE = 1 << 20
+SAME_SETTINGS = {
+    *("template_date", "train_on", "max_length", "over_length", "on_bad_row", "drop_duplicates"),
+    *("heldout_fraction", "heldout_seed"),
+}
+"""Parameters of section `data` that are fields of TokenSettings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +46,15 @@ class TokenizeJob:
     """Everything that the tokens depend on, and the choices made for it."""
 
     data_lock: Mapping[str, Any]
-    tokenizer_lock: Mapping[str, Any]
     settings: TokenSettings
     max_rows: int | None
     format_reasons: tuple[str, ...]
     """By source."""
-    has_conversations: bool
-    """Whether any source has rows for the chat template."""
     engine_reason: str
-    loaded: LoadedTokenizer
-    """The tokenizer with the chosen engine. Loading it takes as long as thousands of rows, so it is done once."""
+    tokenizer: BlockTokenizer
+    """Loading it takes as long as thousands of rows, so it is done once."""
+    template: ChatTemplate | None
+    """None where no source has rows for it."""
     file_names: Sequence[str]
     """By RowBlock.file."""
     inputs: Mapping[str, str]
@@ -48,15 +63,18 @@ class TokenizeJob:
     @property
     def key(self) -> str:
         """Equal for equal bytes of data/tokens."""
-        return input_key(self.inputs)
+        return sha256_json(dict(self.inputs))[:KEY_DIGITS]
 
     def notes(self) -> list[str]:
-        """The format of each source, and the reason."""
+        """The format of each source, how its trained text is found, and the reasons."""
         sources = zip(self.data_lock["sources"], self.settings.sources, self.format_reasons, strict=True)
         name = "" if len(self.settings.sources) == 1 else " for {}"
-        return [
+        notes = [
             f"data.format is {one.format}{name.format(source['source'])}: {reason}" for source, one, reason in sources
         ]
+        if self.template is not None:
+            notes.append(f"trained text is found by {self.template.method}: {self.template.reason}")
+        return notes
 
     def engine_note(self) -> str:
         """The engine, and the reason."""
@@ -76,40 +94,56 @@ def prepare_job(
         directory: the tokenizer's.
 
     Raises:
-        UserError: a source has no rows, its first row has no known format, or the requested engine would change ids.
+        UserError: a source has no rows, its first row has no known format, the requested engine would change ids, or
+            the chat template cannot be used.
     """
+    return_freed_memory()
     names = file_names(data_lock)
     inspected = [_inspect(data, data_lock, index) for index in range(len(data_lock["sources"]))]
-    _check_ignored(data.ignore_columns or [], inspected)
+    ignored = tuple(data.ignore_columns or ())
+    found = MEANINGFUL.union(*(one.columns for one in inspected))
+    if unknown := [name for name in ignored if name not in found]:
+        raise UserError(f"data.ignore_columns: the rows have no column {unknown[0]!r}; remove it from the list")
     chosen = choose_engine(engine, directory, [text for one in inspected for text in one.texts])
     settings = TokenSettings(
         tokenizer_directory=directory,
         sources=tuple(one.source_format for one in inspected),
-        ignore_columns=tuple(data.ignore_columns or ()),
+        ignore_columns=ignored,
         files=len(names),
         chat_template=_template_text(data.chat_template, data_lock),
-        template_date=data.template_date,
-        train_on=data.train_on,
-        max_length=data.max_length,
-        over_length=data.over_length,
-        on_bad_row=data.on_bad_row,
-        drop_duplicates=data.drop_duplicates,
-        heldout_fraction=data.heldout_fraction,
-        heldout_seed=data.heldout_seed,
         engine=chosen.name,
+        **data.model_dump(include=SAME_SETTINGS),
     )
+    tokenizer = BlockTokenizer(settings, chosen.engine)
     return TokenizeJob(
         data_lock=data_lock,
-        tokenizer_lock=tokenizer_lock,
         settings=settings,
         max_rows=data.max_rows,
         format_reasons=tuple(one.reason for one in inspected),
-        has_conversations=any(one.has_conversations for one in inspected),
         engine_reason=chosen.reason,
-        loaded=chosen.loaded,
+        tokenizer=tokenizer,
+        template=tokenizer.template if any(one.has_conversations for one in inspected) else None,
         file_names=names,
         inputs=token_inputs(data_lock, tokenizer_lock, settings, data.max_rows),
     )
+
+
+def token_inputs(
+    data_lock: Mapping[str, Any], tokenizer_lock: Mapping[str, Any], settings: TokenSettings, max_rows: int | None
+) -> dict[str, str]:
+    """By name, what the tokens depend on. The engine is left out: it changes no token."""
+    values = asdict(settings)
+    # The tokenizer's file hashes identify it, wherever it is.
+    del values["tokenizer_directory"], values["engine"]
+    return {
+        "data": sha256_json(data_lock),
+        "tokenizer": sha256_json(tokenizer_lock["files"]),
+        "parameters": sha256_json({**values, "max_rows": max_rows}),
+        "code": sha256_json(code_hashes(TOKENIZE_MODULE)),
+        "libraries": ", ".join(
+            [f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in LIBRARIES)]
+        ),
+    }
 
 
 def _template_text(chat_template: str, data_lock: Mapping[str, Any]) -> str:
@@ -139,23 +173,11 @@ class _InspectedSource:
     has_conversations: bool
     texts: list[str]
     """Some of its text."""
-    ignored: set[str]
-    """Columns of `data.ignore_columns` that its first rows have."""
+    columns: set[str]
 
 
-def _check_ignored(names: Sequence[str], sources: Sequence[_InspectedSource]) -> None:
-    """Refuse an ignored column that no row has and that is not one of those refused in later rows."""
-    found = MEANINGFUL.union(*(source.ignored for source in sources))
-    if unknown := [name for name in names if name not in found]:
-        raise UserError(f"data.ignore_columns: the rows have no column {unknown[0]!r}; remove it from the list")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FirstRow:
-    """A readable row and its place as file:line."""
-
-    place: str
-    value: dict[str, Any]
+_PlacedRow = tuple[str, dict[str, Any]]
+"""(file:line, value) of a readable row."""
 
 
 def _inspect(data: Data, lock: Mapping[str, Any], index: int) -> _InspectedSource:
@@ -165,13 +187,12 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int) -> _InspectedSourc
     wanted = source["format"] if source["format"] is not None else data.format
     skips = data.on_bad_row == "skip"
     rows, fault = _first_rows({**lock, "sources": [source]}, skips)
-    if fault is not None and not rows:
-        raise UserError(f"{fault} (and no other row of {source['source']} can be read)")
     if not rows:
+        if fault is not None:
+            raise UserError(f"{fault} (and no other row of {source['source']} can be read)")
         raise UserError(f"data.source: {source['source']} holds no rows; put rows into it or name another source")
-    present = {key for row in rows for key in row.value}
-    ignored = data.ignore_columns or ()
-    rows = [_FirstRow(place=row.place, value=without(row.value, ignored)) for row in rows]
+    present = {key for _, row in rows for key in row}
+    rows = [(place, without(row, data.ignore_columns or ())) for place, row in rows]
     if wanted == AUTO:
         wanted, reason = _detect(rows, columns, skips)
     else:
@@ -183,40 +204,40 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int) -> _InspectedSourc
         reason=reason,
         has_conversations=_has_conversations(rows, source_format),
         texts=_texts(rows),
-        ignored=present & set(ignored),
+        columns=present,
     )
 
 
-def _detect(rows: list[_FirstRow], columns: Mapping[str, str], skips: bool) -> tuple[str, str]:
+def _detect(rows: list[_PlacedRow], columns: Mapping[str, str], skips: bool) -> tuple[str, str]:
     """(format, reason) of the first row, or, with on_bad_row: skip, of the first row that has a known format."""
-    for row in rows:
+    for number, (place, row) in enumerate(rows, start=1):
         try:
-            return detect_format(row.value, columns)
+            return detect_format(row, columns)
         except RowFault as fault:
-            if not skips or row is rows[-1]:
-                raise UserError(f"{row.place}: {fault}") from None
+            if not skips or number == len(rows):
+                raise UserError(f"{place}: {fault}") from None
     raise AssertionError("the last row returned or raised")
 
 
-def _has_conversations(rows: list[_FirstRow], source_format: SourceFormat) -> bool:
+def _has_conversations(rows: list[_PlacedRow], source_format: SourceFormat) -> bool:
     """Whether the first usable row is for the chat template. All rows of a source are of one kind."""
-    for row in rows:
+    for _, row in rows:
         try:
-            return isinstance(parse_row(row.value, source_format), Conversation)
+            return isinstance(parse_row(row, source_format), Conversation)
         except (RowFault, RecursionError):  # Reported with its place when the row is tokenized.
             continue
     return False
 
 
-def _first_rows(lock: Mapping[str, Any], skips: bool) -> tuple[list[_FirstRow], str | None]:
+def _first_rows(lock: Mapping[str, Any], skips: bool) -> tuple[list[_PlacedRow], str | None]:
     """(the readable rows of the first block that has any, the first fault before them)."""
     names, fault = file_names(lock), None
     for block in read_blocks(lock, max_rows=None, progress=lambda _: None):
-        good = []
+        good: list[_PlacedRow] = []
         for row in decode(block):
             place = f"{names[block.file]}:{row.line}"
             if row.value is not None:
-                good.append(_FirstRow(place=place, value=row.value))
+                good.append((place, row.value))
             elif not skips and not good:
                 raise UserError(f"{place}: {row.fault}")
             elif fault is None:
@@ -226,13 +247,13 @@ def _first_rows(lock: Mapping[str, Any], skips: bool) -> tuple[list[_FirstRow], 
     return [], fault
 
 
-def _texts(rows: Sequence[_FirstRow]) -> list[str]:
+def _texts(rows: Sequence[_PlacedRow]) -> list[str]:
     """Strings of the first rows, up to a limit, without lone surrogates."""
     texts: list[str] = []
     guard = Guard([])
     room = SAMPLED_CHARACTERS_PER_SOURCE
-    for row in rows[:SAMPLED_ROWS_PER_SOURCE]:
-        for text in _strings(row.value):
+    for _, row in rows[:SAMPLED_ROWS_PER_SOURCE]:
+        for text in _strings(row):
             texts.append(guard.clean(text[:room]))
             room -= len(text)
             if room <= 0:

@@ -3,7 +3,6 @@
 They are in the user's checkout because DVC deletes a stage's outputs before it runs.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,14 +21,13 @@ def work_directory(root: Path, key: str, notify: Callable[[str], None]) -> Itera
     """The directory `root/key`, locked; it is removed when the block succeeds.
 
     After an error it stays if it has a finished shard. Directories of other keys are removed unless they are locked:
-    they belong to other data, parameters or code. `notify` is called when another process has to be waited for.
+    they belong to other data, parameters or code.
 
     Raises:
         UserError: the disk cannot be written.
     """
     directory = root / key
-    with write_errors(directory):
-        lock = _lock(directory, notify)
+    with locked_directory(directory, notify):
         try:
             _remove_stale(root, key)
             yield directory
@@ -38,36 +36,30 @@ def work_directory(root: Path, key: str, notify: Callable[[str], None]) -> Itera
             if not any((directory / "done").glob("*.json")):
                 clear(directory)
             raise
-        finally:
-            unlock_directory(directory, lock)
 
 
 @contextmanager
 def locked_directory(directory: Path, notify: Callable[[str], None]) -> Iterator[None]:
-    """Let no other process of tokenize work in a directory during the block.
+    """Let no other process of tokenize work in a directory during the block. An empty directory is then removed.
+
+    `notify` is called before waiting for another process.
 
     Raises:
         UserError: the disk cannot be written.
     """
     with write_errors(directory):
-        lock = _lock(directory, notify)
+        lock = lock_directory(
+            directory, lambda: notify(f"another tokenize works in {directory}; waiting for it to end")
+        )
+        assert lock is not None, "lock_directory waits"
         try:
             yield
         finally:
-            os.close(lock)
-
-
-def _lock(directory: Path, notify: Callable[[str], None]) -> int:
-    """The descriptor of the directory's lock; waits until it is free."""
-    lock = lock_directory(directory, lambda: notify(f"another tokenize works in {directory}; waiting for it to end"))
-    assert lock is not None, "lock_directory waits"
-    return lock
+            unlock_directory(directory, lock)
 
 
 def _remove_stale(root: Path, key: str) -> None:
     for other in sorted(root.iterdir()):
-        if other.name != key and other.is_dir():
-            lock = lock_directory(other)
-            if lock is not None:
-                clear(other)
-                unlock_directory(other, lock)
+        if other.name != key and other.is_dir() and (lock := lock_directory(other)) is not None:
+            clear(other)
+            unlock_directory(other, lock)

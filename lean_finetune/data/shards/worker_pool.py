@@ -23,6 +23,9 @@ from lean_finetune.data.read.worker_memory import prepare_fork, return_freed_mem
 from lean_finetune.data.shards.block_tokens import BlockTokens
 
 Tokenize = Callable[[RowBlock], BlockTokens]
+Result = tuple[RowBlock, BlockTokens]
+TokenizeBlocks = Callable[[Iterable[RowBlock]], Iterator[Result]]
+"""Each block with its tokens, in the order of the blocks."""
 # So that no worker waits for a block while the oldest one is slow.
 BLOCKS_IN_FLIGHT_PER_WORKER = 2
 # Threads that do not make a fork unsafe: jemalloc's, which pyarrow starts and which handles forks, and the one that
@@ -32,45 +35,15 @@ FORK_SAFE_THREADS = {"jemalloc_bg_thd", parent_death.THREAD}
 _worker = threading.local()
 
 
-class Pool:
-    """Maps blocks to tokens in order."""
-
-    def __init__(self, submit: Callable[[RowBlock], "Future[BlockTokens]"], bound: int):
-        """Have at most `bound` blocks in memory."""
-        self._submit, self._bound = submit, bound
-
-    def map(self, blocks: Iterable[RowBlock]) -> Iterator[tuple[RowBlock, BlockTokens]]:
-        """Each block with its tokens, in the order of the blocks.
-
-        Raises:
-            UserError: a worker was killed.
-        """
-        waiting: deque[tuple[RowBlock, Future[BlockTokens]]] = deque()
-        try:
-            for block in blocks:
-                waiting.append((block, self._submit(block)))
-                if len(waiting) >= self._bound:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            while waiting:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        except BrokenProcessPool:
-            raise UserError(
-                "run.data_workers: a worker of tokenize was killed, most often because memory ran out; set fewer "
-                "workers or run.data_pool=threads, then run again: finished shards are reused"
-            ) from None
-
-
 @contextmanager
-def open_pool(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int, kind: str) -> Iterator[Pool]:
+def open_pool(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int, kind: str) -> Iterator[TokenizeBlocks]:
     """A pool of `workers` processes or threads, as `kind` says. A single worker is this process itself.
 
     Forked processes share the memory of `tokenize`, and so start at once. They need a process without other threads.
     Threads and spawned processes call `make`, which must be picklable.
     """
     if workers == 1:
-        yield Pool(partial(_tokenize_now, tokenize), 1)
+        yield lambda blocks: ((block, tokenize(block)) for block in blocks)
         return
     if kind == "processes":
         executor, task = _processes(tokenize, make, workers), _work_in_process
@@ -82,29 +55,36 @@ def open_pool(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int, ki
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             # The first task starts the workers, before a progress bar starts a thread. Signals are blocked until the
             # workers have their own handlers.
-            with _signals_blocked():
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+            try:
                 executor.submit(os.getpid)
-        yield Pool(lambda block: executor.submit(task, block), BLOCKS_IN_FLIGHT_PER_WORKER * workers)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        yield partial(_map, lambda block: executor.submit(task, block), BLOCKS_IN_FLIGHT_PER_WORKER * workers)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
         gc.unfreeze()
 
 
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block the signals that end a stage, also in processes forked in the block, until they unblock them."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+def _map(
+    submit: Callable[[RowBlock], "Future[BlockTokens]"], bound: int, blocks: Iterable[RowBlock]
+) -> Iterator[Result]:
+    """See `TokenizeBlocks`; at most `bound` blocks are in memory."""
+    waiting: deque[tuple[RowBlock, Future[BlockTokens]]] = deque()
     try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _tokenize_now(tokenize: Tokenize, block: RowBlock) -> "Future[BlockTokens]":
-    """Tokenize in this process."""
-    done: Future[BlockTokens] = Future()
-    done.set_result(tokenize(block))
-    return done
+        for block in blocks:
+            waiting.append((block, submit(block)))
+            if len(waiting) >= bound:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+    except BrokenProcessPool:
+        raise UserError(
+            "run.data_workers: a worker of tokenize was killed, most often because memory ran out; set fewer "
+            "workers or run.data_pool=threads, then run again: finished shards are reused"
+        ) from None
 
 
 def _processes(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int) -> Executor:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.encode.encoded_rows import EncodedRows
-from lean_finetune.data.encode.engine_choice import load_tokenizer
+from lean_finetune.data.encode.engine_choice import load_engine
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.format.example import Conversation
 from lean_finetune.data.format.format_base import SourceFormat
@@ -56,7 +56,7 @@ def spans_of(row: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def row_tokenizer(directory: Path, engine: str = "tokenizers") -> RowTokenizer:
-    return RowTokenizer(directory, load_tokenizer(engine, directory))
+    return RowTokenizer(directory, load_engine(engine, directory))
 
 
 class EncodedRow(NamedTuple):

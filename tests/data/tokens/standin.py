@@ -1,98 +1,58 @@
-"""Blocks and a tokenizer of bytes: what pool, shards and merge see, without a source or a model."""
+"""Blocks of text and a tokenizer of bytes, for tests of the pool, of shards and of their merge."""
 
 import os
 import signal
 import time
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from lean_finetune.data.read.row_block import RowBlock
-from lean_finetune.data.shards.block_tokens import COUNTS, BlockTokens
+from lean_finetune.data.shards.block_tokens import BlockTokens, Reject, SideTokens, Tally, token_schema
 
-SCHEMA = pa.schema(
-    [
-        pa.field("input_ids", pa.list_(pa.uint16()), nullable=False),
-        pa.field("loss_spans", pa.list_(pa.uint16()), nullable=False),
-        pa.field("family", pa.string()),
-        pa.field("source_file", pa.uint16(), nullable=False),
-        pa.field("source_row", pa.uint32(), nullable=False),
-    ]
-)
+SCHEMA = token_schema(vocab_size=256, max_length=64, files=2)
 
 
 def text_blocks(count: int, rows: int = 3, source_of=lambda number: 0) -> Iterator[RowBlock]:
     """Blocks of `rows` lines each."""
     for number in range(count):
         lines = [f"row {number * rows + k} " + "x" * (k % 7) for k in range(rows)]
-        source = source_of(number)
-        yield RowBlock(
-            number=number,
-            source=source,
-            file=source,
-            kind="text",
-            payload="\n".join(lines).encode(),
-            first_row=number * rows,
-        )
+        source, first_row = source_of(number), number * rows
+        payload = "\n".join(lines).encode()
+        yield RowBlock(kind="text", payload=payload, first_row=first_row, number=number, source=source, file=source)
 
 
-def tokenize_bytes(block: RowBlock) -> BlockTokens:
-    """Each line's bytes as ids, all of them trained; a fifth of the lines, by hash, are held out; `bad` is no row.
+def is_heldout(line: bytes) -> bool:
+    return zlib.crc32(line) % 5 == 0
 
-    The line `die` kills its process, `slow` takes a while.
-    """
-    kept: dict[bool, list[tuple[int, bytes]]] = {False: [], True: []}
-    counts = dict.fromkeys(COUNTS, 0)
-    rejects: list[tuple[int, int, str]] = []
-    first: dict[str, tuple[int, int]] = {}
-    for k, line in enumerate(block.payload.split(b"\n")):
-        row = block.first_row + k
-        counts["rows"] += 1
+
+def tokenize_bytes(block: RowBlock, is_heldout=is_heldout) -> BlockTokens:
+    """Each line's bytes as ids, all trained. The line `bad` is rejected, `die` kills its process, `slow` waits."""
+    sides: dict[bool, list[tuple[int, bytes]]] = {False: [], True: []}
+    tally = Tally()
+    for row, line in enumerate(block.payload.split(b"\n"), start=block.first_row):
         if line == b"die":
             os.kill(os.getpid(), signal.SIGKILL)
         if line == b"slow":
             time.sleep(0.05)
+        tally.counts[block.source].update({"rows": 1, "bad_rows": line == b"bad"})
         if line == b"bad":
-            counts["bad_rows"] += 1
-            rejects.append((row, row + 1, "is bad"))
-            first.setdefault("bad_rows", (row, row + 1))
-            continue
-        kept[zlib.crc32(line) % 5 == 0].append((row, line))
-    train, heldout = (_batch(block, kept[side]) for side in (False, True))
-    return BlockTokens(
-        train=train[0],
-        heldout=heldout[0],
-        train_supervised=train[1],
-        heldout_supervised=heldout[1],
-        train_digests=train[2],
-        heldout_digests=heldout[2],
-        counts=counts,
-        rejects=rejects,
-        first=first,
-    )
+            tally.rejects.append(Reject(block.file, row, row + 1, "is bad"))
+        else:
+            sides[is_heldout(line)].append((row, line))
+    return BlockTokens(_side(block, sides[False]), _side(block, sides[True]), tally)
 
 
-def _batch(block: RowBlock, rows: list[tuple[int, bytes]]) -> tuple[pa.RecordBatch, np.ndarray, np.ndarray]:
-    columns = [
-        pa.array([list(line) for _, line in rows], pa.list_(pa.uint16())),
-        pa.array([[0, len(line)] for _, line in rows], pa.list_(pa.uint16())),
-        pa.nulls(len(rows), pa.string()),
-        pa.array([block.file] * len(rows), pa.uint16()),
-        pa.array([row for row, _ in rows], pa.uint32()),
-    ]
-    supervised = np.array([len(line) - 1 for _, line in rows], np.int32)
-    digests = np.array([zlib.crc32(line) for _, line in rows], np.uint64)
-    return pa.record_batch(columns, schema=SCHEMA), supervised, digests
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of an Arrow file."""
-    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-        return reader.read_all().to_pylist()
+def _side(block: RowBlock, rows: list[tuple[int, bytes]]) -> SideTokens:
+    lines = [line for _, line in rows]
+    columns = [[list(line) for line in lines], [[0, len(line)] for line in lines], [None] * len(rows)]
+    columns += [[block.file] * len(rows), [row for row, _ in rows]]
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
+    supervised = np.array([len(line) - 1 for line in lines], np.int32)
+    digests = np.array([zlib.crc32(line) for line in lines], np.uint64)
+    return SideTokens(pa.record_batch(arrays, schema=SCHEMA), supervised, digests)
 
 
 def make_byte_tokenizer():

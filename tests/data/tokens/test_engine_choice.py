@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.encode import engine_choice as engine_module
-from lean_finetune.data.encode.engine_choice import choose_engine, load_tokenizer
+from lean_finetune.data.encode.engine_choice import choose_engine, load_engine
 from lean_finetune.data.encode.engine_probes import EDGE_CASES, probe_texts
 from lean_finetune.data.encode.tiktoken_engine import TiktokenEngine
 from lean_finetune.data.encode.tokenizers_engine import TokenizersEngine
@@ -53,7 +53,7 @@ def test_both_engines_give_the_same_ids_of_any_text(directories, engines, style,
 def engines(directories):
     """(the tokenizers library's engine, tiktoken's) of a style."""
     return {
-        style: tuple(load_tokenizer(name, directory).engine for name in ("tokenizers", "tiktoken"))
+        style: tuple(load_engine(name, directory) for name in ("tokenizers", "tiktoken"))
         for style, directory in directories.items()
     }.__getitem__
 

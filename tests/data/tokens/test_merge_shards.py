@@ -8,106 +8,79 @@ import numpy as np
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.shards.merge_shards import LocatedShard, merge
+from lean_finetune.data.shards.merge_shards import merge
 from lean_finetune.data.shards.parts import TokenizePart, collect, parse_part, write_manifest
 from lean_finetune.data.shards.statistics import write_histogram
-from tests.data.tokens import standin
-from tests.data.tokens.standin import read_records, text_blocks
-from tests.data.tokens.test_shard_files import BLOCKS, files, make
+from tests.data.tokens.common import read_tokens
+from tests.data.tokens.standin import text_blocks, tokenize_bytes
+from tests.data.tokens.test_shard_files import BLOCKS, make
 
 INPUTS = {"data": "d", "code": "c"}
+SIDES = ("train", "heldout")
 
 
-def merged(root, blocks=None, drop_duplicates=False, sources=1):
-    _, shards, _ = make(root / "work", blocks)
+def merged(root, blocks=None, drop_duplicates=False, sources=1, tokenize=tokenize_bytes):
+    _, (shards, _) = make(root / "work", blocks, tokenize=tokenize)
     (root / "out").mkdir(parents=True)
-    totals = merge(
-        [LocatedShard(root=root / "work", shard=shard) for shard in shards], root / "out", sources, drop_duplicates
-    )
-    return totals, root / "out"
-
-
-def rows_of(out, side):
-    return [row for path in sorted((out / side).iterdir()) for row in read_records(path)]
+    located = [(root / "work", shard) for shard in shards]
+    return merge(located, root / "out", sources, 64, drop_duplicates), root / "out"
 
 
 def test_the_index_describes_each_row_of_the_shards(tmp_path):
     totals, out = merged(tmp_path, text_blocks(BLOCKS, source_of=lambda number: number // 100), sources=2)
-    for side in ("train", "heldout"):
-        rows, index = rows_of(out, side), read_records(out / f"{side}-index.arrow")
-        assert [one["length"] for one in index] == [len(row["input_ids"]) for row in rows]
-        assert [one["supervised"] for one in index] == [len(row["input_ids"]) - 1 for row in rows]
-        assert [one["source"] for one in index] == [row["source_file"] for row in rows]
-        assert not any(one["dropped"] for one in index)
-        for source in range(2):
+    for side in SIDES:
+        rows, index = read_tokens(out / side), read_tokens(out / f"{side}-index.arrow")
+        for row, one in zip(rows, index, strict=True):
+            length = len(row["input_ids"])
+            expected = {"length": length, "supervised": length - 1, "source": row["source_file"], "dropped": False}
+            assert one == expected
+        for source, found in enumerate(totals.sides[side]):
             mine = [one for one in index if one["source"] == source]
-            figures = totals.sides[side][source]
-            assert (figures.rows, figures.tokens) == (len(mine), sum(one["length"] for one in mine))
-            assert figures.supervised == sum(one["supervised"] for one in mine)
             lengths = sorted(one["length"] for one in mine)
-            assert figures.longest == lengths[-1]
-            assert figures.quantile(0.5) == lengths[-(-len(lengths) // 2) - 1]
+            assert (found.rows, found.tokens, found.longest) == (len(mine), sum(lengths), lengths[-1])
+            assert found.supervised == sum(one["supervised"] for one in mine)
+            assert found.quantile(0.5) == lengths[-(-len(lengths) // 2) - 1]
 
 
-def test_of_equal_rows_the_first_stays_over_all_shards(tmp_path):
+def test_of_equal_rows_the_first_of_all_shards_remains(tmp_path):
     again = [
         replace(block, payload=b"same\nother") if block.number in (3, 80, 130) else block
         for block in text_blocks(BLOCKS)
     ]
     totals, out = merged(tmp_path, again, drop_duplicates=True)
     found: Counter[bytes] = Counter()
-    for side in ("train", "heldout"):
-        for row, index in zip(rows_of(out, side), read_records(out / f"{side}-index.arrow"), strict=True):
+    for side in SIDES:
+        for row, index in zip(read_tokens(out / side), read_tokens(out / f"{side}-index.arrow"), strict=True):
             text = bytes(row["input_ids"])
             assert index["dropped"] == (found[text] > 0)
             found[text] += 1
     assert (found[b"same"], found[b"other"]) == (3, 3)
-    assert totals.side("train").duplicates + totals.side("heldout").duplicates == 4
-    assert totals.side("train").rows + totals.side("heldout").rows == len(found)
+    assert sum(totals.side(side).duplicates for side in SIDES) == 4
+    assert sum(totals.side(side).rows for side in SIDES) == len(found)
 
 
-def swapped(tokens):
-    """The same rows on the other side."""
-    return replace(
-        tokens,
-        train=tokens.heldout,
-        heldout=tokens.train,
-        train_supervised=tokens.heldout_supervised,
-        heldout_supervised=tokens.train_supervised,
-        train_digests=tokens.heldout_digests,
-        heldout_digests=tokens.train_digests,
+@pytest.mark.parametrize("heldout_block", [0, 1])
+def test_a_training_row_that_equals_a_held_out_one_is_dropped(tmp_path, heldout_block):
+    """It would train the model on what it is evaluated on, whichever comes first."""
+    blocks = [replace(block, payload=b"same") for block in text_blocks(2)]
+    _, out = merged(
+        tmp_path,
+        blocks,
+        drop_duplicates=True,
+        tokenize=lambda block: tokenize_bytes(block, is_heldout=lambda _: block.number == heldout_block),
     )
-
-
-@pytest.mark.parametrize("held_out", [0, 1])
-def test_a_training_row_that_equals_a_held_out_one_is_dropped(tmp_path, monkeypatch, held_out):
-    """It would show the model what it is tested on, whichever comes first."""
-    real = standin.tokenize_bytes
-    is_swapped = real(next(iter(same_row(1)))).heldout.num_rows == (0 if held_out == 0 else 1)
-    monkeypatch.setattr(
-        standin,
-        "tokenize_bytes",
-        lambda block: swapped(real(block)) if (block.number == 0) == is_swapped else real(block),
-    )
-    _, out = merged(tmp_path, same_row(2), drop_duplicates=True)
-    assert [one["dropped"] for one in read_records(out / "train-index.arrow")] == [True]
-    assert [one["dropped"] for one in read_records(out / "heldout-index.arrow")] == [False]
-
-
-def same_row(count):
-    return [replace(block, payload=b"same") for block in text_blocks(count)]
+    assert [one["dropped"] for one in read_tokens(out / "train-index.arrow")] == [True]
+    assert [one["dropped"] for one in read_tokens(out / "heldout-index.arrow")] == [False]
 
 
 def test_the_histogram_counts_every_row_in_its_bin(tmp_path):
     totals, out = merged(tmp_path)
     write_histogram(tmp_path / "lengths.csv", totals.side("train"))
     lines = [tuple(map(int, line.split(","))) for line in (tmp_path / "lengths.csv").read_text().splitlines()[1:]]
-    lengths = np.array([len(row["input_ids"]) for row in rows_of(out, "train")])
-    lower = [0, *(edge for edge, _ in lines)]
-    assert [rows for _, rows in lines] == [
-        int(((lengths > low) & (lengths <= edge)).sum()) for low, (edge, _) in zip(lower, lines, strict=False)
-    ]
-    assert len(lines) <= 50 and lines[-1][0] >= lengths.max()
+    edges, rows = zip(*lines, strict=True)
+    lengths = [len(row["input_ids"]) for row in read_tokens(out / "train")]
+    assert list(rows) == np.histogram(lengths, [1, *np.array(edges) + 1])[0].tolist()
+    assert len(lines) <= 50 and edges[-1] >= max(lengths)
 
 
 @pytest.mark.parametrize("text", ["4/4", "1", "-1/2", "a/b", "1/2/3", "0/0"])
@@ -120,29 +93,13 @@ def make_parts(root, of):
     for number in range(of):
         part = TokenizePart(number=number, of=of)
         directory = part.directory(root)
-        _, shards, all_shards = make(directory, part=number, parts=of)
+        _, (shards, all_shards) = make(directory, part=number, parts=of)
         write_manifest(directory, part, INPUTS, "k", shards, all_shards)
-
-
-def test_parts_in_any_directories_are_the_shards_of_one_run(tmp_path):
-    make_parts(tmp_path / "a", 2)
-    (tmp_path / "b").mkdir()
-    shutil.move(tmp_path / "a/part-1-of-2", tmp_path / "b/part-1-of-2")
-    placed = collect([tmp_path / "b", tmp_path / "a"], INPUTS, "k")
-    (tmp_path / "out").mkdir()
-    merge(placed, tmp_path / "out", 1, False)
-    _, whole = merged(tmp_path / "one")
-    assert files(tmp_path / "out") == files(whole)
 
 
 def test_more_parts_than_shards_leave_some_empty(tmp_path):
     make_parts(tmp_path, 5)
-    assert [one.shard.number for one in collect([tmp_path], INPUTS, "k")] == [0, 1, 2]
-
-
-def remove_all(root):
-    for path in root.iterdir():
-        shutil.rmtree(path)
+    assert [shard.number for _, shard in collect([tmp_path], INPUTS, "k")] == [0, 1, 2]
 
 
 def damage(root):
@@ -156,24 +113,25 @@ def edit_manifest(root):
 
 
 FAULTS = {
-    "missing part": (
-        lambda root: shutil.rmtree(root / "part-1-of-2"),
-        "k",
-        "--merge: 1 of 3 shards are missing (first 1)",
-    ),
-    "nothing": (remove_all, "k", "has no finished part"),
-    "unfinished": (lambda root: (root / "part-1-of-2/manifest.json").unlink(), "k", "1 of 3 shards are missing"),
-    "damaged": (damage, "k", "part-0-of-2: a file is missing or damaged; run this part again"),
-    "edited manifest": (edit_manifest, "k", "manifest.json: is damaged; run this part again"),
-    "other key": (lambda root: None, "other", "manifest.json: made with other data than here"),
-    "twice": (lambda root: make_parts(root, 3), "k", "is also in"),
+    "missing part": (lambda root: shutil.rmtree(root / "part-1-of-2"), "--merge: 1 of 3 shards are missing (first 1)"),
+    "no part": (lambda root: [path.unlink() for path in root.glob("*/manifest.json")], "has no finished part"),
+    "unfinished part": (lambda root: (root / "part-1-of-2/manifest.json").unlink(), "1 of 3 shards are missing"),
+    "damaged file": (damage, "part-0-of-2: a file is missing or damaged; run this part again"),
+    "edited manifest": (edit_manifest, "manifest.json: is damaged; run this part again"),
+    "named twice": (lambda root: make_parts(root, 3), "is also in"),
 }
 
 
-@pytest.mark.parametrize("fault, key, rule", FAULTS.values(), ids=FAULTS)
-def test_incomplete_or_damaged_parts_are_refused(tmp_path, fault, key, rule):
+@pytest.mark.parametrize("fault, rule", FAULTS.values(), ids=FAULTS)
+def test_incomplete_or_damaged_parts_are_refused(tmp_path, fault, rule):
     make_parts(tmp_path, 2)
     fault(tmp_path)
-    with pytest.raises(UserError) as told:
-        collect([tmp_path], INPUTS | {"data": "d" if key == "k" else "e"}, key)
-    assert rule in str(told.value)
+    with pytest.raises(UserError) as refusal:
+        collect([tmp_path], INPUTS, "k")
+    assert rule in str(refusal.value)
+
+
+def test_parts_of_other_data_are_refused(tmp_path):
+    make_parts(tmp_path, 2)
+    with pytest.raises(UserError, match="manifest.json: made with other data than here"):
+        collect([tmp_path], INPUTS | {"data": "e"}, "other")

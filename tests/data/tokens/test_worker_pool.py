@@ -1,17 +1,18 @@
-"""The pool: order, bounds, and workers that die or are left behind."""
+"""The pool: order, bounds, and workers that die or outlive their parent."""
 
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.shards.worker_pool import available_workers, is_safe_to_fork, open_pool
+from lean_finetune.data.shards.worker_pool import is_safe_to_fork, open_pool
 from tests.conftest import ROOT
 from tests.data.tokens.standin import make_byte_tokenizer, text_blocks, tokenize_bytes
 from tests.processes import killed_after, run_bounded
@@ -22,11 +23,11 @@ POOLS = [(1, "processes"), (2, "processes"), (3, "threads")]
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("workers, kind", POOLS)
 def test_results_come_in_order_and_equal_those_of_one_worker(workers, kind):
-    expected = [tokenize_bytes(block).train for block in text_blocks(20)]
-    with open_pool(tokenize_bytes, make_byte_tokenizer, workers, kind) as pool:
-        results = list(pool.map(text_blocks(20)))
+    expected = [tokenize_bytes(block) for block in text_blocks(20)]
+    with open_pool(tokenize_bytes, make_byte_tokenizer, workers, kind) as tokenize:
+        results = list(tokenize(text_blocks(20)))
     assert [block.number for block, _ in results] == list(range(20))
-    assert all(tokens.train.equals(train) for (_, tokens), train in zip(results, expected, strict=True))
+    assert all(tokens.train.rows.equals(one.train.rows) for (_, tokens), one in zip(results, expected, strict=True))
 
 
 def test_few_blocks_are_in_memory_at_a_time():
@@ -38,8 +39,8 @@ def test_few_blocks_are_in_memory_at_a_time():
             read.append(block.number)
             yield block
 
-    with open_pool(tokenize_bytes, make_byte_tokenizer, 2, "threads") as pool:
-        for done, _ in enumerate(pool.map(blocks())):
+    with open_pool(tokenize_bytes, make_byte_tokenizer, 2, "threads") as tokenize:
+        for done, _ in enumerate(tokenize(blocks())):
             assert len(read) <= done + 4
 
 
@@ -47,24 +48,19 @@ def test_few_blocks_are_in_memory_at_a_time():
 def test_a_killed_worker_is_reported_in_one_line():
     """As the system does to the largest process when memory runs out."""
     blocks = list(text_blocks(6))
-    deadly = type(blocks[0])(number=3, source=0, file=0, kind="text", payload=b"die", first_row=0)
+    deadly = replace(blocks[3], payload=b"die")
     with (
         pytest.raises(UserError, match=r"^run\.data_workers: a worker of tokenize was killed"),
-        open_pool(tokenize_bytes, make_byte_tokenizer, 2, "processes") as pool,
+        open_pool(tokenize_bytes, make_byte_tokenizer, 2, "processes") as tokenize,
     ):
-        list(pool.map([*blocks[:3], deadly, *blocks[4:]]))
+        list(tokenize([*blocks[:3], deadly, *blocks[4:]]))
 
 
 def test_a_process_with_another_thread_is_not_forked():
     """The child would inherit a lock that is never released."""
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(int)
         assert not is_safe_to_fork()
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_a_fresh_process_with_the_workers_libraries_can_be_forked():
@@ -75,8 +71,8 @@ def test_a_fresh_process_with_the_workers_libraries_can_be_forked():
         "print(is_safe_to_fork())"
     )
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
-    told = run_bounded([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
-    assert told.stdout.strip() == str(sys.platform == "linux")
+    done = run_bounded([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    assert done.stdout.strip() == str(sys.platform == "linux")
 
 
 PARENT = """
@@ -88,8 +84,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         import threading, time
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-    with open_pool(tokenize_bytes, make_byte_tokenizer, 2, "processes") as pool:
-        for block, _ in pool.map(replace(block, payload=b"slow") for block in text_blocks(10_000)):
+    with open_pool(tokenize_bytes, make_byte_tokenizer, 2, "processes") as tokenize:
+        for block, _ in tokenize(replace(block, payload=b"slow") for block in text_blocks(10_000)):
             import multiprocessing
             if block.number == 4:
                 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
@@ -132,9 +128,5 @@ def test_no_worker_outlives_its_parent(tmp_path, start, end):
         while any(map(is_running, workers)) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not any(map(is_running, workers))
-        told = parent.stderr.read()
-        assert told.count("Traceback") == (1 if end == signal.SIGINT else 0), told
-
-
-def test_workers_are_the_cores_this_process_may_use():
-    assert 1 <= available_workers() <= (os.cpu_count() or 1)
+        stderr = parent.stderr.read()
+        assert stderr.count("Traceback") == (1 if end == signal.SIGINT else 0), stderr
