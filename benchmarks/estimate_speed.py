@@ -19,8 +19,8 @@ from benchmarks.harness import Bar, Measured, Row, benchmark
 from benchmarks.specs import model_spec
 from lean_finetune.config.field_types import Method
 from lean_finetune.memory.advice.search import advise
-from lean_finetune.memory.advice.verdict import usable_bytes
-from lean_finetune.memory.advice.workload import Costs, Workload, full_batch, largest_steps
+from lean_finetune.memory.advice.step_cost import Costs
+from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
 from lean_finetune.memory.allocator.plan_memory import replay_plan
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
@@ -96,7 +96,7 @@ def answer(case: Case) -> Row:
             micro_batches_per_step=MICRO_BATCHES,
             unpadded_tokens_per_step=65536,
         )
-        usable = usable_bytes(device, 8.0)
+        usable = device.usable_bytes(8.0)
         costs = Costs(run, device, target)
         found["found"] = len(
             advise(run, costs, target, peak=prediction.peak, usable_bytes=usable, native_bf16=True, progress=False)

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from transformers import LlamaConfig
 
 from lean_finetune.core.units import GIB
+from lean_finetune.memory.allocator.plan_memory import ALLOCATORS
 from lean_finetune.memory.allocator.replay import Replay, replay
-from lean_finetune.memory.allocator.reserved_memory import ALLOCATORS
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.predict.setting import Setting

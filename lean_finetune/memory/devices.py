@@ -26,9 +26,8 @@ MAX_SHOWN_CHARACTERS = 40
 def resolve_gpu(value: str) -> tuple[Device, str]:
     """The device that `hardware.gpu` names, and why it was chosen.
 
-    Args:
-        value: `auto`, a size in GiB, GB or MiB, or the name of a GPU in `GPUS`. A name may be spelled as `nvidia-smi`
-            prints it: case, spaces, dashes, "NVIDIA", form factor ("PCIe") and memory type are ignored.
+    `value` is `auto`, a size in GiB, GB or MiB, or the name of a GPU in `GPUS`. A name may be spelled as `nvidia-smi`
+    prints it: case, spaces, dashes, "NVIDIA", form factor ("PCIe") and memory type are ignored.
 
     Raises:
         UserError: the name is unknown or ambiguous, or the size is out of range.
@@ -50,11 +49,7 @@ def resolve_gpu(value: str) -> tuple[Device, str]:
 
 
 def _of_size(value: str, size_bytes: float) -> Device:
-    """A GPU of which only the memory is known.
-
-    Raises:
-        UserError: the size is out of range (it may be infinite), or written with too many digits.
-    """
+    """A GPU of which only the memory is known; refuses a size that is out of range (it may be infinite)."""
     context_bytes = context_of(BF16_CAPABILITY).max_bytes
     if not context_bytes < size_bytes <= MAX_SIZE_GIB * GIB or len(value) > MAX_SHOWN_CHARACTERS:
         raise UserError(
@@ -68,13 +63,12 @@ def _of_size(value: str, size_bytes: float) -> Device:
 def _candidates(key: str) -> tuple[str, list[str]]:
     """Names that an unknown `key` may stand for, and how they relate to it; all names if none is similar."""
     names = {_normalised(gpu.name): gpu.name for gpu in GPUS}
-    if key:
-        prefixed = [name for known, name in names.items() if known.startswith(key)]
-        containing = [name for known, name in names.items() if key in known]
-        if containing:
-            return "could be", prefixed or containing
-        if similar := difflib.get_close_matches(key, names, n=3, cutoff=0.4):
-            return "nearest", [names[known] for known in similar]
+    containing = [known for known in names if key and key in known]
+    prefixed = [known for known in containing if known.startswith(key)]
+    if found := prefixed or containing:
+        return "could be", [names[known] for known in found]
+    if similar := difflib.get_close_matches(key, names, n=3, cutoff=0.4):
+        return "nearest", [names[known] for known in similar]
     return "known", list(names.values())
 
 
@@ -94,19 +88,14 @@ def _shortened(value: str) -> str:
 def _this_machine() -> tuple[Device, str]:
     """This machine's first CUDA device, else its RAM (or the container's memory limit)."""
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        device = Device(
-            name=properties.name,
-            kind="cuda",
-            memory_bytes=properties.total_memory,
-            compute_capability=(properties.major, properties.minor),
-        )
+        found = torch.cuda.get_device_properties(0)
+        capability, memory_bytes = (found.major, found.minor), found.total_memory
+        device = Device(name=found.name, kind="cuda", memory_bytes=memory_bytes, compute_capability=capability)
         return device, "auto: the CUDA device of this machine"
     total = psutil.virtual_memory().total
     limit_bytes = min((limit.limit_bytes for limit in memory_limits()), default=total)
-    if limit_bytes < total:
-        return cpu_device(limit_bytes), "auto: no CUDA device here, so this container's memory limit"
-    return cpu_device(total), "auto: no CUDA device here, so this machine's RAM"
+    memory = "this container's memory limit" if limit_bytes < total else "this machine's RAM"
+    return cpu_device(min(total, limit_bytes)), f"auto: no CUDA device here, so {memory}"
 
 
 def cpu_device(memory_bytes: int) -> Device:

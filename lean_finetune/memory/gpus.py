@@ -12,30 +12,33 @@ PCIE_3, PCIE_4, PCIE_5, NVLINK_C2C = 15.75, 31.5, 63.0, 450.0
 """GB/s to the host in one direction: PCIe with 16 lanes (PCI-SIG); GH200's link to its CPU (NVIDIA's data sheet)."""
 
 
+Basis = Literal["measured", "assumed", "documented", "derived"]
+
+
 @dataclass(frozen=True, kw_only=True)
-class CudaContext:
-    """Memory that a process's CUDA context takes on a GPU, outside of PyTorch's allocator."""
+class Figure:
+    """Memory of a process outside of PyTorch's allocator, such as its CUDA context: a figure of process.json."""
 
     bytes: int
     margin_bytes: int
-    """Uncertainty: the context may take up to this much more."""
-    basis: Literal["measured", "assumed"]
+    """Uncertainty: up to this much more; 0 for exact figures."""
+    basis: Basis
     why: str
 
     @property
     def max_bytes(self) -> int:
-        """Upper bound, subtracted from the device's memory before tensors are placed."""
+        """Upper bound."""
         return self.bytes + self.margin_bytes
 
 
-def _context(margin_mib: int, basis: Literal["measured", "assumed"], why: str) -> CudaContext:
-    """Every generation uses the 141 MiB measured on a T4, with a margin of its own."""
-    return CudaContext(bytes=141 * MIB, margin_bytes=margin_mib * MIB, basis=basis, why=why)
+def _context(margin_mib: int, basis: Basis, why: str) -> Figure:
+    """Every generation has the 141 MiB measured on a T4, and another margin."""
+    return Figure(bytes=141 * MIB, margin_bytes=margin_mib * MIB, basis=basis, why=why)
 
 
-NO_CONTEXT = CudaContext(bytes=0, margin_bytes=0, basis="measured", why="a CPU has no context")
+NO_CONTEXT = Figure(bytes=0, margin_bytes=0, basis="measured", why="a CPU has no context")
 # By minimum compute capability, newest first; `context_of` takes the first match.
-CONTEXTS: tuple[tuple[tuple[int, int], CudaContext], ...] = (
+CONTEXTS: tuple[tuple[tuple[int, int], Figure], ...] = (
     ((9, 0), _context(512, "assumed", "Hopper and later: that of a T4; more multiprocessors and kernels take more")),
     ((8, 0), _context(384, "assumed", "Ampere and Ada: that of a T4; more multiprocessors and kernels take more")),
     ((7, 5), _context(64, "measured", "a T4 with PyTorch's kernels; the margin is for other drivers")),
@@ -43,7 +46,7 @@ CONTEXTS: tuple[tuple[tuple[int, int], CudaContext], ...] = (
 )
 
 
-def context_of(capability: tuple[int, int]) -> CudaContext:
+def context_of(capability: tuple[int, int]) -> Figure:
     """CUDA context on a GPU of this compute capability."""
     return next(context for minimum, context in CONTEXTS if capability >= minimum)
 
@@ -83,7 +86,7 @@ class Device:
         return self.kind == "cpu" or self.compute_capability >= BF16_CAPABILITY
 
     @property
-    def context(self) -> CudaContext:
+    def context(self) -> Figure:
         """CUDA context of a training process."""
         return NO_CONTEXT if self.kind == "cpu" else context_of(self.compute_capability)
 
@@ -104,12 +107,8 @@ def gpu_row(
 ) -> Device:
     """A row of `GPUS`.
 
-    Args:
-        name: as `hardware.gpu` spells it.
-        memory_gib: as CUDA reports it.
-        capability: compute capability.
-        speeds: none, or four: TFLOP/s in half precision and in fp32, GB/s of memory and of the host link.
-        aliases: other names that drivers print.
+    `memory_gib` as CUDA reports it. `speeds`: TFLOP/s in half precision and in fp32, GB/s of memory and of the host
+    link; none if unknown.
     """
     speed = None
     if speeds:
@@ -120,13 +119,9 @@ def gpu_row(
             bytes_per_second=memory * GIGA,
             link_bytes_per_second=link * GIGA,
         )
+    memory_bytes = int(memory_gib * GIB)
     return Device(
-        name=name,
-        kind="cuda",
-        memory_bytes=int(memory_gib * GIB),
-        compute_capability=capability,
-        speed=speed,
-        aliases=aliases,
+        name=name, kind="cuda", memory_bytes=memory_bytes, compute_capability=capability, speed=speed, aliases=aliases
     )
 
 

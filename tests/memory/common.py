@@ -1,13 +1,14 @@
-"""What the tests of the estimate share: settings, shapes, devices and real batches of a shape."""
+"""What the tests of memory share: settings, shapes, models, devices and plans."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from transformers import LlamaConfig
 
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.devices import cpu_device, resolve_gpu
-from lean_finetune.memory.gpus import BF16_CAPABILITY, context_of
+from lean_finetune.memory.gpus import BF16_CAPABILITY, Device, context_of
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
@@ -21,32 +22,52 @@ def gpu_target(name: str) -> Target:
     return target_of(resolve_gpu(name)[0])
 
 
+def card(memory_bytes: float, name: str = "card", capability: tuple[int, int] = (8, 0)) -> Device:
+    return Device(name=name, kind="cuda", memory_bytes=int(memory_bytes), compute_capability=capability)
+
+
 def card_for(tensor_bytes: float) -> str:
     """A size for hardware.gpu with room for these bytes of tensors and a CUDA context."""
     return f"{(tensor_bytes + context_of(BF16_CAPABILITY).max_bytes) / MIB:.3f}MiB"
 
 
-def setting_of(
-    *,
-    optimizer: str = "adamw",
-    loss_chunk: int | None = 32,
-    max_grad_norm: float | None = 1.0,
-    master_weights: bool = False,
-    offload_activations: str = "none",
-    offload: str = "none",
-    optimizer_in_backward: bool = False,
-    **model: Any,
-) -> Setting:
-    return Setting(
-        model=spec_of(**model),
-        optimizer=optimizer,
-        loss_chunk=loss_chunk,
-        max_grad_norm=max_grad_norm,
-        master_weights=master_weights,
-        offload_activations=offload_activations,  # type: ignore[arg-type]
-        offload=offload,  # type: ignore[arg-type]
-        optimizer_in_backward=optimizer_in_backward,
-    )
+def llama(**changes: Any) -> LlamaConfig:
+    """A small Llama of two layers: a config, no weights."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+LLAMA_3_1_8B = llama(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+LLAMA_3_1_70B = llama(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+
+
+def setting_of(**changes: Any) -> Setting:
+    """A setting from fields of `Setting` and of its `ModelSpec`."""
+    own: dict[str, Any] = {"optimizer": "adamw", "loss_chunk": 32, "max_grad_norm": 1.0}
+    own |= {name: changes.pop(name) for name in set(changes) & set(Setting.__dataclass_fields__)}
+    return Setting(model=spec_of(**changes), **own)
 
 
 def shape(rows: int, length: int, supervised: int) -> BatchShape:
@@ -57,20 +78,12 @@ def joined(lengths: tuple[int, ...], supervised: int) -> BatchShape:
     return BatchShape(rows=1, length=sum(lengths), supervised=supervised, joined_lengths=lengths)
 
 
+def micro_batch(step: int, rows: Iterable[int], length: int, supervised: int, **changes: Any) -> MicroBatch:
+    numbers = np.array(list(rows), np.int32)
+    values: dict[str, Any] = {"epoch": 0, "rank": 0, "flat": False, **changes}
+    return MicroBatch(step=step, rows=numbers, length=length, supervised=supervised, **values)
+
+
 def plan_of(steps: Iterable[Iterable[tuple[int, int, int]]]) -> Plan:
     """A plan from (rows, length, supervised) of each step's micro-batches."""
-    return Plan.of(
-        [
-            MicroBatch(
-                epoch=0,
-                step=number,
-                rows=np.arange(rows, dtype=np.int32),
-                length=length,
-                supervised=supervised,
-                rank=0,
-                flat=False,
-            )
-            for number, step in enumerate(steps)
-            for rows, length, supervised in step
-        ]
-    )
+    return Plan.of([micro_batch(n, range(one[0]), *one[1:]) for n, step in enumerate(steps) for one in step])

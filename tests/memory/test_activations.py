@@ -3,8 +3,7 @@
 import pytest
 
 from lean_finetune.memory.predict.peak import Prediction, predict
-from tests.memory.common import gpu_target, setting_of, shape
-from tests.memory.test_state_formulas import LLAMA_3_1_8B
+from tests.memory.common import LLAMA_3_1_8B, gpu_target, setting_of, shape
 
 STEPS = ((shape(1, 2048, 2047),),)
 

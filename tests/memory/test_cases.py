@@ -15,8 +15,7 @@ from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import host_state_bytes
 from lean_finetune.memory.trace.fake_distributed import Sharing
-from tests.memory.common import gpu_target, setting_of, shape
-from tests.memory.test_state_formulas import LLAMA_3_1_8B
+from tests.memory.common import LLAMA_3_1_8B, gpu_target, setting_of, shape
 
 LLAMA_2_7B = LlamaConfig(
     hidden_size=4096,

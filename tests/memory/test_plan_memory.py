@@ -4,33 +4,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig
 
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.memory.advice.verdict import judge
-from lean_finetune.memory.advice.verdict_with_advice import other_segments
+from lean_finetune.memory.advice.verdict import judge, other_segments
 from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan, replay_steps
 from lean_finetune.memory.allocator.sampled_steps import MAX_MICRO_BATCHES, MIN_MICRO_BATCHES, sample_steps
-from lean_finetune.memory.gpus import Device, context_of
+from lean_finetune.memory.gpus import context_of
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.predict.traced_shapes import traced_steps
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.step.batches import BatchShape
-from tests.memory.common import gpu_target, plan_of, setting_of, shape
+from tests.memory.common import card, gpu_target, llama, plan_of, setting_of, shape
 from tests.plan.common import batch_settings_of, index_of
 from tests.plan.common import plan_of as cut_plan
 
-CONFIG = LlamaConfig(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=1024,
-    tie_word_embeddings=False,
-)
+CONFIG = llama(hidden_size=256, intermediate_size=512, vocab_size=1024)
 SETTING = setting_of(method="lora", precision="bf16", loss_chunk=256)
 PLAN = plan_of([[(4, 600, 900), (6, 400, 700)], [(3, 800, 2000)], [(20, 64, 100), (8, 296, 512)], [(4, 600, 900)]])
 LENGTHS = np.full(20, 64, np.int32)
@@ -44,16 +34,16 @@ def prediction():
     return predict(CONFIG, SETTING, steps, H100)
 
 
-def card(memory_bytes: int) -> Device:
-    return Device(name="card", kind="cuda", memory_bytes=memory_bytes, compute_capability=(9, 0))
-
-
-CONTEXT = context_of((9, 0))
+CONTEXT = context_of((8, 0))
 
 
 def replayed(prediction, *, setting=SETTING, capacity_bytes=80 * GIB) -> tuple[PlanMemory | None, str]:
     device = card(capacity_bytes)
     return replay_plan(PLAN, LENGTHS, CONFIG, setting, H100, prediction, expandable=False, device=device)
+
+
+def reserved_bytes(memory: PlanMemory, kind: str) -> int:
+    return memory.unlimited[kind].reserved_peak_bytes
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +57,7 @@ def test_the_replayed_tensors_are_those_of_the_prediction(memory, prediction):
     """Two predictions of one run that disagree."""
     steps = memory.unlimited["expandable"].steps
     assert max(step.allocated_peak_bytes for step in steps) == prediction.peak.bytes
-    assert memory.reserved_bytes("native") >= memory.reserved_bytes("expandable") >= prediction.peak.bytes
+    assert reserved_bytes(memory, "native") >= reserved_bytes(memory, "expandable") >= prediction.peak.bytes
 
 
 def test_rows_metrics_and_tiers_agree(memory):
@@ -78,7 +68,7 @@ def test_rows_metrics_and_tiers_agree(memory):
         highest = max(row[column] for row in rows)
         tier = tiers[kind]
         assert highest == pytest.approx(tier["reserved_bytes"] / GIB, abs=1e-6)
-        assert max(tier["reserved_by_phase"].values()) == tier["reserved_bytes"] == memory.reserved_bytes(kind)
+        assert max(tier["reserved_by_phase"].values()) == tier["reserved_bytes"] == reserved_bytes(memory, kind)
         assert tier["process_bytes"] == tier["reserved_bytes"] + CONTEXT.bytes
         assert tier["process_margin_bytes"] == CONTEXT.margin_bytes > 0
         assert metrics[f"retries_predicted_{kind}"] == tier["retries"] == 0
@@ -90,9 +80,9 @@ def test_memory_for_blocks_ends_where_the_cuda_context_may_begin(capability):
     """Blocks predicted to fit in memory that the CUDA context of the GPU's generation takes."""
     steps = ((shape(4, 600, 900), shape(6, 400, 700)),)
     trace = trace_origins(CONFIG, SETTING, steps, H100)
-    device = replace(card(80 * GIB), compute_capability=capability)
+    device = card(80 * GIB, capability=capability)
     unlimited = replay_steps(trace, steps, expandable=True, device=device)
-    needed = unlimited.reserved_bytes("expandable") + context_of(capability).max_bytes
+    needed = reserved_bytes(unlimited, "expandable") + context_of(capability).max_bytes
     enough, short = (
         replay_steps(trace, steps, expandable=True, device=replace(device, memory_bytes=size)).limited["expandable"]
         for size in (needed, needed - 2 * MIB)
@@ -114,12 +104,11 @@ def test_a_run_whose_blocks_do_not_fit_is_refused_at_its_step(memory, prediction
     step = found.failing_step("native")
     assert step is not None and len(found.limited["native"].steps) == step
     assert found.tiers()["native"]["out_of_memory"].startswith(f"optimizer step {step}, ")
-    refusal = verdict_on(found, prediction, capacity).refusal
-    assert refusal is not None and f"out of memory at optimizer step {step} (" in refusal
-    assert refusal.endswith("lower bucket.max_tokens")
+    refusal = str(verdict_on(found, prediction, capacity).refusal)
+    assert f"out of memory at optimizer step {step} (" in refusal and refusal.endswith("lower bucket.max_tokens")
     expandable_fits = replace(found, limited={**found.limited, "expandable": memory.limited["expandable"]})
-    refusal = verdict_on(expandable_fits, prediction, capacity).refusal
-    assert refusal is not None and "; would fit: -S train.expandable_segments=true (" in refusal
+    refusal = str(verdict_on(expandable_fits, prediction, capacity).refusal)
+    assert "; would fit: -S train.expandable_segments=true (" in refusal
     expandable = replace(expandable_fits, chosen="expandable")
     assert verdict_on(expandable, prediction, capacity).state == "fits" and not other_segments(expandable, prediction)
     metrics = expandable.metrics()
@@ -129,7 +118,7 @@ def test_a_run_whose_blocks_do_not_fit_is_refused_at_its_step(memory, prediction
 def test_a_run_with_retries_and_no_failure_fits(memory, prediction):
     """A run refused for reserved bytes although the allocator releases cached blocks in time."""
     for spare in range(1, 64):
-        capacity = memory.reserved_bytes("native") + CONTEXT.max_bytes - 2 * spare * MIB
+        capacity = reserved_bytes(memory, "native") + CONTEXT.max_bytes - 2 * spare * MIB
         found, _ = replayed(prediction, capacity_bytes=capacity)
         assert found is not None
         if found.failing_step("native") is None:

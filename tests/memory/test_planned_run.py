@@ -8,33 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 from ruamel.yaml import YAML
-from transformers import LlamaConfig
 
 from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun
-from lean_finetune.memory.gpus import Device
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import read_index
 from stages.bucket import main as bucket
 from stages.estimate import main as estimate
-from tests.memory.common import card_for, setting_of
+from tests.memory.common import card, card_for, llama, setting_of
 from tests.token_files import write_index
 from tests.workspace import invoke, lay_out
 
 LENGTHS = (250, 241, 190, 188, 170, 163, 140, 101, 99, 73, 64, 40)
-CONFIG = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    vocab_size=256,
-    max_position_embeddings=256,
-    tie_word_embeddings=True,
-)
+CONFIG = llama(num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=256, tie_word_embeddings=True)
 
 
 @pytest.fixture
@@ -55,7 +44,7 @@ def fit_check(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setti
         lengths=np.array(LENGTHS, np.int32),
         config=CONFIG,
         setting=setting_of(**setting),
-        device=Device(name="card", kind="cuda", memory_bytes=memory_bytes, compute_capability=(9, 0)),
+        device=card(memory_bytes, capability=(9, 0)),
         windowed=False,
         expandable=False,
     )

@@ -16,8 +16,7 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
-from tests.memory.common import CPU_TARGET, gpu_target, shape
-from tests.memory.test_state_formulas import LLAMA_3_1_8B
+from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, shape
 
 TINY = ROOT / "lean_finetune/tiny"
 ON_TINY: TracedSteps = ((shape(4, 256, 512), shape(4, 256, 512)),)

@@ -4,21 +4,15 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from lean_finetune.memory.advice.workload import Costs, Workload, full_batch, largest_steps
+from lean_finetune.memory.advice.step_cost import Costs
+from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from tests.memory.common import setting_of
+from tests.memory.common import llama, setting_of
 
-CONFIG = LlamaConfig(
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=2048,
-    max_position_embeddings=1024,
-    tie_word_embeddings=False,
+CONFIG = llama(
+    hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=2048, max_position_embeddings=1024
 )
 H100, _ = resolve_gpu("H100")
 TARGET = target_of(H100)
@@ -29,11 +23,17 @@ def costs_of(run: Workload) -> Costs:
 
 
 def workload(
-    *, max_tokens: int = 1024, longest: int = 256, mode: Any = "bucketed", tokens_per_step: int = 4096, **setting: Any
+    *,
+    config: LlamaConfig = CONFIG,
+    max_tokens: int = 1024,
+    longest: int = 256,
+    mode: Any = "bucketed",
+    tokens_per_step: int = 4096,
+    **setting: Any,
 ) -> Workload:
     full = full_batch(mode, longest, max_tokens=max_tokens, fixed_rows=4)
     return Workload(
-        config=CONFIG,
+        config=config,
         setting=setting_of(**setting),
         steps=largest_steps(full, several=tokens_per_step > max_tokens),
         mode=mode,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,10 +13,9 @@ from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.schema import Params, round_up
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import readable_size
-from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest, Limits, find_limits
+from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest, find_limits
 from lean_finetune.memory.advice.search_space import Candidate
-from lean_finetune.memory.advice.verdict import describe, judge, usable_bytes
-from lean_finetune.memory.advice.verdict_with_advice import answer
+from lean_finetune.memory.advice.verdict import answer, describe, judge
 from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
 from lean_finetune.memory.devices import attention_on, precision_on, resolve_gpu
 from lean_finetune.memory.gpus import Device
@@ -41,12 +41,8 @@ def fit_report(p: Params, gpu: str | None, model: Path | None, *, shorten: bool 
     """The lines of the answer, each as soon as it is known.
 
     The run is that of params.yaml with every micro-batch full of rows of data.max_length, all of their tokens trained.
-
-    Args:
-        p: the parameters.
-        gpu: replaces hardware.gpu.
-        model: a directory or a config.json that replaces model.name.
-        shorten: lower data.max_length to the positions of the model.
+    `gpu` replaces hardware.gpu; `model`, a directory or a config.json, replaces model.name. `shorten` lowers
+    data.max_length to the positions of the model.
 
     Raises:
         UserError: the device, the model or a parameter does not work.
@@ -65,16 +61,20 @@ def fit_report(p: Params, gpu: str | None, model: Path | None, *, shorten: bool 
     run = workload_of(p, config, precision)
     if p.train.optimizer_in_backward:
         refuse_in_backward(run.setting.model, [math.ceil(run.micro_batches_per_step)])
-    yield labelled("device", f"{_device_text(device, p)} ({reason})")
+    headroom = p.estimate.headroom_percent
+    usable = f"less {device.headroom_text(headroom)}: {readable_size(device.usable_bytes(headroom))} usable"
+    yield labelled("device", f"{device.name}: {readable_size(device.memory_bytes)}, {usable} ({reason})")
     yield labelled("model", f"{directory}: {config.model_type}, {config.get_text_config().num_hidden_layers} layers")
     yield from _run_lines(p, run, device)
     prediction = predict(config, run.setting, run.steps, target_of(device))
     yield from _peak_lines(p, run, prediction)
     yield from _verdict_lines(run, prediction, device, p)
-    headroom = p.estimate.headroom_percent
-    yield from _limit_lines(
-        run, find_limits(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)
-    )
+    limits = find_limits(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)
+    smallest = limits.smallest_gpu or "none is large enough"
+    yield labelled("smallest GPU", f"{smallest} (of the known GPUs, for this run)")
+    yield labelled("longest row", _tokens(limits.longest_row) or f"not even {LENGTH_STEP} tokens fit")
+    batch = _tokens(limits.largest_max_tokens) or f"not even one row of {run.longest} tokens fits"
+    yield labelled("largest micro-batch", batch)
 
 
 def labelled(label: str, text: str) -> str:
@@ -83,10 +83,7 @@ def labelled(label: str, text: str) -> str:
 
 
 def find_model(name: str) -> Path:
-    """The directory of a model's config.json.
-
-    Args:
-        name: `tiny`, a directory, or the path of a config.json.
+    """The directory of a model's config.json; `name` is `tiny`, a directory, or the path of a config.json.
 
     Raises:
         UserError: there is no such file.
@@ -113,12 +110,11 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
         refuse_joined_rows(config, length)
     shape = full_batch(p.bucket.mode, length, max_tokens=p.bucket.max_tokens, fixed_rows=p.bucket.fixed_rows)
     tokens = shape.rows * shape.length
+    several = p.train.tokens_per_step > tokens * p.hardware.num_gpus
     return Workload(
         config=config,
-        setting=Setting.from_params(
-            p, precision, accumulates_gradients=p.train.tokens_per_step > tokens * p.hardware.num_gpus
-        ),
-        steps=largest_steps(shape, several=p.train.tokens_per_step > tokens * p.hardware.num_gpus),
+        setting=Setting.from_params(p, precision, accumulates_gradients=several),
+        steps=largest_steps(shape, several=several),
         mode=p.bucket.mode,
         max_tokens=p.bucket.max_tokens,
         fixed_rows=p.bucket.fixed_rows,
@@ -129,26 +125,16 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
     )
 
 
-def _device_text(device: Device, p: Params) -> str:
-    """The device with its memory."""
-    headroom = p.estimate.headroom_percent
-    usable = readable_size(usable_bytes(device, headroom))
-    return (
-        f"{device.name}: {readable_size(device.memory_bytes)}, less {device.headroom_text(headroom)}: {usable} usable"
-    )
-
-
 def _run_lines(p: Params, run: Workload, device: Device) -> Iterator[str]:
     """What is trained and how."""
-    model = run.setting.model
+    model, train = run.setting.model, p.train
     beyond_window = run.longest >= (attention_window(run.config) or math.inf)
     attention = attention_on(device, run.config, model, masked=beyond_window and p.bucket.mode != "packed")
-    text = f"{model.method}, {model.precision}, {p.train.optimizer}, grad_ckpt={str(p.train.grad_ckpt).lower()}"
-    yield labelled(
-        "run", f"{text}, loss_chunk={p.train.loss_chunk or 'null'}, micro-batches of {describe(run.steps[-1][-1])}"
-    )
+    grad_ckpt, chunk = str(train.grad_ckpt).lower(), train.loss_chunk or "null"
+    text = f"{model.method}, {model.precision}, {train.optimizer}, grad_ckpt={grad_ckpt}, loss_chunk={chunk}"
+    yield labelled("run", f"{text}, micro-batches of {describe(run.steps[-1][-1])}")
     yield labelled("attention", attention)
-    for note in environment_notes(p.train.expandable_segments) if device.kind == "cuda" else ():
+    for note in environment_notes(train.expandable_segments) if device.kind == "cuda" else ():
         yield labelled("note", note)
 
 
@@ -169,17 +155,14 @@ def _verdict_lines(run: Workload, prediction: Prediction, device: Device, p: Par
     """The verdict, and if the run does not fit, the settings that do. The verdict comes before the search for them."""
     headroom = p.estimate.headroom_percent
     verdict = judge(prediction, device, (), headroom_percent=headroom, enforce=p.estimate.enforce)
-    usable = readable_size(usable_bytes(device, headroom))
+    usable = readable_size(device.usable_bytes(headroom))
     yield labelled(
         "verdict", f"{VERDICTS[verdict.state]}: peak {readable_size(prediction.peak.bytes)}, usable {usable}"
     )
     if verdict.fits:
         return
 
-    def confirm(candidate: Candidate, peak_bytes: int) -> int | None:
-        return _confirmed_peak(p, candidate, device, run.config, peak_bytes)
-
-    found = answer(run, prediction, device, p, confirm=confirm)
+    found = answer(run, prediction, device, p, confirm=partial(_confirmed_peak, p, device))
     if not found.remedies:
         yield labelled("advice", "no settings found that fit: choose a larger device")
         return
@@ -189,15 +172,13 @@ def _verdict_lines(run: Workload, prediction: Prediction, device: Device, p: Par
         yield f"    peak {readable_size(remedy.peak_bytes)}, {remedy.slowdown:.2f}x time per token; {remedy.effect}"
 
 
-def _confirmed_peak(
-    p: Params, candidate: Candidate, device: Device, config: PretrainedConfig, peak_bytes: int
-) -> int | None:
+def _confirmed_peak(p: Params, device: Device, candidate: Candidate, peak_bytes: int) -> int | None:
     """The peak that this command reports for a candidate's overrides; None if they do not fit or are refused.
 
     `peak_bytes` is the peak of the candidate's own micro-batches, which are mostly the same.
     """
     try:
-        changed = with_flags(p, candidate.flags)
+        changed, config = with_flags(p, candidate.flags), candidate.run.config
         run = workload_of(changed, config, precision_on(device, changed.train.precision)[0])
         if changed.train.optimizer_in_backward:
             refuse_in_backward(run.setting.model, [math.ceil(run.micro_batches_per_step)])
@@ -205,17 +186,9 @@ def _confirmed_peak(
             peak_bytes = predict(config, run.setting, run.steps, target_of(device)).peak.bytes
     except UserError:
         return None
-    return peak_bytes if peak_bytes <= usable_bytes(device, p.estimate.headroom_percent) else None
-
-
-def _limit_lines(run: Workload, limits: Limits) -> Iterator[str]:
-    """The smallest GPU for this run, the longest row and the largest micro-batch."""
-    yield labelled("smallest GPU", f"{limits.smallest_gpu or 'none is large enough'} (of the known GPUs, for this run)")
-    row, batch = limits.longest_row, limits.largest_max_tokens
-    yield labelled("longest row", _tokens(row) or f"not even {LENGTH_STEP} tokens fit")
-    yield labelled("largest micro-batch", _tokens(batch) or f"not even one row of {run.longest} tokens fits")
+    return peak_bytes if peak_bytes <= device.usable_bytes(p.estimate.headroom_percent) else None
 
 
 def _tokens(found: Largest) -> str:
-    """A largest size, with the limit that it reaches if that is not memory."""
+    """A largest size, with the limit that it reaches if that is not memory; empty if nothing fits."""
     return f"{found.value} tokens{f' (= {found.limit})' if found.limit else ''}" if found.value else ""

@@ -1,11 +1,10 @@
 """The smallest GPU for a run, and the longest row and the largest micro-batch that fit a GPU."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from lean_finetune.memory.advice.verdict import usable_bytes
-from lean_finetune.memory.advice.workload import Costs, Workload, full_batch, largest_steps
+from lean_finetune.memory.advice.step_cost import Costs
+from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
 from lean_finetune.memory.gpus import BF16_CAPABILITY, GPUS, Device
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
@@ -38,24 +37,16 @@ class Limits:
     largest_max_tokens: Largest
     """Tokens of a micro-batch with rows of data.max_length."""
 
-    def as_json(self) -> dict[str, Any]:
-        """The content of what_fits.json."""
-        return asdict(self)
-
 
 def find_limits(
     run: Workload, device: Device, *, peak_bytes: int, headroom_percent: float, positions: int | None
 ) -> Limits:
     """Find all three limits. Every returned value was traced and fits.
 
-    Args:
-        run: the run.
-        device: the device that rows and micro-batches have to fit.
-        peak_bytes: predicted peak of the run on that device.
-        headroom_percent: percent of a device to leave free.
-        positions: positions of the model; None for a model without a limit.
+    `peak_bytes` is the predicted peak of the run on `device`, which rows and micro-batches have to fit. `positions` are
+    the model's; None for a model without a limit.
     """
-    usable, target = usable_bytes(device, headroom_percent), target_of(device)
+    usable, target = device.usable_bytes(headroom_percent), target_of(device)
     shape = run.steps[-1][-1]
     states = Costs(run, device, target).least_bytes(run.setting)
     near = {0: states, shape.rows * shape.length: peak_bytes}
@@ -80,7 +71,7 @@ def smallest_gpu(run: Workload, headroom_percent: float, known: Mapping[tuple[bo
         kind = _generation(gpu)
         if kind not in peaks:
             peaks[kind] = predict(run.config, run.setting, run.steps, target_of(gpu)).peak.bytes
-        if peaks[kind] <= usable_bytes(gpu, headroom_percent):
+        if peaks[kind] <= gpu.usable_bytes(headroom_percent):
             return gpu.name
     return None
 
@@ -102,7 +93,7 @@ def longest_row(run: Workload, target: Target, usable: int, positions: int | Non
 def largest_micro_batch(run: Workload, target: Target, usable: int, near: Mapping[int, int]) -> Largest:
     """The most tokens in a micro-batch with rows of data.max_length, up to the tokens of a step.
 
-    `near` are peaks by the tokens of micro-batches of other shapes. They tell where to start.
+    `near` are peaks by the tokens of micro-batches of other shapes: where to start.
     """
     most = max(1, int(run.tokens_per_step // run.longest))
 

@@ -15,8 +15,6 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import halved
 from lean_finetune.memory.trace.cuda_kernels import Target
 
-CURRENT = "current"
-
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
@@ -49,14 +47,7 @@ def sweep_switches(
 ) -> list[SweepPoint]:
     """Trace every single change over the micro-batches that set the current peak. The current setting comes first.
 
-    Args:
-        config: of the model.
-        setting: of the run.
-        target: rules of the device.
-        current: prediction of the run.
-        smaller_batch: the override that halves micro-batches; None if they cannot be halved.
-        native_bf16: whether the device supports bf16.
-        progress: show a bar on standard error.
+    `smaller_batch` is the override that halves micro-batches; None if they cannot be halved.
     """
     steps = current.steps_of_peak
     support = Support(cuda=target.foreach, native_bf16=native_bf16)
@@ -64,11 +55,10 @@ def sweep_switches(
     fewer = halved(steps)
     if fewer is not None and smaller_batch is not None and not setting.optimizer_in_backward:
         changes.insert(0, ((smaller_batch,), setting, fewer))
-    points = [SweepPoint(label=CURRENT, flags=(), peak_bytes=current.peak.bytes)]
+    points = [SweepPoint(label="current", flags=(), peak_bytes=current.peak.bytes)]
     for flags, changed, shapes in tqdm(changes, "estimate", unit=" switches", disable=not progress):
-        peak = predict(config, changed, shapes, target).peak
-        label = " ".join(flags).partition(".")[2]
-        points.append(SweepPoint(label=label, flags=flags, peak_bytes=peak.bytes))
+        peak_bytes = predict(config, changed, shapes, target).peak.bytes
+        points.append(SweepPoint(label=" ".join(flags).partition(".")[2], flags=flags, peak_bytes=peak_bytes))
     return points
 
 

@@ -19,9 +19,10 @@ from tqdm import tqdm
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.search_space import Candidate, Space
+from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, LESS_DATA, Switch
 from lean_finetune.memory.advice.switches import SWITCHES
-from lean_finetune.memory.advice.workload import Costs, Workload
+from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import Peak
@@ -67,15 +68,13 @@ class Remedy:
 
     def as_json(self) -> dict[str, Any]:
         """Its entry in advice.json."""
-        return {"command": self.command, "peak_bytes": self.peak_bytes, **self._rounded}
+        slowdown = round(self.slowdown, 2)
+        return {"command": self.command, "peak_bytes": self.peak_bytes, "slowdown": slowdown, "effect": self.effect}
 
     def as_row(self) -> dict[str, Any]:
         """Its line in advice.csv."""
-        return {"command": self.command, "peak_gib": round(self.peak_bytes / GIB, 3), **self._rounded}
-
-    @property
-    def _rounded(self) -> dict[str, Any]:
-        return {"slowdown": round(self.slowdown, 2), "effect": self.effect}
+        entry = self.as_json()
+        return {"peak_gib": round(entry.pop("peak_bytes") / GIB, 3), **entry}
 
 
 Confirm = Callable[[Candidate, int], int | None]
@@ -95,19 +94,11 @@ def advise(
 ) -> list[Remedy]:
     """The best few changes with which a run fits; empty if none is found.
 
-    Args:
-        run: the run that does not fit.
-        costs: minimum memory and step times for it.
-        target: rules of the device.
-        peak: predicted peak of the run.
-        usable_bytes: memory for tensors.
-        native_bf16: whether the device supports bf16.
-        progress: show a bar on standard error.
-        confirm: checks a candidate before it is offered.
+    The predicted `peak` of `run` is more than `usable_bytes`. `confirm` checks a candidate before it is offered.
     """
     space = Space(run, costs, native_bf16)
     search = _Search(target, costs, usable_bytes, progress, confirm)
-    search.add_trace(space.unchanged, peak)
+    search.traced[space.unchanged.flags] = (space.unchanged, peak)
     with search.bar:
         for effect in range(len(EFFECTS)):
             if search.open and not (effect == LESS_DATA and search.found):
@@ -121,20 +112,20 @@ class _Search:
     def __init__(self, target: Target, costs: Costs, usable_bytes: int, progress: bool, confirm: Confirm | None):
         self._target, self._costs, self._usable, self._confirm = target, costs, usable_bytes, confirm
         self._refused: set[tuple[str, ...]] = set()
-        self._traced: dict[tuple[str, ...], tuple[Candidate, Peak]] = {}
+        self.traced: dict[tuple[str, ...], tuple[Candidate, Peak]] = {}
         self._fitting: list[tuple[Candidate, int]] = []
         self.bar = tqdm(total=MOST_TRACES, desc="advice", unit=" traces", disable=not progress)
 
     @property
     def open(self) -> bool:
-        """Whether to search on."""
+        """Whether to continue."""
         confirmed = len(self._refused) + len(self._fitting)
         return len(self._fitting) < MOST_FOUND and confirmed < MOST_CONFIRMED and self._traces < MOST_TRACES
 
     @property
     def _traces(self) -> int:
         """Number of traces, without that of the original run."""
-        return len(self._traced) - 1
+        return len(self.traced) - 1
 
     @property
     def found(self) -> list[Remedy]:
@@ -143,10 +134,6 @@ class _Search:
             Remedy(flags=c.flags, peak_bytes=peak_bytes, slowdown=c.slowdown, effect=EFFECTS[c.effect])
             for c, peak_bytes in sorted(self._fitting, key=lambda found: found[0].order)
         ]
-
-    def add_trace(self, candidate: Candidate, peak: Peak) -> None:
-        """Remember a traced peak."""
-        self._traced[candidate.flags] = (candidate, peak)
 
     def search_group(self, candidates: Sequence[Candidate]) -> None:
         """Find the candidates of a group that fit without unnecessary switches."""
@@ -174,8 +161,7 @@ class _Search:
         """The candidates with the least states: one without updates in backward, and one with them."""
         best: dict[int, tuple[tuple[int, int], Candidate]] = {}
         for candidate in candidates:
-            strength = sum(option.strength for option in candidate.options)
-            key = (self._costs.least_bytes(candidate.run.setting), -strength)
+            key = (self._costs.least_bytes(candidate.run.setting), -candidate.total_strength)
             branch = candidate.strength("in_backward")
             if branch not in best or key < best[branch][0]:
                 best[branch] = key, candidate
@@ -189,7 +175,7 @@ class _Search:
         lighter = [c for c in candidates if candidate.covers(c) and c is not candidate]
         for other in lighter:
             changed = sum(a.strength != b.strength for a, b in zip(candidate.options, other.options, strict=True))
-            if changed == 1 and (self._traces < last or other.flags in self._traced) and self._fits(other):
+            if changed == 1 and (self._traces < last or other.flags in self.traced) and self._fits(other):
                 return self._lightened(other, lighter, last)
         return candidate
 
@@ -217,38 +203,38 @@ class _Search:
 
     def _may_fit(self, candidate: Candidate) -> bool:
         """Whether neither a bound nor a stronger candidate that does not fit rules it out."""
-        if candidate.flags in self._traced:
+        if candidate.flags in self.traced:
             return True
-        stronger = any(peak.bytes > self._usable and other.covers(candidate) for other, peak in self._traced.values())
+        stronger = any(peak.bytes > self._usable and other.covers(candidate) for other, peak in self.traced.values())
         return not stronger and self._bound(candidate) <= self._usable
 
     def _peak(self, candidate: Candidate) -> int:
         """Its predicted peak; more than any device has if it cannot be traced."""
-        if candidate.flags not in self._traced:
+        if candidate.flags not in self.traced:
             run = candidate.run
             try:
                 peak = predict(run.config, run.setting, run.steps, self._target).peak
             except UserError:  # For example, GPUs that cannot share the model in this way.
                 peak = REFUSED
-            self.add_trace(candidate, peak)
+            self.traced[candidate.flags] = (candidate, peak)
             self.bar.update()
-        return self._traced[candidate.flags][1].bytes
+        return self.traced[candidate.flags][1].bytes
 
     def _bound(self, candidate: Candidate) -> int:
         """Lower bound of a candidate's peak from its states and from traced candidates."""
         setting = candidate.run.setting
         least, gradients = self._costs.least_bytes(setting), self._costs.gradient_bytes(setting)
         states = least + self._costs.gathered_bytes(setting)
-        bounds = [least, states - (0 if _sums_gradients(candidate) else gradients)]
-        for other, peak in self._traced.values():
+        bounds = [least, states - (0 if candidate.sums_gradients else gradients)]
+        for other, peak in self.traced.values():
             if peak is REFUSED or not _bounds(other, candidate):
                 continue
             beside = peak.bytes - self._costs.least_bytes(other.run.setting)
             beside -= self._costs.gathered_bytes(other.run.setting) + _most_saved_bytes(other, candidate, peak)
-            both = _sums_gradients(other) and _sums_gradients(candidate)
-            if not _sums_gradients(other):
+            both = other.sums_gradients and candidate.sums_gradients
+            if not other.sums_gradients:
                 beside += self._costs.gradient_bytes(other.run.setting)
-            share = min(1.0, _most_tokens(candidate) / _most_tokens(other))
+            share = min(1.0, candidate.most_tokens / other.most_tokens)
             bounds.append(states - (0 if both else gradients) + int(share * beside))
         return max(bounds)
 
@@ -267,7 +253,7 @@ def _strongest_by_states(candidates: Iterable[Candidate]) -> dict[tuple[int, ...
     found: dict[tuple[int, ...], Candidate] = {}
     for candidate in candidates:
         best = found.setdefault(_state_strengths(candidate), candidate)
-        if sum(o.strength for o in candidate.options) > sum(o.strength for o in best.options):
+        if candidate.total_strength > best.total_strength:
             found[_state_strengths(candidate)] = candidate
     return found
 
@@ -288,13 +274,3 @@ def _most_saved_bytes(other: Candidate, candidate: Candidate, peak: Peak) -> int
     """The most that a candidate can save of another one's `peak` with switches that reduce only one category."""
     stronger = (s for s in SWITCHES if s.saves and candidate.strength(s.name) > other.strength(s.name))
     return sum(peak.by_category.get(switch.saves or "", 0) for switch in stronger)
-
-
-def _sums_gradients(candidate: Candidate) -> bool:
-    """Whether the traced steps add to the gradients of an earlier micro-batch."""
-    return any(len(step) > 1 for step in candidate.run.steps)
-
-
-def _most_tokens(candidate: Candidate) -> int:
-    """Tokens of the largest micro-batch."""
-    return max(shape.rows * shape.length for step in candidate.run.steps for shape in step)

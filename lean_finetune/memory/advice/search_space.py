@@ -6,17 +6,10 @@ from itertools import product
 from typing import Any
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.switch import (
-    LESS_DATA,
-    SAME,
-    SMALLER_STEPS,
-    UNCLIPPED,
-    Support,
-    Switch,
-    flag,
-)
+from lean_finetune.memory.advice.step_cost import Costs
+from lean_finetune.memory.advice.switch import LESS_DATA, SAME, SMALLER_STEPS, UNCLIPPED, Support, Switch, flag
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
-from lean_finetune.memory.advice.workload import Costs, Workload, full_batch
+from lean_finetune.memory.advice.workload import Workload, full_batch
 from lean_finetune.memory.predict.traced_shapes import TracedSteps, halved
 from lean_finetune.model.model_config import refuse_joined_rows
 from lean_finetune.step.batches import BatchShape
@@ -75,6 +68,21 @@ class Candidate:
         eases = [option.ease for option in self.options if option.flags]
         return (self.effect, round(self.slowdown / SAME_SPEED), max(eases), len(eases))
 
+    @property
+    def total_strength(self) -> int:
+        """Sum of the strengths of its options."""
+        return sum(option.strength for option in self.options)
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether the traced steps add to the gradients of an earlier micro-batch."""
+        return any(len(step) > 1 for step in self.run.steps)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest micro-batch."""
+        return max(shape.rows * shape.length for step in self.run.steps for shape in step)
+
     def strength(self, switch: str) -> int:
         """The strength of the option of one switch."""
         return self.options[switch_names().index(switch)].strength
@@ -95,17 +103,13 @@ class Space:
     def __init__(self, run: Workload, costs: Costs, native_bf16: bool):
         """Find the options. `native_bf16` is whether the device supports bf16."""
         self._run, self._costs = run, costs
-        self._unchanged = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
+        unchanged = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
         support = Support(cuda=costs.cuda, native_bf16=native_bf16)
         # Updates in the backward pass need steps of one micro-batch.
         smaller = [] if run.setting.optimizer_in_backward else budgets_of(run)
         found = [smaller, *(_options_of(switch, run, support) for switch in SWITCHES)]
-        self._options = [[self._unchanged, *options] for options in found]
-
-    @property
-    def unchanged(self) -> Candidate:
-        """The run without changes."""
-        return Candidate(options=(self._unchanged,) * len(self._options), run=self._run, slowdown=1.0)
+        self._options = [[unchanged, *options] for options in found]
+        self.unchanged = Candidate(options=(unchanged,) * len(found), run=run, slowdown=1.0)
 
     def of_effect(self, effect: int) -> list[Candidate]:
         """Every combination with this effect, in the order in which to try them."""
@@ -177,7 +181,8 @@ def _of_one_micro_batch(option: Option) -> Iterator[Option]:
 def _packed_steps(option: Option) -> Option:
     """The option with every step packed into one micro-batch that has room for the largest step."""
     run, flags = option.run, option.flags
-    max_tokens = run.most_step_tokens
+    # A step ends with the row that reaches its tokens.
+    max_tokens = run.unpadded_tokens_per_step - 1 + run.longest
     if run.mode == "packed" and run.max_tokens >= max_tokens:
         max_tokens = run.max_tokens
     else:
@@ -206,23 +211,23 @@ def budgets_of(run: Workload) -> Iterator[Option]:
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
     while length >= SHORTEST_ROW_TOKENS and not fixed:
         strength += 1
-        yield _shorter_rows(run, length, strength)
+        flags = (f"data.max_length={length}", f"bucket.max_tokens={length}")
+        shorter = _shorter_rows(run, length)
+        yield Option(flags=flags, effect=LESS_DATA, ease=HARDEST, strength=strength, run=shorter)
         length = length // 2 // ROW_MULTIPLE * ROW_MULTIPLE
 
 
-def _shorter_rows(run: Workload, length: int, strength: int) -> Option:
-    """Rows of at most `length` tokens, one per micro-batch."""
+def _shorter_rows(run: Workload, length: int) -> Workload:
+    """The run with rows of at most `length` tokens, one per micro-batch."""
 
     def shortened(shape: BatchShape) -> BatchShape:
         joined = None if shape.joined_lengths is None else (length,)
         return BatchShape(rows=1, length=length, supervised=min(shape.supervised, length), joined_lengths=joined)
 
-    shorter = replace(
+    return replace(
         run,
-        steps=tuple(tuple(shortened(shape) for shape in step) for step in run.steps),
+        steps=tuple(tuple(map(shortened, step)) for step in run.steps),
         max_tokens=length,
         longest=length,
         micro_batches_per_step=run.tokens_per_step / length,
     )
-    flags = (f"data.max_length={length}", f"bucket.max_tokens={length}")
-    return Option(flags=flags, effect=LESS_DATA, ease=HARDEST, strength=strength, run=shorter)

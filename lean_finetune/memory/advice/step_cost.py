@@ -1,16 +1,33 @@
-"""A cost model of a training step on a GPU, to rank switches by slowdown.
+"""What changed runs cost: lower bounds of their memory, and their step time relative to the original run.
 
-A step is the sum of its parts, each limited by arithmetic or by bandwidth. Peak rates come from data sheets. The shares
-of them that training reaches are the assumptions below. Seconds are therefore rough, but both sides of a comparison use
-the same shares: decide by `relative_slowdown` only.
+The cost model ranks changes by slowdown. A step is the sum of its parts, each limited by arithmetic or by bandwidth.
+Peak rates come from data sheets; the shares of them that training reaches are the assumptions below. Seconds are
+therefore rough, but both sides of a comparison use the same shares: decide by `Costs.slowdown` only.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 
-from lean_finetune.config.field_types import Method, OptimizerName, Precision
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.memory.gpus import GIGA, Speed
+from lean_finetune.memory.advice.switches import SWITCHES
+from lean_finetune.memory.advice.workload import Workload
+from lean_finetune.memory.gpus import GIGA, GPUS, Device, Speed
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.state_formulas import (
+    ModelShapes,
+    model_shapes,
+    state_bytes,
+    state_lines,
+    trained_values,
+)
+from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.trace.memory_trace import GRADIENTS, WEIGHTS
+from lean_finetune.model.model_config import largest_head_size, layer_settings
+from lean_finetune.model.model_spec import ModelSpec
 
+RANKED_AS = "A100-80GB"
+"""Its speed ranks changes for a device of unknown speed. Their order hardly depends on the GPU."""
 ARITHMETIC_SHARE = 0.5
 """Assumed share of peak FLOP/s that matrix products of training reach."""
 BANDWIDTH_SHARE = 0.8
@@ -25,6 +42,8 @@ HOST_BYTES_PER_SECOND = 20 * GIGA
 """Assumed rate of a CPU's update of weights in host memory."""
 OPTIMIZER_8BIT_PASSES = 2
 """Assumed passes of an 8-bit update over its bytes, which includes two table lookups per value."""
+SAVED_VALUES = 28
+"""Values per token that a layer saves for backward, in multiples of its width. Traced: Llama-3.1-8B, LoRA, bf16."""
 
 FP32_BYTES = 4
 PASSES_FORWARD, PASSES_BACKWARD = 1, 2
@@ -33,91 +52,135 @@ parameter and token (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
 FLOP_PER_PRODUCT = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """Computation and data transfers of a step."""
+class Costs:
+    """Minimum memory and step time of changed runs, compared with the original run."""
 
-    parameters: int
-    """Values of the weights that a token is multiplied with: all except the input embedding."""
-    trained_parameters: int
-    layers: int
-    width: int
-    """Query heads × head size."""
-    tokens: int
-    """Of the whole step, padding included."""
-    length: int
-    """Tokens that the last token attends to. On average a token attends to half of them."""
-    micro_batches: int
-    method: Method
-    precision: Precision
-    optimizer: OptimizerName
-    grad_ckpt: bool
-    offloaded_optimizer: bool
-    """The update runs on the host: gradients are copied there and weights back."""
-    master_weights: bool = False
-    """The update changes fp32 copies."""
-    recomputed_share: float = 1.0
-    """With grad_ckpt: the share of the forward pass to compute again."""
-    weights_from_host: float = 0
-    """Share of all weights that a GPU copies from the host for each pass over a micro-batch."""
-    offload_to_disk: bool = False
-    """Activations are written to a file."""
-    offloaded_activations_bytes: int
-    """Bytes that a step copies to the host in forward and back in backward."""
+    def __init__(self, run: Workload, device: Device, target: Target):
+        """Compute the shapes of the model once."""
+        self._run, self._target, self.cuda = run, target, target.foreach
+        self._shapes: ModelShapes = model_shapes(run.config)
+        self._speed, self.reason = ranking_speed(device)
+        self._known: dict[Setting, Mapping[str, int]] = {}
+
+    def least_bytes(self, setting: Setting) -> int:
+        """Bytes at the end of every backward pass, for any micro-batches."""
+        return sum(self._states(setting).values()) + self._target.constant_bytes
+
+    def gradient_bytes(self, setting: Setting) -> int:
+        """Bytes of gradients at the end of backward."""
+        return self._states(setting).get(GRADIENTS, 0)
+
+    def gathered_bytes(self, setting: Setting) -> int:
+        """Bytes of gathered weights at the end of forward, which sharding zero2 has besides each GPU's shard."""
+        sharing = setting.sharing
+        if sharing is None or sharing.spec.mode != "zero2":
+            return 0
+        return self._states(setting).get(WEIGHTS, 0) * sharing.holders_of(WEIGHTS)
+
+    def _states(self, setting: Setting) -> Mapping[str, int]:
+        """Bytes by category at the end of a backward, on one GPU."""
+        # The key leaves out what does not change states: a search needs few states of many settings.
+        model = replace(setting.model, grad_ckpt=False, grad_ckpt_policy="full")
+        key = replace(setting, model=model, loss_chunk=None, offload_activations="none", max_grad_norm=None)
+        if key not in self._known:
+            lines = state_lines(self._shapes, setting, cuda=self.cuda)
+            states = state_bytes(lines, granularity_bytes=self._target.granularity_bytes)
+            if (sharing := setting.sharing) is not None:
+                states = {category: size // sharing.holders_of(category) for category, size in states.items()}
+            self._known[key] = states
+        return self._known[key]
+
+    def slowdown(self, changed: Workload) -> float:
+        """Time per token relative to the original run on the same GPU; below 1 if faster."""
+        more = changed.micro_batches_per_step / self._run.micro_batches_per_step
+        factors = (switch.time(changed.setting, more) / switch.time(self._run.setting, 1.0) for switch in SWITCHES)
+        return math.prod(factors) * (self._seconds_per_token(changed) / self._seconds_per_token(self._run))
+
+    def _seconds_per_token(self, run: Workload) -> float:
+        return sum(step_seconds(run, self._shapes, self._speed).values()) / _tokens(run)
 
 
-def step_seconds(work: StepWork, speed: Speed) -> dict[str, float]:
+def ranking_speed(device: Device) -> tuple[Speed, str]:
+    """The speed that ranks changes, and the reason."""
+    speeds = {gpu.name: gpu.speed for gpu in GPUS if gpu.speed is not None}
+    speed = device.speed or speeds.get(device.name)
+    if speed is not None:
+        return speed, f"by the speed of {device.name}"
+    return speeds[RANKED_AS], f"by the speed of {RANKED_AS}: that of {device.name} is not known"
+
+
+def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, float]:
     """Seconds of each part of a step: products, attention, weights (unpacking, reading), update, link, disk."""
-    element_bytes = FP32_BYTES if work.precision == "fp32" else 2
-    flops = (speed.fp32_flops if work.precision == "fp32" else speed.half_flops) * ARITHMETIC_SHARE
+    model, config, text = run.setting.model, run.config, run.config.get_text_config()
+    fp32 = model.precision == "fp32"
+    element_bytes = FP32_BYTES if fp32 else 2
+    flops = (speed.fp32_flops if fp32 else speed.half_flops) * ARITHMETIC_SHARE
     bandwidth = speed.bytes_per_second * BANDWIDTH_SHARE
-    recomputed = PASSES_FORWARD * work.recomputed_share if work.grad_ckpt else 0
+    tokens, micro_batches = _tokens(run), max(1, round(run.micro_batches_per_step))
+    recomputed = PASSES_FORWARD * _recomputed_share(model)
     # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
-    backward = PASSES_BACKWARD if work.method == "full" else 1
-    passes = PASSES_FORWARD + backward + recomputed
-    products = FLOP_PER_PRODUCT * passes * work.parameters * work.tokens / flops
+    passes = PASSES_FORWARD + (PASSES_BACKWARD if model.method == "full" else 1) + recomputed
+    # A token looks its input embedding up: no product.
+    parameters = shapes.values - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
     # Scores and their product with the values, of width × length each, over the causal half; twice that in backward.
-    scores = 2 * FLOP_PER_PRODUCT * work.layers * work.width * work.length * work.tokens / 2
-    attention = scores * (PASSES_FORWARD + PASSES_BACKWARD + recomputed) / flops
+    width = max(layer_settings(config, "num_attention_heads")) * largest_head_size(config)
+    scores = 2 * FLOP_PER_PRODUCT * text.num_hidden_layers * width * run.longest * tokens / 2
+    # Dequantization reads a weight, writes a value and reads it again.
+    weight_bytes = {"qlora": 0.5 + element_bytes, "int8_lora": 1 + element_bytes}.get(model.method, 0)
+    offloaded = _offloaded_bytes(run)
+    trained = trained_values(shapes, model)
+    link_bytes = _link_bytes(run, parameters, trained, element_bytes, micro_batches) + 2 * offloaded
+    on_disk = run.setting.offload_activations == "disk"
     return {
-        "products": products,
-        "attention": attention,
-        "weights": _weight_bytes(work, passes, element_bytes) / bandwidth,
-        "update": _update_seconds(work, element_bytes, bandwidth),
-        "link": _link_bytes(work, element_bytes) / (speed.link_bytes_per_second * LINK_SHARE),
-        "disk": 2 * work.offloaded_activations_bytes / DISK_BYTES_PER_SECOND if work.offload_to_disk else 0.0,
+        "products": FLOP_PER_PRODUCT * passes * parameters * tokens / flops,
+        "attention": scores * (PASSES_FORWARD + PASSES_BACKWARD + recomputed) / flops,
+        "weights": (element_bytes + weight_bytes) * parameters * passes * micro_batches / bandwidth,
+        "update": _update_seconds(run.setting, trained, element_bytes, bandwidth),
+        "link": link_bytes / (speed.link_bytes_per_second * LINK_SHARE),
+        "disk": 2 * offloaded / DISK_BYTES_PER_SECOND if on_disk else 0.0,
     }
 
 
-def relative_slowdown(work: StepWork, than: StepWork, speed: Speed) -> float:
-    """How many times longer a step of `work` takes per token than one of `than` on the same GPU; below 1 if faster."""
-    seconds, other = (sum(step_seconds(each, speed).values()) / each.tokens for each in (work, than))
-    return seconds / other
+def _tokens(run: Workload) -> int:
+    return max(1, round(run.tokens_per_step))
 
 
-def _weight_bytes(work: StepWork, passes: float, element_bytes: int) -> float:
-    """Bytes moved for the weights of all passes. Dequantization reads a weight, writes a value and reads it again."""
-    moved = element_bytes + {"qlora": 0.5 + element_bytes, "int8_lora": 1 + element_bytes}.get(work.method, 0)
-    return moved * work.parameters * passes * work.micro_batches
+def _recomputed_share(model: ModelSpec) -> float:
+    """Share of a forward pass that gradient checkpointing computes again."""
+    if not model.grad_ckpt:
+        return 0
+    return SELECTIVE_SHARE if model.grad_ckpt_policy == "selective" else 1 / model.recomputed_every
 
 
-def _update_seconds(work: StepWork, element_bytes: int, bandwidth: float) -> float:
+def _offloaded_bytes(run: Workload) -> int:
+    """Rough bytes that a step offloads: the inputs of recomputed layers and all activations of the others."""
+    text, model = run.config.get_text_config(), run.setting.model
+    if run.setting.offload_activations == "none":
+        return 0
+    recomputed = 1 / model.recomputed_every if model.grad_ckpt else 0.0
+    values = recomputed + (1 - recomputed) * SAVED_VALUES
+    element_bytes = (model.autocast_dtype or model.dtype).itemsize
+    return round(values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step * element_bytes)
+
+
+def _update_seconds(setting: Setting, trained: int, element_bytes: int, bandwidth: float) -> float:
     """Seconds to read gradients, and to read and write weights and moments."""
-    value_bytes = element_bytes if work.method == "full" else FP32_BYTES
-    kind = OPTIMIZERS[work.optimizer]
-    updated_bytes = FP32_BYTES if work.master_weights else value_bytes
+    value_bytes = element_bytes if setting.model.method == "full" else FP32_BYTES
+    kind, on_host = OPTIMIZERS[setting.optimizer], setting.offload != "none"
+    updated_bytes = FP32_BYTES if setting.master_weights else value_bytes
     moment_bytes = updated_bytes if kind.state_bits is None else kind.state_bits / 8
     passes = OPTIMIZER_8BIT_PASSES if kind.state_bits == 8 else 1
-    moved = work.trained_parameters * (3 * updated_bytes + 2 * kind.values_per_trained_value * moment_bytes) * passes
-    if work.offloaded_optimizer or work.master_weights:  # Gradients are copied first, then weights back.
-        moved += 4 * work.trained_parameters * value_bytes
-    return moved / (HOST_BYTES_PER_SECOND if work.offloaded_optimizer else bandwidth)
+    moved = trained * (3 * updated_bytes + 2 * kind.values_per_trained_value * moment_bytes) * passes
+    if on_host or setting.master_weights:  # Gradients are copied first, then weights back.
+        moved += 4 * trained * value_bytes
+    return moved / (HOST_BYTES_PER_SECOND if on_host else bandwidth)
 
 
-def _link_bytes(work: StepWork, element_bytes: int) -> float:
-    """Bytes copied between host and GPU: gradients, updated weights, activations, and weights for each pass."""
-    value_bytes = element_bytes if work.method == "full" else FP32_BYTES
-    state = 2 * work.trained_parameters * value_bytes if work.offloaded_optimizer else 0
-    weight_bytes = 0.5 if work.method == "qlora" else element_bytes
-    weights = 2 * work.weights_from_host * work.parameters * weight_bytes * work.micro_batches
-    return state + weights + 2 * work.offloaded_activations_bytes
+def _link_bytes(run: Workload, parameters: int, trained: int, element_bytes: int, micro_batches: int) -> float:
+    """Bytes of an offloaded state between host and GPU: gradients, updated weights, and weights for each pass."""
+    setting = run.setting
+    value_bytes = element_bytes if setting.model.method == "full" else FP32_BYTES
+    state = 2 * trained * value_bytes if setting.offload != "none" else 0
+    share = 1 / setting.sharing.holders if setting.sharing and setting.offload == "parameters" else 0
+    weight_bytes = 0.5 if setting.model.method == "qlora" else element_bytes
+    return state + 2 * share * parameters * weight_bytes * micro_batches

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lean_finetune.memory.predict.setting import Setting
@@ -33,11 +33,6 @@ Variants = Callable[[Setting, Support], Iterable[Values]]
 """Values to try for a setting. Values equal to the setting's own are ignored."""
 
 
-def no_variants(setting: Setting, support: Support) -> Iterable[Values]:
-    """For a switch without variants."""
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Switch:
     """A way to change the memory of a run. `memory/advice/switches.py` lists all of them."""
@@ -45,15 +40,15 @@ class Switch:
     name: str
     parameters: Mapping[str, str]
     """Dotted keys that it varies, each with its attribute in `Setting`: `{"train.method": "model.method"}`."""
-    lighter: Variants = no_variants
+    lighter: Variants
     """Variants for advice, each with less memory than the one before."""
-    shown: Variants = no_variants
+    shown: Variants = lambda setting, support: ()
     """Variants for switches.csv, heavier ones too."""
     effect: int
     """Index in EFFECTS."""
     ease: int
     """Rank from easy to hard of the first variant. It decides between candidates of equal speed."""
-    excludes: frozenset[str] = field(default=frozenset())
+    excludes: frozenset[str] = frozenset()
     """Names of switches that it is not combined with."""
     one_micro_batch: bool = False
     """Needs optimizer steps of a single micro-batch."""
@@ -63,18 +58,16 @@ class Switch:
     """Changes the bytes of weights, gradients or optimizer state."""
     other_memory: Literal["same", "not less", "unknown"] = "unknown"
     """Memory besides these states and `saves`, compared with a weaker variant. A safe default for a new switch."""
+    time: Callable[[Setting, float], float] = lambda setting, more_micro_batches: 1.0
+    """Assumed factor on the time of a step, if `step_cost` does not compute what the switch costs.
+
+    The second argument is the number of micro-batches relative to the run without changes.
+    """
 
 
 def flag(key: str, value: Any) -> str:
     """An override for `dvc exp run -S`."""
     return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-
-
-def read_attribute(owner: Any, path: str) -> Any:
-    """The value of a nested attribute such as `model.method`."""
-    for name in path.split("."):
-        owner = getattr(owner, name)
-    return owner
 
 
 def replace_attribute(owner: Any, path: str, value: Any) -> Any:

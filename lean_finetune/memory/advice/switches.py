@@ -5,6 +5,7 @@ table in docs/memory-switches.md, switches.csv and the advice of estimate and `l
 """
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from lean_finetune.config.field_types import Method, Precision, Sharding
@@ -18,7 +19,6 @@ from lean_finetune.memory.advice.switch import (
     Support,
     Switch,
     Values,
-    read_attribute,
     replace_attribute,
 )
 from lean_finetune.memory.predict.setting import Setting
@@ -40,6 +40,8 @@ LIGHTER_SHARDING: Mapping[Sharding, tuple[Sharding, ...]] = {
     "hsdp": ("zero3",),
 }
 """Modes with less memory per GPU than a mode, the most similar first."""
+COMMUNICATION_TIME: Mapping[Sharding, float] = {"zero1": 1.02, "zero2": 1.05, "zero3": 1.10, "hsdp": 1.08}
+"""Assumed factor on the time of a step: weights are communicated too, mostly while layers compute."""
 LOSS_CHUNK_TOKENS = 512
 """Logits of so many tokens are a small part of the peak, so no smaller chunk is offered."""
 
@@ -95,6 +97,16 @@ def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
     on_device = setting.offload != "parameters" and not OPTIMIZERS[setting.optimizer].paged
     if support.cuda and mode in GATHERED_LAYERS and on_device:
         yield {**values, "train.offload": "parameters"}
+
+
+def _communication_time(setting: Setting, more_micro_batches: float) -> float:
+    """Assumed time of a step relative to ddp: the links between GPUs are unknown."""
+    if setting.sharing is None:
+        return 1.0
+    mode = setting.sharing.spec.mode
+    # Sharded weights are gathered for each micro-batch.
+    times = more_micro_batches if mode in SPLIT_WEIGHTS else 1.0
+    return 1 + times * (COMMUNICATION_TIME.get(mode, 1.0) - 1)
 
 
 def with_precision(precision: Precision) -> Values:
@@ -184,6 +196,7 @@ SWITCHES = [
         effect=SAME,
         ease=9,
         other_memory="not less",
+        time=_communication_time,
     ),
     Switch(
         name="precision",
@@ -229,20 +242,20 @@ SWITCHES = [
 ]
 
 
-def attributes() -> dict[str, str]:
+def _attributes() -> dict[str, str]:
     """The attribute in `Setting` of every parameter that a switch varies."""
     return {key: attribute for switch in SWITCHES for key, attribute in switch.parameters.items()}
 
 
 def different(setting: Setting, values: Values) -> Values:
     """The values that differ from those of a setting."""
-    paths = attributes()
-    return {key: value for key, value in values.items() if read_attribute(setting, paths[key]) != value}
+    paths = _attributes()
+    return {key: value for key, value in values.items() if attrgetter(paths[key])(setting) != value}
 
 
 def setting_with(setting: Setting, values: Values) -> Setting:
     """The setting with other values."""
-    paths = attributes()
+    paths = _attributes()
     for key, value in values.items():
         setting = replace_attribute(setting, paths[key], value)
         if key == "train.offload" and setting.sharing is not None:

@@ -1,22 +1,25 @@
-"""Whether a run fits its device, and what would make it fit."""
+"""Whether a run fits its device, with settings that fit if it does not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lean_finetune.config.field_types import Precision
+from lean_finetune.config.schema import Params
 from lean_finetune.core.units import readable_size
-from lean_finetune.memory.advice.search import Remedy
-from lean_finetune.memory.allocator.plan_memory import PlanMemory
+from lean_finetune.memory.advice.search import Confirm, Remedy, advise
+from lean_finetune.memory.advice.step_cost import Costs
+from lean_finetune.memory.advice.switch import EFFECTS, SAME
+from lean_finetune.memory.advice.workload import Workload
+from lean_finetune.memory.allocator.plan_memory import ALLOCATORS, PlanMemory
 from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.model.allocator_settings import segments_from_environment
 from lean_finetune.step.batches import BatchShape
 
 LARGEST_CATEGORIES = 3
 MOST_REMEDIES = 3
-TIGHT = " of headroom, without which it would fit"
-SMALLER = "lower bucket.max_tokens"
-NO_REMEDY = "no change of the known switches makes it fit: choose a larger device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +47,6 @@ class Verdict:
         return content if precision is None else {**content, "precision": precision}
 
 
-def usable_bytes(device: Device, headroom_percent: float) -> int:
-    """Memory for tensors: the device's memory without the headroom."""
-    return device.usable_bytes(headroom_percent)
-
-
 def judge(
     prediction: Prediction,
     device: Device,
@@ -58,26 +56,34 @@ def judge(
     enforce: bool,
     memory: PlanMemory | None = None,
 ) -> Verdict:
-    """Hold a prediction against a device.
+    """Compare a prediction with a device.
 
-    Tensors must leave the headroom free. What the allocator reserves may take all of the device, since cached blocks
-    are given back before a request fails: it is held against the device by a replay that does so, where there is one
-    (`memory`). `remedies` are told, best first, where the run does not fit.
+    Tensors must leave the headroom free. The blocks that the allocator reserves may take all of the device, because the
+    allocator releases cached blocks before a request fails. `memory`, if known, is a replay that does so. A refusal
+    names the first few `remedies`.
     """
-    usable = usable_bytes(device, headroom_percent)
+    usable = device.usable_bytes(headroom_percent)
+    shown = [f"{r.switches} ({readable_size(r.peak_bytes)}, {r.slowdown:.2f}x time)" for r in remedies[:MOST_REMEDIES]]
+    would_fit = f"would fit: {'; '.join(shown)}" if shown else None
     if prediction.peak.bytes <= usable:
-        refusal = None if memory is None else _reserved_too_much(memory, device, remedies)
-        return Verdict(enforce=enforce, state="does not fit" if refusal else "fits", refusal=refusal)
+        step = None if memory is None else memory.failing_step(memory.chosen)
+        if memory is None or step is None:
+            return Verdict(enforce=enforce, state="fits", refusal=None)
+        refusal = (
+            f"hardware.gpu: tensors fit {device.name}, but blocks of other sizes stay reserved between them: out of "
+            f"memory at optimizer step {step} ({memory.limited[memory.chosen].out_of_memory}); "
+            f"{would_fit or 'lower bucket.max_tokens'}"
+        )
+        return Verdict(enforce=enforce, state="does not fit", refusal=refusal)
     by_size = sorted(prediction.peak.by_category.items(), key=lambda item: (-item[1], item[0]))
     largest = ", ".join(f"{category} {readable_size(size)}" for category, size in by_size[:LARGEST_CATEGORIES])
-    remedy = _would_fit(remedies) or NO_REMEDY
     tight = prediction.peak.bytes <= device.usable_bytes(0)
-    kept_free = device.headroom_text(headroom_percent)
-    capacity = f"{readable_size(device.memory_bytes)} less {kept_free}{TIGHT if tight else ''}"
     refusal = (
         f"hardware.gpu: predicted peak {readable_size(prediction.peak.bytes)} (in {prediction.worst_phase}"
         f"{_first_failure(prediction, usable, memory)}) exceeds the {readable_size(usable)} usable on {device.name} "
-        f"({capacity}); largest: {largest}; {remedy}"
+        f"({readable_size(device.memory_bytes)} less {device.headroom_text(headroom_percent)}"
+        f"{' of headroom, without which it would fit' if tight else ''}); largest: {largest}; "
+        f"{would_fit or 'no change of the known switches makes it fit: choose a larger device'}"
     )
     return Verdict(enforce=enforce, state="tight" if tight else "does not fit", refusal=refusal)
 
@@ -91,25 +97,78 @@ def _first_failure(prediction: Prediction, usable: int, memory: PlanMemory | Non
     return f"{earlier}, micro-batch of {describe(prediction.steps_of_peak[-1][-1])}{at}"
 
 
-def _would_fit(remedies: Sequence[Remedy]) -> str | None:
-    """The first few remedies; None if there is none."""
-    shown = [f"{r.switches} ({readable_size(r.peak_bytes)}, {r.slowdown:.2f}x time)" for r in remedies[:MOST_REMEDIES]]
-    return f"would fit: {'; '.join(shown)}" if shown else None
-
-
-def _reserved_too_much(memory: PlanMemory, device: Device, remedies: Sequence[Remedy]) -> str | None:
-    """Why a run whose tensors fit ends for want of memory all the same; None where it does not."""
-    step, error = memory.failing_step(memory.chosen), memory.limited[memory.chosen].out_of_memory
-    if step is None:
-        return None
-    return (
-        f"hardware.gpu: tensors fit {device.name}, but blocks of other sizes stay reserved between them: out of memory "
-        f"at optimizer step {step} ({error}); {_would_fit(remedies) or SMALLER}"
-    )
-
-
 def describe(shape: BatchShape) -> str:
     """A micro-batch in words."""
     if shape.joined_lengths is not None:
         return f"{len(shape.joined_lengths)} rows packed into {shape.length} tokens"
     return f"{shape.rows} x {shape.length} tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A verdict with its advice."""
+
+    verdict: Verdict
+    remedies: tuple[Remedy, ...]
+    """Best first; empty if the run fits."""
+    ranked: str | None
+    """How remedies were ranked; None if there was no search."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of advice.json."""
+        remedies = [remedy.as_json() for remedy in self.remedies]
+        return {"verdict": self.verdict.state, "ranked": self.ranked, "remedies": remedies}
+
+
+def answer(
+    run: Workload,
+    prediction: Prediction,
+    device: Device,
+    p: Params,
+    memory: PlanMemory | None = None,
+    confirm: Confirm | None = None,
+) -> Answer:
+    """Compare the prediction for a run with a device, and search for changes if the run does not fit.
+
+    Args:
+        run: the run.
+        prediction: of its peak.
+        device: that it has to fit.
+        p: the parameters.
+        memory: the allocator's behaviour over the plan, if known. If only fragmentation makes the run fail, the other
+            kind of segments is the first remedy, because it costs no time.
+        confirm: returns the peak of a changed run that the caller accepts. Without it, tensors alone decide.
+    """
+    headroom, enforce = p.estimate.headroom_percent, p.estimate.enforce
+    usable, target = device.usable_bytes(headroom), target_of(device)
+
+    def judged(remedies: Sequence[Remedy]) -> Verdict:
+        return judge(prediction, device, remedies, headroom_percent=headroom, enforce=enforce, memory=memory)
+
+    if prediction.peak.bytes <= usable:
+        other = () if memory is None or segments_from_environment() is not None else other_segments(memory, prediction)
+        verdict = judged(other)
+        if verdict.fits or other or confirm is None:
+            return Answer(verdict=verdict, remedies=other, ranked=None)
+    costs = Costs(run, device, target)
+    remedies = advise(
+        run,
+        costs,
+        target,
+        peak=prediction.peak,
+        usable_bytes=usable,
+        native_bf16=device.native_bf16,
+        progress=p.run.progress,
+        confirm=confirm,
+    )
+    ranked = f"by effect on learning, then {costs.reason}"
+    return Answer(verdict=judged(remedies), remedies=tuple(remedies), ranked=ranked)
+
+
+def other_segments(memory: PlanMemory, prediction: Prediction) -> tuple[Remedy, ...]:
+    """The other kind of allocator segments, if the run fails with its own kind and not with the other."""
+    other = next(kind for kind in ALLOCATORS if kind != memory.chosen)
+    if memory.failing_step(memory.chosen) is None or memory.failing_step(other) is not None:
+        return ()
+    flags = (f"train.expandable_segments={str(ALLOCATORS[other]).lower()}",)
+    return (Remedy(flags=flags, peak_bytes=prediction.peak.bytes, slowdown=1.0, effect=EFFECTS[SAME]),)

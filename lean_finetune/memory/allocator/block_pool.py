@@ -18,9 +18,8 @@ class BlockPool:
     def __init__(self, *, page: int, min_remainder: int):
         """Create an empty pool.
 
-        Args:
-            page: size of a new segment, and of the pages by which an expandable segment grows.
-            min_remainder: a block is split if at least so many units remain.
+        `page` is the size of a new segment, and of the pages by which an expandable segment grows. A block is split if
+        at least `min_remainder` units remain.
         """
         self.page, self.min_remainder = page, min_remainder
         self.fits: list[int] = []
@@ -86,17 +85,15 @@ class BlockPool:
         return end - start
 
     def best_expandable_fit(self, place: int) -> int:
-        """Return the best fit from `place` of `fits` on, where each block counts with the room it can grow into."""
-        size = self._expandable_size(place)
-        while place + 1 < len(self.fits) and (after := self._expandable_size(place + 1)) < size:
-            place, size = place + 1, after
+        """Return the best fit from `place` of `fits` on, where each block counts with the unmapped range behind it."""
+
+        def expandable_size(place: int) -> int:
+            size, start = self.fits[place] >> ADDRESS_BITS, self.fits[place] & ADDRESS_MASK
+            return size + self.unmapped.get(start + size, 0)
+
+        while place + 1 < len(self.fits) and expandable_size(place + 1) < expandable_size(place):
+            place += 1
         return place
 
-    def _expandable_size(self, place: int) -> int:
-        """Return the size of the free block at a place of `fits`, with the unmapped range behind it."""
-        size, start = self.fits[place] >> ADDRESS_BITS, self.fits[place] & ADDRESS_MASK
-        return size + self.unmapped.get(start + size, 0)
-
     def _remove_fit(self, start: int, size: int) -> None:
-        """Remove a block from the best-fit order."""
         del self.fits[bisect_left(self.fits, size << ADDRESS_BITS | start)]

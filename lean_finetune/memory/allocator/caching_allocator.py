@@ -37,26 +37,12 @@ UNLIMITED_SPACE_UNITS = 1 << 36
 class OutOfMemory(Exception):
     """The device cannot serve a request, even after the allocator released every cached block."""
 
-    def __init__(self, *, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int):
-        """Build the message from the request and the state of the allocator."""
-        super().__init__(
-            f"{readable_size(requested_bytes)} requested with {readable_size(allocated_bytes)} allocated and "
-            f"{readable_size(reserved_bytes)} reserved of {readable_size(capacity_bytes)}"
-        )
-        self.requested_bytes, self.allocated_bytes = requested_bytes, allocated_bytes
-        self.reserved_bytes, self.capacity_bytes = reserved_bytes, capacity_bytes
-
 
 class CachingAllocator:
     """The caching allocator of one GPU and one stream."""
 
     def __init__(self, *, expandable: bool, capacity_bytes: int | None):
-        """Create an allocator that has nothing reserved.
-
-        Args:
-            expandable: whether PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set.
-            capacity_bytes: device memory for the allocator; None for no limit.
-        """
+        """Create an allocator that has nothing reserved; `capacity_bytes` of device memory, None for no limit."""
         self.expandable, self.capacity_bytes = expandable, capacity_bytes
         self._capacity = None if capacity_bytes is None else capacity_bytes // UNIT_BYTES
         min_large_remainder = MIN_REMAINDER_UNITS if expandable else MIN_LARGE_REMAINDER_UNITS
@@ -163,10 +149,8 @@ class CachingAllocator:
         if start is None:
             assert self.capacity_bytes is not None
             raise OutOfMemory(
-                requested_bytes=wanted * UNIT_BYTES,
-                allocated_bytes=self.allocated_bytes,
-                reserved_bytes=self.reserved_bytes,
-                capacity_bytes=self.capacity_bytes,
+                f"{readable_size(wanted * UNIT_BYTES)} requested with {readable_size(self.allocated_bytes)} allocated "
+                f"and {readable_size(self.reserved_bytes)} reserved of {readable_size(self.capacity_bytes)}"
             )
         return start, pool.take(start)
 

@@ -2,7 +2,7 @@
 
 A GPU holds more than tensors (torch.cuda.max_memory_allocated): they lie in blocks that the caching allocator reserves
 (max_memory_reserved), and the process has a CUDA context besides, which only nvidia-smi counts. Reserved memory is
-found by tracing a sample of the plan's steps and playing their allocations to the allocator's rules.
+found by tracing a sample of the plan's steps and replaying their allocations by the allocator's rules.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,8 @@ from transformers import PretrainedConfig
 
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.allocator.replay import Replay, replay
-from lean_finetune.memory.allocator.reserved_memory import ALLOCATORS, kinds_by_suffix, segments_of
 from lean_finetune.memory.allocator.sampled_steps import sample_steps
-from lean_finetune.memory.gpus import CudaContext, Device
+from lean_finetune.memory.gpus import Device, Figure
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.predict.setting import Setting
@@ -25,7 +24,29 @@ from lean_finetune.memory.trace.allocation_origins import OriginTrace
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.plan.batch_plan import Plan
 
+ALLOCATORS = {"native": False, "expandable": True}
+"""The kinds of segments, and whether they expand (train.expandable_segments)."""
 RESERVED_COLUMNS = ("step", "allocated_gib", "reserved_gib", "reserved_expandable_gib", "retries")
+
+
+def segments_of(expandable: bool) -> str:
+    """The kind of segments that a value of train.expandable_segments selects."""
+    return "expandable" if expandable else "native"
+
+
+def kinds_by_suffix(chosen: str) -> dict[str, str]:
+    """The kind of segments by suffix of a metric's name; no suffix means the run's own kind."""
+    return {"": chosen, **{f"_{kind}": kind for kind in ALLOCATORS}}
+
+
+def tiers_metrics(tiers: Mapping[str, Any] | None, *, expandable: bool) -> dict[str, Any]:
+    """Reserved and process memory in figures.json, from the content of tiers.json; None for a CPU."""
+    chosen = segments_of(expandable)
+    metrics = {
+        f"reserved_bytes_predicted{suffix}": tiers and tiers[kind]["reserved_bytes"]
+        for suffix, kind in kinds_by_suffix(chosen).items()
+    }
+    return {**metrics, "process_bytes_predicted": tiers and tiers[chosen]["process_bytes"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,59 +61,45 @@ class PlanMemory:
     """By kind of segments, with unlimited memory."""
     limited: Mapping[str, Replay]
     """By kind of segments, within the device's memory less the most that a CUDA context takes."""
-    context: CudaContext
-
-    def reserved_bytes(self, kind: str) -> int:
-        """Return the peak of reserved bytes with a kind of segments."""
-        return self.unlimited[kind].reserved_peak_bytes
-
-    def process_bytes(self, kind: str) -> int:
-        """Return the peak of the whole process on the device, CUDA context included."""
-        return self.reserved_bytes(kind) + self.context.bytes
+    context: Figure
+    """The CUDA context."""
 
     def failing_step(self, kind: str) -> int | None:
-        """Return the optimizer step, from 0, that runs out of memory; None if none does."""
+        """The optimizer step, from 0, that runs out of memory; None if none does."""
         found = self.limited[kind]
         return None if found.out_of_memory is None else self.steps[len(found.steps)]
 
     def first_step_above(self, limit_bytes: int) -> int | None:
-        """Return the first optimizer step, from 0, whose tensors exceed a limit; None if none does."""
+        """The first optimizer step, from 0, whose tensors exceed a limit; None if none does."""
         replayed = zip(self.steps, self.unlimited["native"].steps, strict=True)
         return next((number for number, step in replayed if step.allocated_peak_bytes > limit_bytes), None)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the part of data/estimate/figures.json that only a replay knows."""
+        """The part of figures.json that only a replay knows."""
         metrics: dict[str, Any] = {"reserved_settled_step": self.steps[self.unlimited[self.chosen].settled_step]}
-        for suffix, kind in kinds_by_suffix(ALLOCATORS[self.chosen]).items():
+        for suffix, kind in kinds_by_suffix(self.chosen).items():
             metrics[f"retries_predicted{suffix}"] = self.limited[kind].retries
             metrics[f"out_of_memory_step{suffix}"] = self.failing_step(kind)
         return metrics
 
     def tiers(self) -> dict[str, Any]:
-        """Return the content of tiers.json."""
-        return {
-            kind: {
-                "reserved_bytes": self.reserved_bytes(kind),
-                "reserved_by_phase": dict(self.unlimited[kind].reserved_by_phase),
-                "retries": self.limited[kind].retries,
-                "out_of_memory": self._failure(kind),
-                "process_bytes": self.process_bytes(kind),
+        """The content of tiers.json."""
+        found = {}
+        for kind, unlimited in self.unlimited.items():
+            limited, step = self.limited[kind], self.failing_step(kind)
+            where = f"optimizer step {step}, {limited.failed_phase or 'between phases'}"
+            found[kind] = {
+                "reserved_bytes": unlimited.reserved_peak_bytes,
+                "reserved_by_phase": dict(unlimited.reserved_by_phase),
+                "retries": limited.retries,
+                "out_of_memory": None if step is None else f"{where}: {limited.out_of_memory}",
+                "process_bytes": unlimited.reserved_peak_bytes + self.context.bytes,
                 "process_margin_bytes": self.context.margin_bytes,
             }
-            for kind in ALLOCATORS
-        }
-
-    def _failure(self, kind: str) -> str | None:
-        """Return where and why memory runs out; None if it does not."""
-        found = self.limited[kind]
-        if found.out_of_memory is None:
-            return None
-        return (
-            f"optimizer step {self.failing_step(kind)}, {found.failed_phase or 'between phases'}: {found.out_of_memory}"
-        )
+        return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of reserved.csv."""
+        """The rows of reserved.csv."""
         native, expandable = self.unlimited["native"].steps, self.unlimited["expandable"].steps
         limited = self.limited[self.chosen].steps
         return [
@@ -107,11 +114,6 @@ class PlanMemory:
         ]
 
 
-def row_without_replay(peak_bytes: int) -> dict[str, Any]:
-    """Return the one row of reserved.csv where no plan was replayed: DVC cannot plot an empty file."""
-    return {"step": 0, "allocated_gib": round(peak_bytes / GIB, 6)}
-
-
 def replay_plan(
     plan: Plan,
     lengths: np.ndarray,
@@ -123,17 +125,9 @@ def replay_plan(
     expandable: bool,
     device: Device,
 ) -> tuple[PlanMemory | None, str]:
-    """Replay a sample of a plan on one GPU, and describe the sample; return None and the reason for several GPUs.
+    """Replay a sample of what one GPU computes, and describe the sample; None and the reason for several GPUs.
 
-    Args:
-        plan: what one GPU computes.
-        lengths: tokens of every training row.
-        config: of the model.
-        setting: what is trained, and how.
-        target: rules of the device's kernels.
-        prediction: of the same run.
-        expandable: train.expandable_segments.
-        device: whose memory limits the run.
+    `lengths` are the tokens of every training row, `prediction` is of the same run. The memory of `device` limits it.
     """
     if setting.sharing is not None:
         return (
@@ -145,20 +139,21 @@ def replay_plan(
     steps = tuple(sampled.values())
     trace = trace_origins(config, setting, steps, target)
     memory = replay_steps(trace, steps, expandable=expandable, device=device, numbers=tuple(sampled))
-    return memory, _description(plan, steps)
+    replayed, planned = sum(map(len, steps)), len(plan)
+    if replayed == planned:
+        return memory, f"all {len(steps)} steps replayed"
+    return memory, (
+        f"{replayed} of {planned} micro-batches in {len(steps)} of {len(plan.steps)} steps replayed: the first and the "
+        "largest, and a sample of the others"
+    )
 
 
 def replay_steps(
     trace: OriginTrace, steps: TracedSteps, *, expandable: bool, device: Device, numbers: tuple[int, ...] | None = None
 ) -> PlanMemory:
-    """Replay a trace with either kind of segments, without a limit and within a device's memory.
+    """Replay a trace of steps with either kind of segments, without a limit and within a device's memory.
 
-    Args:
-        trace: of the steps.
-        steps: shapes of their micro-batches.
-        expandable: train.expandable_segments.
-        device: whose memory limits the run.
-        numbers: of the optimizer steps; None = 0, 1, …
+    `numbers` are those of the optimizer steps; None = 0, 1, …
     """
     usable_bytes = device.memory_bytes - device.context.max_bytes
     unlimited, limited = {}, {}
@@ -172,15 +167,4 @@ def replay_steps(
         unlimited=unlimited,
         limited=limited,
         context=device.context,
-    )
-
-
-def _description(plan: Plan, steps: TracedSteps) -> str:
-    """Say how much of the plan was replayed."""
-    replayed, planned = sum(map(len, steps)), len(plan)
-    if replayed == planned:
-        return f"all {len(steps)} steps replayed"
-    return (
-        f"{replayed} of {planned} micro-batches in {len(steps)} of {len(plan.steps)} steps replayed: the first and the "
-        "largest, and a sample of the others"
     )

@@ -1,4 +1,4 @@
-"""Play the allocations of traced optimizer steps to the caching allocator, and note what each step reserves."""
+"""Replay the allocations of traced optimizer steps in the caching allocator, and record what each step reserves."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,21 +56,20 @@ class Replay:
 
 
 def replay(trace: OriginTrace, steps: TracedSteps, *, expandable: bool, capacity_bytes: int | None) -> Replay:
-    """Play a trace to the caching allocator.
-
-    Args:
-        trace: of these steps on a GPU.
-        steps: shapes of the micro-batches of each step.
-        expandable: whether segments can expand (PyTorch's expandable_segments).
-        capacity_bytes: device memory for PyTorch; None for no limit.
-    """
+    """Replay a trace of these steps in the caching allocator; `capacity_bytes` is None for no limit."""
     allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
-    events, phases = trace.events, _phase_of_events(trace)
+    events = trace.events
+    phases: list[str | None] = [None] * len(events)  # None between two phases.
+    for start, end, name in trace.phases:
+        phases[start:end] = [name] * (end - start)
     handles: dict[int, int] = {}
     finished: list[StepMemory] = []
     by_phase: dict[str, int] = {}
+    # What precedes the first step belongs to it.
+    next_steps = accumulate(len(shapes) for shapes in steps[:-1])
+    ends = [*(trace.micro_batches[number][0] for number in next_steps), len(events)]
     start = 0
-    for end in _step_ends(trace, steps):
+    for end in ends:
         allocator.reset_peaks()
         retries = allocator.retries
         for place in range(start, end):
@@ -97,17 +96,3 @@ def replay(trace: OriginTrace, steps: TracedSteps, *, expandable: bool, capacity
             )
         )
     return Replay(steps=tuple(finished), reserved_by_phase=by_phase)
-
-
-def _phase_of_events(trace: OriginTrace) -> list[str | None]:
-    """Return the phase of every event; None for events between two phases."""
-    phases: list[str | None] = [None] * len(trace.events)
-    for start, end, name in trace.phases:
-        phases[start:end] = [name] * (end - start)
-    return phases
-
-
-def _step_ends(trace: OriginTrace, steps: TracedSteps) -> list[int]:
-    """Return the number of events until each step ends; what precedes the first step belongs to it."""
-    next_steps = accumulate(len(shapes) for shapes in steps[:-1])
-    return [*(trace.micro_batches[number][0] for number in next_steps), len(trace.events)]

@@ -22,14 +22,7 @@ MIN_MICRO_BATCHES = 2
 def sample_steps(
     plan: Plan, lengths: np.ndarray, steps_of_peak: TracedSteps, *, layers: int
 ) -> dict[int, tuple[BatchShape, ...]]:
-    """Choose micro-batches and return their shapes by optimizer step, in the order of the plan.
-
-    Args:
-        plan: what one GPU computes.
-        lengths: tokens of every training row.
-        steps_of_peak: of the plan's prediction.
-        layers: of the model.
-    """
+    """Choose micro-batches of what one GPU computes; return their shapes by optimizer step, in the plan's order."""
     most = max(MIN_MICRO_BATCHES, min(MAX_MICRO_BATCHES, MAX_TRACED_LAYERS // layers))
     numbers: Sequence[int] = range(len(plan))
     if len(plan) > most:

@@ -1,5 +1,6 @@
 """Stage estimate: predict the planned run, judge whether it fits, search for advice, and write the results."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.units import readable_size
 from lean_finetune.memory.advice.largest_that_fits import find_limits
 from lean_finetune.memory.advice.one_change_sweep import SweepPoint, halving_flag, sweep_switches
-from lean_finetune.memory.advice.verdict import judge, usable_bytes
-from lean_finetune.memory.advice.verdict_with_advice import answer
+from lean_finetune.memory.advice.verdict import answer, judge
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_steps
 from lean_finetune.memory.devices import Device
@@ -31,15 +31,9 @@ from lean_finetune.step.evaluation_limits import EvaluationLimits
 
 
 def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path) -> None:
-    """Predict the planned run, judge it, and write data/estimate and the metrics.
+    """Predict the planned run, judge it, and write the directory `out` and the file `metrics`.
 
-    Args:
-        p: the parameters.
-        plan_path: plan of stage bucket.
-        index: index of the training rows.
-        model_lock: lock file of the base model.
-        out: output directory.
-        metrics: output file of the metrics.
+    It reads the plan of stage bucket, the index of the training rows and the lock file of the base model.
     """
     # As in train: CPU kernels have buffers per thread.
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
@@ -74,11 +68,11 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
 
 
 def _echo_verdict(p: Params, prediction: Prediction, device: Device, memory: PlanMemory | None) -> None:
-    """Report at once that a run does not fit: the search for advice takes longer than the prediction."""
+    """Report that a run does not fit before the search for advice, which takes longer than the prediction."""
     headroom = p.estimate.headroom_percent
     verdict = judge(prediction, device, (), headroom_percent=headroom, enforce=p.estimate.enforce, memory=memory)
     if not verdict.fits:
-        usable = readable_size(usable_bytes(device, headroom))
+        usable = readable_size(device.usable_bytes(headroom))
         peak = readable_size(prediction.peak.bytes)
         click.echo(f"does not fit {device.name}: {peak} of {usable} usable; searching for what would", err=True)
 
@@ -146,4 +140,4 @@ def _inverse(p: Params, inputs: EstimateInputs, run: Workload, prediction: Predi
     positions = getattr(inputs.config.get_text_config(), "max_position_embeddings", None)
     headroom = p.estimate.headroom_percent
     found = find_limits(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)
-    return {"reason": None, **found.as_json()}
+    return {"reason": None, **asdict(found)}

@@ -93,13 +93,7 @@ class EstimateInputs:
 
 
 def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> EstimateInputs:
-    """Read a planned run.
-
-    Args:
-        p: the parameters.
-        plan_path: plan of stage bucket.
-        index: index of the training rows.
-        model_lock: lock file of the base model.
+    """Read a planned run: the plan of stage bucket, the index of the training rows, the lock file of the base model.
 
     Raises:
         UserError: the device is unknown, or cannot run the setting; the files do not belong together.

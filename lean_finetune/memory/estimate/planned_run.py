@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.verdict import judge, usable_bytes
+from lean_finetune.memory.advice.verdict import judge
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan
 from lean_finetune.memory.gpus import Device
@@ -21,7 +21,7 @@ from lean_finetune.memory.predict.traced_shapes import traced_steps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.planner import PlanSettings
-from lean_finetune.plan.row_index import RowIndex, read_index
+from lean_finetune.plan.row_index import read_index
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 
 
@@ -97,7 +97,7 @@ class FitCheck:
             return None
         prediction, _ = trial.predict()
         device = trial.device
-        if prediction.peak.bytes > usable_bytes(device, self.headroom_percent):
+        if prediction.peak.bytes > device.usable_bytes(self.headroom_percent):
             return None  # Skip the replay, which takes as long as the prediction.
         memory, _ = trial.replay(prediction)
         fits = judge(prediction, device, (), headroom_percent=self.headroom_percent, enforce=True, memory=memory).fits
@@ -114,7 +114,9 @@ class FitCheck:
             return replace(planned, setting=setting)
         index = read_index(self.index, self.plan_settings.weights)
         if changed.longest < self.run.longest:
-            index = _shortened(index, changed.longest)
+            lengths = np.minimum(index.lengths, changed.longest)
+            # As many supervised tokens as possible remain.
+            index = replace(index, lengths=lengths, supervised=np.minimum(index.supervised, lengths - 1))
         settings = self.plan_settings
         micro_batches = replace(
             settings.micro_batches, mode=changed.mode, max_tokens=changed.max_tokens, fixed_rows=changed.fixed_rows
@@ -122,13 +124,6 @@ class FitCheck:
         settings = replace(settings, micro_batches=micro_batches, tokens_per_step=changed.unpadded_tokens_per_step)
         plan = settings.plan(index)
         if setting.sharing is not None:
-            setting = replace(
-                setting, sharing=replace(setting.sharing, accumulates_gradients=accumulates_gradients(plan))
-            )
+            sharing = replace(setting.sharing, accumulates_gradients=accumulates_gradients(plan))
+            setting = replace(setting, sharing=sharing)
         return replace(planned, plan=plan, lengths=index.lengths, setting=setting)
-
-
-def _shortened(index: RowIndex, longest: int) -> RowIndex:
-    """The rows truncated to `longest` tokens, with as many supervised tokens as possible."""
-    lengths = np.minimum(index.lengths, longest)
-    return replace(index, lengths=lengths, supervised=np.minimum(index.supervised, lengths - 1))

@@ -9,9 +9,8 @@ from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.one_change_sweep import SweepPoint, as_advice
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
-from lean_finetune.memory.advice.verdict_with_advice import Answer
-from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, row_without_replay
-from lean_finetune.memory.allocator.reserved_memory import tiers_metrics
+from lean_finetune.memory.advice.verdict import Answer
+from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, tiers_metrics
 from lean_finetune.memory.estimate.planned_inputs import EstimateInputs
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, Explanation
@@ -44,15 +43,7 @@ class EstimateResults:
 def publish(
     inputs: EstimateInputs, results: EstimateResults, out: Path, metrics: Path, *, auto_precision: bool
 ) -> None:
-    """Write the directory atomically, then the metrics.
-
-    Args:
-        inputs: the run.
-        results: the predictions.
-        out: output directory.
-        metrics: output file of the metrics.
-        auto_precision: whether train.precision is auto.
-    """
+    """Write the directory `out` atomically, then the file `metrics`."""
     verdict, device = results.answer.verdict, inputs.planned.device
     states = list(closed_form(inputs.config, inputs.setting, target_of(device)))
     figures = _figures(inputs, results)
@@ -101,8 +92,9 @@ def _write_tables(aside: Path, results: EstimateResults) -> None:
     """Write the advice and the data of the plots."""
     write_json(aside / "advice.json", {**results.answer.as_json(), "single_changes": as_advice(results.switches)})
     write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in results.answer.remedies])
-    alone = [row_without_replay(results.prediction.peak.bytes)]
-    write_csv(aside / "reserved.csv", RESERVED_COLUMNS, alone if results.memory is None else results.memory.rows())
+    # DVC cannot plot an empty file.
+    alone = [{"step": 0, "allocated_gib": round(results.prediction.peak.bytes / GIB, 6)}]
+    write_csv(aside / "reserved.csv", RESERVED_COLUMNS, results.memory.rows() if results.memory else alone)
     write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, results.explanation.timeline)
     rows = [{"switch": switch.label, "peak_gib": round(switch.peak_bytes / GIB, 6)} for switch in results.switches]
     write_csv(aside / "switches.csv", ["switch", "peak_gib"], rows)

@@ -24,7 +24,7 @@ from torch.autograd import _get_sequence_nr
 
 from lean_finetune.memory.predict.layer_structure import Repetition, decoder_layers
 from lean_finetune.memory.trace.allocation_origins import NO_SEQUENCE
-from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace, OpRules, Peak
+from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace, Peak
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.loss import causal_lm
 
@@ -57,9 +57,9 @@ class Window:
 class WindowTrace(MemoryTrace):
     """Finds the highest instant of every window."""
 
-    def __init__(self, *, granularity_bytes: int, rules: OpRules, vocab_size: int):
+    def __init__(self, **options: Any):
         """See MemoryTrace."""
-        super().__init__(granularity_bytes=granularity_bytes, rules=rules, vocab_size=vocab_size)
+        super().__init__(**options)
         self._visits: list[str] = []
         self._micro_batch = -1
         self._running_layer: int | None = None
@@ -108,10 +108,9 @@ class WindowTrace(MemoryTrace):
     def _add(self, count: int, category: str) -> int:
         self._raw_bytes.append(count)
         self._inside = category == WORKSPACE
-        try:
-            return super()._add(count, category)
-        finally:
-            self._inside = False
+        storage_id = super()._add(count, category)
+        self._inside = False
+        return storage_id
 
     def _update_peak(self) -> None:
         super()._update_peak()
@@ -166,15 +165,6 @@ class WindowTrace(MemoryTrace):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeepPeaks:
-    """Peaks of a deep model's phases."""
-
-    by_phase: Mapping[str, Peak]
-    micro_batch: int
-    """Number over all steps of the micro-batch with the highest forward or backward peak."""
-
-
 def deep_windows(traces: Sequence[WindowTrace], repetition: Repetition, granularity_bytes: int) -> dict[Place, Window]:
     """Windows near both ends of a model of `repetition.layers` layers, from traces at `repetition.depths`.
 
@@ -183,10 +173,8 @@ def deep_windows(traces: Sequence[WindowTrace], repetition: Repetition, granular
     """
     found = [trace.windows() for trace in traces]
     _check_middle(found[-1], repetition, granularity_bytes)
-    placed = [
-        dict(_placed(windows, depth, repetition.period))
-        for windows, depth in zip(found, repetition.depths, strict=True)
-    ]
+    depths = zip(found, repetition.depths, strict=True)
+    placed = [dict(_placed(windows, depth, repetition.period)) for windows, depth in depths]
     if any(windows.keys() != placed[-1].keys() for windows in placed):
         raise NotRepeated("a phase runs in some depths alone")
     more = (repetition.layers - repetition.depths[-1]) // repetition.period
@@ -196,8 +184,8 @@ def deep_windows(traces: Sequence[WindowTrace], repetition: Repetition, granular
     }
 
 
-def deep_peaks(windows: Mapping[Place, Window], granularity_bytes: int) -> DeepPeaks:
-    """Peaks of a deep model's phases."""
+def deep_peaks(windows: Mapping[Place, Window], granularity_bytes: int) -> tuple[dict[str, Peak], int]:
+    """Peaks of a deep model's phases; and the number of the micro-batch with the highest forward or backward peak."""
     by_phase: dict[str, Peak] = {}
     fullest, micro_batch = -1, 0
     for window in windows.values():
@@ -206,7 +194,7 @@ def deep_peaks(windows: Mapping[Place, Window], granularity_bytes: int) -> DeepP
             by_phase[window.phase] = peak
         if window.phase in ("forward", "backward") and peak.bytes > fullest:
             fullest, micro_batch = peak.bytes, window.micro_batch
-    return DeepPeaks(by_phase=by_phase, micro_batch=micro_batch)
+    return by_phase, micro_batch
 
 
 def _placed(windows: Mapping[tuple[int, int], Window], depth: int, period: int) -> Iterator[tuple[Place, Window]]:
@@ -229,10 +217,9 @@ def _check_middle(windows: Mapping[tuple[int, int], Window], repetition: Repetit
     period, depth = repetition.period, repetition.depths[-1]
     sizes = {key: peak_of(window.contents, granularity_bytes).bytes for key, window in windows.items()}
     for visit, layer in windows:
-        series = [sizes.get((visit, layer + k * period)) for k in range(3)]
         if layer < 1 or layer + 2 * period > depth - 2:
             continue
-        low, middle, high = series
+        series = low, middle, high = [sizes.get((visit, layer + k * period)) for k in range(3)]
         if low is None or middle is None or high is None or middle - low != high - middle:
             raise NotRepeated(f"layers {layer} to {layer + 2 * period} hold {series} bytes")
 
@@ -252,7 +239,8 @@ def _extended(depths: Sequence[Contents], more: int) -> Contents:
         else:
             for left, contents in zip(grown, depths, strict=True):
                 left[key] = contents[key]
-    lists = [sorted(left.elements(), key=_by_category) for left in grown]
+    # Tensors of several depths are matched by category, then size.
+    lists = [sorted(left.elements(), key=lambda t: (t[0][0], t[1], str(t[0]))) for left in grown]
     if len({len(sizes) for sizes in lists}) > 1:
         raise NotRepeated("tensors of a size come and go with depth")
     for (label, low), (_, middle), (other, high) in zip(*lists, strict=True):
@@ -264,12 +252,6 @@ def _extended(depths: Sequence[Contents], more: int) -> Contents:
     if any(count < 0 for count in result.values()):
         raise NotRepeated("fewer tensors with more layers")
     return result
-
-
-def _by_category(tensor: tuple[Label, int]) -> tuple[str, int, str]:
-    """Sort key by which tensors of several depths are matched."""
-    label, size = tensor
-    return label[0], size, str(label)
 
 
 def peak_of(contents: Contents, granularity_bytes: int) -> Peak:

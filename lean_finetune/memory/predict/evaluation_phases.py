@@ -3,7 +3,7 @@
 Shapes: B prompts, T tokens of a prompt, H key/value heads, D head size.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +67,10 @@ def peak_of_answers(config: PretrainedConfig, setting: Setting, shape: Generatio
     Raises:
         UserError: PyTorch cannot trace an operation.
     """
-
-    def use(parallel: DataParallelModel, trace: MemoryTrace) -> None:
-        _answer(causal_lm(parallel.model), shape, trace)
-
     try:
-        return _peak_of_use(config, setting, target, use)
+        return _peak_of_use(
+            config, setting, target, lambda parallel, trace: _answer(causal_lm(parallel.model), shape, trace)
+        )
     except UNTRACEABLE as error:
         raise UserError(
             f"evaluate.generate_rows: answers of {config.model_type} cannot be traced ({type(error).__name__}: {error}"
@@ -88,14 +86,15 @@ def _peak_of_use(config: PretrainedConfig, setting: Setting, target: Target, use
             shallow = (with_layers(config, depth) for depth in repetition.depths)
             traces = [_traced(WindowTrace, each, setting, target, use) for each in shallow]
             windows = deep_windows(traces, repetition, target.granularity_bytes)
-            return _highest(deep_peaks(windows, target.granularity_bytes).by_phase)
+            return highest(deep_peaks(windows, target.granularity_bytes)[0].values())
         except NotRepeated:
             pass  # Trace all layers: slower, same result.
-    return _highest(_traced(MemoryTrace, config, setting, target, use).peaks())
+    return highest(_traced(MemoryTrace, config, setting, target, use).peaks().values())
 
 
-def _highest(peaks: Mapping[str, Peak]) -> Peak:
-    return max(peaks.values(), key=lambda peak: peak.bytes)
+def highest(peaks: Iterable[Peak]) -> Peak:
+    """The peak with the most bytes."""
+    return max(peaks, key=lambda peak: peak.bytes)
 
 
 def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, target: Target, use: Use) -> Trace:

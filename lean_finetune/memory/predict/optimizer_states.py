@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
+from lean_finetune.memory.trace.memory_trace import OPTIMIZER
 from lean_finetune.model.quantize import BYTE_LEVELS
 from lean_finetune.step.optimizers import is_paged
 
@@ -17,24 +18,43 @@ SMALLEST_8BIT_VALUES = 4096
 CODE_BOOKS = 2
 """Of signed and of unsigned 8-bit values."""
 
+PAGED = "paged_optimizer"
+"""Category of optimizer state in CUDA managed memory, outside of the device's allocator."""
+
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateTensors:
-    """State tensors of one kind."""
+class Line:
+    """Tensors of one kind and category."""
 
+    category: str
     what: str
-    """Description for users: what they are and how large a value is."""
+    """Description for users: what the tensors are and how large each value is."""
     tensor_bytes: tuple[int, ...]
-    paged: bool
-    """In CUDA managed memory, which no allocator counts."""
+    """Size of each tensor."""
+    divides: bool = True
+    """Whether sharding divides these tensors among GPUs; else every GPU has all of them."""
+
+    @classmethod
+    def of(cls, category: str, what: str, sizes: Iterable[int]) -> "Line":
+        """Tensors of these sizes."""
+        return cls(category=category, what=what, tensor_bytes=tuple(sizes))
+
+    def total_bytes(self, granularity_bytes: int, parts: int = 1) -> int:
+        """Bytes on one of `parts` GPUs, each tensor rounded up to a multiple of `granularity_bytes`.
+
+        Step counts (one fp32 value) are on every GPU.
+        """
+        parts = parts if self.divides else 1
+        sizes = (-(-size // (parts if size > FP32_BYTES else 1)) for size in self.tensor_bytes)
+        return sum(-(-size // granularity_bytes) * granularity_bytes for size in sizes)
 
 
 def optimizer_tensors(
     trained: Sequence[Shape], element_bytes: int, name: OptimizerName, *, cuda: bool
-) -> Iterator[StateTensors]:
-    """State tensors of an optimizer over parameters of these shapes with `element_bytes` per value."""
+) -> Iterator[Line]:
+    """State tensors, by category OPTIMIZER or PAGED, for parameters of these shapes with `element_bytes` per value."""
     kind = OPTIMIZERS[name]
     values = [math.prod(shape) for shape in trained]
     if kind.factored:
@@ -45,49 +65,45 @@ def optimizer_tensors(
         yield from _moments(values, element_bytes, kind, name, cuda)
 
 
-def _tensors(what: str, sizes: Iterable[int], *, paged: bool = False) -> StateTensors:
-    return StateTensors(what=what, tensor_bytes=tuple(sizes), paged=paged)
-
-
 def _moments(
     values: Sequence[int], element_bytes: int, kind: OptimizerEntry, name: OptimizerName, cuda: bool
-) -> Iterator[StateTensors]:
+) -> Iterator[Line]:
     """Moments in fp32 or in the parameter's own type, and PyTorch's fp32 count of steps per tensor."""
     size = element_bytes if kind.state_bits is None else kind.state_bits // 8
     what = f"{_count(kind)}, {size} bytes each per trained value"
-    for paged in (False, True):
-        chosen = [n for n in values if is_paged(name, n, cuda=cuda) == paged]
-        yield _tensors(what, (n * size * part for n in chosen for part in kind.state.values()), paged=paged)
+    for category in (OPTIMIZER, PAGED):
+        chosen = [n for n in values if is_paged(name, n, cuda=cuda) == (category == PAGED)]
+        yield Line.of(category, what, (n * size * part for n in chosen for part in kind.state.values()))
     if kind.step_count == "device" or (kind.step_count == "host" and not cuda):
-        yield _tensors("a step count per tensor, fp32", (FP32_BYTES for _ in values))
+        yield Line.of(OPTIMIZER, "a step count per tensor, fp32", (FP32_BYTES for _ in values))
 
 
-def _moments_8bit(
-    values: Sequence[int], kind: OptimizerEntry, name: OptimizerName, cuda: bool
-) -> Iterator[StateTensors]:
+def _moments_8bit(values: Sequence[int], kind: OptimizerEntry, name: OptimizerName, cuda: bool) -> Iterator[Line]:
     """Moments of one byte with block scales (Dettmers et al. 2021, arXiv 2110.02861); small tensors have fp32."""
     large = [n for n in values if n >= SMALLEST_8BIT_VALUES]
     small = [n for n in values if n < SMALLEST_8BIT_VALUES]
     parts = tuple(kind.state.values())
     what = f"{_count(kind)}, a byte each per trained value"
-    for paged in (False, True):
-        chosen = [n for n in large if is_paged(name, n, cuda=cuda) == paged]
-        yield _tensors(what, (n * part for n in chosen for part in parts), paged=paged)
+    for category in (OPTIMIZER, PAGED):
+        chosen = [n for n in large if is_paged(name, n, cuda=cuda) == (category == PAGED)]
+        yield Line.of(category, what, (n * part for n in chosen for part in parts))
     scales = (-(-n // STATE_BLOCK_VALUES) * FP32_BYTES * part for n in large for part in parts)
-    yield _tensors(f"their scales, fp32 per {STATE_BLOCK_VALUES} values", scales)
+    yield Line.of(OPTIMIZER, f"their scales, fp32 per {STATE_BLOCK_VALUES} values", scales)
     tensors = f"{_count(kind)}, fp32, of tensors below {SMALLEST_8BIT_VALUES} values"
-    yield _tensors(tensors, (n * FP32_BYTES * part for n in small for part in parts))
+    yield Line.of(OPTIMIZER, tensors, (n * FP32_BYTES * part for n in small for part in parts))
     books = min(CODE_BOOKS, len(parts)) * bool(large) if cuda else CODE_BOOKS
-    yield _tensors("code books, fp32", (BYTE_LEVELS * FP32_BYTES for _ in range(books)))
+    yield Line.of(OPTIMIZER, "code books, fp32", (BYTE_LEVELS * FP32_BYTES for _ in range(books)))
 
 
-def _factored(trained: Sequence[Shape]) -> Iterator[StateTensors]:
+def _factored(trained: Sequence[Shape]) -> Iterator[Line]:
     """Adafactor: a value per row and one per column of a matrix, one per value of a vector."""
     matrices = [shape for shape in trained if len(shape) >= 2]
     sums = (n * FP32_BYTES for shape in matrices for n in (math.prod(shape[:-1]), math.prod(shape[:-2] + shape[-1:])))
-    yield _tensors("mean squares of rows and of columns, fp32", sums)
-    yield _tensors("mean squares of vectors, fp32", (shape[0] * FP32_BYTES for shape in trained if len(shape) < 2))
-    yield _tensors("a size per tensor", (FP32_BYTES for _ in trained))
+    yield Line.of(OPTIMIZER, "mean squares of rows and of columns, fp32", sums)
+    yield Line.of(
+        OPTIMIZER, "mean squares of vectors, fp32", (shape[0] * FP32_BYTES for shape in trained if len(shape) < 2)
+    )
+    yield Line.of(OPTIMIZER, "a size per tensor", (FP32_BYTES for _ in trained))
 
 
 def _count(kind: OptimizerEntry) -> str:

@@ -13,7 +13,7 @@ from transformers.core_model_loading import dot_natural_key
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.core.units import readable_size
-from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers, peak_of_loss
+from lean_finetune.memory.predict.evaluation_phases import GenerationShape, highest, peak_of_answers, peak_of_loss
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import (
     FP32_BYTES,
@@ -89,13 +89,8 @@ def generation_shapes(
     """Batches of prompts that can need the most memory; none if nothing is generated, or no prompt has room.
 
     The batch of the longest prompts may leave much of `limits.max_tokens` unused. A batch of one prompt more does not,
-    and needs a mask even if the longest prompt is alone in its batch.
-
-    Args:
-        limits: of stage evaluate.
-        prompts: number of prompts.
-        longest: tokens of the longest training row, assumed to be the longest prompt.
-        positions: the model's max_position_embeddings; None if unlimited.
+    and needs a mask even if the longest prompt is alone in its batch. The longest prompt is assumed to have as many
+    tokens as the longest training row. `positions` is the model's max_position_embeddings; None if unlimited.
     """
     new_tokens, shapes = limits.max_new_tokens, []
     prompt_tokens = longest if positions is None else min(longest, positions - new_tokens)
@@ -129,12 +124,10 @@ def other_phases(
     states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
     states.pop(GRADIENTS)
     optimizer_bytes = states.pop(OPTIMIZER, 0)
-    heldout = _heldout(config, setting, around, target)
-    evaluation = _evaluation(config, setting, around, target)
     return {
         LOAD: _load(config, setting, around.stored_dtype, target, states, optimizer_bytes),
-        HELDOUT: _peak({**heldout.by_category, OPTIMIZER: optimizer_bytes}),
-        **evaluation,
+        HELDOUT: _heldout(config, setting, around, target, optimizer_bytes),
+        **_evaluation(config, setting, around, target),
         SAVE: _peak({**states, OPTIMIZER: optimizer_bytes}),
     }
 
@@ -152,27 +145,29 @@ def _sharded_phases(
     unsharded = largest if sharing.holders > 1 else 0
     loaded = {**states, OPTIMIZER: 0, UNSHARDED: unsharded * (1 if config.get_text_config().tie_word_embeddings else 2)}
     return {
-        LOAD: max(_peak(states), _peak(loaded), key=lambda peak: peak.bytes),
-        HELDOUT: _peak({**_heldout(config, setting, around, target).by_category, OPTIMIZER: optimizer_bytes}),
+        LOAD: highest((_peak(states), _peak(loaded))),
+        HELDOUT: _heldout(config, setting, around, target, optimizer_bytes),
         **_evaluation(config, replace(setting, sharing=None), around, target),
         SAVE: _peak({**states, UNSHARDED: unsharded}),
     }
 
 
-def _heldout(config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target) -> Peak:
-    """Peak of held-out losses during training, without the optimizer's state."""
+def _heldout(
+    config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target, optimizer_bytes: int
+) -> Peak:
+    """Peak of held-out losses during training."""
     shape = around.in_training
     chunk = setting.loss_chunk or shape.rows * shape.length  # As in the training loop.
-    return peak_of_loss(config, setting, shape, target, lambda model, batch: summed_loss(model, batch, chunk))
+    loss = peak_of_loss(config, setting, shape, target, lambda model, batch: summed_loss(model, batch, chunk))
+    return _peak({**loss.by_category, OPTIMIZER: optimizer_bytes})
 
 
 def _evaluation(config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target) -> dict[str, Peak]:
     """Peaks of stage evaluate, with the merged model if requested."""
     found = _evaluation_of(config, setting, around, target)
     if around.merged:
-        whole = replace(setting, model=replace(setting.model, method="full"))
-        merged = _evaluation_of(config, whole, around, target).values()
-        found[EVALUATE_MERGED] = max(merged, key=lambda peak: peak.bytes)
+        merged = replace(setting, model=replace(setting.model, method="full"))
+        found[EVALUATE_MERGED] = highest(_evaluation_of(config, merged, around, target).values())
     return found
 
 
@@ -183,27 +178,20 @@ def _evaluation_of(config: PretrainedConfig, setting: Setting, around: OtherPhas
         config, plain, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)
     )
     answers = [peak_of_answers(config, setting, shape, target) for shape in around.generation]
-    return {EVALUATE: loss} | ({GENERATE: max(answers, key=lambda peak: peak.bytes)} if answers else {})
+    return {EVALUATE: loss} | ({GENERATE: highest(answers)} if answers else {})
 
 
 def evaluation_note(by_phase: Mapping[str, Peak], training_bytes: int, max_tokens: int, longest: int) -> str | None:
-    """A note if evaluation needs more memory than training; None if it does not.
-
-    Args:
-        by_phase: peaks of all phases.
-        training_bytes: peak of the training step.
-        max_tokens: padded tokens in a batch of stage evaluate.
-        longest: tokens of the longest training row.
-    """
-    highest = max((phase for phase in EVALUATION_PHASES if phase in by_phase), key=lambda phase: by_phase[phase].bytes)
-    peak = by_phase[highest]
+    """A note if evaluation needs more memory than training, with fewer tokens than `max_tokens` if they help."""
+    worst = max((phase for phase in EVALUATION_PHASES if phase in by_phase), key=lambda phase: by_phase[phase].bytes)
+    peak = by_phase[worst]
     if peak.bytes <= training_bytes:
         return None
-    note = f"{highest} is predicted to hold {readable_size(peak.bytes)}, training {readable_size(training_bytes)}"
+    note = f"{worst} is predicted to hold {readable_size(peak.bytes)}, training {readable_size(training_bytes)}"
     states = sum(peak.by_category.get(category, 0) for category in STATES)
     # Activations grow linearly with the tokens, or faster.
     fewer = int(max_tokens * (training_bytes - states) / (peak.bytes - states))
-    if highest == HELDOUT or fewer < longest:
+    if worst == HELDOUT or fewer < longest:
         return f"{note}; fewer tokens in evaluate.max_tokens do not help: rows are up to {longest} long"
     return f"{note}; with -S evaluate.max_tokens={fewer} it holds no more"
 
@@ -243,7 +231,7 @@ def _load(
     if spec.adapted and (spec.lora_dora or spec.lora_init != "default"):
         adapted = max(adapted_weights(shapes, spec), key=lambda parameter: parameter.values)
         moments.append(_peak({**states, LOADING: _adapter_init_bytes(adapted, spec, final_bytes(adapted))}))
-    return max(moments, key=lambda peak: peak.bytes)
+    return highest(moments)
 
 
 def _adapter_init_bytes(weight: ParameterShape, spec: ModelSpec, final_bytes: int) -> int:

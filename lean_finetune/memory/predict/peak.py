@@ -50,12 +50,8 @@ class Prediction:
         return self.by_phase[self.worst_phase]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extrapolation:
-    """Windows of a deep model, extrapolated from shallow ones (see `depth_extrapolation`)."""
-
-    windows: Mapping[Place, Window]
-    repetition: Repetition
+Extrapolation = tuple[Mapping[Place, Window], Repetition]
+"""Windows of a deep model, extrapolated from shallow ones (see `depth_extrapolation`), and how its layers repeat."""
 
 
 def predict(config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target) -> Prediction:
@@ -108,12 +104,12 @@ def _extrapolated(
     setting = setting.for_fewer_layers(config)
     traces = [trace_steps(kind, with_layers(config, depth), setting, steps, target)[0] for depth in repetition.depths]
     windows = deep_windows(traces, repetition, target.granularity_bytes)
-    peaks = deep_peaks(windows, target.granularity_bytes)
+    by_phase, micro_batch = deep_peaks(windows, target.granularity_bytes)
     positions = [(step, number) for step, shapes in enumerate(steps) for number in range(len(shapes))]
     prediction = Prediction(
-        by_phase=peaks.by_phase,
-        steps_of_peak=only(steps, *positions[peaks.micro_batch]),
+        by_phase=by_phase,
+        steps_of_peak=only(steps, *positions[micro_batch]),
         layers_traced=reason,
         offloaded_bytes=offloaded_bytes(traces, repetition),
     )
-    return prediction, Extrapolation(windows=windows, repetition=repetition)
+    return prediction, (windows, repetition)

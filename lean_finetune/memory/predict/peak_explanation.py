@@ -109,23 +109,18 @@ def explain(trace: OriginTrace) -> Explanation:
     current_bytes = np.cumsum(changes)
     # Between two phases only inputs grow, and the next phase begins with them.
     peak = int(np.argmax(np.where(phases != BETWEEN, current_bytes, -1)))
-    return Explanation(
-        peak_bytes=int(current_bytes[peak]),
-        phase=str(phases[peak]),
-        top=_largest_groups(_live_after(trace, peak)),
-        timeline=_timeline_of_trace(trace, changes, phases),
-    )
-
-
-def _live_after(trace: OriginTrace, last: int) -> Iterator[tuple[AllocationKind, int, int]]:
-    """(kind, 1, bytes) of every allocation that is alive after event `last`."""
     live: dict[int, int] = {}
-    for storage, change in trace.events[: last + 1]:
+    for storage, change in trace.events[: peak + 1]:
         if change > 0:
             live[storage] = change
         else:
             del live[storage]
-    return ((trace.kind(storage), 1, size) for storage, size in live.items())
+    return Explanation(
+        peak_bytes=int(current_bytes[peak]),
+        phase=str(phases[peak]),
+        top=_largest_groups((trace.kind(storage), 1, size) for storage, size in live.items()),
+        timeline=_timeline_of_trace(trace, changes, phases),
+    )
 
 
 def _largest_groups(allocations: Iterable[tuple[AllocationKind, int, int]]) -> tuple[AllocationGroup, ...]:
@@ -170,8 +165,8 @@ def _explain_extrapolation(
     deep: Extrapolation, prediction: Prediction, steps: TracedSteps, granularity_bytes: int
 ) -> Explanation:
     """Explain the peak of a model that was extrapolated from shallow ones."""
-    phase = prediction.worst_phase
-    in_phase = [window.contents for window in deep.windows.values() if window.phase == phase]
+    phase, windows = prediction.worst_phase, deep[0]
+    in_phase = [window.contents for window in windows.values() if window.phase == phase]
     fullest = max(in_phase, key=lambda contents: peak_of(contents, granularity_bytes).bytes)
     allocations = (
         (label, count, count * (-(-size // granularity_bytes) * granularity_bytes))
@@ -194,13 +189,14 @@ def _timeline_of_windows(
     def visit_of(item: tuple[Place, Window]) -> int:
         return item[0][0]
 
-    for _, group in groupby(sorted(deep.windows.items(), key=visit_of), key=visit_of):
+    windows, repetition = deep
+    for _, group in groupby(sorted(windows.items(), key=visit_of), key=visit_of):
         visit = dict(group)
         phase, micro_batch = next((window.phase, window.micro_batch) for window in visit.values())
         if not shown[phase in UPDATE_PHASES, micro_batch]:
             continue
         sizes = {place[1:]: peak_of(window.contents, granularity_bytes).by_category for place, window in visit.items()}
-        for by_category in _in_order(sizes, deep.repetition, backward=phase == "backward"):
+        for by_category in _in_order(sizes, repetition, backward=phase == "backward"):
             yield phase, by_category
 
 

@@ -4,8 +4,8 @@ None of this can be traced. Every figure says whether it was measured, and on wh
 margin, which is reported beside them and never added to them.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -14,13 +14,11 @@ from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.units import MIB
 from lean_finetune.distributed.sharding_modes import READ_BY_EVERY_PROCESS
-from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.gpus import Device, Figure
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values, weight_lines
 from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, target_of
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batch_loader import BATCHES_AHEAD
-
-Basis = Literal["measured", "assumed", "documented", "derived"]
 
 IMPORTS_BYTES = 426 * MIB
 """RAM of a process after the imports of stage train, measured with PyTorch 2.13 for CPUs."""
@@ -39,17 +37,6 @@ BATCH_TOKEN_BYTES = 100
 """RAM of a batch per token (see lean_finetune.step.batch_loader)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A figure of process.json."""
-
-    bytes: int
-    margin_bytes: int
-    """Uncertainty: up to this much more; 0 for exact figures."""
-    basis: Basis
-    why: str
-
-
 def _derived(count: int, why: str) -> Figure:
     """An exact figure."""
     return Figure(bytes=count, margin_bytes=0, basis="derived", why=why)
@@ -62,7 +49,7 @@ def on_device(device: Device, gpus: int = 1) -> dict[str, Figure]:
     if gpus > 1:
         nccl = Figure(bytes=NCCL_BYTES, margin_bytes=NCCL_MARGIN_BYTES, basis="assumed", why=NCCL_WHY)
     return {
-        "cuda_context": Figure(**asdict(device.context)),
+        "cuda_context": device.context,
         "cublas_workspaces": Figure(
             bytes=target_of(device).constant_bytes, margin_bytes=0, basis="documented", why=workspaces
         ),
@@ -94,8 +81,6 @@ def on_host(
     shapes = model_shapes(config)
     largest = max(parameter.values for parameter in shapes.parameters)
     threads = 1 if spec.method in ("qlora", "int8_lora") else LOADING_THREADS
-    moving = f"{threads} weight(s) on their way, as stored and converted; the largest has {largest} values"
-    imports = "after imports, measured with PyTorch for CPUs; the margin is for CUDA's libraries"
     figures: dict[str, Figure] = {}
     if pinned_bytes:
         why = "what layers keep for backward, page-locked in blocks of powers of two"
@@ -105,10 +90,12 @@ def on_host(
             "weights or their copies, their optimizer's state, gradients or the largest one, buffers that tensors pass"
         )
         figures["optimizer"] = _derived(optimizer_bytes, why)
-    figures["process"] = Figure(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=imports)
-    figures["loading"] = _derived(threads * largest * (stored.itemsize + spec.dtype.itemsize), moving)
+    why = "after imports, measured with PyTorch for CPUs; the margin is for CUDA's libraries"
+    figures["process"] = Figure(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=why)
+    why = f"{threads} weight(s) on their way, as stored and converted; the largest has {largest} values"
+    figures["loading"] = _derived(threads * largest * (stored.itemsize + spec.dtype.itemsize), why)
     if sharding in SPLIT_WEIGHTS:
-        # The whole model is read on one process's host and handed to the GPUs layer by layer.
+        # One process reads the model on its host and sends it to the GPUs layer by layer.
         model_bytes = sum(line.total_bytes(1) for line in weight_lines(shapes, spec))
         if spec.adapted:
             model_bytes += trained_values(shapes, spec) * spec.adapter_dtype.itemsize
@@ -121,10 +108,7 @@ def on_host(
 def needed_bytes(figures: dict[str, Figure], processes: int = 1, readers: int = 1) -> int:
     """RAM of all processes on a host, without margins: loading is over before batches are created.
 
-    Args:
-        figures: of a process that reads weights.
-        processes: number on the host.
-        readers: how many of them read weights.
+    `figures` are of a process that reads weights, as `readers` of them do.
     """
     loading = sum(figures[name].bytes for name in LOADING if name in figures)
     training = sum(figure.bytes for name, figure in figures.items() if name not in (*LOADING, "process"))

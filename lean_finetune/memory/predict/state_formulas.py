@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from lean_finetune.config.train_schema import ALL_LINEAR
-from lean_finetune.memory.predict.optimizer_states import optimizer_tensors
+from lean_finetune.memory.predict.optimizer_states import FP32_BYTES, PAGED, Line, optimizer_tensors
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
@@ -24,9 +24,6 @@ from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.step.host_transfer import STAGING_BYTES
 
-FP32_BYTES = 4
-PAGED = "paged_optimizer"
-"""Category of optimizer state in CUDA managed memory, outside of the device's allocator."""
 ON_HOST = "host_optimizer"
 """Category of optimizer state and weights in host memory (train.offload)."""
 NF4_BITS = 4
@@ -63,28 +60,6 @@ class ModelShapes:
         return sum(parameter.values for parameter in self.parameters)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """Tensors of one kind and category."""
-
-    category: str
-    what: str
-    """Description for users: what the tensors are and how large each value is."""
-    tensor_bytes: tuple[int, ...]
-    """Size of each tensor."""
-    divides: bool = True
-    """Whether sharding divides these tensors among GPUs; else every GPU has all of them."""
-
-    def total_bytes(self, granularity_bytes: int, parts: int = 1) -> int:
-        """Bytes on one of `parts` GPUs, each tensor rounded up to a multiple of `granularity_bytes`.
-
-        Step counts (one fp32 value) are on every GPU.
-        """
-        parts = parts if self.divides else 1
-        sizes = (-(-size // (parts if size > FP32_BYTES else 1)) for size in self.tensor_bytes)
-        return sum(-(-size // granularity_bytes) * granularity_bytes for size in sizes)
-
-
 def model_shapes(config: PretrainedConfig) -> ModelShapes:
     """Shapes of a model's parameters, without allocating them."""
     model = meta_model(config)
@@ -111,8 +86,7 @@ def state_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[L
     """
     spec, masters = setting.model, setting.master_weights
     if setting.offload == "parameters":
-        lines = [*_quantisation_lines(shapes, spec), _buffers(shapes)]
-        return tuple(line for line in lines if line.tensor_bytes)
+        return tuple(line for line in (*_quantisation_lines(shapes, spec), _buffers(shapes)) if line.tensor_bytes)
     lines = weight_lines(shapes, spec)
     trained, element_bytes = _trained(shapes, spec)
     sizes = [math.prod(shape) * element_bytes for shape in trained]
@@ -120,16 +94,16 @@ def state_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[L
     if spec.method != "full":
         kind = "DoRA" if spec.lora_dora else "LoRA"
         name = "fp32" if element_bytes == FP32_BYTES else "bf16"
-        lines.append(_line(ADAPTERS, f"{kind} of rank {spec.lora_rank}, {name}", sizes))
+        lines.append(Line.of(ADAPTERS, f"{kind} of rank {spec.lora_rank}, {name}", sizes))
         if spec.keeps_first_adapters and not cuda:
-            lines.append(_line(ADAPTERS, "adapters at the start, fp32", fp32_sizes))
+            lines.append(Line.of(ADAPTERS, "adapters at the start, fp32", fp32_sizes))
     if not setting.optimizer_in_backward:
-        lines.append(_line(GRADIENTS, f"one per trained value, {element_bytes} bytes", sizes))
+        lines.append(Line.of(GRADIENTS, f"one per trained value, {element_bytes} bytes", sizes))
     if setting.offload == "none":
         if masters:
-            lines.append(_line(OPTIMIZER, "master weights, fp32", fp32_sizes))
+            lines.append(Line.of(OPTIMIZER, "master weights, fp32", fp32_sizes))
         states = optimizer_tensors(trained, FP32_BYTES if masters else element_bytes, setting.optimizer, cuda=cuda)
-        lines += [_line(OPTIMIZER, state.what, state.tensor_bytes) for state in states if not state.paged]
+        lines += [line for line in states if line.category == OPTIMIZER]
     return tuple(line for line in lines if line.tensor_bytes)
 
 
@@ -144,14 +118,14 @@ def host_lines(shapes: ModelShapes, setting: Setting) -> tuple[Line, ...]:
     values = [math.prod(shape) for shape in trained]
     name = "fp32" if copy_bytes == FP32_BYTES else "bf16"
     return (
-        _line(ON_HOST, f"copies of the weights, {name}", (count * copy_bytes for count in values)),
+        Line.of(ON_HOST, f"copies of the weights, {name}", (count * copy_bytes for count in values)),
         *(
-            _line(ON_HOST, state.what, state.tensor_bytes)
-            for state in optimizer_tensors(trained, copy_bytes, setting.optimizer, cuda=False)
-            if state.tensor_bytes
+            replace(line, category=ON_HOST)
+            for line in optimizer_tensors(trained, copy_bytes, setting.optimizer, cuda=False)
+            if line.tensor_bytes
         ),
-        _line(ON_HOST, f"room for the largest gradient, {name}", (max(values) * copy_bytes,)),
-        _line(ON_HOST, "buffer on the way, page-locked", (min(STAGING_BYTES, max(values) * element_bytes),)),
+        Line.of(ON_HOST, f"room for the largest gradient, {name}", (max(values) * copy_bytes,)),
+        Line.of(ON_HOST, "buffer on the way, page-locked", (min(STAGING_BYTES, max(values) * element_bytes),)),
     )
 
 
@@ -160,7 +134,7 @@ def paged_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[L
     trained, element_bytes = _trained(shapes, setting.model)
     value_bytes = FP32_BYTES if setting.master_weights else element_bytes
     states = optimizer_tensors(trained, value_bytes, setting.optimizer, cuda=cuda)
-    return tuple(_line(PAGED, state.what, state.tensor_bytes) for state in states if state.paged and state.tensor_bytes)
+    return tuple(line for line in states if line.category == PAGED and line.tensor_bytes)
 
 
 def trained_values(shapes: ModelShapes, spec: ModelSpec) -> int:
@@ -207,26 +181,20 @@ def host_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
     return sum(line.total_bytes(1, holders) for line in host_lines(model_shapes(config), setting))
 
 
-def _line(category: str, what: str, sizes: Iterable[int]) -> Line:
-    return Line(category=category, what=what, tensor_bytes=tuple(sizes))
-
-
 def _buffers(shapes: ModelShapes) -> Line:
-    """The model's buffers."""
     return Line(category=WEIGHTS, what="buffers", tensor_bytes=shapes.buffer_bytes, divides=False)
 
 
 def weight_lines(shapes: ModelShapes, spec: ModelSpec) -> list[Line]:
     """Parameters in the type of `train.precision`, quantised ones with their scales, and buffers; without adapters."""
     bits = PACKED_BITS.get(spec.method)
-    packed = [p for p in shapes.parameters if p.linear and bits is not None]
-    plain = [p for p in shapes.parameters if not (p.linear and bits is not None)]
-    element_bytes = spec.dtype.itemsize
-    name = DTYPE_NAMES[spec.dtype]
-    lines = [_line(WEIGHTS, f"{name}, {element_bytes} bytes a value", (p.values * element_bytes for p in plain))]
+    plain = [p for p in shapes.parameters if bits is None or not p.linear]
+    what, size = f"{DTYPE_NAMES[spec.dtype]}, {spec.dtype.itemsize} bytes a value", spec.dtype.itemsize
+    lines = [Line.of(WEIGHTS, what, (p.values * size for p in plain))]
     if bits is not None:
+        packed = [p for p in shapes.parameters if p.linear]
         what = f"{spec.quant_type.upper()}, half a byte a value" if bits == NF4_BITS else "int8, a byte a value"
-        lines.append(_line(WEIGHTS, what, (-(-p.values * bits // 8) for p in packed)))
+        lines.append(Line.of(WEIGHTS, what, (-(-p.values * bits // 8) for p in packed)))
     return [*lines, _buffers(shapes), *_quantisation_lines(shapes, spec)]
 
 
@@ -234,21 +202,21 @@ def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
     """Scales of 4-bit weights (Dettmers 2023, arXiv 2305.14314, section 3) and 8-bit ones (2022, arXiv 2208.07339)."""
     if spec.method == "int8_lora":
         rows = (p.shape[0] * FP32_BYTES for p in shapes.parameters if p.linear)
-        yield _line(QUANTISATION_STATE, "scales, fp32 per row of a weight", rows)
+        yield Line.of(QUANTISATION_STATE, "scales, fp32 per row of a weight", rows)
     if spec.method != "qlora":
         return
     blocks = [-(-p.values // BLOCK_WEIGHTS) for p in shapes.parameters if p.linear]
     if not spec.double_quant:
         scales = f"scales, fp32 per {BLOCK_WEIGHTS} values"
-        yield _line(QUANTISATION_STATE, scales, (count * FP32_BYTES for count in blocks))
-        yield _line(QUANTISATION_STATE, "code books, fp32", (LEVELS_4BIT * FP32_BYTES for _ in blocks))
+        yield Line.of(QUANTISATION_STATE, scales, (count * FP32_BYTES for count in blocks))
+        yield Line.of(QUANTISATION_STATE, "code books, fp32", (LEVELS_4BIT * FP32_BYTES for _ in blocks))
         return
     nested = [-(-count // NESTED_BLOCK_VALUES) for count in blocks]
-    yield _line(QUANTISATION_STATE, f"scales, a byte per {BLOCK_WEIGHTS} values", blocks)
+    yield Line.of(QUANTISATION_STATE, f"scales, a byte per {BLOCK_WEIGHTS} values", blocks)
     scales = f"scales of scales, fp32 per {NESTED_BLOCK_VALUES} scales"
-    yield _line(QUANTISATION_STATE, scales, (count * FP32_BYTES for count in nested))
+    yield Line.of(QUANTISATION_STATE, scales, (count * FP32_BYTES for count in nested))
     books = (levels * FP32_BYTES for levels in (LEVELS_4BIT, BYTE_LEVELS, 1) for _ in blocks)
-    yield _line(QUANTISATION_STATE, "code books and an offset per layer, fp32", books)
+    yield Line.of(QUANTISATION_STATE, "code books and an offset per layer, fp32", books)
 
 
 def _adapter_shapes(shapes: ModelShapes, spec: ModelSpec) -> Iterator[tuple[int, ...]]:

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lean_finetune.config.field_types import OffloadActivations
 from lean_finetune.memory.predict.depth_extrapolation import NotRepeated
 from lean_finetune.memory.predict.layer_structure import Repetition
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, MemoryTrace
-from lean_finetune.step.activation_offload import ActivationOffload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,12 +45,6 @@ class CountingStore:
 
     def _drop(self, size: int) -> None:
         self._bytes -= size
-
-
-def counting(trace: MemoryTrace, choice: OffloadActivations) -> tuple[CountingStore, ActivationOffload | None]:
-    """A trace's store, and the offload that writes to it; None if activations stay on the device."""
-    store = CountingStore(trace, pinned=choice == "cpu")
-    return store, None if choice == "none" else ActivationOffload(store)
 
 
 def offloaded_bytes(traces: Sequence[MemoryTrace], repetition: Repetition) -> int:

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_offload import counting
+from lean_finetune.memory.predict.traced_offload import CountingStore
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode
 from lean_finetune.memory.trace.cuda_kernels import Target
@@ -17,6 +17,7 @@ from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace
 from lean_finetune.memory.trace.static_state import register_rng_states, register_state
 from lean_finetune.memory.trace.trace_errors import refuse_untraceable
 from lean_finetune.model.load_model import fake_model
+from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, empty_batch, idle_batch
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss_scaling import LossScaler
@@ -60,16 +61,8 @@ def _run_steps(
 ) -> tuple[int, int]:
     """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
     optimizer = build_optimizer(parallel.owned, setting.optim_spec, trace.on_host)
-    cuda, weights_on_host = target.foreach, setting.offload == "parameters"
-    register_state(
-        trace,
-        parallel,
-        optimizer,
-        setting.model,
-        setting.optimizer,
-        cuda=target.foreach,
-        weights_on_host=weights_on_host,
-    )
+    cuda, on_host, model = target.foreach, setting.offload == "parameters", setting.model
+    register_state(trace, parallel, optimizer, model, setting.optimizer, cuda=cuda, weights_on_host=on_host)
     trace.register_bytes(target.constant_bytes, WORKSPACE)
     trace.begin_steps(parallel.model)
     spec = StepSpec(
@@ -78,10 +71,11 @@ def _run_steps(
         foreach=cuda,
         optimizer_in_backward=setting.optimizer_in_backward,
     )
-    scaler = LossScaler(finite=lambda norm: True) if setting.model.scales_loss else None
-    store, offload = counting(trace, setting.offload_activations)
+    scaler = LossScaler(finite=lambda norm: True) if model.scales_loss else None
+    store = CountingStore(trace, pinned=setting.offload_activations == "cpu")
+    offload = None if setting.offload_activations == "none" else ActivationOffload(store)
     highest_bytes, position = 0, (0, 0)
-    cuda_autocast = cuda and setting.model.autocast_dtype is not None
+    cuda_autocast = cuda and model.autocast_dtype is not None
     accumulates_gradients = setting.sharing is not None and setting.sharing.accumulates_gradients
 
     def batches(step: int) -> Iterator[Batch]:
@@ -102,10 +96,10 @@ def _run_steps(
                 optimizer,
                 batches(step),
                 supervised_tokens=1,
-                model_spec=setting.model,
+                model_spec=model,
                 spec=spec,
                 phase=lambda name: _phase(
-                    trace, name, cuda_autocast=cuda_autocast, on_host=weights_on_host and name in UPDATE_PHASES
+                    trace, name, cuda_autocast=cuda_autocast, on_host=on_host and name in UPDATE_PHASES
                 ),
                 guard=lambda losses, norm: None,
                 scaler=scaler,
