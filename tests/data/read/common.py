@@ -1,7 +1,10 @@
-"""A lock for files of a test, and their rows."""
+"""Files of a test in binary formats, their lock, and their rows."""
 
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.data.read.decode_rows import decode
@@ -34,3 +37,24 @@ def values_of(path: Path, max_rows: int | None = None, block_bytes: int = BLOCK_
     rows = rows_of(path, max_rows, block_bytes)
     assert [row.fault for row in rows if row.fault] == []
     return [row.value for row in rows]
+
+
+def parquet(rows: list[dict] | pa.Table) -> bytes:
+    table = pa.Table.from_pylist(rows) if isinstance(rows, list) else rows
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(table: pa.Table, is_file: bool) -> bytes:
+    sink = pa.BufferOutputStream()
+    with (pa.ipc.new_file if is_file else pa.ipc.new_stream)(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
