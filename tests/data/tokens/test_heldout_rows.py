@@ -63,7 +63,7 @@ def test_one_prompt_in_all_rows_names_two_remedies(run_rows):
 
 
 def test_trained_rows_are_not_held_out_under_another_name(run_rows):
-    """An evaluation on what was trained tells nothing."""
+    """An evaluation on trained rows measures memory, not learning."""
     write_rows(Path("elsewhere/same.jsonl"), ROWS)
     refusal = error(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="elsewhere"))
     assert refusal.startswith("data.heldout_source: same.jsonl has the content of a data.source file (rows.jsonl)")
@@ -73,9 +73,3 @@ def test_a_heldout_source_without_a_usable_row_is_refused(run_rows):
     write_rows(Path("test.jsonl"), [chat_row("word " * 600)])
     refusal = error(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="test.jsonl"))
     assert refusal.startswith("data.heldout_source: leaves no row to evaluate on, 1 lost their answer")
-
-
-def test_a_missing_heldout_source_is_refused_under_its_key(run_rows):
-    assert error(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="no.jsonl")).startswith(
-        "data.heldout_source: no such file or directory; got 'no.jsonl'"
-    )

@@ -1,10 +1,9 @@
-"""The tokenize stage as a user runs it: its files, its determinism, its refusals, its end by force."""
+"""The tokenize stage as a user runs it: its files, its determinism, its refusals."""
 
 import hashlib
 import json
 import os
 import resource
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,33 +14,24 @@ from stages.tokenize import main as tokenize
 from tests.data.tokens.common import chat_row, contents, conversation, decoder, meta, read_tokens, spans_of
 from tests.workspace import error, invoke, run_module, write_rows
 
-OUT, METRICS = Path("data/tokens"), Path("data/tokens/figures.json")
+OUT, FIGURES = Path("data/tokens"), Path("data/tokens/figures.json")
 ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(60)]
 
 
 def snapshot() -> dict[str, bytes]:
-    return contents(OUT, METRICS)
+    return contents(OUT, FIGURES)
 
 
-def test_every_row_is_on_one_side_with_its_number_family_and_text(run, tiny_dir):
-    rows = [row | ({"family": "sums"} if n % 2 else {}) for n, row in enumerate(ROWS)]
-    assert run(write_rows(Path("rows.jsonl"), rows)).exit_code == 0
-    train, heldout = read_tokens(OUT / "train"), read_tokens(OUT / "heldout")
-    assert sorted(row["source_row"] for row in train + heldout) == list(range(len(rows)))
-    assert [row["source_row"] for row in train] == sorted(row["source_row"] for row in train)
-    decode = decoder(tiny_dir)
-    for row in train + heldout:
-        source = rows[row["source_row"]]
-        assert row["family"] == source.get("family")
-        [(start, end)] = spans_of(row)
-        assert decode(row["input_ids"][start:end]) == source["messages"][1]["content"] + "<|im_end|>"
-        assert end == len(row["input_ids"])
-    assert 2 <= len(heldout) <= 30
-
-
-def test_index_meta_histogram_and_metrics_say_what_the_rows_hold(run, tiny_dir):
+def test_rows_index_meta_histogram_and_figures_agree(run, tiny_dir):
     assert run(write_rows(Path("rows.jsonl"), ROWS)).exit_code == 0
     train, heldout = read_tokens(OUT / "train"), read_tokens(OUT / "heldout")
+    assert sorted(row["source_row"] for row in train + heldout) == list(range(len(ROWS)))
+    assert 2 <= len(heldout) <= 30
+    decode = decoder(tiny_dir)
+    for row in train + heldout:
+        [(start, end)] = spans_of(row)
+        answer = ROWS[row["source_row"]]["messages"][1]["content"]
+        assert decode(row["input_ids"][start:end]) == f"{answer}<|im_end|>" and end == len(row["input_ids"])
     lengths = [len(row["input_ids"]) for row in train]
     supervised = [sum(end - start for start, end in spans_of(row)) for row in train]
     assert read_tokens(OUT / "train-index.arrow") == [
@@ -50,33 +40,33 @@ def test_index_meta_histogram_and_metrics_say_what_the_rows_hold(run, tiny_dir):
     ]
     assert len(read_tokens(OUT / "heldout-index.arrow")) == len(heldout)
     about = meta(OUT)
-    assert (about["train_rows"], about["heldout_rows"]) == (len(train), len(heldout))
-    assert about["longest"] == max(len(row["input_ids"]) for row in train + heldout)
     [source] = about["sources"]
+    named = {token["content"]: token["id"] for token in read_json(tiny_dir / "tokenizer.json")["added_tokens"]}
+    expected = {
+        "schema": 2,
+        "shards": 1,
+        "files": ["rows.jsonl"],
+        "train_rows": len(train),
+        "heldout_rows": len(heldout),
+        "longest": max(len(row["input_ids"]) for row in train + heldout),
+        "chat_template_method": "marks",
+        "pad_id": named["<|pad|>"],
+        "eos_id": named["<|im_end|>"],
+    }
+    assert {name: about[name] for name in expected} == expected
     assert (source["format"], source["format_reason"]) == ("messages", "the first row has messages")
-    assert about["files"] == ["rows.jsonl"] and (about["schema"], about["shards"]) == (2, 1)
-    assert (about["chat_template_method"], source["train_tokens"]) == ("marks", sum(lengths))
-    ids = json.loads((tiny_dir / "tokenizer.json").read_text())["added_tokens"]
-    named = {token["content"]: token["id"] for token in ids}
-    assert (about["pad_id"], about["eos_id"]) == (named["<|pad|>"], named["<|im_end|>"])
-    metrics = read_json(METRICS)
-    assert metrics["train_tokens"] == sum(lengths) and metrics["supervised_tokens"] == sum(supervised)
-    assert metrics["supervised_percent"] == pytest.approx(100 * sum(supervised) / sum(lengths), abs=1e-3)
-    assert metrics["mean_length"] == pytest.approx(np.mean(lengths), abs=1e-3)
-    assert (metrics["truncated_rows"], metrics["dropped_rows"]) == (0, 0)
-    histogram = [tuple(map(int, line.split(","))) for line in (OUT / "lengths.csv").read_text().splitlines()[1:]]
-    edges = [edge for edge, _ in histogram]
-    counted = Counter(min(edge for edge in edges if edge >= length) for length in lengths)
-    assert histogram == [(edge, counted[edge]) for edge in edges]
+    assert source["train_tokens"] == sum(lengths)
+    figures = read_json(FIGURES)
+    assert figures["train_tokens"] == sum(lengths) and figures["supervised_tokens"] == sum(supervised)
+    assert figures["supervised_percent"] == pytest.approx(100 * sum(supervised) / sum(lengths), abs=1e-3)
+    assert figures["mean_length"] == pytest.approx(np.mean(lengths), abs=1e-3)
+    assert (figures["truncated_rows"], figures["dropped_rows"]) == (0, 0)
 
 
-def test_two_runs_give_the_same_bytes_also_in_another_process(run):
+def test_another_process_gives_the_same_bytes(run):
     """Threads, dict order or a clock in the output would rerun everything that follows."""
-    source = write_rows(Path("rows.jsonl"), ROWS)
-    run(source)
+    run(write_rows(Path("rows.jsonl"), ROWS))
     first = snapshot()
-    run(source)
-    assert snapshot() == first
     process = run_module("stages.tokenize", cwd=Path.cwd(), env={"RAYON_NUM_THREADS": "2", "PYTHONHASHSEED": "7"})
     assert process.returncode == 0, process.stderr
     assert snapshot() == first
@@ -93,52 +83,35 @@ def test_rows_do_not_change_sides_when_others_are_added_or_answers_change(run):
     assert before < after and after - before <= {row["messages"][0]["content"] for row in more[:40]}
 
 
-def test_long_rows_are_truncated_and_rows_without_an_answer_are_dropped(run):
-    long_answer = chat_row("Hi", "word " * 100)
-    long_prompt = chat_row("word " * 100, "Yes.")
-    rows = [*ROWS, long_answer, long_prompt]
+def test_rows_that_were_left_out_or_truncated_are_counted_in_notes(run):
+    rows = [chat_row("Hi", ""), *ROWS, chat_row("Hi", "word " * 100), chat_row("word " * 100, "Yes.")]
     result = run(write_rows(Path("rows.jsonl"), rows), data__max_length=64)
     assert result.exit_code == 0
     assert (
-        "note: 2 of 62 rows (3.2 %) were truncated at data.max_length=64; raise data.max_length\n"
-        "note: 1 of 62 rows (1.6 %) were dropped because no answer was left within data.max_length=64 (first at "
-        "rows.jsonl:62); raise data.max_length\n"
+        "note: 2 of 63 rows (3.2 %) were truncated at data.max_length=64; raise data.max_length\n"
+        "note: 1 of 63 rows (1.6 %) were dropped because no answer was left within data.max_length=64 (first at "
+        "rows.jsonl:63); raise data.max_length\n"
+        "note: 1 of 63 rows (1.6 %) were dropped because an answer in them is empty (first at rows.jsonl:1); fill"
     ) in result.stderr
-    kept = {row["source_row"]: row for name in ("train", "heldout") for row in read_tokens(OUT / name)}
-    assert len(kept[60]["input_ids"]) == 64 and spans_of(kept[60])[-1][1] == 64
-    assert 61 not in kept
-    metrics = read_json(METRICS)
-    assert (metrics["truncated_rows"], metrics["dropped_rows"], metrics["longest"]) == (2, 1, 64)
+    used = {row["source_row"]: row for name in ("train", "heldout") for row in read_tokens(OUT / name)}
+    assert sorted(used) == list(range(1, 62))
+    assert len(used[61]["input_ids"]) == 64 and spans_of(used[61])[-1][1] == 64
+    figures = read_json(FIGURES)
+    names = ("truncated_rows", "dropped_rows", "empty_answer_rows", "longest")
+    assert [figures[name] for name in names] == [2, 2, 1, 64]
 
 
-@pytest.mark.parametrize("over_length, told_as", [("truncate", "rows"), ("split", "rows and chunks of split rows")])
-def test_duplicates_are_counted_by_what_was_compared(run, over_length, told_as):
+@pytest.mark.parametrize("over_length, compared", [("truncate", "rows"), ("split", "rows and chunks of split rows")])
+def test_duplicates_are_counted_by_what_was_compared(run, over_length, compared):
     """Chunks of a split row are dropped one by one, so there may be more duplicates than rows."""
-    rows = [*ROWS, chat_row("Hi", "word " * 400), chat_row("Hi", "word " * 400)]
-    result = run(
-        write_rows(Path("rows.jsonl"), rows),
-        data__max_length=64,
-        data__over_length=over_length,
-        data__drop_duplicates=True,
-    )
+    path = write_rows(Path("rows.jsonl"), [*ROWS, *[chat_row("Hi", "word " * 400)] * 2])
+    result = run(path, data__max_length=64, data__over_length=over_length, data__drop_duplicates=True)
     assert result.exit_code == 0
-    metrics = read_json(METRICS)
-    duplicates, kept = metrics["duplicate_rows"], metrics["train_rows"] + metrics["heldout_rows"]
-    assert (metrics["split_rows"], duplicates > 3) == ((2, True) if over_length == "split" else (0, False))
-    note = f"note: {duplicates} of {duplicates + kept} {told_as} were dropped because their tokens equal"
+    figures = read_json(FIGURES)
+    duplicates, used = figures["duplicate_rows"], figures["train_rows"] + figures["heldout_rows"]
+    assert (figures["split_rows"], duplicates > 3) == ((2, True) if over_length == "split" else (0, False))
+    note = f"note: {duplicates} of {duplicates + used} {compared} were dropped because their tokens equal"
     assert note in result.stderr
-
-
-def test_rows_with_an_empty_answer_are_dropped_with_a_note(run):
-    """Trained on, they teach to say nothing. The first row's end of turn is checked on the first row that is kept."""
-    rows = [chat_row("Hi", ""), *ROWS, chat_row("Ho", " \n")]
-    result = run(write_rows(Path("rows.jsonl"), rows))
-    note = "note: 2 of 62 rows (3.2 %) were dropped because an answer in them is empty (first at rows.jsonl:1); fill"
-    assert result.exit_code == 0 and note in result.stderr and "cut at" not in result.stderr
-    kept = [row["source_row"] for name in ("train", "heldout") for row in read_tokens(OUT / name)]
-    assert sorted(kept) == list(range(1, 61))
-    metrics = read_json(METRICS)
-    assert (metrics["truncated_rows"], metrics["dropped_rows"], metrics["empty_answer_rows"]) == (0, 2, 2)
 
 
 def tokens_of_sides() -> list[list[tuple[list[int], list[int]]]]:
@@ -161,18 +134,17 @@ def test_lines_arrays_and_directories_give_the_same_tokens(run, max_rows):
 
 REFUSED = {
     "broken JSON": ('{"text": "a"}\n{"text": \n', {}, "rows.jsonl:2: not JSON ("),
-    "no assistant": ('{"messages": [{"role": "user", "content": "Q"}]}\n', {}, "rows.jsonl:1: no assistant turn"),
-    "unknown shape": ('{"q": 1}\n', {}, 'rows.jsonl:1: data.format auto knows no format with the keys ["q"]'),
-    "later shape": ('{"text": "a"}\n\n{"q": "b"}\n', {}, "rows.jsonl:3: a row of data.format text needs 'text'"),
-    "named shape": ('{"text": "a"}\n', {"data__format": "alpaca"}, "rows.jsonl:1: a row of data.format alpaca needs"),
+    "unknown format of a row": ('{"q": 1}\n', {}, 'rows.jsonl:1: data.format auto knows no format with the keys ["q"]'),
+    "another format later": (
+        '{"text": "a"}\n\n{"q": "b"}\n',
+        {},
+        "rows.jsonl:3: a row of data.format text needs 'text'",
+    ),
     "unknown format": ('{"text": "a"}\n', {"data__format": "csv"}, "data.format: "),
     "none to read": ("{]\n\n}\n", {"data__on_bad_row": "skip"}, "rows.jsonl:1: not JSON ("),
     "no rows": ("\n \n", {}, "data.source: rows.jsonl holds no rows"),
-    "no array rows": ("[]", {}, "data.source: rows.jsonl holds no rows"),
-    "none held out": ('{"text": "a"}\n', {"data__heldout_fraction": 0.01}, "data.heldout_fraction: leaves no row to"),
     "none trained": ('{"text": "a"}\n', {"data__heldout_fraction": 0.99}, "data.heldout_fraction: leaves no row to"),
-    "all cut off": (json.dumps(chat_row("word " * 99)) + "\n", {"data__max_length": 8}, "data.source: none of the"),
-    "all empty": (json.dumps(chat_row("Q", "")) + "\n", {}, "data.source: none of the 1 rows is usable (1 have an"),
+    "no answer left": (json.dumps(chat_row("word " * 99)) + "\n", {"data__max_length": 8}, "data.source: none of the"),
     "all skipped": ('{"q": 1}\n' * 3, {"data__format": "alpaca", "data__on_bad_row": "skip"}, "data.source: none"),
     "deep tools": (
         json.dumps(chat_row())[:-1] + ', "tools": [' + '{"a":' * 900 + "1" + "}" * 900 + "]}\n",
@@ -195,18 +167,13 @@ def test_bad_input_is_refused_in_one_line(run, text, values, rule):
 
 
 def test_a_refusal_leaves_the_last_tokens_unchanged(run):
-    assert run(write_rows(Path("good.jsonl"), ROWS)).exit_code == 0
-    before = snapshot()
-    Path("rows.jsonl").write_text("{")
-    assert error(run("rows.jsonl")).startswith("rows.jsonl:1: not JSON")
-    assert snapshot() == before and [path.name for path in Path("data").iterdir()] == ["tokens"]
-
-
-def test_a_source_edited_between_pinning_and_reading_is_refused(run):
-    """Otherwise the tokens would be of other rows than the lock names."""
     source = write_rows(Path("rows.jsonl"), ROWS)
-    run(source)
+    assert run(source).exit_code == 0
     before = snapshot()
+    Path("bad.jsonl").write_text("{")
+    assert error(run("bad.jsonl")).startswith("bad.jsonl:1: not JSON")
+    assert snapshot() == before and [path.name for path in Path("data").iterdir()] == ["tokens"]
+    run(source)
     write_rows(source, ROWS[1:])
     assert error(invoke(tokenize)) == "rows.jsonl: changed since it was pinned; run `dvc repro` again"
     assert snapshot() == before
@@ -251,11 +218,11 @@ def test_a_full_disk_leaves_the_last_tokens_unchanged(run):
 )
 def test_public_data_goes_through_with_every_answer_trained(run, public_data, tiny_dir, name, shape, rows):
     source = public_data / name
-    uncut = dict.fromkeys(("data__max_length", "bucket__max_tokens", "evaluate__max_tokens"), 16_384)
-    assert run(source, data__heldout_fraction=0.05, **uncut).exit_code == 0
-    metrics = read_json(METRICS)
-    assert metrics["format"] == shape
-    assert metrics["train_rows"] + metrics["heldout_rows"] == rows and metrics["dropped_rows"] == 0
+    limits = dict.fromkeys(("data__max_length", "bucket__max_tokens", "evaluate__max_tokens"), 16_384)
+    assert run(source, data__heldout_fraction=0.05, **limits).exit_code == 0
+    figures = read_json(FIGURES)
+    assert figures["format"] == shape
+    assert figures["train_rows"] + figures["heldout_rows"] == rows and figures["dropped_rows"] == 0
     values, decode = json.loads(source.read_text()), decoder(tiny_dir)
     for row in read_tokens(OUT / "heldout"):
         messages = conversation(values[row["source_row"]], shape).messages
