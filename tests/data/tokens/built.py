@@ -11,8 +11,8 @@ from tests.conftest import ROOT
 # The patterns match contractions, letters with a preceding character, numbers, punctuation, white space.
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3_CUT = rf"{_LETTERS}|\p{{N}}{{1,3}}|{_OTHERS}"
-QWEN2_CUT = rf"{_LETTERS}|\p{{N}}|{_OTHERS}"
+LLAMA3_PATTERN = rf"{_LETTERS}|\p{{N}}{{1,3}}|{_OTHERS}"
+QWEN2_PATTERN = rf"{_LETTERS}|\p{{N}}|{_OTHERS}"
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SENTENCEPIECE_TOKENS = ("<unk>", "<s>", "</s>")
 
@@ -36,8 +36,8 @@ def byte_level(style: str) -> Tokenizer:
     if style == "gpt2":
         tokenizer.pre_tokenizer = byte_pairs
     else:
-        cut = {"llama3": LLAMA3_CUT, "qwen2": QWEN2_CUT}[style]
-        split = pre_tokenizers.Split(Regex(cut), behavior="isolated")
+        pattern = {"llama3": LLAMA3_PATTERN, "qwen2": QWEN2_PATTERN}[style]
+        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_pairs])
     if style == "qwen2":
         tokenizer.normalizer = normalizers.NFC()

@@ -16,7 +16,7 @@ from lean_finetune.data.encode.engine_choice import choose_engine, load_engine
 from lean_finetune.data.encode.engine_probes import EDGE_CASES, probe_texts
 from lean_finetune.data.encode.tiktoken_engine import TiktokenEngine
 from lean_finetune.data.encode.tokenizers_engine import TokenizersEngine
-from tests.data.tokens.built import LLAMA3_CUT, byte_level, sample_texts, save, sentencepiece
+from tests.data.tokens.built import LLAMA3_PATTERN, byte_level, sample_texts, save, sentencepiece
 
 STYLES = ("gpt2", "llama3", "qwen2")
 
@@ -28,9 +28,12 @@ def directories(tmp_path_factory, tiny_dir) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("style", [*STYLES, "tiny"])
-def test_byte_level_tokenizers_are_proven_equal(directories, style):
+def test_byte_level_tokenizers_use_tiktoken_and_choosing_starts_no_thread(directories, style):
+    """Workers are forks of the process that chose; a fork of a process with threads can hang."""
+    threads = len(list(Path("/proc/self/task").glob("*")))
     chosen = choose_engine("auto", directories[style], [*list(sample_texts())[:50], "\ud800"])
     assert chosen.name == "tiktoken" and chosen.reason.startswith("it gave the ids of the tokenizers library on ")
+    assert len(list(Path("/proc/self/task").glob("*"))) == threads
 
 
 @pytest.mark.parametrize("style", [*STYLES, "tiny"])
@@ -66,23 +69,6 @@ def test_text_on_which_tiktoken_gives_up_is_encoded_all_the_same(engines):
     assert np.array_equal(found.values, plain.encode(texts).values)
 
 
-def edited(directory: Path, target: Path, edit) -> Path:
-    spec = json.loads((directory / "tokenizer.json").read_text())
-    edit(spec)
-    target.mkdir(exist_ok=True)
-    (target / "tokenizer.json").write_text(json.dumps(spec))
-    return target
-
-
-def _reverse_merges(spec):
-    spec["model"]["merges"].reverse()
-
-
-def _ignore_merges_of_a_token_that_none_makes(spec):
-    spec["model"]["ignore_merges"] = True
-    spec["model"]["vocab"]["hello"] = len(spec["model"]["vocab"]) + 10
-
-
 def _merge_that_never_happens(spec):
     """`a` and `bc` make a token of their own, but `abc` is `ab` and `c` by then."""
     vocabulary, merges = spec["model"]["vocab"], spec["model"]["merges"]
@@ -91,55 +77,46 @@ def _merge_that_never_happens(spec):
         vocabulary[left + right] = len(vocabulary) + 10
 
 
-def _strip(spec):
-    spec["added_tokens"][1]["lstrip"] = True
+def _ignore_merges(spec):
+    spec["model"]["ignore_merges"] = True
+    spec["model"]["vocab"]["hello"] = len(spec["model"]["vocab"]) + 10
 
 
-def _normalized(spec):
-    spec["added_tokens"][1]["normalized"] = True
-
-
-def _lower(spec):
-    spec["normalizer"] = {"type": "Lowercase"}
-
-
-def _without_a_byte(spec):
+def _remove_a_byte(spec):
     spec["model"]["vocab"]["other"] = spec["model"]["vocab"].pop("Ā")
 
 
-def _two_cuts(spec):
-    cut = spec["pre_tokenizer"]["pretokenizers"]
-    cut.insert(0, {"type": "Digits", "individual_digits": True})
+REFUSED = {
+    "its merges are not in the order of the ids they make": lambda spec: spec["model"]["merges"].reverse(),
+    "no merge makes 1 tokens of its vocabulary, such as 'hello'": _ignore_merges,
+    "its merges do not make its token '~^`' of that token's own bytes": _merge_that_never_happens,
+    "its token '<|im_start|>' has lstrip": lambda spec: spec["added_tokens"][1].update(lstrip=True),
+    "its token '<|im_start|>' is searched in normalized text": lambda spec: spec["added_tokens"][1].update(
+        normalized=True
+    ),
+    "its normalizer is Lowercase": lambda spec: spec.update(normalizer={"type": "Lowercase"}),
+    "its vocabulary lacks 1 of the 256 bytes": _remove_a_byte,
+    "its pre-tokenizer Sequence(Digits+Split+ByteLevel) splits text in more than one step": lambda spec: spec[
+        "pre_tokenizer"
+    ]["pretokenizers"].insert(0, {"type": "Digits", "individual_digits": True}),
+    "its pre-tokenizer's Split does not isolate the matches of a regular expression": lambda spec: spec[
+        "pre_tokenizer"
+    ]["pretokenizers"][0].update(behavior="Removed"),
+}
 
 
-def _removed_cut(spec):
-    spec["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "Removed"
-
-
-REFUSED = [
-    (_reverse_merges, "its merges are not in the order of the ids they make"),
-    (_ignore_merges_of_a_token_that_none_makes, "no merge makes 1 tokens of its vocabulary, such as 'hello'"),
-    (_merge_that_never_happens, "its merges do not make its token '~^`' of that token's own bytes"),
-    (_strip, "its token '<|im_start|>' has lstrip"),
-    (_normalized, "its token '<|im_start|>' is searched in normalized text"),
-    (_lower, "its normalizer is Lowercase"),
-    (_without_a_byte, "its vocabulary lacks 1 of the 256 bytes"),
-    (_two_cuts, "its pre-tokenizer Sequence(Digits+Split+ByteLevel) splits text in more than one step"),
-    (_removed_cut, "its pre-tokenizer's Split does not isolate the matches of a regular expression"),
-]
-
-
-@pytest.mark.parametrize(("edit", "reason"), REFUSED)
-def test_a_tokenizer_with_a_part_unlike_tiktokens_is_refused_with_the_reason(directories, tmp_path, edit, reason):
-    directory = edited(directories["qwen2"], tmp_path / "own", edit)
-    chosen = choose_engine("auto", directory, [])
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_part_of_a_tokenizer_that_tiktoken_lacks_is_refused_with_the_reason(directories, tmp_path, reason):
+    spec = json.loads((directories["qwen2"] / "tokenizer.json").read_text())
+    REFUSED[reason](spec)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    chosen = choose_engine("auto", tmp_path, [])
     assert (chosen.name, chosen.reason) == ("tokenizers", f"tiktoken cannot replace it: {reason}")
 
 
 OTHER_MODELS = {
     "its model has byte_fallback": lambda: sentencepiece("mistral"),
     "its model is Unigram, not BPE": lambda: Tokenizer(models.Unigram([("a", -1.0), ("<unk>", -2.0)], unk_id=1)),
-    "its model is WordPiece, not BPE": lambda: Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")),
 }
 
 
@@ -170,15 +147,6 @@ def test_an_engine_that_differs_on_the_probes_or_on_the_data_alone_is_caught(dir
     assert choose_engine("auto", directories["llama3"], ["no"]).name == "tiktoken"
 
 
-def test_choosing_starts_no_thread(directories):
-    """Workers are forks of the process that chose; a fork of a process with threads can hang."""
-    before = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").is_dir() else 0
-    if not before:
-        pytest.skip("threads are counted in /proc")
-    choose_engine("auto", directories["llama3"], list(sample_texts())[:50])
-    assert len(list(Path("/proc/self/task").iterdir())) == before
-
-
 @pytest.mark.slow
 def test_probes_contain_every_kind_of_character():
     assert probe_texts(["<s>"]) == probe_texts(["<s>"])
@@ -203,7 +171,7 @@ def test_both_regex_libraries_split_at_every_character_alike():
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=sorted(merges, key=lambda pair: vocabulary["".join(pair)]))
     )
-    split = pre_tokenizers.Split(Regex(LLAMA3_CUT), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     fast = TiktokenEngine(json.loads(tokenizer.to_str()), TokenizersEngine(tokenizer))
     codes = [code for code in range(0x110000) if not 0xD800 <= code <= 0xDFFF]

@@ -87,15 +87,6 @@ def test_the_prompt_before_an_answer_is_what_the_model_is_given_at_inference(tok
     assert row.ids[: row.spans[-1, 0]].tolist() == prompt
 
 
-def test_tools_are_shown_and_calls_are_trained(tokenizer, decode):
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    row = encode_chat(tokenizer, MESSAGES, tools)
-    calls, answer = trained_texts(row, decode)
-    assert '"name": "add"' in calls and '"三"' in calls and calls.endswith("<|im_end|>")
-    assert answer == "3. 你好!<|im_end|>"
-    assert '"parameters"' in decode(row.ids[: row.spans[0, 0]])
-
-
 WORDS = st.lists(st.one_of(st.sampled_from(CONTROL), st.text(max_size=6)), max_size=6).map("".join)
 
 
@@ -126,7 +117,7 @@ def test_control_tokens_are_guarded_in_calls_tools_and_keys_and_counted(tiny_dir
 
 
 def test_our_own_marks_in_a_row_train_nothing(tokenizer, decode):
-    """A row may hold any character, also those by which trained text is marked while rendering."""
+    """A row may have any character, also those that mark trained text while rendering."""
     prompt = f"a{TRAINED_START}b{TRAINED_END}\ufdd20\ufdd3c"
     row = encode_chat(tokenizer, chat_row(prompt, "y")["messages"])
     assert trained_texts(row, decode) == ["y<|im_end|>"]
@@ -161,7 +152,7 @@ def add_bos(own):
     return bos_id
 
 
-def test_bos_stands_once_in_chat_and_plain_rows(own):
+def test_bos_is_written_once_in_chat_and_plain_rows(own):
     """A template that writes BOS and a tokenizer that adds one would give two."""
     bos_id = add_bos(own)
     template = own / "chat_template.jinja"
@@ -219,10 +210,7 @@ def test_a_broken_template_is_refused_with_its_line(render, own):
 
 TEMPLATE_FAULTS = {
     "refusal": ("{{ raise_exception('no system') }}", "refuses the row \\(TemplateError: no system\\)"),
-    "unknown name": ("{{ messages[0].no.such }}", "refuses the row \\(UndefinedError: "),
-    "division": ("{{ 1 // (messages | length - messages | length) }}", "refuses the row \\(ZeroDivisionError: "),
     "overflow": ("{{ range(10 ** 9) }}", "refuses the row \\(OverflowError: "),
-    "python fault": ("{{ 'a' + 1 }}", "refuses the row \\(TypeError: "),
     "unsafe": ("{{ messages.__class__.__mro__ }}", "refuses the row \\(SecurityError: "),
     "nothing marked": (
         "{% if messages[0].content == 'Hi' %}Hi{% else %}" + ANSWER + "{% endif %}",

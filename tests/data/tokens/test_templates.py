@@ -67,15 +67,13 @@ def bundled(directories) -> dict[str, ChatTemplate]:
     return {name: open_family(directories[name], name) for name in FAMILIES}
 
 
-def no_bundled(*_: Any) -> None:
-    """Finds no bundled template, as for an unknown family."""
+UNKNOWN = "{{ ' ' }}"
+"""In front of a template: no bundled template renders the same text, so turns are located."""
 
 
 @pytest.fixture(scope="module")
 def by_segments(directories) -> dict[str, ChatTemplate]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lean_finetune.data.chat.chat_template.find_bundled", no_bundled)
-        return {name: open_family(directories[name], name) for name in FAMILIES}
+    return {name: open_family(directories[name], name, template=UNKNOWN + template_source(name)) for name in FAMILIES}
 
 
 @pytest.fixture(scope="module")
@@ -96,28 +94,26 @@ WORDS = st.one_of(TEXT, st.lists(PIECE, min_size=1, max_size=4).map("".join).fil
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("method", ["bundled", "segments"])
 @given(texts=st.lists(WORDS, min_size=2, max_size=6), system=st.none() | WORDS)
 @settings(max_examples=10, deadline=None)
-def test_the_trained_tokens_are_the_answers_and_their_ends(
-    name, method, bundled, by_segments, tokenizers, texts, system
-):
+def test_the_trained_tokens_are_the_answers_and_their_ends(name, bundled, by_segments, tokenizers, texts, system):
     """Also if the template has no marks, trims, drops earlier thinking, or texts contain control tokens."""
-    template = (bundled if method == "bundled" else by_segments)[name]
-    assert template.method == method
     family = FAMILIES[name]
     tokenizer, decode = tokenizers[name]
     protect = tokenizer.guard.protect
     texts = texts[: len(texts) // 2 * 2]
     conversation = chat(*protect(texts), system=protect(system) if family.takes_system else None)
-    segments = template.render(conversation)
-    answers = texts[1::2]
-    expected = [family.answer(answer, n + 1 == len(answers)) for n, answer in enumerate(protect(answers))]
-    assert trained(segments) == expected
-    assert joined(segments) == compiled(name).text(conversation.messages, None)
-    row = encode_one(tokenizer, segments)
-    plain = [family.answer(answer, n + 1 == len(answers)) for n, answer in enumerate(answers)]
-    assert [decode(row.ids[start:end]) for start, end in row.spans.tolist()] == plain
+
+    def expected(answers: list[str]) -> list[str]:
+        return [family.answer(answer, n + 1 == len(answers)) for n, answer in enumerate(answers)]
+
+    for template, method, start in ((bundled[name], "bundled", ""), (by_segments[name], "segments", " ")):
+        assert template.method == method
+        segments = template.render(conversation)
+        assert trained(segments) == expected(protect(texts[1::2]))
+        assert joined(segments) == start + compiled(name).text(conversation.messages, None)
+        row = encode_one(tokenizer, segments)
+        assert [decode(row.ids[first:last]) for first, last in row.spans.tolist()] == expected(texts[1::2])
 
 
 @pytest.mark.slow
@@ -163,7 +159,7 @@ def test_calls_are_trained_alike_by_marks_and_by_segments(name, bundled, by_segm
     ends = ("<|im_end|>", "<|eot_id|>", "</s>")
     assert all(text.endswith(ends) and sum(text.count(end) for end in ends) == 1 for text in (call, answer, last))
     if name != "mistral-tools":
-        assert by_segments[name].render(CALLING) == segments
+        assert trained(by_segments[name].render(CALLING)) == [call, answer, last]
 
 
 def test_a_turn_that_cannot_be_located_is_a_fault(by_segments):
@@ -193,17 +189,15 @@ def test_train_on_all_trains_every_token_and_last_assistant_the_last_answer(name
     assert trained(last) == [FAMILIES[name].answer("B", True)]
 
 
-@pytest.mark.parametrize("method", ["bundled", "segments"])
-def test_weight_0_is_followed_by_every_method(method, bundled, by_segments):
-    template = (bundled if method == "bundled" else by_segments)["qwen2.5"]
-    conversation = Conversation(messages=chat("Q", "A", "R", "B").messages, tools=None, context=frozenset({1}))
-    assert trained(template.render(conversation)) == ["B<|im_end|>"]
-
-
-def test_the_last_answer_is_the_last_of_weight_1(directories):
+def test_turns_of_weight_0_are_not_trained(bundled, by_segments, directories):
+    messages = chat("Q", "A", "R", "B").messages
+    for template in (bundled["qwen2.5"], by_segments["qwen2.5"]):
+        conversation = Conversation(messages=messages, tools=None, context=frozenset({1}))
+        assert trained(template.render(conversation)) == ["B<|im_end|>"]
     template = open_family(directories["chatml"], "chatml", "last_assistant")
-    conversation = Conversation(messages=chat("Q", "A", "R", "B").messages, tools=None, context=frozenset({3}))
-    assert trained(template.render(conversation)) == ["A<|im_end|>"]
+    assert trained(template.render(Conversation(messages=messages, tools=None, context=frozenset({3})))) == [
+        "A<|im_end|>"
+    ]
 
 
 def test_the_method_has_a_reason(directories, bundled, by_segments):
@@ -274,10 +268,9 @@ MARKED = (
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
-def test_a_greeting_before_any_question_is_found(directories, monkeypatch):
+def test_a_greeting_before_any_question_is_found(directories):
     """Templates that read the first message cannot render an empty list."""
-    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_bundled", no_bundled)
-    template = custom(directories, "{{ '' if messages[0].role.strip() else '' }}" + LOOP + ASK)
+    template = custom(directories, UNKNOWN + "{{ '' if messages[0].role.strip() else '' }}" + LOOP + ASK)
     greeting = Conversation(messages=[turn("assistant", "Welcome!"), *chat("Q", "A").messages], tools=None)
     assert trained(template.render(greeting)) == ["Welcome!<|im_end|>", "A<|im_end|>"]
 
@@ -290,11 +283,10 @@ def test_a_greeting_before_any_question_is_found(directories, monkeypatch):
         "{{ messages | length }}" + LOOP + ASK,
         LOOP.replace("m.content", "(m.content if loop.last else m.content | upper | lower)") + ASK,
     ],
-    ids=["text behind the last turn", "a header that history has not", "a count in front", "a filter on earlier turns"],
+    ids=["text behind the last turn", "a longer header", "a count in front", "a filter on earlier turns"],
 )
-def test_turns_are_found_where_a_prefix_is_rendered_otherwise(source, directories, monkeypatch):
-    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_bundled", no_bundled)
-    template = custom(directories, source)
+def test_turns_are_found_where_a_prefix_is_rendered_otherwise(source, directories):
+    template = custom(directories, UNKNOWN + source)
     found = trained(template.render(chat("q1", "<b>a1", "q2", "a2", "q3", "a3")))
     assert [text.removesuffix("\n<pad>") for text in found] == ["<b>a1<|im_end|>", "a2<|im_end|>", "a3<|im_end|>"]
 
@@ -323,7 +315,7 @@ def test_every_bundled_template_is_of_a_known_family():
     assert {path.stem for path in bundled_templates.DIRECTORY.glob("*.jinja")} == set(bundled_templates.FAMILIES)
 
 
-def test_a_turn_ends_at_its_own_token_where_calls_end_otherwise(directories, monkeypatch):
+def test_a_turn_ends_at_its_own_token_where_calls_end_otherwise(directories):
     """Llama's call of a built-in tool ends with <|eom_id|>: what follows is not the assistant's."""
     source = (
         "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
@@ -331,8 +323,9 @@ def test_a_turn_ends_at_its_own_token_where_calls_end_otherwise(directories, mon
         "{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     )
-    monkeypatch.setattr("lean_finetune.data.chat.chat_template.find_bundled", no_bundled)
-    segments = custom(directories, source, "llama-3").render(Conversation(messages=CALLING.messages, tools=None))
+    segments = custom(directories, UNKNOWN + source, "llama-3").render(
+        Conversation(messages=CALLING.messages, tools=None)
+    )
     assert trained(segments) == ["<|python_tag|>add<|eom_id|>", "It is 3.<|eot_id|>", "Bye<|eot_id|>"]
 
 
@@ -360,8 +353,3 @@ def test_a_template_that_trains_no_end_of_turn_is_refused(directories):
 def test_a_doubled_bos_is_refused(directories):
     with pytest.raises(UserError, match="writes the BOS token <s> twice; remove one"):
         custom(directories, "{{ bos_token }}" + template_source("llama-3"), "llama-3")
-
-
-def test_a_refusal_of_the_template_is_the_rows_fault(bundled):
-    with pytest.raises(RowFault, match="refuses the row .*TemplateError: Roles must alternate"):
-        bundled["gemma"].render(Conversation(messages=chat("Q", "A").messages[1:], tools=None))

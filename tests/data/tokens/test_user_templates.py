@@ -48,7 +48,6 @@ def test_a_template_that_writes_todays_date_writes_that_of_data_template_date(ru
 
 TOO_LARGE = {
     "a product": "{{ 'a' * 30000000000 }}" + LOOP,
-    "a list": "{{ ([1] * 9000000000) | length }}" + LOOP,
     "a power": "{{ 10 ** (10 ** 10) }}" + LOOP,
     "a filter": "{{ 'a' | center(30000000000) }}" + LOOP,
     "doubling": "{% set s = namespace(x='a') %}{% for _ in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}" + LOOP,
@@ -102,10 +101,7 @@ WRONG = {
         "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
         "does not show the text of user messages, so it would be lost; let it show each message, or name another",
     ),
-    "the last question alone": (LOOP.replace("in messages", "in messages[-2:]"), "does not show the text of user"),
-    "no answers": (LOOP.replace("in messages", "in messages if m.role != 'assistant'"), "does not show the text o"),
     "marks around the last answer": (ASSISTANT_MARKED.replace("CONDITION", "loop.last"), "has generation marks, b"),
-    "marks around nothing": (ASSISTANT_MARKED.replace("CONDITION", "false"), "has generation marks, but not aroun"),
     "marks inside marks": (
         MARKED.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"),
         "cannot be used: the chat template puts a generation block inside another",
@@ -201,12 +197,9 @@ def test_an_answer_of_which_nothing_is_shown_counts_as_empty(run_template):
         {"messages": chat("Q", " ", id="a1").messages},
     ]
     assert run_template(REASONING.replace("FIELD", "thinking"), [*ROWS, *silent]).exit_code == 0
-    metrics = read_json(Path("data/tokens/figures.json"))
-    assert (metrics["empty_answer_rows"], metrics["bad_rows"], metrics["train_rows"] + metrics["heldout_rows"]) == (
-        2,
-        0,
-        40,
-    )
+    figures = read_json(Path("data/tokens/figures.json"))
+    assert (figures["empty_answer_rows"], figures["bad_rows"]) == (2, 0)
+    assert figures["train_rows"] + figures["heldout_rows"] == 40
     listed = [json.loads(line) for line in Path("data/tokens/rejects.jsonl").read_text().splitlines()]
     assert [one["reason"] for one in listed] == ["turn 2 is empty: the chat template shows nothing of it"] * 2
 
@@ -214,8 +207,6 @@ def test_an_answer_of_which_nothing_is_shown_counts_as_empty(run_template):
 def test_the_template_that_was_trained_with_is_there_for_the_tuned_model(run_template):
     """The tokenizer's own comes with the tokenizer."""
     published = Path("data/tokens/chat_template.jinja")
-    assert run_template(LOOP).exit_code == 0 and published.read_text() == LOOP
-    assert run_template(LOOP, data__chat_template="chatml").exit_code == 0 and published.read_text() == read_bundled(
-        "chatml"
-    )
-    assert run_template(LOOP, data__chat_template="tokenizer").exit_code == 0 and not published.exists()
+    for choice, expected in (("mine.jinja", LOOP), ("chatml", read_bundled("chatml")), ("tokenizer", None)):
+        assert run_template(LOOP, data__chat_template=choice).exit_code == 0
+        assert (published.read_text() if published.exists() else None) == expected
