@@ -1,6 +1,7 @@
 """Recompute a generated task's answer from its prompt alone; shares no code with the generator."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from datetime import date, timedelta
@@ -13,6 +14,11 @@ FACTORS = {
 }  # fmt: skip
 
 
+Answer = Callable[[str, str], str]
+"""From a prompt's first line and the lines behind it."""
+MARK = r"(?<!\S)(?:[^\w\s]|_)(?!\S)"
+
+
 def integers(text: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", text)]
 
@@ -22,9 +28,18 @@ def split_list(text: str) -> tuple[list[str], str]:
     return text.split(separator), separator
 
 
-def check_subtract(head: str, _body: str) -> str:
-    left, right = sorted(integers(head), reverse=True)
-    return str(left - right)
+def over_words(build: Callable[[list[str], str, str], str]) -> Answer:
+    """The checker of a family with a list of words, by (words, separator, first line)."""
+    return lambda head, body: build(*split_list(body), head)
+
+
+def each(wrap: Callable[[str], str], separator: str = " ") -> Answer:
+    """The checker of a family that changes each word."""
+    return over_words(lambda words, _, head: separator.join(map(wrap, words)))
+
+
+def fields(body: str, separator: str, between: str = "\n") -> dict[str, str]:
+    return dict(pair.split(separator) for pair in body.split(between))
 
 
 def check_date_add(head: str, _body: str) -> str:
@@ -44,50 +59,32 @@ def check_unit_convert(head: str, _body: str) -> str:
 
 
 def check_sort_numbers(head: str, body: str) -> str:
-    falling = any(word in head for word in ("high to low", "descending", "从大到小", "降序"))
-    return ", ".join(map(str, sorted(integers(body), key=lambda number: -number if falling else number)))
+    is_falling = any(word in head for word in ("high to low", "descending", "从大到小", "降序"))
+    return ", ".join(map(str, sorted(integers(body), reverse=is_falling)))
 
 
-def check_next_item(head: str, body: str) -> str:
-    words, _ = split_list(body)
+def check_next_item(words: list[str], _separator: str, head: str) -> str:
     return next(after for before, after in zip(words, words[1:], strict=False) if before in re.split(r"[ ?的之]", head))
 
 
-def check_replace_word(head: str, body: str) -> str:
-    words, separator = split_list(body)
+def check_replace_word(words: list[str], separator: str, head: str) -> str:
     old, new = re.findall(r"(?:Replace|Change|把|将) ?(\w+?)(?: with | to |换成|改为)(\w+)", head)[0]
     return separator.join([{old: new}.get(word, word) for word in words])
 
 
-def check_remove_word(head: str, body: str) -> str:
-    words, separator = split_list(body)
+def check_remove_word(words: list[str], separator: str, head: str) -> str:
     gone = re.findall(r"(\w+)[:：]$", head)[0].removeprefix("删去").removeprefix("去掉")
     assert gone in words
     return separator.join([word for word in words if word != gone])
 
 
-def check_join_with(head: str, body: str) -> str:
-    mark = re.findall(r"(?<!\S)(?:[^\w\s]|_)(?!\S)", head)[0]
-    return mark.join(split_list(body)[0])
-
-
-def check_prefix_each(head: str, body: str) -> str:
-    mark = re.findall(r"[^\w\s:：]", head)[0]
-    return " ".join(mark + word for word in split_list(body)[0])
-
-
-def check_wrap_each(head: str, body: str) -> str:
-    left, right = re.findall(r"(?<!\S)(?:[^\w\s]|_)(?!\S)", head)
-    return " ".join(left + word + right for word in split_list(body)[0])
-
-
-def check_json_extract(head: str, body: str) -> str:
-    return next(str(value) for key, value in json.loads(body).items() if key in head)
+def check_wrap_each(words: list[str], _separator: str, head: str) -> str:
+    left, right = re.findall(MARK, head)
+    return " ".join(left + word + right for word in words)
 
 
 def check_json_build(_head: str, body: str) -> str:
-    fields = dict(line.split(": ") for line in body.split("\n"))
-    typed = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
+    typed = {key: int(value) if value.isdigit() else value for key, value in fields(body, ": ").items()}
     return json.dumps(typed, ensure_ascii=False)
 
 
@@ -102,71 +99,55 @@ def check_table_filter(head: str, body: str) -> str:
     return (", " if head.isascii() else "、").join(found)
 
 
-def check_key_value(head: str, body: str) -> str:
-    key = re.sub(r"Value of |Look up |查找|的值？|[?:：]", "", head)
-    return dict(line.split("=") for line in body.split("\n"))[key]
-
-
-def check_arrow_lookup(head: str, body: str) -> str:
-    key = re.sub(r"Follow the arrow from |Where does | lead\?|出发到哪里？|指向谁？|^从", "", head)
-    return dict(pair.split(" -> ") for pair in body.split("; "))[key]
-
-
-def check_swap_ends(_head: str, body: str) -> str:
-    left, right = body.split(" = ")
-    return f"{right} = {left}"
-
-
-def over_words(build: Callable[[list[str], str], str]) -> Callable[[str, str], str]:
-    """Make a checker of a family whose answer depends on the list alone."""
-    return lambda _head, body: build(*split_list(body))
-
-
-ANSWERS: dict[str, Callable[[str, str], str]] = {
+ANSWERS: dict[str, Answer] = {
     "add": lambda head, _: str(sum(integers(head))),
-    "subtract": check_subtract,
-    "multiply": lambda head, _: str(integers(head)[0] * integers(head)[1]),
+    "subtract": lambda head, _: str(max(integers(head)) - min(integers(head))),
+    "multiply": lambda head, _: str(math.prod(integers(head))),
     "date_add": check_date_add,
     "unit_convert": check_unit_convert,
     "sort_numbers": check_sort_numbers,
     "largest": lambda _, body: str(max(integers(body))),
-    "count_items": over_words(lambda words, _: str(len(words))),
+    "count_items": over_words(lambda words, *_: str(len(words))),
     "repeat": lambda _, body: body,
-    "first_item": over_words(lambda words, _: words[0]),
-    "next_item": check_next_item,
-    "reverse_list": over_words(lambda words, separator: separator.join(words[::-1])),
-    "bullet_list": over_words(lambda words, _: "\n".join("* " + word for word in words)),
-    "join_with": check_join_with,
-    "prefix_each": check_prefix_each,
-    "wrap_each": check_wrap_each,
-    "json_list": over_words(lambda words, _: json.dumps(words, ensure_ascii=False)),
-    "replace_word": check_replace_word,
-    "remove_word": check_remove_word,
-    "spell": over_words(lambda words, _: "\n".join(" ".join(word) for word in words)),
-    "json_extract": check_json_extract,
+    "first_item": over_words(lambda words, *_: words[0]),
+    "next_item": over_words(check_next_item),
+    "reverse_list": over_words(lambda words, separator, _: separator.join(words[::-1])),
+    "bullet_list": each(lambda word: "* " + word, "\n"),
+    "join_with": over_words(lambda words, _, head: re.findall(MARK, head)[0].join(words)),
+    "prefix_each": over_words(
+        lambda words, _, head: " ".join(re.findall(r"[^\w\s:：]", head)[0] + word for word in words)
+    ),
+    "wrap_each": over_words(check_wrap_each),
+    "json_list": over_words(lambda words, *_: json.dumps(words, ensure_ascii=False)),
+    "replace_word": over_words(check_replace_word),
+    "remove_word": over_words(check_remove_word),
+    "spell": each(" ".join, "\n"),
+    "json_extract": lambda head, body: next(str(value) for key, value in json.loads(body).items() if key in head),
     "json_build": check_json_build,
     "table_lookup": check_table_lookup,
     "table_filter": check_table_filter,
-    "key_value": check_key_value,
-    "kebab_join": over_words(lambda words, _: "-".join(words)),
-    "bracket_each": over_words(lambda words, _: " ".join("[" + word + "]" for word in words)),
-    "last_item": over_words(lambda words, _: words[-1]),
-    "swap_ends": check_swap_ends,
-    "arrow_lookup": check_arrow_lookup,
-    "double_each": over_words(lambda words, _: " ".join(word for word in words for _ in range(2))),
-    "tag_each": over_words(lambda words, _: " ".join("#" + word for word in words)),
-    "initials": over_words(lambda words, _: " ".join(word[0] for word in words)),
+    "key_value": lambda head, body: fields(body, "=")[re.sub(r"Value of |Look up |查找|的值？|[?:：]", "", head)],
+    "kebab_join": each(str, "-"),
+    "bracket_each": each(lambda word: f"[{word}]"),
+    "last_item": over_words(lambda words, *_: words[-1]),
+    "swap_ends": lambda _, body: " = ".join(body.split(" = ")[::-1]),
+    "arrow_lookup": lambda head, body: fields(body, " -> ", "; ")[
+        re.sub(r"Follow the arrow from |Where does | lead\?|出发到哪里？|指向谁？|^从", "", head)
+    ],
+    "double_each": each(lambda word: f"{word} {word}"),
+    "tag_each": each(lambda word: "#" + word),
+    "initials": each(lambda word: word[0]),
 }
 
 
 def true_answer(family: str, prompt: str) -> str:
-    """Work out what a prompt of `family` asks for."""
+    """The answer to a prompt of `family`."""
     head, _, body = prompt.partition("\n")
     return ANSWERS[family](head, body)
 
 
 def stated_answer(reply: str) -> str:
-    """Read the answer a reply states: its `Answer: ` / `答案：` line, else the whole."""
+    """The answer that a reply states: its `Answer: ` / `答案：` line, else all of it."""
     found = re.findall(r"^(?:Answer: |答案：)(.*)$", reply, flags=re.MULTILINE)
     return found[-1] if found else reply
 

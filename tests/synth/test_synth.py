@@ -1,6 +1,5 @@
 """The offline default: generated data, tokenizer and tiny model match their scripts and cards."""
 
-import functools
 import itertools
 import json
 import math
@@ -37,14 +36,9 @@ def sample():
     return [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
 
 
-@functools.cache
-def load_tokenizer():
-    return AutoTokenizer.from_pretrained(TINY, local_files_only=True)
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer()
+    return AutoTokenizer.from_pretrained(TINY, local_files_only=True)
 
 
 @pytest.fixture(scope="module")
@@ -82,25 +76,16 @@ def test_sample_covers_systems_turns_and_both_languages(sample):
     assert set(UNSEEN) < {row["family"] for row in sample} < set(SEEN) | set(UNSEEN)
 
 
-def test_every_answer_of_the_sample_is_right(sample):
+def test_every_answer_is_right(sample):
     """Prevents teaching wrong answers: each is recomputed from the prompt by a checker that shares no code."""
-    for row in sample:
+    for row in [*sample, *itertools.islice(stream_rows(11, SEEN, set()), 2000)]:
         turns = [message["content"] for message in row["messages"] if message["role"] != "system"]
         for prompt, reply in zip(turns[::2], turns[1::2], strict=True):
             assert stated_answer(reply) == true_answer(row["family"], prompt), (row["family"], prompt)
             assert not wrong_steps(reply)
 
 
-def test_every_answer_of_pretraining_is_right():
-    """The same for the seen families that the sample leaves out."""
-    for row in itertools.islice(stream_rows(11, SEEN, set()), 2000):
-        turns = [message["content"] for message in row["messages"] if message["role"] != "system"]
-        for prompt, reply in zip(turns[::2], turns[1::2], strict=True):
-            assert stated_answer(reply) == true_answer(row["family"], prompt), (row["family"], prompt)
-            assert not wrong_steps(reply)
-
-
-def test_pretraining_holds_no_unseen_family_and_no_prompt_of_the_sample(sample):
+def test_pretraining_has_no_unseen_family_and_no_prompt_of_the_sample(sample):
     """Prevents contamination: a fine-tune's gain must not have been in the base already."""
     rows = list(itertools.islice(pretraining_rows(3, SAMPLE), 20_000))
     prompts = {prompt for row in rows for prompt in prompts_of(row)}
@@ -111,10 +96,9 @@ def test_pretraining_holds_no_unseen_family_and_no_prompt_of_the_sample(sample):
     assert not pretraining_heads & unseen_heads
 
 
-@given(st.text())
-def test_any_text_round_trips(text):
+@given(text=st.text())
+def test_any_text_round_trips(tokenizer, text):
     """Prevents a tokenizer that loses bytes outside its training text."""
-    tokenizer = load_tokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -124,7 +108,7 @@ def test_digits_are_single_tokens(tokenizer):
 
 
 def test_pad_is_its_own_id_and_never_produced_from_text(sample, tokenizer):
-    """Prevents padding that is masked away as end of turn, or text that turns into padding."""
+    """Prevents padding that is masked as end of turn, or text that becomes padding."""
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_start|>")}) == 3
     for row in sample[:200]:
         ids = tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=True)["input_ids"]
@@ -133,32 +117,23 @@ def test_pad_is_its_own_id_and_never_produced_from_text(sample, tokenizer):
     assert tokenizer("a b").input_ids == tokenizer("a b", add_special_tokens=False).input_ids
 
 
-def test_template_marks_only_the_assistants_text(tokenizer):
+def test_template_marks_only_the_assistants_text_and_renders_tools(tokenizer):
     """Prevents training on prompts, and replies whose end of turn is not learnt."""
+    tools = [{"name": "weather"}]
     encoded = tokenizer.apply_chat_template(
-        TOOL_CHAT,
-        tools=[{"name": "weather"}],
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
+        TOOL_CHAT, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     trained = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
     call = '<tool_call>{"name": "weather", "arguments": {"city": "北京"}}</tool_call>'
     assert tokenizer.decode(trained) == f"{call}<|im_end|>It rains.<|im_end|>"
-
-
-def test_template_renders_tools_results_and_the_reply_prefix(tokenizer):
-    text = tokenizer.apply_chat_template(TOOL_CHAT, tools=[{"name": "weather"}], tokenize=False)
+    text = tokenizer.decode(encoded["input_ids"])
     assert text.startswith('<|im_start|>system\nBe brief.\nTools:\n{"name": "weather"}\n')
     assert "<|im_start|>tool\nrain<|im_end|>\n" in text
     prefix = tokenizer.apply_chat_template(TOOL_CHAT[:2], tokenize=False, add_generation_prompt=True)
     assert prefix.endswith("<|im_start|>assistant\n")
     assert tokenizer.apply_chat_template(TOOL_CHAT[:3], tokenize=False).startswith(prefix)
-
-
-def test_string_arguments_of_a_tool_call_are_not_quoted_twice(tokenizer):
-    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
-    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    quoted = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    called = {"role": "assistant", "content": None, "tool_calls": [quoted]}
     assert '"arguments": {"a": 1}}</tool_call>' in tokenizer.apply_chat_template([called], tokenize=False)
 
 

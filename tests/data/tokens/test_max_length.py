@@ -18,11 +18,11 @@ def rows_of(*rows: list[tuple[int, bool]]) -> EncodedRows:
     return from_segments(np.arange(lengths.sum(), dtype=np.int32), lengths, trained, counts, [])
 
 
-def listed(cut: Chunks) -> list[tuple[int, int, int, list[list[int]]]]:
+def listed(chunks: Chunks) -> list[tuple[int, int, int, list[list[int]]]]:
     """(row, start, length, spans) of each chunk."""
     return [
-        (int(row), int(start), int(length), cut.spans[cut.span_chunks == number].tolist())
-        for number, (row, start, length) in enumerate(zip(cut.rows, cut.starts, cut.lengths, strict=True))
+        (int(row), int(start), int(length), chunks.spans[chunks.span_chunks == number].tolist())
+        for number, (row, start, length) in enumerate(zip(chunks.rows, chunks.starts, chunks.lengths, strict=True))
     ]
 
 
@@ -44,24 +44,24 @@ EXPECTED = {
 
 @pytest.mark.parametrize("over_length", EXPECTED)
 def test_long_rows_are_truncated_dropped_or_split_and_end_with_a_trained_token(over_length):
-    cut = limit_lengths(rows_of(LONG, SHORT, LATE), 10, over_length)
+    chunks = limit_lengths(rows_of(LONG, SHORT, LATE), 10, over_length)
     pieces, truncated, dropped, split, no_answer = EXPECTED[over_length]
-    assert listed(cut) == pieces
-    found = [list(rows) for rows in (cut.truncated, cut.dropped_long, cut.split, cut.no_answer)]
+    assert listed(chunks) == pieces
+    found = [list(rows) for rows in (chunks.truncated, chunks.dropped_long, chunks.split, chunks.no_answer)]
     assert found == [truncated, dropped, split, no_answer]
 
 
 def test_a_row_is_long_only_by_what_is_trained_and_before_it():
-    cut = limit_lengths(rows_of([(5, False), (5, True), (100, False)]), 10, "drop")
-    assert listed(cut) == [(0, 0, 10, [[5, 10]])] and not len(cut.dropped_long)
+    chunks = limit_lengths(rows_of([(5, False), (5, True), (100, False)]), 10, "drop")
+    assert listed(chunks) == [(0, 0, 10, [[5, 10]])] and not len(chunks.dropped_long)
 
 
 def test_a_first_token_alone_is_not_supervised():
     """No token before it predicts it."""
     for over_length in ("truncate", "drop", "split"):
-        cut = limit_lengths(rows_of([(1, True)], [(2, True)]), 10, over_length)
-        assert listed(cut) == [(1, 1, 2, [[0, 2]])]
-        assert (cut.supervised.tolist(), cut.no_answer.tolist()) == ([1], [0])
+        chunks = limit_lengths(rows_of([(1, True)], [(2, True)]), 10, over_length)
+        assert listed(chunks) == [(1, 1, 2, [[0, 2]])]
+        assert (chunks.supervised.tolist(), chunks.no_answer.tolist()) == ([1], [0])
 
 
 UNITS = st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=6)
@@ -70,27 +70,22 @@ UNITS = st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=6)
 @given(rows=st.lists(UNITS, max_size=5), max_length=st.integers(2, 9), over_length=st.sampled_from(sorted(EXPECTED)))
 @settings(max_examples=80, deadline=None)
 def test_chunks_equal_those_of_a_plain_loop(rows, max_length, over_length):
-    encoded = rows_of(*rows)
-    expected, lost = [], []
-    start = 0
+    expected, lost, start = [], [], 0
     for number, row in enumerate(rows):
-        mask = np.array([is_trained for length, is_trained in row for _ in range(length)], bool)
-        end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
-        size = end if end <= max_length else max_length
-        stops = range(0, end, max_length) if over_length == "split" else [0] * (end > 0)
-        pieces = []
-        if over_length != "drop" or end <= max_length:
-            for first in stops:
-                piece = mask[first : min(first + (size if over_length != "split" else max_length), end)]
-                if piece[1:].any():
-                    pieces.append((number, start + first, int(np.flatnonzero(piece)[-1]) + 1, int(piece[1:].sum())))
-            if not pieces:
-                lost.append(number)
-        expected += pieces
+        mask = [is_trained for length, is_trained in row for _ in range(length)]
+        end = max((place + 1 for place, is_trained in enumerate(mask) if is_trained), default=0)
+        is_dropped = over_length == "drop" and end > max_length
+        pieces = [
+            (number, start + first, max(np.flatnonzero(piece)) + 1, sum(piece[1:]))
+            for first in range(0, end if over_length == "split" else min(end, 1), max_length)
+            if any((piece := mask[first : min(first + max_length, end)])[1:])
+        ]
+        expected += [] if is_dropped else pieces
+        lost += [] if is_dropped or pieces else [number]
         start += len(mask)
-    cut = limit_lengths(encoded, max_length, over_length)
-    found = list(zip(*(part.tolist() for part in (cut.rows, cut.starts, cut.lengths, cut.supervised)), strict=True))
-    assert found == expected
-    assert cut.no_answer.tolist() == lost
-    wanted = cut.rows % 2 == 0
-    assert listed(cut.select(wanted)) == [piece for piece in listed(cut) if piece[0] % 2 == 0]
+    chunks = limit_lengths(rows_of(*rows), max_length, over_length)
+    columns = (chunks.rows, chunks.starts, chunks.lengths, chunks.supervised)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
+    assert chunks.no_answer.tolist() == lost
+    even = chunks.select(chunks.rows % 2 == 0)
+    assert listed(even) == [piece for piece in listed(chunks) if piece[0] % 2 == 0]

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,14 +11,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.trained_segments import Segment
-from lean_finetune.data.encode.encoded_rows import from_segments
 from lean_finetune.data.encode.padding_token import choose_pad
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from tests.data.tokens.built import byte_level, save, sentencepiece
 from tests.data.tokens.common import encode_one, row_of, row_tokenizer
 
 STYLES = ("gpt2", "llama3", "qwen2", "mistral", "llama2", "gemma")
-WHOLE = {"mistral", "llama2"}
+JOINED = {"mistral", "llama2"}
 END = "</s>"
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cn", "Co"), exclude_characters="▁"), max_size=8)
 WORDS = st.lists(
@@ -41,12 +39,6 @@ def tokenizers(tmp_path_factory) -> Callable[[str], tuple[RowTokenizer, Tokenize
     return loaded.__getitem__
 
 
-def test_only_space_adding_tokenizers_encode_rows_as_one_text(tokenizers):
-    ids = np.zeros(0, np.int32)
-    joined = {style for style in STYLES if tokenizers(style)[0].differs_when_joined([Segment("a", True)], ids) is None}
-    assert joined == WHOLE
-
-
 @pytest.mark.parametrize("style", STYLES)
 @given(rows=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3))
 @settings(max_examples=15, deadline=None)
@@ -66,7 +58,7 @@ def test_trained_tokens_decode_to_the_answer_and_its_end(tokenizers, style, rows
         assert spans.shape == (1, 2) and spans[0, 1] == len(ids)
         expected = f"{''.join(answer)}{eos}"
         if style == "qwen2":
-            expected = _nfc(expected)
+            expected = normalizers.NFC().normalize_str(expected)
         # Inside its text: alone, it would lose a first space.
         found = decode(ids)[len(decode(ids[: spans[0, 0]])) :]
         # Llama 2 adds a space to the text after each control token.
@@ -74,11 +66,7 @@ def test_trained_tokens_decode_to_the_answer_and_its_end(tokenizers, style, rows
         assert (ids == tokenizer.eos_id).sum() == 2
 
 
-def _nfc(text: str) -> str:
-    return normalizers.NFC().normalize_str(text)
-
-
-@pytest.mark.parametrize("style", sorted(WHOLE))
+@pytest.mark.parametrize("style", sorted(JOINED))
 def test_ids_equal_those_of_the_joined_text_for_space_adding_tokenizers(tokenizers, style):
     tokenizer, reference = tokenizers(style)
     segments = [Segment("<s>[INST] What is it? [/INST]", False), Segment(" An answer.</s>", True)]
@@ -91,7 +79,7 @@ def test_ids_equal_those_of_the_joined_text_for_space_adding_tokenizers(tokenize
     assert "".join(trained[1]) == "▁nothing"
 
 
-@pytest.mark.parametrize("style", sorted(WHOLE))
+@pytest.mark.parametrize("style", sorted(JOINED))
 def test_control_tokens_as_text_do_not_change_the_ids_around_them(tokenizers, style):
     tokenizer, reference = tokenizers(style)
     text = tokenizer.guard.protect("a </s> b</s><s>c")
@@ -105,27 +93,6 @@ def test_a_tokenizer_that_loses_text_is_refused_in_one_line(tmp_path):
     tokenizer.normalizer, tokenizer.decoder = normalizers.Lowercase(), decoders.WordPiece()
     with pytest.raises(UserError, match=r"^model.name: .*tokenizer.json decodes its tokens of .* to "):
         row_tokenizer(save(tokenizer, tmp_path))
-
-
-@given(units=st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=5), max_size=5))
-@settings(max_examples=80, deadline=None)
-def test_segments_become_the_rows_and_spans_of_a_plain_loop(units):
-    flat = [unit for row in units for unit in row]
-    lengths = np.array([length for length, _ in flat], np.int64)
-    trained = np.array([is_trained for _, is_trained in flat], bool)
-    ids = np.arange(lengths.sum(), dtype=np.int32)
-    encoded = from_segments(ids, lengths, trained, np.array([len(row) for row in units], np.int64), [])
-    start = 0
-    for number, row in enumerate(units):
-        mask = np.array([is_trained for length, is_trained in row for _ in range(length)], bool)
-        found, spans = row_of(encoded, number)
-        assert found.tolist() == list(range(start, start + len(mask)))
-        built = np.zeros(len(mask), bool)
-        for first, last in spans.tolist():
-            assert first < last and not built[first:last].any() and not built[max(first - 1, 0) : first].any()
-            built[first:last] = True
-        assert built.tolist() == mask.tolist()
-        start += len(mask)
 
 
 PADS = [
