@@ -58,7 +58,7 @@ def row_losses(
     losses: dict[int, float] = {}
     for batch_numbers in batch_rows(lengths, numbers, max_tokens):
         length = int(lengths[batch_numbers[0]])
-        batch = collate([(rows.ids(row), rows.spans(row)) for row in batch_numbers], length, pad_id)
+        batch = collate(rows.gather(np.array(batch_numbers)), length, pad_id)
         with spec.autocast(device.type):
             losses_N = token_losses(model, batch.to(device), logits_chunk).double().cpu()
         sums_B = torch.zeros(len(batch_numbers), dtype=torch.float64)

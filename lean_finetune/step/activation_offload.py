@@ -8,7 +8,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -50,13 +50,8 @@ class _StoredRange:
     """Its original storage. While this reference lives, no other storage can have the same address."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _View:
-    """A tensor inside such a range."""
-
-    stored: _StoredRange
-    size: torch.Size
-    stride: tuple[int, ...]
+_View = tuple[_StoredRange, torch.Size, tuple[int, ...]]
+"""A tensor inside such a range: its size and stride."""
 
 
 class ActivationOffload:
@@ -102,18 +97,14 @@ class ActivationOffload:
             values = tensor.detach().as_strided((extent,), (1,), start)
             stored = _StoredRange(handle=self._store.put(values), storage=StorageWeakRef(storage))
             self._stored[key] = stored
-        return _View(stored=stored, size=tensor.shape, stride=tensor.stride())
+        return stored, tensor.shape, tensor.stride()
 
     def _unpack(self, saved: torch.Tensor | _View) -> torch.Tensor:
         """The tensor in its original layout, so that every kernel computes the same bits."""
         if isinstance(saved, torch.Tensor):
             return saved
-        return self._store.get(saved.stored.handle).as_strided(saved.size, saved.stride, 0)
-
-
-def offloading(offload: ActivationOffload | None, model: nn.Module) -> AbstractContextManager[object]:
-    """The context of the layers' forward pass; without `offload` it does nothing."""
-    return nullcontext() if offload is None else offload.saving(model)
+        stored, size, stride = saved
+        return self._store.get(stored.handle).as_strided(size, stride, 0)
 
 
 class HostStore:
@@ -154,11 +145,7 @@ class DiskStore:
         self._end = 0
 
     def put(self, values: torch.Tensor) -> _FileRange:
-        """See ActivationStore.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """See ActivationStore; raises UserError if the disk is full."""
         if not self._used:  # Backward has read everything: the next micro-batch overwrites the file.
             self._end = 0
         place = _FileRange(start=self._end, count=values.numel(), dtype=values.dtype)
@@ -190,11 +177,7 @@ class DiskStore:
 
 
 def refuse_offload(choice: OffloadActivations, device_type: str) -> None:
-    """Refuse to offload activations to the memory where they already are.
-
-    Raises:
-        UserError: `cpu` on a CPU.
-    """
+    """Raise UserError if activations would be offloaded to the memory where they already are."""
     if choice == "cpu" and device_type == "cpu":
         raise UserError(
             "train.offload_activations: cpu takes activations off a GPU; got cpu where training runs on the CPU; use "
@@ -203,11 +186,7 @@ def refuse_offload(choice: OffloadActivations, device_type: str) -> None:
 
 
 def make_offload(choice: OffloadActivations, device: torch.device, directory: Path) -> ActivationOffload | None:
-    """Build the offload that train.offload_activations names, or None; `disk` puts its file into `directory`.
-
-    Raises:
-        UserError: it would have no effect on this device.
-    """
+    """The offload of train.offload_activations, or None; `disk` has its file in `directory`, refusals as above."""
     refuse_offload(choice, device.type)
     if choice == "none":
         return None

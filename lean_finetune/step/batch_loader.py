@@ -29,12 +29,9 @@ def load(
     Order and bytes do not depend on `threads`. A fault is raised at the batch that has it. Close the iterator to end
     its threads early.
 
-    Args:
-        tokens: the training rows.
-        plan: their plan.
+    Args (those that their types do not explain):
         start_step: first optimizer step; nothing before it is read.
         rank: whose micro-batches. One without rows becomes a row of padding.
-        pad_id: token in the padding.
         pin_memory: allocate batches in page-locked memory.
         threads: threads that read ahead; 0 makes each batch when it is needed.
         max_tokens: micro-batches with more padded tokens are split.
@@ -52,9 +49,9 @@ def _planned(tokens: TokenRows, plan: Plan, start_step: int, rank: int, max_toke
     """The micro-batches of one rank, from a step on."""
     for step in range(start_step, len(plan.steps)):
         own = [one for one in plan.steps[step] if one.rank == rank]
-        yield from (
-            own if max_tokens is None else split_micro_batches(own, max_tokens, tokens.lengths, tokens.supervised)
-        )
+        if max_tokens is not None:
+            own = split_micro_batches(own, max_tokens, tokens.lengths, tokens.supervised)
+        yield from own
 
 
 def _read_ahead(

@@ -166,37 +166,24 @@ def idle_batch(pad_id: int) -> Batch:
 
 
 def read_batch(tokens: TokenRows, micro_batch: MicroBatch, pad_id: int, *, pin_memory: bool = False) -> Batch:
-    """The tensors of a planned micro-batch.
-
-    Raises:
-        UserError: the plan was made for other tokens.
-    """
-    numbers = micro_batch.rows
-    if not len(numbers):
+    """The tensors of a planned micro-batch; raises UserError if the plan was made for other tokens."""
+    rows = micro_batch.rows
+    if not len(rows):
         return idle_batch(pad_id)
-    if numbers.min() < 0 or numbers.max() >= len(tokens) or not _fits(tokens, micro_batch):
+    fits = rows.min() >= 0 and rows.max() < len(tokens) and not tokens.dropped[rows].any()
+    if fits:
+        needed = tokens.lengths[rows].sum() if micro_batch.flat else tokens.lengths[rows].max()
+        fits = needed <= micro_batch.length and tokens.supervised[rows].sum() == micro_batch.supervised
+    if not fits:
         raise UserError(
             f"{tokens.path}: rows of step {micro_batch.step} differ from the batch plan, which was made for other "
             "tokens; run `dvc repro bucket`"
         )
-    return collate(tokens.gather(numbers), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_memory)
-
-
-def _fits(tokens: TokenRows, micro_batch: MicroBatch) -> bool:
-    """Whether the plan agrees with the index about these rows."""
-    lengths = tokens.lengths[micro_batch.rows]
-    needed = lengths.sum() if micro_batch.flat else lengths.max()
-    supervised = tokens.supervised[micro_batch.rows].sum()
-    used = not tokens.dropped[micro_batch.rows].any()
-    return used and needed <= micro_batch.length and supervised == micro_batch.supervised
+    return collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_memory)
 
 
 def refuse_other_ranks(plan: Plan, ranks: int) -> None:
-    """Refuse a plan for another number of GPUs: some rows would never be trained.
-
-    Raises:
-        UserError: with both numbers.
-    """
+    """Raise UserError for a plan for another number of GPUs: some rows would never be trained."""
     if plan.ranks != ranks:
         raise UserError(
             f"data/batches/plan.arrow: must be made for as many GPUs as train; got a plan for {plan.ranks} where "
@@ -205,14 +192,9 @@ def refuse_other_ranks(plan: Plan, ranks: int) -> None:
 
 
 def refuse_other_tokens(plan: Plan, lengths: np.ndarray) -> None:
-    """Refuse a plan whose rows are missing from the index, or are longer there.
+    """Raise UserError for a plan whose rows are missing from the index, or are longer there.
 
-    Args:
-        plan: of the run, or of one GPU.
-        lengths: tokens of every training row.
-
-    Raises:
-        UserError: the plan was made for other tokens.
+    `lengths` are the tokens of every training row.
     """
     if plan.rows.max() < len(lengths):
         planned = lengths[plan.rows]

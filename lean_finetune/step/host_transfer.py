@@ -55,11 +55,7 @@ class HostTransfer:
 
 
 def refuse_offloaded_state(choice: OffloadState, device_type: str) -> None:
-    """Refuse to offload to the host what is already there.
-
-    Raises:
-        UserError: training runs on a CPU.
-    """
+    """Raise UserError if training on a CPU would offload to the host what is already there."""
     if choice != "none" and device_type == "cpu":
         what = "optimizer takes its state" if choice == "optimizer" else "parameters takes weights"
         raise UserError(f"train.offload: {what} off a GPU; got {choice} where training runs on the CPU; use none")

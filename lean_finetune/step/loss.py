@@ -4,6 +4,7 @@ Shapes: B rows, T padded tokens, D hidden size, V vocabulary, N trained tokens.
 """
 
 import inspect
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import JoinedRows, joined_forward
-from lean_finetune.step.activation_offload import ActivationOffload, offloading
+from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, join_rows
 
 PROBE_TOKENS = 8
@@ -56,7 +57,7 @@ def summed_loss(
     what the decoder saves for backward, but no logits, since backward begins with them.
     """
     lm = causal_lm(model)
-    with offloading(offload, lm):
+    with nullcontext() if offload is None else offload.saving(lm):
         hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
     if chunk is None:
         logits_MV = head_logits(lm, hidden_BTD).flatten(0, 1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +17,6 @@ SHARD_TYPES = {
     "input_ids": (pa.list_(pa.uint16()), pa.list_(pa.int32())),
     "loss_spans": (pa.list_(pa.uint16()), pa.list_(pa.int32())),
     "family": (pa.string(),),
-    "source_file": (pa.uint16(), pa.int32()),
-    "source_row": (pa.uint32(),),
 }
 INDEX_TYPES = {"length": (pa.int32(),), "supervised": (pa.int32(),), "dropped": (pa.bool_(),)}
 
@@ -77,21 +75,26 @@ class TokenRows:
         return np.flatnonzero(~self.dropped)
 
     def ids(self, row: int) -> np.ndarray:
-        """Token ids of a row, shape (tokens,), uint16 or int32."""
-        batch, offset = self._locate(row)
-        return batch.ids[batch.id_ends[offset] : batch.id_ends[offset + 1]]
+        """Token ids of a row, shape (tokens,), uint16 or int32; raises IndexError if there is no such row."""
+        return self._row(row)[0]
 
     def spans(self, row: int) -> np.ndarray:
         """Trained tokens of a row as half-open token positions, (spans, 2), uint16 or int32, ascending and disjoint."""
-        batch, offset = self._locate(row)
-        return batch.spans[batch.span_ends[offset] : batch.span_ends[offset + 1]].reshape(-1, 2)
+        return self._row(row)[1]
+
+    def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"{self.path} has {len(self)} rows, no row {row}")
+        return self.gather(np.array([row]))[0]
 
     def gather(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`ids` and `spans` of several rows at once; each of `rows` must exist."""
+        """`ids` and `spans` of several rows; each of `rows` must exist."""
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
         found = []
         for number, offset in zip(numbers.tolist(), (rows - self._starts[numbers]).tolist(), strict=True):
-            batch = self._opened.get(number) or self._open(number)
+            if number not in self._opened:  # Two threads may both check a record batch, with the same result.
+                self._opened[number] = self._check(number)
+            batch = self._opened[number]
             # `item` gives plain integers, with which numpy slices twice as fast as with its own.
             start, end = batch.id_ends.item(offset), batch.id_ends.item(offset + 1)
             first, last = batch.span_ends.item(offset), batch.span_ends.item(offset + 1)
@@ -100,40 +103,8 @@ class TokenRows:
 
     def family(self, row: int) -> str | None:
         """Task family of a row, None where its source names none."""
-        return self._value("family", row)
-
-    def source_file(self, row: int) -> int:
-        """Index of a row's file in the list of data/tokens/meta.json."""
-        return self._value("source_file", row)
-
-    def source_row(self, row: int) -> int:
-        """Number of a row in its file, from 0."""
-        return self._value("source_row", row)
-
-    def _value(self, column: str, row: int) -> Any:
-        """One value of a plain column."""
-        number = self._batch_of(row)
-        return self._batches[number].column(column)[row - int(self._starts[number])].as_py()
-
-    def _locate(self, row: int) -> tuple[_RecordBatch, int]:
-        """The record batch of a row, and the row's number there."""
-        number = self._batch_of(row)
-        batch = self._opened.get(number) or self._open(number)
-        return batch, row - int(self._starts[number])
-
-    def _open(self, number: int) -> _RecordBatch:
-        """Views of a record batch, cached; two threads may both make them, with the same result."""
-        return self._opened.setdefault(number, self._check(number))
-
-    def _batch_of(self, row: int) -> int:
-        """Number of the record batch of a row.
-
-        Raises:
-            IndexError: there is no such row.
-        """
-        if not 0 <= row < len(self):
-            raise IndexError(f"{self.path} has {len(self)} rows, no row {row}")
-        return int(np.searchsorted(self._starts, row, side="right")) - 1
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._batches[number].column("family")[row - int(self._starts[number])].as_py()
 
     def _check(self, number: int) -> _RecordBatch:
         """Make the views of a record batch.
@@ -143,7 +114,8 @@ class TokenRows:
         """
         rows = slice(self._starts[number], self._starts[number + 1])
         lists = [self._batches[number].column(name) for name in ("input_ids", "loss_spans")]
-        (ids, id_ends), (spans, span_ends) = (_list_views(column) for column in lists)
+        ids, spans = (column.values.to_numpy(zero_copy_only=True) for column in lists)
+        id_ends, span_ends = (column.offsets.to_numpy(zero_copy_only=True) for column in lists)
         counts = np.diff(span_ends)
         lengths, supervised = self.lengths[rows], self.supervised[rows]
         named = f"rows {rows.start} to {rows.stop - 1}"
@@ -168,27 +140,14 @@ class TokenRows:
 
 
 def read_lengths(index: Path) -> np.ndarray:
-    """Tokens of every row, int32, from an index file alone.
-
-    Raises:
-        UserError: the file is missing, damaged or of another schema.
-    """
+    """Tokens of every row, int32, from an index file alone; raises UserError if it is missing or damaged."""
     return read_column(open_batches(index, INDEX_TYPES), "length", np.int32)
-
-
-def _list_views(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """Values and offsets of a list column, without a copy."""
-    return column.values.to_numpy(zero_copy_only=True), column.offsets.to_numpy(zero_copy_only=True)
 
 
 def _first_wrong_row(flat: np.ndarray, counts: np.ndarray, lengths: np.ndarray, supervised: np.ndarray) -> int | None:
     """The first row whose spans are not ascending pairs within its tokens, or train another number of tokens.
 
-    Args:
-        flat: starts and ends of the spans of all rows.
-        counts: entries of `flat` per row; 2 or more.
-        lengths: tokens of each row.
-        supervised: trained tokens of each row.
+    `flat` has the starts and ends of the spans of all rows: `counts` of them per row, 2 or more.
     """
     flat = flat.astype(np.int32, copy=False)  # Differences of unsigned positions would wrap.
     firsts = np.concatenate([[0], np.cumsum(counts[:-1])])

@@ -88,7 +88,8 @@ def training_step(
         if spec.optimizer_in_backward:
             guard(losses, torch.zeros_like(loss))
         sync = parallel.gradient_sync(last=number == micro_batches)
-        with phase("backward"), sync, _updates(optimizer, norms, spec):
+        updates = updates_in_backward(optimizer, norms) if spec.optimizer_in_backward else nullcontext()
+        with phase("backward"), sync, updates:
             (loss if scaler is None else scaler.scaled(loss)).backward()
         del loss
     with phase("clip"):
@@ -106,11 +107,6 @@ def training_step(
         optimizer.zero_grad(set_to_none=True)
         parallel.end_step(updated=update)
     return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm)
-
-
-def _updates(optimizer: torch.optim.Optimizer, norms: Norms, spec: StepSpec) -> AbstractContextManager[object]:
-    """The context of a backward pass that may update weights."""
-    return updates_in_backward(optimizer, norms) if spec.optimizer_in_backward else nullcontext()
 
 
 def _clip(parallel: DataParallelModel, spec: StepSpec, scaler: LossScaler | None) -> torch.Tensor:
