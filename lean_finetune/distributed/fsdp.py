@@ -43,9 +43,8 @@ class ShardedModel(DataParallelModel):
     ):
         """Shard `model` layer by layer, so that layers still to come may be in host memory.
 
-        Args:
+        Args (those that their types do not explain):
             model: of the same shapes in every process; the weights of the first process count.
-            world: which process this is.
             device: where it computes; each layer is moved there before it is sharded.
             mesh: the processes, with a dimension `SHARD`, and `REPLICATE` where groups of them have the same shards.
             reshard: free a gathered layer after its forward, and gather it again for backward.

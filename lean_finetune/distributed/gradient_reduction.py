@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -73,8 +74,15 @@ class _Bucket:
         Raises:
             UserError: a gradient is missing.
         """
-        gradients = [self._gradient(name, parameter) for name, parameter in self.parameters]
-        flat = [_as_stored(gradient) for gradient in gradients]
+        for name, parameter in self.parameters:
+            if parameter.grad is None:
+                raise UserError(
+                    f"train.sharding: ddp and zero1 sum the gradients of all trained tensors; {name} got none in this "
+                    "step; set hardware.num_gpus=1, or adapt other modules (train.lora.targets)"
+                )
+        gradients = [cast(torch.Tensor, parameter.grad) for _, parameter in self.parameters]
+        # Flat views in memory order; autograd gives a gradient the strides of its parameter.
+        flat = [gradient.as_strided((gradient.numel(),), (1,)) for gradient in gradients]
         sent = flat[0] if len(flat) == 1 else torch.cat(flat)
         if len(flat) > 1:
             packed = sent.split([part.numel() for part in flat])
@@ -83,15 +91,6 @@ class _Bucket:
         work = dist.all_reduce(sent, async_op=True)
         assert work is not None
         return work
-
-    def _gradient(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """The gradient of a parameter, which must exist."""
-        if parameter.grad is None:
-            raise UserError(
-                f"train.sharding: ddp and zero1 sum the gradients of all trained tensors; {name} got none in this "
-                "step; set hardware.num_gpus=1, or adapt other modules (train.lora.targets)"
-            )
-        return parameter.grad
 
 
 def gradient_buckets(trained: NamedParameters) -> Iterator[NamedParameters]:
@@ -110,8 +109,3 @@ def _layer(name: str) -> str:
     """The part of a parameter's name up to its layer's number; empty for parameters outside of layers."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else ""
-
-
-def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat view in memory order; autograd gives a gradient the strides of its parameter."""
-    return tensor.as_strided((tensor.numel(),), (1,))

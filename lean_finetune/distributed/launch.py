@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -51,34 +51,26 @@ def launch(module: str, arguments: Sequence[str], *, processes: int, directory: 
     Rank 0 writes to the terminal. The output of the others, and every traceback, goes to `<rank>.log` in a directory of
     this launch below `directory`; directories of earlier launches are removed.
 
-    Args:
-        module: the entry point.
-        arguments: its command line.
-        processes: how many.
-        directory: parent of the launches' directories.
-        grace_seconds: time for the processes to end after a signal.
+    `grace_seconds` is the time for the processes to end after a signal.
 
     Raises:
         UserError: a process failed; with its own message, or the path of its traceback.
         Interrupted: a signal came and was forwarded to all processes.
         SystemExit: with the code of a signal that rank 0 has reported.
     """
-    with _launch_directory(directory) as launch_directory:
+    with _locked(directory, uuid4().hex[:8], shared=False) as launch_directory:
         _launch(module, arguments, processes, launch_directory, grace_seconds)
-
-
-@contextmanager
-def _launch_directory(directory: Path) -> Iterator[Path]:
-    """A new directory for this launch, locked while it runs."""
-    with _locked(directory, uuid4().hex[:8], shared=False) as path:
-        yield path
 
 
 @contextmanager
 def _locked(directory: Path, name: str, *, shared: bool) -> Iterator[Path]:
     """The locked directory `name` in `directory`, after removing those whose launches have ended."""
     with write_errors(directory):
-        _remove_ended(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        for other in directory.iterdir():
+            if other.is_dir() and (ended := lock_directory(other)) is not None:
+                clear(other)
+                unlock_directory(other, ended)
         lock = lock_directory(directory / name, shared=shared)
     try:
         yield directory / name
@@ -87,23 +79,12 @@ def _locked(directory: Path, name: str, *, shared: bool) -> Iterator[Path]:
             os.close(lock)
 
 
-def _remove_ended(directory: Path) -> None:
-    """Remove the directories of launches that have ended."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for other in directory.iterdir():
-        if other.is_dir() and (lock := lock_directory(other)) is not None:
-            clear(other)
-            unlock_directory(other, lock)
-
-
-@contextmanager
-def _agent_directory(directory: Path) -> Iterator[Path]:
+def _agent_directory(directory: Path) -> AbstractContextManager[Path]:
     """A directory shared by the processes of a torchrun agent that the user started, locked while any of them runs."""
     parent = psutil.Process(os.getppid())
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     name = sha256_json([platform.node(), parent.pid, parent.create_time(), restarts])
-    with _locked(directory, name[:8], shared=True) as path:
-        yield path
+    return _locked(directory, name[:8], shared=True)
 
 
 def _launch(module: str, arguments: Sequence[str], processes: int, directory: Path, grace_seconds: float) -> None:
@@ -192,10 +173,6 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
     that has a fault prints it, and the others write to their logs. Yields a function that ends this process at once, or
     None for a single process.
 
-    Args:
-        world: which process this is.
-        launches: the directory of the logs of all launches.
-
     Raises:
         SystemExit: with code 1 after any fault, and with 128 + its number after a signal.
     """
@@ -225,34 +202,20 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
 
 @contextmanager
 def _reported(world: World, directory: Path, terminal: int) -> Iterator[None]:
-    """Leave markers of how this process ended; print the fault if no `launch` will.
-
-    Raises:
-        SystemExit: with code 1 after any fault, and with 128 + its number after a signal.
-    """
-    try:
-        with _markers_left(world, directory):
-            yield
-    except SystemExit as ending:
-        if RANKS_DIRECTORY not in os.environ and ending.code == 1:
-            _print_fault(world, directory, terminal)
-        raise
-
-
-@contextmanager
-def _markers_left(world: World, directory: Path) -> Iterator[None]:
-    """Leave files that record how this process ended.
+    """Leave files that record how this process ended; print the fault if no `launch` will.
 
     Raises:
         SystemExit: with code 1 after any fault, and with 128 + its number after a signal.
     """
     marker = directory / str(world.rank)
+    launched = RANKS_DIRECTORY in os.environ
     try:
         yield
+        return
     except Interrupted as ending:
-        if RANKS_DIRECTORY not in os.environ:
-            raise
-        sys.exit(ending.exit_code)  # `launch` prints it.
+        if launched:  # `launch` prints it.
+            sys.exit(ending.exit_code)
+        raise
     except SystemExit:
         marker.with_suffix(REPORTED).touch()
         raise
@@ -262,13 +225,14 @@ def _markers_left(world: World, directory: Path) -> Iterator[None]:
         if isinstance(fault, WaitTimedOut):
             marker.with_suffix(TIMED_OUT).touch()
         temporary.rename(marker.with_suffix(FAULT))
-        sys.exit(1)
     except Exception as fault:
         if isinstance(fault, ConnectionLost):
             marker.with_suffix(LOST).touch()
         with open(marker.with_suffix(".log"), "a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
-        sys.exit(1)
+    if not launched:
+        _print_fault(world, directory, terminal)
+    sys.exit(1)
 
 
 def _print_fault(world: World, directory: Path, terminal: int) -> None:

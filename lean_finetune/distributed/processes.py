@@ -51,11 +51,7 @@ def under_torchrun() -> bool:
 
 
 def check_size(world: World, num_gpus: int) -> None:
-    """Check that the number of processes is the planned one.
-
-    Raises:
-        UserError: with both numbers.
-    """
+    """Raise UserError if the number of processes is not the planned one."""
     if world.size != num_gpus:
         raise UserError(
             f"hardware.num_gpus: must be the number of processes; got {num_gpus} where torchrun started {world.size}; "
@@ -64,11 +60,7 @@ def check_size(world: World, num_gpus: int) -> None:
 
 
 def check_devices(processes: int) -> None:
-    """Refuse more processes on this node than it has GPUs; without GPUs, processes share the CPU.
-
-    Raises:
-        UserError: with both numbers.
-    """
+    """Raise UserError for more processes on this node than it has GPUs; without GPUs, processes share the CPU."""
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
         raise UserError(
             f"hardware.num_gpus: must be at most the GPUs here; got {processes} for {torch.cuda.device_count()}; lower "
@@ -80,10 +72,7 @@ def check_devices(processes: int) -> None:
 def process_group(world: World, device: torch.device, timeout_seconds: float) -> Iterator[None]:
     """Join torch.distributed's process group for the length of the block; a single process joins nothing.
 
-    Args:
-        world: which process this is.
-        device: where its tensors are: NCCL for GPUs, gloo for CPUs.
-        timeout_seconds: longest wait for another process; at a progress barrier, longest time without progress.
+    `timeout_seconds` is the longest wait for another process; at a progress barrier, the longest time without progress.
     """
     if world.size == 1:
         yield

@@ -6,7 +6,7 @@ then its progress. The timeout counts from the last progress of those that have 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
@@ -31,22 +31,15 @@ class BarrierTimeout(RuntimeError):
 class ProgressBarrier:
     """The barriers of a run; every process calls `wait_for_all` equally often."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        timeout_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float):
         """Meet through `store` as process `rank` of `size`; `timeout_seconds` is the longest wait without progress."""
-        self._store, self._rank, self._size, self._timeout, self._clock = store, rank, size, timeout_seconds, clock
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout_seconds
         self._numbers = count()
-        self._due = clock()
+        self._due = time.monotonic()
 
     def progress(self) -> None:
         """Announce that this process makes progress."""
-        now = self._clock()
+        now = time.monotonic()
         if now < self._due:
             return
         self._due = now + ANNOUNCE_SECONDS
@@ -65,8 +58,8 @@ class ProgressBarrier:
         while absent := [rank for rank in absent if not self._store.check([self._key(number, rank)])]:
             now = {rank: self._store.add(self._key("progress", rank), 0) for rank in absent}
             if now != seen:
-                seen, due = now, self._clock() + self._timeout
-            elif self._clock() > due:
+                seen, due = now, time.monotonic() + self._timeout
+            elif time.monotonic() > due:
                 raise BarrierTimeout(absent)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -92,10 +85,6 @@ def progress_barrier(rank: int, size: int, timeout_seconds: float) -> Iterator[N
 
 
 def wait_for_all() -> None:
-    """Wait for the other processes before a collective, after work that may take one of them long.
-
-    Raises:
-        BarrierTimeout: some did not arrive and made no progress for too long.
-    """
+    """Wait for the other processes before a collective, after work that may take one long; raises BarrierTimeout."""
     for barrier in _barriers:
         barrier.wait_for_all()

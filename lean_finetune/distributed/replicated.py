@@ -21,12 +21,8 @@ class ReplicatedModel(DataParallelModel):
     def __init__(self, model: nn.Module, world: World, device: torch.device, *, owners: bool):
         """Give every process the weights of the first one.
 
-        Args:
-            model: of the same shapes in every process.
-            world: which process this is.
-            device: where the model is.
-            owners: one process updates each tensor, keeps its optimizer state alone and sends the result to the others
-                (stage 1 of Rajbhandari et al. 2020, arXiv 1910.02054).
+        With `owners`, one process updates each tensor, keeps its optimizer state alone and sends the result to the
+        others (stage 1 of Rajbhandari et al. 2020, arXiv 1910.02054).
 
         Raises:
             UserError: there are fewer trained tensors than owners.

@@ -37,12 +37,10 @@ class ShardSpec:
     @classmethod
     def from_params(cls, params: Params) -> "ShardSpec":
         """Read train.sharding, train.shard_group_gpus, train.offload and run.rank_timeout_seconds."""
-        train = params.train
-        offload_weights = train.offload == "parameters"
         return cls(
-            mode=train.sharding,
-            group_gpus=train.shard_group_gpus,
-            offload_weights=offload_weights,
+            mode=params.train.sharding,
+            group_gpus=params.train.shard_group_gpus,
+            offload_weights=params.train.offload == "parameters",
             timeout_seconds=params.run.rank_timeout_seconds,
         )
 
@@ -63,15 +61,8 @@ class ShardSpec:
 def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> DataParallelModel:
     """Share a loaded model among the processes.
 
-    Args:
-        model: of the same shapes in every process, on `device`, or in host memory if weights are sharded. The weights
-            of rank 0 count.
-        world: which process this is.
-        spec: how to share it.
-        device: where this process computes.
-
-    Raises:
-        UserError: the processes cannot be divided so.
+    `model` has the same shapes in every process and is on `device`, or in host memory if weights are sharded. The
+    weights of rank 0 count. Raises UserError if the processes cannot be divided so.
     """
     if world.size == 1:
         return DataParallelModel(model)

@@ -11,7 +11,7 @@ from lean_finetune.distributed.launch import (
     ConnectionLost,
     WaitTimedOut,
     _first_fault,
-    _launch_directory,
+    _locked,
     report_faults_once,
 )
 from lean_finetune.distributed.processes import World
@@ -28,13 +28,13 @@ def world(rank: int) -> World:
 
 def test_another_launch_leaves_what_this_one_says_alone(tmp_path: Path):
     """It may be refused while this one goes on: its fault is not this one's."""
-    with _launch_directory(tmp_path / "ranks") as first:
+    with _locked(tmp_path / "ranks", "first", shared=False) as first:
         (first / "1.log").write_text("a traceback")
-        with _launch_directory(tmp_path / "ranks") as second:
+        with _locked(tmp_path / "ranks", "second", shared=False) as second:
             (second / "0.fault").write_text("one process at a time may train the same run")
             assert _first_fault(first, 2) is None and (first / "1.log").exists()
     assert (first / "1.log").exists(), "it is read after the end"
-    with _launch_directory(tmp_path / "ranks") as third:
+    with _locked(tmp_path / "ranks", "third", shared=False) as third:
         assert list((tmp_path / "ranks").iterdir()) == [third]
 
 
