@@ -51,10 +51,6 @@ class ModelOutputs:
     """Generated tokens for each of `EvaluationRows.prompts`."""
 
 
-NO_OUTPUTS = ModelOutputs(row_losses=np.zeros(0), answers=[])
-"""Outputs without rows and prompts."""
-
-
 def evaluate_models(
     base: Path,
     tuned: Path,
@@ -71,6 +67,8 @@ def evaluate_models(
     Raises:
         UserError: a model cannot be loaded, does not fit in memory, or has losses that are not finite.
     """
+    if not evaluated.loss_rows:
+        return {name: ModelOutputs(row_losses=np.zeros(0), answers=[]) for name in MODELS}
     outputs: dict[str, ModelOutputs] = {}
     try:
         for name, model in _models(base, tuned, spec, device, merged):

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_json, write_text
-from lean_finetune.evaluate.base_and_tuned import MODELS, NO_OUTPUTS, EvaluationRows, evaluate_models
+from lean_finetune.evaluate.base_and_tuned import EvaluationRows, evaluate_models
 from lean_finetune.evaluate.evaluation_metrics import RESULTS, evaluate_metrics, generation_lines
 from lean_finetune.evaluate.generate import choose_prompts, special_ids
 from lean_finetune.evaluate.row_losses import spread_rows
@@ -39,15 +39,13 @@ def run_stage(
     evaluated = _choose_rows(p, tokens, base, tokenizer)
     limits = EvaluationLimits.from_params(p)
     spec = WeightsSpec.from_params(p, precision_of(p, verdict))
-    if evaluated.loss_rows:
-        outputs = evaluate_models(
-            base, tuned, spec, evaluated, limits, device=device, progress=p.run.progress, merged=p.evaluate.merged
-        )
-    else:
+    if not evaluated.loss_rows:
         click.echo(
             "note: no rows are held out (data.heldout_fraction is 0), so there is nothing to evaluate on", err=True
         )
-        outputs = dict.fromkeys(MODELS, NO_OUTPUTS)
+    outputs = evaluate_models(
+        base, tuned, spec, evaluated, limits, device=device, progress=p.run.progress, merged=p.evaluate.merged
+    )
     lines = generation_lines(evaluated, outputs, tokenizer)
     figures = evaluate_metrics(evaluated, outputs, lines)
     with atomic_directory(out) as directory:

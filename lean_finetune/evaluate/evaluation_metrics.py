@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,11 @@ def evaluate_metrics(
     rows = evaluated.rows
     tokens = rows.supervised[evaluated.loss_rows]
     lengths = rows.lengths[evaluated.loss_rows]
-    families = sorted({line["family"] for line in lines})
+    buckets = {f"up_to_{high}": (low < lengths) & (lengths <= high) for low, high in pairwise((0, *LENGTH_EDGES))}
+    buckets[f"over_{LENGTH_EDGES[-1]}"] = lengths > LENGTH_EDGES[-1]
+    families: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        families.setdefault(line["family"], []).append(line)
     return {
         "evaluated_rows": len(tokens),
         "evaluated_tokens": int(tokens.sum()),
@@ -58,25 +63,13 @@ def evaluate_metrics(
         **_exact_match(lines, answers),
         "by_length": {
             name: {"rows": int(chosen.sum()), **_losses(answers, tokens, chosen)}
-            for name, chosen in _length_buckets(lengths)
+            for name, chosen in buckets.items()
             if chosen.any()
         },
         "by_family": {
-            family: {"rows": len(own), **_exact_match(own, answers)}
-            for family in families
-            if (own := [line for line in lines if line["family"] == family])
+            family: {"rows": len(own), **_exact_match(own, answers)} for family, own in sorted(families.items())
         },
     }
-
-
-def _length_buckets(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Return name and members (bool per row) of each length bucket."""
-    edges = [0, *LENGTH_EDGES, math.inf]
-    names = [*(f"up_to_{edge}" for edge in LENGTH_EDGES), f"over_{LENGTH_EDGES[-1]}"]
-    return [
-        (name, (low < lengths) & (lengths <= high))
-        for name, low, high in zip(names, edges[:-1], edges[1:], strict=True)
-    ]
 
 
 def _losses(answers: Mapping[str, ModelOutputs], tokens: np.ndarray, chosen: np.ndarray) -> dict[str, float | None]:
@@ -86,12 +79,9 @@ def _losses(answers: Mapping[str, ModelOutputs], tokens: np.ndarray, chosen: np.
     """
     found: dict[str, float | None] = {}
     for name in answers:
-        if not chosen.any():
-            found |= {f"{name}_loss": None, f"{name}_perplexity": None}
-            continue
-        loss = float(answers[name].row_losses[chosen].sum() / tokens[chosen].sum())
-        found[f"{name}_loss"] = round(loss, 6)
-        found[f"{name}_perplexity"] = round(math.exp(loss), 6) if loss < LARGEST_EXPONENT else None
+        loss = float(answers[name].row_losses[chosen].sum() / tokens[chosen].sum()) if chosen.any() else None
+        found[f"{name}_loss"] = None if loss is None else round(loss, 6)
+        found[f"{name}_perplexity"] = None if loss is None or loss >= LARGEST_EXPONENT else round(math.exp(loss), 6)
     return found
 
 

@@ -69,14 +69,12 @@ def choose_prompts(
         *([(name, found[digest]) for digest in sorted(found)] for name, found in sorted(families.items()))
     )
     chosen = [one for one_of_each in rounds for one in one_of_each if one is not None][:count]
-    return [_prompt(rows, row, family) for family, row in chosen], too_long
-
-
-def _prompt(rows: TokenRows, row: int, family: str) -> Prompt:
-    """Return prompt and answer of a row."""
-    ids = rows.ids(row).tolist()
-    start, end = rows.spans(row)[-1].tolist()
-    return Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end])
+    prompts = []
+    for family, row in chosen:
+        ids = rows.ids(row).tolist()
+        start, end = rows.spans(row)[-1].tolist()
+        prompts.append(Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end]))
+    return prompts, too_long
 
 
 def special_ids(tokenizer: Tokenizer) -> set[int]:
@@ -129,22 +127,17 @@ def greedy_answers(
     while order:
         at_once = limits.prompts_at_once(len(prompts[order[0]].ids))
         numbers, order = order[:at_once], order[at_once:]
-        ids_BT, mask_BT = _pad_left([prompts[number].ids for number in numbers], pad_id)
+        length = len(prompts[numbers[0]].ids)
+        ids_BT = torch.full((len(numbers), length), pad_id)
+        mask_BT = torch.zeros_like(ids_BT)
+        for row, number in enumerate(numbers):
+            start = length - len(prompts[number].ids)  # Padded on the left.
+            ids_BT[row, start:] = torch.tensor(prompts[number].ids)
+            mask_BT[row, start:] = 1
         with spec.autocast(device.type):
             output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device))
-        for number, tokens in zip(numbers, output[:, ids_BT.shape[1] :].tolist(), strict=True):
+        for number, tokens in zip(numbers, output[:, length:].tolist(), strict=True):
             end = next((index for index, token in enumerate(tokens) if token in stops), len(tokens))
             answers[number] = tokens[:end]
         progress.update(len(numbers))
     return [answers[number] for number in range(len(prompts))]
-
-
-def _pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and attention mask, int64 of shape (B, T), with prompts ending in the last column."""
-    length = max(map(len, prompts))
-    ids_BT = torch.full((len(prompts), length), pad_id)
-    mask_BT = torch.zeros_like(ids_BT)
-    for row, ids in enumerate(prompts):
-        ids_BT[row, length - len(ids) :] = torch.tensor(ids)
-        mask_BT[row, length - len(ids) :] = 1
-    return ids_BT, mask_BT
