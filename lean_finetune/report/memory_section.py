@@ -10,6 +10,9 @@ from lean_finetune.report.report_inputs import Inputs
 def memory_section(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
     """Return the section as Markdown."""
     verdict = [] if inputs.verdict["refusal"] is None else [f"Verdict: {inputs.verdict['refusal']}.", ""]
+    by_rank = []
+    if peaks := inputs.train.get("peak_bytes_measured_by_rank"):
+        by_rank = [f"Measured peak of each of {len(peaks)} processes: {', '.join(map(size, peaks))}.", ""]
     return "\n".join(
         [
             "## Memory",
@@ -20,7 +23,7 @@ def memory_section(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
             table(("phase", "predicted peak", "measured peak", "error"), _phases(inputs, metrics)),
             "",
             *_reserved(inputs),
-            *_by_rank(inputs),
+            *by_rank,
             "![Peak memory of each phase](memory.png)",
             "",
             f"Memory over the run: {inputs.train['growth']['told']}.",
@@ -60,14 +63,6 @@ def _reserved(inputs: Inputs) -> list[str]:
         ("RAM of the host, without margin", size(estimate["host_bytes_predicted"])),
     ]
     return [table((f"on {estimate['gpu']}", "predicted"), rows), "", *_plan(inputs)]
-
-
-def _by_rank(inputs: Inputs) -> list[str]:
-    """Measured peak of each process; the table above has the largest."""
-    peaks = inputs.train.get("peak_bytes_measured_by_rank")
-    if peaks is None:
-        return []
-    return [f"Measured peak of each of {len(peaks)} processes: {', '.join(map(size, peaks))}.", ""]
 
 
 def _plan(inputs: Inputs) -> list[str]:

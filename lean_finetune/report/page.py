@@ -1,6 +1,7 @@
 """Write the report: one page of Markdown."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 from textwrap import indent
 from typing import Any
 
@@ -13,6 +14,15 @@ from lean_finetune.report.report_inputs import Inputs
 NOT_EVALUATED = "not evaluated: no rows are held out (data.heldout_fraction is 0)."
 SAMPLES = 6
 SAMPLE_CHARACTERS = 800
+SHOWN = (
+    "hardware.num_gpus",
+    "train.sharding",
+    "train.method",
+    "train.precision",
+    "train.optimizer",
+    "train.grad_ckpt",
+)
+"""Parameters that the page shows."""
 # Figure of data/tokens/figures.json → why these rows were dropped.
 DROPPED = {
     "no_answer_rows": "had no answer within data.max_length",
@@ -25,26 +35,20 @@ DROPPED = {
 
 def shown_parameters(params: Params) -> dict[str, Any]:
     """Return the parameters that the page shows."""
-    return {
-        "hardware.num_gpus": params.hardware.num_gpus,
-        "train.sharding": params.train.sharding,
-        "train.method": params.train.method,
-        "train.precision": params.train.precision,
-        "train.optimizer": params.train.optimizer,
-        "train.grad_ckpt": params.train.grad_ckpt,
-    }
+    return {name: attrgetter(name)(params) for name in SHOWN}
 
 
 def page(inputs: Inputs, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """Return the page; `settings` are the parameters to show, `metrics` the report's figures."""
-    sections = (
+    sections = [
+        "# Fine-tuning report",
         _summary(inputs, metrics),
         _run(inputs, settings),
         memory_section(inputs, metrics),
         _loss(inputs),
         _answers(inputs),
-    )
-    return "\n\n".join(["# Fine-tuning report", *sections]) + "\n"
+    ]
+    return "\n\n".join(sections) + "\n"
 
 
 def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
@@ -77,16 +81,12 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _dropped(tokenize: Mapping[str, Any], rows_read: int) -> str:
-    """Count the dropped rows by reason."""
-    found = [f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name]]
-    return _share(tokenize["dropped_rows"], rows_read) + (": " if found else "") + ", ".join(found)
-
-
 def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
     """Describe model, data, plan and parameters."""
     tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
+    reasons = ", ".join(f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name])
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
+    waiting = f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens"
     rows = [
         ("model", describe_model(inputs.model)),
         ("data", f"{describe_data(inputs.data)}, format {tokenize['format']}"),
@@ -95,7 +95,7 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
             "truncated rows",
             f"{_share(tokenize['truncated_rows'], rows_read)} longer than data.max_length, which lost trained tokens",
         ),
-        ("dropped rows", _dropped(tokenize, rows_read)),
+        ("dropped rows", _share(tokenize["dropped_rows"], rows_read) + (f": {reasons}" if reasons else "")),
         ("tokens", f"{tokenize['train_tokens']:,}, {tokenize['supervised_percent']:.1f} % of them trained"),
         ("longest row", f"{tokenize['longest']:,} tokens"),
         ("optimizer steps", f"{bucket['optimizer_steps']:,}, in {bucket['micro_batches']:,} micro-batches"),
@@ -106,20 +106,13 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
             + ("" if bucket["mode"] == "packed" else f", {bucket['max_batch_length']:,} tokens a row"),
         ),
         ("padding", f"{bucket['padding_percent']:.1f} % of the tokens computed"),
-        *_idle_time(bucket, settings["hardware.num_gpus"]),
+        *([("waiting", waiting)] if settings["hardware.num_gpus"] > 1 else []),
         ("trained parameters", f"{train['trained_parameters']:,}"),
         ("trained on", train["device"]),
         ("speed", f"{train['tokens_per_second']:,.0f} tokens/s"),
-        *((name, _shown(value)) for name, value in settings.items()),
+        *((name, str(value).lower() if isinstance(value, bool) else value) for name, value in settings.items()),
     ]
     return "## What was trained\n\n" + table(("", ""), rows)
-
-
-def _idle_time(bucket: Mapping[str, Any], num_gpus: int) -> list[tuple[str, str]]:
-    """Time that GPUs wait for the largest micro-batch; empty for one GPU."""
-    if num_gpus == 1:
-        return []
-    return [("waiting", f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens")]
 
 
 def _loss(inputs: Inputs) -> str:
@@ -128,10 +121,10 @@ def _loss(inputs: Inputs) -> str:
     if not evaluate["evaluated_rows"]:
         return "\n".join(["## Loss", "", "![Loss](loss.png)", "", NOT_EVALUATED])
     columns = ("base_loss", "tuned_loss", "base_perplexity", "tuned_perplexity")
-    lengths = sorted(evaluate["by_length"].items(), key=lambda item: (item[0].startswith("over"), _edge(item[0])))
+    lengths = evaluate["by_length"].items()
     rows = [
         (f"{name.replace('_', ' ')} tokens", found["rows"], *(_figure(found[column]) for column in columns))
-        for name, found in lengths
+        for name, found in sorted(lengths, key=lambda item: (item[0].startswith("over"), int(item[0].split("_")[-1])))
     ]
     rows.append(("**all**", evaluate["evaluated_rows"], *(_figure(evaluate[column]) for column in columns)))
     header = ("row length", "rows", "loss before", "loss after", "perplexity before", "perplexity after")
@@ -152,12 +145,10 @@ def _merged(evaluate: Mapping[str, Any]) -> list[str]:
 
 def _answers(inputs: Inputs) -> str:
     """Exact match by family, and a few sample answers."""
-    too_long = inputs.evaluate["unanswerable_rows"]
-    skipped = (
-        f"Skipped: {too_long:,} held-out rows whose prompt or answer is longer than data.max_length, "
-        "evaluate.max_new_tokens or the model's context allows."
-    )
-    notes = [skipped] if too_long else []
+    notes = []
+    if too_long := inputs.evaluate["unanswerable_rows"]:
+        skipped = f"Skipped: {too_long:,} held-out rows whose prompt or answer is longer than data.max_length, "
+        notes.append(skipped + "evaluate.max_new_tokens or the model's context allows.")
     if not inputs.generations:
         if not inputs.evaluate["evaluated_rows"]:
             return f"## Answers\n\n{NOT_EVALUATED}"
@@ -170,9 +161,8 @@ def _answers(inputs: Inputs) -> str:
     # The file alternates families, so its first lines are of different ones.
     pool = inputs.generations[: max(SAMPLES, len(families))]
     shown = [pool[index * len(pool) // SAMPLES] for index in range(min(SAMPLES, len(pool)))]
-    samples = [_sample(line) for line in shown]
     right = table(("family", "prompts", "correct before", "correct after"), families)
-    return "\n\n".join(["## Answers", right, *notes, "### Samples", *samples])
+    return "\n\n".join(["## Answers", right, *notes, "### Samples", *map(_sample, shown)])
 
 
 def _sample(line: Mapping[str, Any]) -> str:
@@ -180,29 +170,17 @@ def _sample(line: Mapping[str, Any]) -> str:
     parts = [("Prompt", line["prompt"]), ("Expected", line["expected"])]
     for model, title in (("base", "Before"), ("tuned", "After")):
         parts.append((f"{title} ({'correct' if line[f'{model}_correct'] else 'wrong'})", line[model]))
-    blocks = (f"{title}:\n\n{indent(_shorten(text), '    ', lambda _: True)}" for title, text in parts)
-    return "\n\n".join([f"#### {cell(line['family'])}", *blocks])
-
-
-def _shorten(text: str) -> str:
-    """Shorten a text to fit the page."""
-    text = text.strip("\n")
-    return text if len(text) <= SAMPLE_CHARACTERS else f"{text[:SAMPLE_CHARACTERS]} …"
+    blocks = [f"#### {cell(line['family'])}"]
+    for title, text in parts:
+        text = text.strip("\n")
+        text = text if len(text) <= SAMPLE_CHARACTERS else f"{text[:SAMPLE_CHARACTERS]} …"
+        blocks.append(f"{title}:\n\n{indent(text, '    ', lambda _: True)}")
+    return "\n\n".join(blocks)
 
 
 def _share(part: int, total: int) -> str:
     """Format a count and its share."""
     return f"{part:,} ({100 * part / total:.1f} %)"
-
-
-def _edge(name: str) -> int:
-    """Return the number in a length bucket's name."""
-    return int(name.rpartition("_")[2])
-
-
-def _shown(value: Any) -> str:
-    """Format a parameter as in params.yaml."""
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
 
 
 def _figure(value: float | None) -> str:

@@ -1,6 +1,5 @@
 """Draw the plots of the report as PNG; equal figures give equal bytes."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,30 +44,22 @@ def _memory(axes: Axes, inputs: Inputs) -> None:
     """Predicted bytes of each phase by category, with measured peaks as marks."""
     phases = in_order({phase: None for phase in inputs.breakdown if phase != "peak"})
     divisor, unit = reading_unit(inputs.estimate["peak_bytes_predicted"])
-    for number, (category, left, width) in enumerate(_stacks(inputs.breakdown, phases, divisor)):
+    largest: dict[str, int] = {}
+    for phase in phases:
+        for category, count in inputs.breakdown[phase].items():
+            largest[category] = max(largest.get(category, 0), count)
+    left = [0.0] * len(phases)
+    for number, category in enumerate(sorted(largest, key=lambda name: (-largest[name], name))):
+        width = [inputs.breakdown[phase].get(category, 0) / divisor for phase in phases]
         color = COLORS[number % len(COLORS)]
         axes.barh(phases, width, left=left, label=category.replace("_", " "), height=0.6, color=color)
+        left = [start + size for start, size in zip(left, width, strict=True)]
     measured = {p: b / divisor for p, b in inputs.train["measured_by_phase"].items() if b is not None and p in phases}
     if measured:
         axes.plot(list(measured.values()), list(measured), "k|", ms=22, mew=2, label="measured")
     axes.invert_yaxis()
     axes.set(xlabel=unit, xlim=(0, None), title="Peak memory of each phase: predicted by category, and measured")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small", markerscale=0.4)
-
-
-def _stacks(
-    breakdown: Mapping[str, Mapping[str, int]], phases: list[str], divisor: int
-) -> list[tuple[str, list[float], list[float]]]:
-    """Return name, left ends and widths in each phase of every category, largest first."""
-    sizes = {category: 0 for phase in phases for category in breakdown[phase]}
-    for category in sizes:
-        sizes[category] = max(breakdown[phase].get(category, 0) for phase in phases)
-    stacks, left = [], [0.0] * len(phases)
-    for category in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        width = [breakdown[phase].get(category, 0) / divisor for phase in phases]
-        stacks.append((category, list(left), width))
-        left = [start + size for start, size in zip(left, width, strict=True)]
-    return stacks
 
 
 def _timeline(axes: Axes, inputs: Inputs) -> None:
@@ -106,8 +97,8 @@ def _reserved(axes: Axes, inputs: Inputs) -> None:
     lines = {
         "reserved_gib": "reserved, fixed segments",
         "reserved_expandable_gib": "reserved, expandable segments",
+        "allocated_gib": "tensors",
     }
-    lines["allocated_gib"] = "tensors"
     sizes = {name: [float(record[name]) * GIB for record in inputs.reserved] for name in lines}
     divisor, unit = reading_unit(round(max(map(max, sizes.values()))))
     for name, label in lines.items():

@@ -1,6 +1,7 @@
 """Read the inputs of the report: figures, curves and samples of the other stages."""
 
 import csv
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,35 +76,27 @@ def in_order(phases: Mapping[str, Any]) -> list[str]:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Read a CSV file with a header.
-
-    Raises:
-        UserError: the file is missing or empty.
-    """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            records = list(csv.DictReader(file))
-    except FileNotFoundError:
-        raise UserError(f"{path}: file is missing; run `dvc repro`") from None
+    """Read a CSV file with a header; raises UserError if it is missing or has no rows."""
+    records = list(csv.DictReader(io.StringIO(_read(path), newline="")))
     if not records:
         raise UserError(f"{path}: has no rows; delete it and run `dvc repro`")
     return records
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON-lines file, which may be empty.
-
-    Raises:
-        UserError: the file is missing or a line is not JSON.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: file is missing; run `dvc repro`") from None
+    """Read a JSON-lines file, which may be empty; raises UserError if it is missing or a line is not JSON."""
     records = []
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
+    for number, line in enumerate(_read(path).split("\n")[:-1], start=1):
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: not JSON ({error.msg}); delete it and run `dvc repro`") from None
     return records
+
+
+def _read(path: Path) -> str:
+    """The text of a file with its line ends unchanged."""
+    try:
+        return path.read_bytes().decode()
+    except FileNotFoundError:
+        raise UserError(f"{path}: file is missing; run `dvc repro`") from None
