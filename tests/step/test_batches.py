@@ -33,11 +33,6 @@ def test_a_trained_eos_stays_trained_when_padding_uses_the_same_id():
     assert batch.supervised_index_N.tolist() == [1, 2, 3, 8]
 
 
-def test_the_first_token_is_never_a_target_because_nothing_predicts_it():
-    batch = collate([arrays(*ROWS[1][:2])], length=3, pad_id=0)
-    assert batch.targets_BT.tolist() == [[10, EOS, IGNORED]]
-
-
 @st.composite
 def token_rows(draw):
     """Rows of random ids with random disjoint spans, and a length into which they fit."""
@@ -89,39 +84,9 @@ def test_joined_rows_train_the_same_tokens_and_count_positions_from_their_own_st
     ("lengths", "total", "expected"),
     [([5, 3], 8, (5, 3)), ([5, 3], 9, (5, 3, 1)), ([4], 2052, (4, 1024, 1024)), ([4], 1030, (4, 1024, 2))],
 )
-def test_padding_of_joined_rows_is_cut_into_short_rows(lengths, total, expected):
+def test_padding_of_joined_rows_is_split_into_short_rows(lengths, total, expected):
     """Attention over one long row of padding would grow with its square."""
     assert joined_lengths(lengths, total) == expected
-
-
-def test_padding_changes_no_row_though_no_mask_is_passed():
-    """Causal attention never sees right padding: per-row losses equal those of single rows."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, use_cache=False
-    )
-    model = LlamaForCausalLM(config).eval()
-    generator = np.random.default_rng(0)
-    rows = []
-    for length in (5, 17, 30, 48):
-        ids = generator.integers(0, 64, length).astype(np.uint16)
-        rows.append((ids, np.array([[length // 2, length]], np.int32)))
-
-    def loss_per_row(rows, length: int) -> torch.Tensor:
-        batch = collate(rows, length, pad_id=EOS)
-        with torch.no_grad():
-            logits_BTV = model(input_ids=batch.input_ids_BT, use_cache=False).logits
-        losses_BT = torch.nn.functional.cross_entropy(
-            logits_BTV.transpose(1, 2), batch.targets_BT, ignore_index=IGNORED, reduction="none"
-        )
-        return losses_BT.sum(1)
-
-    together = loss_per_row(rows, length=64)
-    alone = torch.cat([loss_per_row([row], length=len(row[0])) for row in rows])
-    assert alone.min() > 1
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
@@ -147,7 +112,7 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
     ],
     ids=["padded", "joined"],
 )
-def test_a_planned_micro_batch_is_read_with_the_shape_it_was_planned_with(tmp_path, planned, ids, shape):
+def test_a_micro_batch_is_read_in_its_planned_shape(tmp_path, planned, ids, shape):
     tokens = TokenRows(write_tokens(tmp_path, ROWS), "train")
     batch = read_batch(tokens, planned, pad_id=0)
     assert batch.input_ids_BT.tolist() == ids
@@ -160,7 +125,7 @@ def test_a_planned_micro_batch_is_read_with_the_shape_it_was_planned_with(tmp_pa
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_a_batch_moves_whole(flat):
+def test_all_tensors_of_a_batch_move_to_a_device(flat):
     batch = collate([arrays(*ROWS[0][:2])], length=8, pad_id=0, flat=flat).to("meta")
     assert {tensor.device.type for tensor in tensors_of(batch)} == {"meta"}
 

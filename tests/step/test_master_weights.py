@@ -51,7 +51,7 @@ def test_the_host_updates_in_every_type(small_llama, form):
     assert_equal(offloaded, weights, 0)
 
 
-def test_tensors_larger_than_the_buffer_travel_in_parts(monkeypatch):
+def test_tensors_larger_than_the_buffer_are_copied_in_parts(monkeypatch):
     """The last part of a tensor lost, or the parts in another order."""
     monkeypatch.setattr(host_transfer, "STAGING_BYTES", 64)
     weight = torch.randn(7, 13)
@@ -64,27 +64,20 @@ def test_tensors_larger_than_the_buffer_travel_in_parts(monkeypatch):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_in_backward_is_that_after_it(small_llama, name):
-    """A weight updated twice, or before its gradient is whole: the tied embedding gets it from two sides."""
+    """A weight updated twice, or before its gradient is complete: the tied embedding gets it from two sides."""
     chosen = optim_of(name=name, lr=OPTIM.lr if name != "lion" else 1e-3)
     forms: tuple[dict[str, Any], ...] = ({}, {"grad_ckpt": True})
     for changes in forms:
         plain, weights = run(small_llama, split([8]), method="full", optim=chosen, max_grad_norm=None, **changes)
         results, updated = run(
-            small_llama,
-            split([8]),
-            method="full",
-            optim=chosen,
-            max_grad_norm=None,
-            in_backward=True,
-            **changes,
+            small_llama, split([8]), method="full", optim=chosen, max_grad_norm=None, in_backward=True, **changes
         )
-        assert [(r.loss.item(), r.grad_norm.item()) for r in results] == [
-            (r.loss.item(), r.grad_norm.item()) for r in plain
-        ]
+        for a, b in zip(results, plain, strict=True):
+            assert (a.loss.item(), a.grad_norm.item()) == (b.loss.item(), b.grad_norm.item())
         assert_equal(updated, weights, 0)
 
 
-def test_both_together_are_the_plain_update(small_llama):
+def test_host_updates_in_backward_are_the_plain_update(small_llama):
     """A gradient sent to the host in backward after it was freed, or with another step's norm."""
     chosen = optim_of(master_weights=True)
     form: dict[str, Any] = {"method": "full", "precision": "bf16", "max_grad_norm": None}
@@ -125,7 +118,7 @@ def test_a_second_micro_batch_cannot_update_in_backward(small_llama):
         run(small_llama, split([3, 5]), method="full", max_grad_norm=None, in_backward=True)
 
 
-def test_what_cannot_be_updated_so_is_told_in_one_line():
+def test_settings_that_cannot_take_effect_are_refused():
     """A switch accepted without an effect, or with another one."""
     refuse_offloaded_state("none", "cpu")
     refuse_offloaded_state("optimizer", "cuda")
@@ -141,7 +134,7 @@ def test_what_cannot_be_updated_so_is_told_in_one_line():
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
-def test_saved_copies_go_on_where_they_stopped(small_llama, offload):
+def test_saved_master_weights_load_to_the_bit(small_llama, offload):
     """Copies rounded by a checkpoint, or left on the device."""
     chosen = optim_of(master_weights=True, offload=offload)
     model = load_model(small_llama, spec_of(method="full", precision="bf16"), CPU)

@@ -62,7 +62,7 @@ def test_loss_is_that_of_the_model_on_unpadded_rows(small_llama: Path):
 
 
 def test_adapters_receive_gradients(small_llama: Path):
-    """A frozen input once made checkpointed adapters learn nothing in silence: lora_B must move from zero."""
+    """With a frozen input, checkpointed adapters once learnt nothing: lora_B must move from zero."""
     _, weights = run(small_llama, split([8]), method="qlora", grad_ckpt=True, steps=1)
     moved = [value.abs().max().item() > 0 for name, value in weights.items() if "lora_B" in name]
     assert moved and all(moved)
@@ -77,18 +77,18 @@ def test_learning_rate_warms_up_and_falls(small_llama: Path):
     assert {learning_rate(step, 5, constant) for step in range(5)} == {1.0}
 
 
-def test_a_model_that_bends_its_logits_is_refused(small_llama: Path):
-    """Decoder plus head would silently train another loss than the model's own."""
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(small_llama: Path):
+    """Decoder plus head would train another loss than the model's own."""
     model = load_model(small_llama, spec_of(method="full"), CPU)
     check_head(model, CPU)
     forward = model.forward
 
-    def bent(*args: Any, **kwargs: Any) -> Any:
+    def changed(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         output.logits = output.logits * 0.5 + 1.0
         return output
 
-    model.forward = bent
+    model.forward = changed
     with pytest.raises(UserError, match="changes its logits"):
         check_head(model, CPU)
 
