@@ -88,7 +88,7 @@ def test_page_describes_run_memory_and_results(place):
         "| train.grad_ckpt | false |",
         "| hardware.num_gpus | 1 |",
         "| gradients | 30 MiB | 25.0 % |",
-        "Memory over the run: flat: held_bytes grows by 0 bytes a step; ",
+        "Memory over the run: steady: held_bytes grows by 0 bytes a step; ",
         "| activations | mm in forward | `model.layers.*.mlp.up_proj` | 4 × 64 × 128 bfloat16 | 32 | 50 MiB |",
         "| weights | held | – | – | 32 | 50 MiB |",
         "| weights | bf16, 2 bytes a value | 9 | 40 MiB |",
