@@ -1,4 +1,4 @@
-"""Greedy answers: what the model says to the prompt alone, and questions spread evenly over families."""
+"""Greedy answers to each prompt alone, and prompts spread evenly over families."""
 
 import tracemalloc
 
@@ -22,34 +22,22 @@ def model(base_dir):
     return load_base(base_dir, spec_of("full"), CPU, "sdpa").eval()
 
 
-def chosen_and_left_out(rows, count=100, max_length=64, max_prompt_tokens=None, max_new_tokens=NEW_TOKENS):
-    return choose_prompts(
-        rows,
-        count,
-        max_length=max_length,
-        max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        special=SPECIAL,
-    )
+def chosen_and_skipped(rows, count=100, max_length=64, max_prompt_tokens=None, max_new_tokens=NEW_TOKENS):
+    limits = {"max_length": max_length, "max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+    return choose_prompts(rows, count, **limits, special=SPECIAL)
 
 
 def choose(rows, **limits):
-    return chosen_and_left_out(rows, **limits)[0]
+    return chosen_and_skipped(rows, **limits)[0]
 
 
-def answer(model, prompts, stops=(), batch_rows=4, max_new_tokens=NEW_TOKENS, pad_id=PAD, max_tokens=10_000):
+def answer(model, prompts, stops=(), batch_rows=4, pad_id=PAD, max_tokens=10_000):
+    limits = EvaluationLimits(
+        max_tokens=max_tokens, logits_chunk=64, max_new_tokens=NEW_TOKENS, generate_batch_rows=batch_rows
+    )
     with tqdm(disable=True) as bar:
         return greedy_answers(
-            model,
-            spec_of("full"),
-            prompts,
-            stops=stops,
-            limits=EvaluationLimits(
-                max_tokens=max_tokens, logits_chunk=64, max_new_tokens=max_new_tokens, generate_batch_rows=batch_rows
-            ),
-            pad_id=pad_id,
-            device=CPU,
-            progress=bar,
+            model, spec_of("full"), prompts, stops=stops, limits=limits, pad_id=pad_id, device=CPU, progress=bar
         )
 
 
@@ -63,7 +51,7 @@ def by_hand(model, prompt: list[int], count: int) -> list[int]:
 
 
 def test_answers_do_not_depend_on_how_prompts_are_batched(model):
-    """A budget that is not kept, or prompts that are answered twice, or never."""
+    """A batch beyond max_tokens, or prompts that are answered twice, or never."""
     prompts = [Prompt(family="all", ids=list(range(20, 20 + size)), answer_ids=[]) for size in (9, 30, 3, 17, 30, 5)]
     widest: list[int] = []
 
@@ -90,13 +78,13 @@ def test_batched_answers_equal_those_to_each_prompt_alone(model, rows):
 
 
 def test_an_answer_ends_before_its_first_stop_token(model, rows):
-    """A model that does not stop, or text after the stop, would never match."""
+    """Text after the stop token would never match."""
     prompts = choose(rows)[:3]
-    whole = [by_hand(model, prompt.ids, NEW_TOKENS) for prompt in prompts]
-    stop = whole[0][4]
-    cut = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in whole]
-    assert answer(model, prompts, stops=[stop]) == cut
-    assert answer(model, prompts, stops=[stop], pad_id=stop) == cut, "the padding token may be the stop token"
+    complete = [by_hand(model, prompt.ids, NEW_TOKENS) for prompt in prompts]
+    stop = complete[0][4]
+    expected = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in complete]
+    assert answer(model, prompts, stops=[stop]) == expected
+    assert answer(model, prompts, stops=[stop], pad_id=stop) == expected, "the padding token may be the stop token"
 
 
 def test_sampling_settings_of_the_model_are_not_used(model, rows):
@@ -121,12 +109,12 @@ def test_stops_include_the_turn_end_of_the_template(base_dir, rows, tiny_dir):
 
 
 def test_prompts_are_spread_evenly_over_families(rows):
-    """A count cut off the file's front would test one family only."""
+    """The first prompts of the file would test one family only."""
     families = [prompt.family for prompt in choose(rows, count=7)]
     assert sorted(families.count(name) for name in ("all", "dates", "sums")) == [2, 2, 3]
 
 
-def test_the_choice_does_not_follow_the_order_of_the_file(rows, tmp_path):
+def test_prompts_do_not_depend_on_the_order_of_the_file(rows, tmp_path):
     """Rows added or moved upstream must not exchange the questions."""
     backwards = heldout(tmp_path, heldout_rows()[::-1])
     assert choose(backwards, count=6) == choose(rows, count=6)
@@ -139,29 +127,20 @@ def test_prompt_is_all_before_the_last_span(tmp_path):
 
 
 def test_rows_without_a_possible_answer_are_skipped(tmp_path):
-    """Plain text has no prompt, a cut answer no match, a repeated prompt no news, a long one no room."""
+    """No answer could match them; plain text and repeated prompts are not counted as too long."""
     rows: list[Row] = [
-        ([30, 31, 32], [0, 3], None),
+        ([30, 31, 32], [0, 3], None),  # Plain text.
         ([1, 31, 32], [1, 3], None),
-        ([40, 41, 42, 43, 44, 45], [2, 6], None),
         ([50, 51, 52, EOS], [2, 4], None),
-        ([50, 51, 53, EOS], [2, 4], None),
-        ([60, 61, 62, 63, EOS], [4, 5], None),
+        ([50, 51, 53, EOS], [2, 4], None),  # The same prompt.
+        ([40, 41, 42, 43, 44, 45], [2, 6], None),  # Truncated at max_length.
+        ([60, 61, 62, 63, EOS], [4, 5], None),  # Longer than max_prompt_tokens.
+        ([70, 71, 72, 73, 74], [2, 5], None),  # Longer than max_new_tokens.
+        ([80, 81, 82, 83, EOS], [2, 5], None),  # Not longer: the end token is not counted.
     ]
-    chosen = chosen_and_left_out(heldout(tmp_path, rows), max_length=6, max_prompt_tokens=3)
-    assert chosen == ([Prompt(family="all", ids=[50, 51], answer_ids=[52, EOS])], 2)
-
-
-def test_rows_with_long_answers_are_skipped(tmp_path):
-    """It would count as wrong however good the model is; the token that ends it need not be generated."""
-    rows: list[Row] = [
-        ([50, 51, 52, 53, EOS], [2, 5], None),
-        ([60, 61, 62, 63, 64], [2, 5], None),
-        ([70, 71, 72, 73, 74, EOS], [2, 6], None),
-    ]
-    opened = heldout(tmp_path, rows)
-    prompts, left_out = chosen_and_left_out(opened, max_new_tokens=2)
-    assert ([prompt.ids for prompt in prompts], left_out) == ([[50, 51]], 2)
+    prompts, skipped = chosen_and_skipped(heldout(tmp_path, rows), max_length=6, max_prompt_tokens=3, max_new_tokens=2)
+    assert sorted(prompt.ids for prompt in prompts) == [[50, 51], [80, 81]] and skipped == 3
+    assert Prompt(family="all", ids=[50, 51], answer_ids=[52, EOS]) in prompts
 
 
 def test_choosing_prompts_of_many_rows_takes_little_memory(tmp_path):

@@ -13,25 +13,15 @@ from tqdm import tqdm
 from lean_finetune.evaluate.row_losses import batch_rows, row_losses, spread_rows
 from lean_finetune.model.load_model import load_base
 from tests.evaluate.conftest import CPU, PAD, spec_of
-from tests.token_files import heldout
 
 VOCABULARY = 1536
 
 
 def losses_of(model, rows, max_tokens=128, logits_chunk=16, numbers=None):
     numbers = list(range(len(rows))) if numbers is None else numbers
+    limits = {"max_tokens": max_tokens, "logits_chunk": logits_chunk}
     with tqdm(disable=True) as bar:
-        return row_losses(
-            model,
-            spec_of("full"),
-            rows,
-            numbers,
-            max_tokens=max_tokens,
-            logits_chunk=logits_chunk,
-            pad_id=PAD,
-            device=CPU,
-            progress=bar,
-        )
+        return row_losses(model, spec_of("full"), rows, numbers, **limits, pad_id=PAD, device=CPU, progress=bar)
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +43,11 @@ def test_row_losses_equal_the_models_own_loss_row_by_row(model, rows):
     np.testing.assert_allclose(losses_of(model, rows), expected, rtol=1e-5)
 
 
-def test_loss_does_not_depend_on_how_rows_are_batched_or_chunked(model, rows):
-    """A budget is for memory alone: were padding seen, another batch would give another loss."""
+def test_loss_depends_neither_on_batches_nor_on_chunks_nor_on_the_order_of_rows(model, rows):
+    """Padding that counts in the loss; losses in the order of the batches, which are sorted by length."""
     reference = losses_of(model, rows, max_tokens=64, logits_chunk=1536)
     np.testing.assert_allclose(losses_of(model, rows, max_tokens=4096, logits_chunk=3), reference, rtol=1e-5)
-
-
-def test_losses_are_in_the_order_of_the_rows(model, rows):
-    """Batches are sorted by length: a result in their order would put losses into the wrong length bucket."""
-    everything = losses_of(model, rows)
-    np.testing.assert_allclose(losses_of(model, rows, numbers=[9, 2, 5]), everything[[9, 2, 5]], rtol=1e-5)
+    np.testing.assert_allclose(losses_of(model, rows, numbers=[9, 2, 5]), reference[[9, 2, 5]], rtol=1e-5)
 
 
 class LargestLogits(TorchDispatchMode):
@@ -108,10 +93,3 @@ def test_batches_have_every_row_once_within_the_budget_longest_first(lengths, ma
 def test_rows_for_the_loss_are_spread_over_the_file(total, count, expected):
     """The first rows of a sorted file would be one task only."""
     assert spread_rows(np.arange(total), count) == expected
-
-
-def test_dropped_duplicates_are_never_evaluated(tmp_path):
-    """A row that stands many times in the source would weigh many times in the loss."""
-    rows = heldout(tmp_path, [([9, 9], [1, 2], None)] * 6, dropped=[1, 2, 5])
-    assert spread_rows(rows.used, None) == [0, 3, 4]
-    assert spread_rows(rows.used, 2) == [0, 3]

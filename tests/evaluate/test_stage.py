@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lean_finetune.core.atomic_files import write_json
-from lean_finetune.evaluate.base_and_tuned import EvaluationRows, ModelOutputs, evaluate_models
+from lean_finetune.evaluate.base_and_tuned import ModelOutputs, evaluate_models
 from lean_finetune.evaluate.evaluation_metrics import evaluate_metrics
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED, write_merged
@@ -130,16 +131,13 @@ def test_plain_text_rows_have_a_loss(place, tmp_path, locks_dir, adapter, tokens
     assert Path("data/evaluate/generations.jsonl").read_text() == ""
 
 
-def test_missing_adapter_is_one_line(place, tokens_dir, locks_dir, tmp_path):
+def test_a_missing_or_foreign_adapter_is_one_line(place, tokens_dir, locks_dir, tmp_path, tiny_dir):
+    """The line must name a weight that does not fit, not only that some error happened."""
     line = error(evaluate(tokens_dir, locks_dir, tmp_path / "nowhere"))
     assert "nowhere" in line and "dvc repro" in line
-    assert not Path("data/evaluate").exists() and not Path("metrics/evaluate.json").exists()
-
-
-def test_adapter_of_another_model_is_one_line(place, tokens_dir, locks_dir, tmp_path, tiny_dir):
-    """The line must name a weight that does not fit, not only that some error happened."""
     line = error(evaluate(tokens_dir, locks_dir, save_random_adapter(tiny_dir, "lora", tmp_path / "other")))
     assert "adapter cannot be loaded" in line and "size mismatch" in line and "lora_A" in line
+    assert not Path("data/evaluate").exists() and not Path("metrics/evaluate.json").exists()
 
 
 def test_adapter_without_finite_loss_is_one_line(place, tokens_dir, locks_dir, adapter, tmp_path):
@@ -156,22 +154,21 @@ def test_adapter_without_finite_loss_is_one_line(place, tokens_dir, locks_dir, a
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("function", "fault"),
     [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        ("load_base", torch.OutOfMemoryError("CUDA out of memory")),
+        ("row_losses", RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes.")),
     ],
 )
-@pytest.mark.parametrize("place_of_it", ["load_base", "row_losses"])
 def test_out_of_memory_names_the_parameters_that_help(
-    place, tokens_dir, locks_dir, adapter, monkeypatch, place_of_it, error
+    place, tokens_dir, locks_dir, adapter, monkeypatch, function, fault
 ):
     """A traceback after hours of training helps nobody."""
 
-    def refuse(*_, **__):
-        raise error
+    def fail(*_, **__):
+        raise fault
 
-    monkeypatch.setattr(f"lean_finetune.evaluate.base_and_tuned.{place_of_it}", refuse)
+    monkeypatch.setattr(f"lean_finetune.evaluate.base_and_tuned.{function}", fail)
     line = error(evaluate(tokens_dir, locks_dir, adapter))
     assert line.startswith("evaluate.max_tokens: the base model ran out of memory") and "generate_batch_rows=32" in line
 
@@ -190,8 +187,9 @@ def test_a_base_that_changed_since_it_was_pinned_is_refused(place, tokens_dir, l
     assert "changed since it was pinned" in error(evaluate(tokens_dir, locks, adapter))
 
 
-def without_prompts(rows: TokenRows) -> EvaluationRows:
-    return EvaluationRows(
+def metrics_without_prompts(rows: TokenRows, **losses: list[float]) -> dict[str, Any]:
+    """Metrics of models with these losses of all rows."""
+    evaluated = EvaluationRows(
         rows=rows,
         loss_rows=list(range(len(rows))),
         prompts=[],
@@ -200,15 +198,13 @@ def without_prompts(rows: TokenRows) -> EvaluationRows:
         eos_id=None,
         pad_id=0,
     )
+    outputs = {name: ModelOutputs(row_losses=np.array(values), answers=[]) for name, values in losses.items()}
+    return evaluate_metrics(evaluated, outputs, [])
 
 
 def test_a_perplexity_too_large_for_a_float_is_null(tmp_path):
     """A run that diverged to a large finite loss ended in an OverflowError, without its metrics."""
-    rows = heldout(tmp_path, [([9, 9], [1, 2], None)])
-    losses = {
-        name: ModelOutputs(row_losses=np.array([loss]), answers=[]) for name, loss in (("base", 2.0), ("tuned", 5e3))
-    }
-    metrics = evaluate_metrics(without_prompts(rows), losses, [])
+    metrics = metrics_without_prompts(heldout(tmp_path, [([9, 9], [1, 2], None)]), base=[2.0], tuned=[5e3])
     assert (metrics["tuned_loss"], metrics["tuned_perplexity"]) == (5e3, None)
     assert metrics["base_perplexity"] == pytest.approx(np.exp(2.0), rel=1e-5)
 
@@ -221,13 +217,8 @@ def test_metrics_by_length_divide_by_the_tokens_of_their_own_rows(tmp_path):
         ([9] * 65, [0, 5], None),
         ([9] * 600, [0, 9], None),
     ]
-    opened = heldout(tmp_path, rows)
-    questions = without_prompts(opened)
-    losses = {
-        "base": ModelOutputs(row_losses=np.array([20.0, 4.0, 12.0, 8.0]), answers=[]),
-        "tuned": ModelOutputs(row_losses=np.array([10.0, 2.0, 6.0, 4.0]), answers=[]),
-    }
-    metrics = evaluate_metrics(questions, losses, [])
+    losses = {"base": [20.0, 4.0, 12.0, 8.0], "tuned": [10.0, 2.0, 6.0, 4.0]}
+    metrics = metrics_without_prompts(heldout(tmp_path, rows), **losses)
     assert {
         name: (found["rows"], found["base_loss"], found["tuned_loss"]) for name, found in metrics["by_length"].items()
     } == {

@@ -1,4 +1,4 @@
-"""Experiments side by side: what DVC tells of them, and the change of the loss."""
+"""The table of experiments: figures from DVC, and the change of the loss."""
 
 import sys
 
@@ -15,7 +15,7 @@ ROWS = [
 
 
 def test_change_is_relative_to_the_baseline():
-    """A change from what lies in the workspace, of which nobody knows what it is."""
+    """A change from the workspace, whose settings nobody knows."""
     found = list(with_change(ROWS))
     assert [row["Experiment"] for row in found] == ["workspace", "baseline", "warm-hare", "cold-hare"]
     assert [row["loss_change"] for row in found] == ["+0", "+0", "+0.0165", ""]
@@ -31,7 +31,7 @@ def test_a_table_is_aligned():
 
 
 def test_nothing_to_compare_is_one_line():
-    """A traceback where DVC failed and has said why."""
+    """A traceback after DVC's own error message."""
     command = [sys.executable, "-m", "lean_finetune.report.compare_experiments"]
     done = run_bounded(command, cwd=ROOT)
     assert done.returncode == 1 and done.stdout == ""

@@ -101,15 +101,12 @@ def test_page_describes_run_memory_and_results(place):
     assert text.index("up to 64") < text.index("over 512") < text.index("**all**")
 
 
-def test_packed_micro_batches_have_no_row_length(place):
-    write_inputs(place, bucket={"mode": "packed", "max_batch_length": 1024})
-    assert "| micro-batches | packed; at most 1,024 padded tokens, 25 rows |" in report(place)[1]
-
-
-def test_page_of_several_gpus_has_each_peak_and_the_idle_time(place):
-    write_inputs(place, train={"peak_bytes_measured_by_rank": [125 * MIB, 120 * MIB]})
+def test_page_of_packed_rows_on_several_gpus_has_each_peak_and_the_idle_time(place):
+    packed = {"mode": "packed", "max_batch_length": 1024}
+    write_inputs(place, bucket=packed, train={"peak_bytes_measured_by_rank": [125 * MIB, 120 * MIB]})
     _, text = report(place, **{"hardware.num_gpus": 2, "train.sharding": "zero3"})
     assert "| hardware.num_gpus | 2 |" in text and "| train.sharding | zero3 |" in text
+    assert "| micro-batches | packed; at most 1,024 padded tokens, 25 rows |" in text, "joined rows have no length"
     assert "| waiting | 1.5 % of the GPUs' time, for the GPU with the most tokens |" in text
     assert "Measured peak of each of 2 processes: 0.1221 GiB, 0.1172 GiB." in text
 
@@ -165,12 +162,6 @@ def test_samples_are_of_different_families(place):
     assert len(titles) == len(set(titles)) == 6
 
 
-def test_refused_prediction_is_shown(place):
-    """With estimate.enforce false the run goes on."""
-    (place / "data/estimate/verdict.json").write_text('{"enforce": true, "refusal": "predicted peak 9 GiB exceeds 8"}')
-    assert "Verdict: predicted peak 9 GiB exceeds 8." in report(place)[1]
-
-
 def test_reserved_memory_of_a_gpu_is_shown_and_plotted(place):
     gpu = {
         "gpu": "L4",
@@ -184,7 +175,9 @@ def test_reserved_memory_of_a_gpu_is_shown_and_plotted(place):
         "retries_predicted": 2,
     }
     write_inputs(place, estimate=gpu)
+    (place / "data/estimate/verdict.json").write_text('{"enforce": true, "refusal": "predicted peak 9 GiB exceeds 8"}')
     _, text = report(place)
+    assert "Verdict: predicted peak 9 GiB exceeds 8." in text, "with estimate.enforce false the run continues"
     assert "Reserved over the plan: all 3 steps replayed." in text and "reserved.png" not in text
     assert "| reserved, expandable segments | 0.127 GiB |" in text
     assert "| process, without margin | 0.2842 GiB |" in text
@@ -199,18 +192,16 @@ def test_reserved_memory_of_a_gpu_is_shown_and_plotted(place):
 
 def test_two_processes_write_the_same_bytes(place):
     """A date or a set's order in a file marks the report as changed after every run."""
-    outcomes = []
-    for run in ("in process", "1"):
-        if run == "1":
-            done = run_module("stages.report", cwd=place, env={"PYTHONHASHSEED": run})
-            assert (done.returncode, done.stderr) == (0, "")
-        else:
-            assert invoke(main).exit_code == 0
-        files = [*(place / "data/report").iterdir(), place / "metrics/report.json"]
-        outcomes.append({path.name: path.read_bytes() for path in files})
-    assert outcomes[0] == outcomes[1]
+
+    def outputs() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in [*(place / "data/report").iterdir(), *place.glob("metrics/*")]}
+
+    assert invoke(main).exit_code == 0
+    before = outputs()
+    assert run_module("stages.report", cwd=place, env={"PYTHONHASHSEED": "1"}, check=True).stderr == ""
+    assert outputs() == before
     plots = {"memory.png", "timeline.png", "loss.png", "switches.png"}
-    assert {"report.md", "report.json", "figures.json", "memory.csv"} | plots == set(outcomes[0])
+    assert {"report.md", "report.json", "figures.json", "memory.csv"} | plots == set(before)
 
 
 def test_plots_show_the_figures(place):
@@ -242,9 +233,13 @@ def test_missing_input_is_one_line(place, missing):
     assert not (place / "data/report").exists() and not (place / "metrics/report.json").exists()
 
 
-def test_damaged_input_is_named_by_line(place):
-    (place / "data/evaluate/generations.jsonl").write_text('{"family": "sums"\n')
-    assert "generations.jsonl:1: not JSON" in error(invoke(main))
-    write_inputs(place)
-    (place / "data/train/curves.csv").write_text("step,loss\n")
-    assert "curves.csv: has no rows" in error(invoke(main))
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("data/evaluate/generations.jsonl", '{"family": "sums"\n', "generations.jsonl:1: not JSON"),
+        ("data/train/curves.csv", "step,loss\n", "curves.csv: has no rows"),
+    ],
+)
+def test_a_damaged_input_is_named(place, path, text, message):
+    (place / path).write_text(text)
+    assert message in error(invoke(main))
