@@ -189,17 +189,8 @@ def test_a_base_that_changed_since_it_was_pinned_is_refused(place, tokens_dir, l
 
 def metrics_without_prompts(rows: TokenRows, **losses: list[float]) -> dict[str, Any]:
     """Metrics of models with these losses of all rows."""
-    evaluated = EvaluationRows(
-        rows=rows,
-        loss_rows=list(range(len(rows))),
-        prompts=[],
-        unanswerable_rows=0,
-        special=set(),
-        eos_id=None,
-        pad_id=0,
-    )
     outputs = {name: ModelOutputs(row_losses=np.array(values), answers=[]) for name, values in losses.items()}
-    return evaluate_metrics(evaluated, outputs, [])
+    return evaluate_metrics(questions_of(rows, 0), outputs, [])
 
 
 def test_a_perplexity_too_large_for_a_float_is_null(tmp_path):
