@@ -8,7 +8,6 @@ of one shape. Then the stage itself plans ten million rows in its own process.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +18,7 @@ from benchmarks import batching_cases as cases
 from benchmarks.batching_cases import CAPACITY, RANKS
 from benchmarks.chat_file import lengths
 from benchmarks.data import ready_rivals
-from benchmarks.harness import Bar, Measured, Row, benchmark
+from benchmarks.harness import Bar, Measured, Row, at_least, at_most, benchmark
 from benchmarks.processes import LLAMA_FACTORY, SCRATCH, TRL, run_stage
 
 ROWS, QUICK_ROWS = 100_000, 5_000
@@ -51,11 +50,7 @@ OURS = (
 
 
 def measure(quick: bool) -> Measured:
-    """Let every contestant make micro-batches of the same lengths, then time the stage.
-
-    Raises:
-        UserError: a contestant failed.
-    """
+    """Let every contestant make micro-batches of the same lengths, then time the stage."""
     rows, epochs = (QUICK_ROWS, QUICK_EPOCHS) if quick else (ROWS, EPOCHS)
     known = np.minimum(lengths(rows), MAX_LENGTH)
     table: list[Row] = []
@@ -83,7 +78,7 @@ def measure(quick: bool) -> Measured:
 
 
 def _gpus(ranks: int) -> str:
-    """A number of GPUs in words."""
+    """`1 GPU`, `8 GPUs`."""
     return "1 GPU" if ranks == 1 else f"{ranks} GPUs"
 
 
@@ -94,30 +89,28 @@ def _tokens_per_step(mode: str, batches: int) -> int:
 
 
 def _packed_by_rivals(known: np.ndarray, epochs: int) -> list[Row]:
-    """Rows of the contestants with virtual environments; of those that cannot be installed, the reason."""
+    """Rows of the contestants with virtual environments, or the reason why one cannot be installed."""
     ready, skipped = ready_rivals((TRL, LLAMA_FACTORY))
     table: list[Row] = []
     for rival in ready:
-        script = "trl_bfd.py" if rival is TRL else "llama_factory_knapsack.py"
-        batches = cases.packed_by(rival, script, known, STEP_BATCHES, epochs)
+        batches = cases.packed_by(rival, known, STEP_BATCHES, epochs)
         table.append({"what": f"{rival.name} packing", **batches.figures(known)})
     return table + [{"what": name, "skipped": reason} for name, reason in skipped.items()]
 
 
 def mode_bars(name: str, case: tuple[str, int], figures: Mapping[str, Any], *, few_steps: bool) -> list[Bar]:
-    """Bars of one of our modes. Few steps say little but the largest micro-batch, which is then the only bar."""
+    """Bars of one of our modes. With few steps, only the largest micro-batch is meaningful."""
     low, high = RANDOMNESS
-    bar = partial(Bar, rule="<=")
-    found = [bar(name=f"{name}: largest micro-batch", value=figures["largest_tokens"], limit=CAPACITY)]
+    found = [at_most(f"{name}: largest micro-batch", figures["largest_tokens"], CAPACITY)]
     if few_steps:
         return found
     found += [
-        bar(name=f"{name}: straggler %", value=figures["straggler_percent"], limit=STRAGGLER_LIMIT),
-        bar(name=f"{name}: randomness", value=figures["randomness"], rule=">=", limit=low),
-        bar(name=f"{name}: randomness", value=figures["randomness"], limit=high),
+        at_most(f"{name}: straggler %", figures["straggler_percent"], STRAGGLER_LIMIT),
+        at_least(f"{name}: randomness", figures["randomness"], low),
+        at_most(f"{name}: randomness", figures["randomness"], high),
     ]
     if limit := PADDING_LIMITS.get(case):
-        found.append(bar(name=f"{name}: padding %", value=figures["padding_percent"], limit=limit))
+        found.append(at_most(f"{name}: padding %", figures["padding_percent"], limit))
     return found
 
 
@@ -138,8 +131,8 @@ def _planning(rows: int, known: np.ndarray) -> tuple[list[Row], list[Bar]]:
     slowest = max(row["wall_s"] for row in table)
     largest = max(row["peak_rss_bytes"] for row in table)
     return table, [
-        Bar(name=f"planning {rows:,} rows, seconds", value=slowest, rule="<=", limit=PLAN_LIMIT_S),
-        Bar(name=f"planning {rows:,} rows, peak bytes", value=largest, rule="<=", limit=PLAN_LIMIT_BYTES),
+        at_most(f"planning {rows:,} rows, seconds", slowest, PLAN_LIMIT_S),
+        at_most(f"planning {rows:,} rows, peak bytes", largest, PLAN_LIMIT_BYTES),
     ]
 
 

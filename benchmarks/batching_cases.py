@@ -126,16 +126,12 @@ def batch_rebalance(lengths: np.ndarray, batches_per_step: int, epochs: int) -> 
     return _padded(np.concatenate([np.array(batch) for batch in batches]), bounds, lengths, batches_per_step)
 
 
-def packed_by(rival: Rival, script: str, lengths: np.ndarray, batches_per_step: int, epochs: int) -> Batches:
-    """Bins that a rival's own code fills, each padded to its capacity, in shuffled order.
-
-    Raises:
-        UserError: its script failed.
-    """
+def packed_by(rival: Rival, lengths: np.ndarray, batches_per_step: int, epochs: int) -> Batches:
+    """Bins that a rival's own code fills, each padded to its capacity, in shuffled order."""
     with tempfile.TemporaryDirectory(prefix="lean-finetune-") as directory:
         source, out = Path(directory) / "lengths.npy", Path(directory) / "bins.npz"
         np.save(source, lengths)
-        rival.run(source, str(CAPACITY), out, script=script)
+        rival.run("pack_rows.py", rival.key, source, str(CAPACITY), out)
         with np.load(out) as bins:
             rows, bounds = bins["rows"], bins["bounds"]
     members = np.split(rows, bounds[1:-1])

@@ -22,7 +22,7 @@ import click
 import pyarrow as pa
 
 from benchmarks.chat_file import ChatFile, chat_file
-from benchmarks.harness import Bar, Measured, Row, benchmark, interleaved, median_ratio
+from benchmarks.harness import Bar, Measured, Row, at_least, at_most, benchmark, interleaved, median_ratio
 from benchmarks.processes import (
     DATASETS_MAP,
     LLAMA_FACTORY,
@@ -45,7 +45,7 @@ NO_LIMIT = (1 << 16) - 1
 """data.max_length, longer than any row: no row is truncated, so all contestants make the same tokens."""
 RAW, HF, FAST, START = "raw limit", "ours, tokenizers", "ours, tiktoken", "(our start and imports)"
 ENGINES = {HF: "tokenizers", FAST: "tiktoken"}
-RAW_LIMIT = Rival(name=RAW, script="raw_limit.py")
+RAW_LIMIT = Rival(name=RAW, key="raw_limit")
 RIVALS = (DATASETS_MAP, TRL, LLAMA_FACTORY)
 LIMITS = {HF: 1.12, FAST: 0.45}
 TIMES_FASTER = {HF: 2.0, FAST: 5.0}
@@ -72,7 +72,7 @@ class Run:
 
     @classmethod
     def of(cls, finished: Finished, figures: Mapping[str, Any], written_bytes: int = 0) -> "Run":
-        """The process that ended, with the figures that it printed or that its files have."""
+        """The process with the figures that it printed or that its files have."""
         usage = finished.usage
         return cls(
             wall_s=finished.wall_s,
@@ -101,11 +101,7 @@ class Stage:
         return self.directory / "data/tokens"
 
     def prepare(self) -> None:
-        """Write params.yaml, and run the pin stages for the file and the tokenizer.
-
-        Raises:
-            UserError: a stage failed.
-        """
+        """Write params.yaml, and run the pin stages for the file and the tokenizer."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         changes = {
@@ -123,11 +119,7 @@ class Stage:
             run_stage(stage, self.directory)
 
     def run(self, watched: bool = False) -> Run:
-        """Tokenize from nothing. `work_s` equals `wall_s` until `without_start` subtracts the imports.
-
-        Raises:
-            UserError: the stage failed.
-        """
+        """Tokenize without earlier outputs. `work_s` equals `wall_s` until `without_start` subtracts the imports."""
         for name in ("data", "metrics", "scratch"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
         finished = run_stage("tokenize", self.directory, watched=watched)
@@ -137,17 +129,13 @@ class Stage:
 
 
 def run_rival(rival: Rival, source: ChatFile, watched: bool = False) -> Run:
-    """Let a rival prepare the file with an empty cache.
-
-    Raises:
-        UserError: its script failed.
-    """
-    out = SCRATCH / "runs" / Path(rival.script).stem
+    """Let a rival prepare the file with an empty cache."""
+    out = SCRATCH / "runs" / rival.key
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     try:
         arguments = [path.resolve() for path in (source.path, source.model, out)]
-        finished = rival.run(*arguments, str(WORKERS), watched=watched, cache=out)
+        finished = rival.run("prepare_chat.py", rival.key, *arguments, str(WORKERS), watched=watched, cache=out)
         return Run.of(finished, finished.figures, _size(out))
     finally:
         shutil.rmtree(out)
@@ -164,11 +152,7 @@ def without_start(runs: Sequence[Run], starts: Sequence[Run]) -> list[Run]:
 
 
 def measure(quick: bool) -> Measured:
-    """Run every contestant on the file, and ours on one of twice the rows too.
-
-    Raises:
-        UserError: a contestant failed.
-    """
+    """Run every contestant on the file, and ours also on one with twice the rows."""
     rows, rounds = (QUICK_ROWS, QUICK_ROUNDS) if quick else (ROWS, ROUNDS)
     training_rows = QUICK_TRAINING_ROWS if quick else None
     source, double = (chat_file(count, training_rows=training_rows) for count in (rows, 2 * rows))
@@ -244,23 +228,22 @@ def same_bytes(ours: Mapping[str, Stage]) -> Bar:
         for stage in ours.values()
     )
     differing = sum(one.get(name) != other.get(name) for name in one.keys() | other.keys())
-    return Bar(name=f"files of {len(one)} that differ between the engines", value=differing, rule="<=", limit=0)
+    return at_most(f"files of {len(one)} that differ between the engines", differing, 0)
 
 
 def _size_bar(watched: Run) -> Bar:
     """Bar: bytes on disk per token, with everything in data/tokens."""
     value = round(watched.written_bytes / watched.tokens, 3)
-    return Bar(name="bytes per token, data/tokens", value=value, rule="<=", limit=BYTES_PER_TOKEN_LIMIT)
+    return at_most("bytes per token, data/tokens", value, BYTES_PER_TOKEN_LIMIT)
 
 
 def _speed_bars(runs: Mapping[str, Sequence[Run]]) -> list[Bar]:
     """Ours against the raw limit and against the rivals that ran."""
     bars = [
-        Bar(name=f"{name} / {RAW}", value=round(_ratio(runs[name], runs[RAW]), 3), rule="<=", limit=limit)
-        for name, limit in LIMITS.items()
+        at_most(f"{name} / {RAW}", round(_ratio(runs[name], runs[RAW]), 3), limit) for name, limit in LIMITS.items()
     ]
     bars += [
-        Bar(name=f"{rival} / {name}", value=round(_ratio(runs[rival], runs[name]), 2), rule=">=", limit=limit)
+        at_least(f"{rival} / {name}", round(_ratio(runs[rival], runs[name]), 2), limit)
         for rival in (TRL.name, LLAMA_FACTORY.name)
         if rival in runs
         for name, limit in TIMES_FASTER.items()
@@ -277,7 +260,7 @@ def _memory_bars(watched: Mapping[str, Run], watched_double: Mapping[str, Run]) 
             ("anonymous memory, MB", round(single / 1e6, 1), ANONYMOUS_LIMIT_BYTES / 1e6),
             ("the same, input doubled", round(double / single, 3), GROWTH_LIMIT),
         ):
-            bars.append(Bar(name=f"{name}: {what}", value=value, rule="<=", limit=limit))
+            bars.append(at_most(f"{name}: {what}", value, limit))
     return bars
 
 

@@ -19,9 +19,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from benchmarks.harness import Bar, Measured, Row, benchmark, interleaved, median_ratio
+from benchmarks.harness import Measured, Row, at_most, benchmark, interleaved, median_ratio
+from benchmarks.specs import llama
 
 PROCESSES = 2
 MODES = ("ddp", "zero1", "zero2", "zero3")
@@ -37,18 +38,8 @@ HIDDEN, QUICK_HIDDEN = 256, 64
 
 def save_model(directory: Path, hidden: int) -> int:
     """Save a random Llama of four layers; return the bytes of its weights' file."""
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden * 3,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+    config = llama(hidden, 3 * hidden, layers=4, heads=4, kv_heads=4, vocabulary=4096, tied=True, **tokens)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(directory)
     return (directory / "model.safetensors").stat().st_size
@@ -136,17 +127,11 @@ def measure(quick: bool) -> Measured:
             }
         )
     bars = [
-        Bar(
-            name="DDP step / HF Trainer's",
-            value=median_ratio(seconds["ddp"], seconds[HF]),
-            rule="<=",
-            limit=STEP_LIMIT,
-        ),
-        Bar(
-            name="bytes read to load / bytes of the file",
-            value=max(load["read_bytes"] for load in loads.values()) / file_bytes,
-            rule="<=",
-            limit=READ_LIMIT,
+        at_most("DDP step / HF Trainer's", median_ratio(seconds["ddp"], seconds[HF]), STEP_LIMIT),
+        at_most(
+            "bytes read to load / bytes of the file",
+            max(load["read_bytes"] for load in loads.values()) / file_bytes,
+            READ_LIMIT,
         ),
     ]
     return Measured(rows=rows, bars=bars)

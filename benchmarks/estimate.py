@@ -19,7 +19,7 @@ from benchmarks.estimate_facts import (
     published_facts,
     t4_facts,
 )
-from benchmarks.harness import Bar, Measured, Row, benchmark
+from benchmarks.harness import Measured, Row, at_least, at_most, benchmark
 
 FITTED_LENGTHS = {"reserved_avg": 301, "reserved_99th": 595, "reserved_max": 660}
 """Results of `fit_length`, which --quick uses."""
@@ -38,20 +38,13 @@ def measure(quick: bool) -> Measured:
         next(row for row in summary if row["source"] == source) for source in ("PEFT on L40S", "PEFT on L40S, DoRA")
     )
     bars = [
-        Bar(name="PEFT on L40S: mean error, percent", value=peft["mean_percent"], rule="<=", limit=PEFT_MEAN_PERCENT),
-        Bar(
-            name="PEFT on L40S: worst error, percent", value=peft["worst_percent"], rule="<=", limit=PEFT_WORST_PERCENT
-        ),
-        Bar(
-            name="PEFT on L40S, DoRA: worst error, percent",
-            value=dora["worst_percent"],
-            rule="<=",
-            limit=DORA_WORST_PERCENT,
-        ),
-        Bar(name="CPU, any phase: worst error, percent", value=max(differences), rule="<=", limit=CPU_WORST_PERCENT),
+        at_most("PEFT on L40S: mean error, percent", peft["mean_percent"], PEFT_MEAN_PERCENT),
+        at_most("PEFT on L40S: worst error, percent", peft["worst_percent"], PEFT_WORST_PERCENT),
+        at_most("PEFT on L40S, DoRA: worst error, percent", dora["worst_percent"], DORA_WORST_PERCENT),
+        at_most("CPU, any phase: worst error, percent", max(differences), CPU_WORST_PERCENT),
     ]
     if not quick:
-        bars.append(Bar(name="CPU: configurations", value=len(cpu), rule=">=", limit=24))
+        bars.append(at_least("CPU: configurations", len(cpu), 24))
     return Measured(rows=[*figures, *map(_cpu_row, cpu), *_summary_rows(summary)], bars=bars)
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from transformers import LlamaConfig, PretrainedConfig
 
+from benchmarks.specs import llama, model_spec
 from benchmarks.variants import Traced, Variant, reserved_bytes, trace_variant
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.memory.devices import resolve_gpu
@@ -20,25 +21,8 @@ GB = 10**9
 ALL_OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("norm",)
 
-LLAMA_3_2_3B = LlamaConfig(
-    hidden_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=24,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=8192,
-    vocab_size=128256,
-    tie_word_embeddings=True,
-)
-TINYLLAMA = LlamaConfig(
-    hidden_size=2048,
-    num_hidden_layers=22,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    intermediate_size=5632,
-    vocab_size=32000,
-    tie_word_embeddings=False,
-)
+LLAMA_3_2_3B = llama(3072, 8192, layers=28, heads=24, kv_heads=8, head_dim=128, tied=True)
+TINYLLAMA = llama(2048, 5632, layers=22, heads=32, kv_heads=4, vocabulary=32000)
 
 PEFT_ROWS, PEFT_SHORT_LENGTH = 4, 225
 """Rows of a batch; a common length of the questions, for the steps before and after the longest batch."""
@@ -99,17 +83,8 @@ class TracedFact(Fact):
 
 def spec_of(method: str, rank: int, targets: tuple[str, ...], *, grad_ckpt: bool, dora: bool = False) -> ModelSpec:
     """A bf16 model, whose sizes fp16 shares."""
-    return ModelSpec(
-        method=method,  # type: ignore[arg-type]
-        precision="bf16",
-        grad_ckpt=grad_ckpt,
-        lora_rank=rank,
-        lora_alpha=rank,
-        lora_dropout=0.0,
-        lora_targets=targets,
-        lora_dora=dora,
-        seed=0,
-    )
+    more = {"lora_alpha": rank, "lora_targets": targets, "lora_dora": dora, "seed": 0}
+    return model_spec(method, rank=rank, grad_ckpt=grad_ckpt, **more)  # type: ignore[arg-type]
 
 
 def peft_runs() -> dict[str, Mapping[str, str]]:
@@ -232,15 +207,15 @@ def openrlhf_facts() -> Iterator[tuple[Fact, int]]:
 
 def _published_config(row: Mapping[str, str]) -> LlamaConfig:
     """A model of the row's sizes; Qwen's first generation is a Llama with biases at queries, keys and values."""
-    return LlamaConfig(
-        hidden_size=int(row["hidden"]),
-        num_hidden_layers=int(row["layers"]),
-        num_attention_heads=int(row["heads"]),
-        num_key_value_heads=int(row["kv_heads"]),
-        intermediate_size=int(row["ffn"]),
-        vocab_size=int(row["vocab"]),
+    return llama(
+        int(row["hidden"]),
+        int(row["ffn"]),
+        layers=int(row["layers"]),
+        heads=int(row["heads"]),
+        kv_heads=int(row["kv_heads"]),
+        vocabulary=int(row["vocab"]),
+        tied=row["tied"] == "1",
         max_position_embeddings=32768,
-        tie_word_embeddings=row["tied"] == "1",
         attention_bias=row["model"].startswith("Qwen"),
     )
 

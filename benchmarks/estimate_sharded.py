@@ -3,7 +3,6 @@
 Nothing is measured but the seconds: CPU seconds after imports, in a new process with one thread for each case.
 """
 
-import multiprocessing
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.gpu.cases import MODELS
-from benchmarks.harness import Bar, Measured, Row, benchmark
+from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
 from benchmarks.specs import model_spec, padded
 from lean_finetune.config.field_types import Method, OffloadState, Precision, Sharding
 from lean_finetune.distributed.sharding_modes import ShardSpec
@@ -109,14 +108,9 @@ def predicted(case: Case) -> Row:
 def measure(quick: bool) -> Measured:
     """Predict every case once; with `quick` the first two only."""
     chosen = list(cases())[: QUICK_CASES if quick else None]
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        rows = pool.map(predicted, chosen, chunksize=1)
-        pool.close()  # Leaving the block would terminate the process, which then prints a line.
-        pool.join()
+    rows = in_new_processes(predicted, chosen, "fork")
     slowest = max(row["cpu_s"] for row in rows)
-    return Measured(
-        rows=rows, bars=[Bar(name="slowest case, CPU seconds", value=slowest, rule="<=", limit=MOST_SECONDS)]
-    )
+    return Measured(rows=rows, bars=[at_most("slowest case, CPU seconds", slowest, MOST_SECONDS)])
 
 
 if __name__ == "__main__":

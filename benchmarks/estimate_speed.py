@@ -4,19 +4,16 @@ Each case runs in a new process with one thread. Seconds are CPU seconds after i
 idle core.
 """
 
-import multiprocessing
 import resource
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig
 
-from benchmarks.harness import Bar, Measured, Row, benchmark
-from benchmarks.specs import model_spec
+from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
+from benchmarks.specs import llama, model_spec
 from lean_finetune.config.field_types import Method
 from lean_finetune.memory.advice.search import advise
 from lean_finetune.memory.advice.step_cost import Costs
@@ -64,16 +61,7 @@ def answer(case: Case) -> Row:
     """Answer a case; meant for a new process, whose memory it measures."""
     torch.set_num_threads(1)
     hidden, intermediate, layers, heads = SIZES[case.size]
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-    )
+    config = llama(hidden, intermediate, layers=layers, heads=heads, kv_heads=8, max_position_embeddings=131072)
     method: Method = "full" if case.advice else "qlora"
     spec = model_spec(method, grad_ckpt=not case.advice)
     setting = Setting(model=spec, optimizer="adamw", loss_chunk=None if case.advice else 512, max_grad_norm=1.0)
@@ -135,24 +123,15 @@ def _plan() -> Plan:
     )
 
 
-def in_new_processes(cases: Iterable[Case]) -> list[Row]:
-    """Answer each case in a new process, so that no case finds what another cached."""
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        rows = pool.map(answer, list(cases), chunksize=1)
-        pool.close()
-        pool.join()
-    return rows
-
-
 def measure(quick: bool) -> Measured:
     """Answer every case once; with `quick` the first one only."""
     chosen = CASES[: 1 if quick else None]
-    rows = in_new_processes(chosen)
+    rows = in_new_processes(answer, chosen)
     bars = []
     for case, row in zip(chosen, rows, strict=True):
         gib = row["rss_bytes"] / 2**30
-        bars.append(Bar(name=f"{case.name}, CPU seconds", value=row["cpu_s"], rule="<=", limit=case.limit_s))
-        bars.append(Bar(name=f"{case.name}, RSS GiB", value=gib, rule="<=", limit=MOST_RSS_GIB))
+        bars.append(at_most(f"{case.name}, CPU seconds", row["cpu_s"], case.limit_s))
+        bars.append(at_most(f"{case.name}, RSS GiB", gib, MOST_RSS_GIB))
     return Measured(rows=rows, bars=bars)
 
 

@@ -5,6 +5,7 @@ benchmarks/results/<name>.json: name, date, commit, machine, versions, rows, bar
 """
 
 import importlib.metadata
+import multiprocessing
 import operator
 import os
 import platform
@@ -37,7 +38,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A limit that one measured value must keep: a ratio wherever two things are compared."""
+    """A limit for a measured value, which is a ratio where two things are compared."""
 
     name: str
     value: float
@@ -54,6 +55,16 @@ class Bar:
         return {"name": self.name, "value": self.value, "bar": f"{self.rule} {self.limit:g}", "holds": self.holds}
 
 
+def at_most(name: str, value: float, limit: float) -> Bar:
+    """A bar that no larger value keeps."""
+    return Bar(name=name, value=value, rule="<=", limit=limit)
+
+
+def at_least(name: str, value: float, limit: float) -> Bar:
+    """A bar that no smaller value keeps."""
+    return Bar(name=name, value=value, rule=">=", limit=limit)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """Results of one run of a benchmark."""
@@ -63,7 +74,7 @@ class Measured:
 
 
 def benchmark(name: str, measure: Callable[[bool], Measured]) -> click.Command:
-    """Make the command of a benchmark; it exits with 1 where a bar fails.
+    """Make the command of a benchmark; it exits with 1 if a bar fails.
 
     It refuses to write its published results file from a checkout with uncommitted changes.
 
@@ -140,6 +151,17 @@ def interleaved_seconds(cases: Mapping[str, Callable[[], Any]], rounds: int) -> 
 def median_ratio(values: Sequence[float], base: Sequence[float]) -> float:
     """Median over rounds of value / base. The two values of a round share the machine's noise."""
     return median(value / other for value, other in zip(values, base, strict=True))
+
+
+def in_new_processes(
+    work: Callable[[Any], Row], cases: Sequence[Any], start: Literal["spawn", "fork"] = "spawn"
+) -> list[Row]:
+    """Work on each case in a new process, so that no case uses what another one cached."""
+    with multiprocessing.get_context(start).Pool(1, maxtasksperchild=1) as pool:
+        rows = pool.map(work, cases, chunksize=1)
+        pool.close()  # Leaving the block would terminate the process, which then prints a line.
+        pool.join()
+    return rows
 
 
 def commit() -> str | None:

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from benchmarks.harness import Bar, Measured, Row, benchmark, interleaved_seconds, median_ratio
+from benchmarks.harness import Bar, Measured, Row, at_least, at_most, benchmark, interleaved_seconds, median_ratio
 from lean_finetune.data.shards.merge_shards import INDEX_OPTIONS
 from lean_finetune.plan.batch_plan import MicroBatch, Plan, read_plan, write_plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
@@ -233,9 +233,9 @@ def _bars(mode: str, seconds: Mapping[str, list[float]], source: Source, resume_
     unit_ms = 1e3 * median(ours) / source.units
     faster = median_ratio(seconds[HF], ours)
     return [
-        Bar(name=f"{mode}: ms per {BATCH_TOKENS} tokens", value=unit_ms, rule="<=", limit=MILLISECONDS_LIMIT),
-        Bar(name=f"{mode}: {HF} / ours", value=faster, rule=">=", limit=TIMES_FASTER),
-        Bar(name=f"{mode}: ms to resume, median", value=median(resume_ms), rule="<=", limit=RESUME_LIMIT),
+        at_most(f"{mode}: ms per {BATCH_TOKENS} tokens", unit_ms, MILLISECONDS_LIMIT),
+        at_least(f"{mode}: {HF} / ours", faster, TIMES_FASTER),
+        at_most(f"{mode}: ms to resume, median", median(resume_ms), RESUME_LIMIT),
     ]
 
 
@@ -248,7 +248,7 @@ def _same_bytes(mode: str, source: Source, dataset: Any) -> Bar:
     with closing(uninterrupted):
         run = [_contents(one) for one in islice(uninterrupted, skipped, skipped + source.batches)]
     same = all(_equal(found, wanted) for found in (*ways.values(), run))
-    return Bar(name=f"{mode}: same bits by threads, resume and Dataset", value=float(same), rule=">=", limit=1)
+    return at_least(f"{mode}: same bits by threads, resume and Dataset", float(same), 1)
 
 
 def _contents(batch: Batch) -> tuple[torch.Tensor, ...]:

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from benchmarks.harness import Bar, Measured, Row, benchmark, interleaved_seconds, median_ratio
-from benchmarks.specs import Trainer, model_spec, padded, random_batch
+from benchmarks.harness import Bar, Measured, Row, at_most, benchmark, interleaved_seconds, median_ratio
+from benchmarks.specs import Trainer, llama, model_spec, padded, random_batch
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.training_step import Phase
@@ -73,25 +73,16 @@ def measure(quick: bool) -> Measured:
                 "percent, interleaved": 100 * (median_ratio(seconds["watched"], seconds["bare"]) - 1),
             }
         )
-        bars.append(Bar(name=f"share of a step, {name}", value=share, rule="<=", limit=SHARE_LIMIT))
+        bars.append(at_most(f"share of a step, {name}", share, SHARE_LIMIT))
     kept = kept_bytes(MemoryMonitor(device, make_meter(device)), samples)
-    bars.append(Bar(name=f"bytes kept of {SAMPLES} steps", value=kept, rule="<=", limit=KEPT_LIMIT_BYTES))
+    bars.append(at_most(f"bytes kept of {SAMPLES} steps", kept, KEPT_LIMIT_BYTES))
     return Measured(rows=table, bars=bars)
 
 
 def _trainer(directory: Path, layers: int, hidden: int, device: torch.device) -> Trainer:
     """A small Llama with LoRA and its optimizer."""
     torch.manual_seed(SEED)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=SHAPE.length,
-        tie_word_embeddings=True,
-    )
+    config = llama(hidden, 3 * hidden, layers=layers, heads=4, kv_heads=2, vocabulary=VOCABULARY, tied=True)
     LlamaForCausalLM(config).save_pretrained(directory)
     spec = model_spec("lora", "fp32", rank=8, grad_ckpt=False)
     setting = Setting(model=spec, optimizer="adamw", loss_chunk=256, max_grad_norm=1.0)

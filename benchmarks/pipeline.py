@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import Bar, Measured, Row, benchmark
+from benchmarks.harness import Measured, Row, at_most, benchmark
 from benchmarks.process_usage import WHOLE_RUN, watch
 from benchmarks.processes import clean_environment, error_line, write_params
 from lean_finetune.core.atomic_files import repo_root
@@ -26,11 +26,7 @@ QUICK = {"data.max_rows": 400, "evaluate.generate_rows": 8, "evaluate.loss_rows"
 
 
 def measure(quick: bool) -> Measured:
-    """Run the pipeline in a clone, then time the no-op.
-
-    Raises:
-        UserError: git, dvc or a stage failed; the message has its error line.
-    """
+    """Run the pipeline in a clone, then time the no-op."""
     with tempfile.TemporaryDirectory(prefix="lean-finetune-") as directory:
         clone = Path(directory) / "clone"
         environment = clean_environment()
@@ -53,19 +49,15 @@ def measure(quick: bool) -> Measured:
         for what, usage in usages.items()
     ]
     rows.append({"what": "(no-op repro, median)", "wall_s": round(median(no_op), 3), "peak_rss_bytes": None})
-    bars = [Bar(name="no-op dvc repro, seconds", value=round(median(no_op), 3), rule="<=", limit=NO_OP_LIMIT_S)]
+    bars = [at_most("no-op dvc repro, seconds", round(median(no_op), 3), NO_OP_LIMIT_S)]
     if not quick:
         run_s = round(usages[WHOLE_RUN].wall_s, 1)
-        bars.append(Bar(name="default run, seconds on 2 cores", value=run_s, rule="<=", limit=RUN_LIMIT_S))
+        bars.append(at_most("default run, seconds on 2 cores", run_s, RUN_LIMIT_S))
     return Measured(rows=rows, bars=bars)
 
 
 def _no_op_seconds(clone: Path, environment: dict[str, str]) -> float:
-    """Wall seconds of a `dvc repro` that has nothing to do.
-
-    Raises:
-        UserError: a stage ran again.
-    """
+    """Wall seconds of a `dvc repro` that has nothing to do."""
     start = time.perf_counter()
     done = subprocess.run(REPRO, cwd=clone, env=environment, check=True, capture_output=True, text=True)
     seconds = time.perf_counter() - start

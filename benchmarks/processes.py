@@ -50,16 +50,16 @@ def write_params(directory: Path, changes: Mapping[str, Any], source: Path = ROO
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A process that ended well."""
+    """A process that succeeded."""
 
     output: str
     wall_s: float
     usage: Usage | None
-    """Its peak memory, where it was watched."""
+    """Its peak memory, if it was watched."""
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The JSON object in the last line of the output; empty where that line is none."""
+        """The JSON object in the last line of the output; empty if that line is none."""
         last = self.output.strip().rpartition("\n")[2]
         return dict(json.loads(last)) if last.startswith("{") else {}
 
@@ -71,7 +71,7 @@ def run(
     *,
     watched: bool = False,
 ) -> Finished:
-    """Run a command to its end; `watched` also measures the memory of its processes.
+    """Run a command; `watched` also measures the memory of its processes.
 
     Raises:
         UserError: it failed; the message has the last line of its output.
@@ -93,32 +93,29 @@ def run(
 
 
 def run_stage(stage: str, cwd: Path, *, watched: bool = False) -> Finished:
-    """Run a stage as users do; `stage` may carry arguments, as in "pin data".
-
-    Raises:
-        UserError: the stage failed.
-    """
+    """Run a stage as users do; `stage` may have arguments, as in "pin data"."""
     name, *arguments = stage.split()
     return run([sys.executable, "-m", f"stages.{name}", *arguments], cwd, watched=watched)
 
 
 def error_line(output: str | None) -> str:
-    """The line of a failed command's output that says what went wrong: one that starts with "error", else the last."""
+    """The error line of a failed command's output: one that starts with "error", else the last."""
     lines = [line for line in (output or "").splitlines() if line.strip()] or ["no output"]
     return next((line for line in lines if line.lower().startswith("error")), lines[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """Another tool: a script in benchmarks/rivals, run by this Python or in a virtual environment of its own."""
+    """Another tool, run by a script in benchmarks/rivals."""
 
     name: str
-    script: str
+    key: str = ""
+    """Its function in scripts that run several tools."""
     requirements: str | None = None
     """File in benchmarks/rivals with what its virtual environment needs; None = this environment."""
 
     def prepare(self) -> str | None:
-        """Make its virtual environment where it is missing; return the reason where that fails."""
+        """Create its virtual environment if it is missing; return the reason if that fails."""
         if self.requirements is None or (self._venv / ".installed").exists():
             return None
         shutil.rmtree(self._venv, ignore_errors=True)
@@ -132,19 +129,15 @@ class Rival:
 
     def run(
         self,
+        script: str,
         *arguments: str | Path,
         watched: bool = False,
-        script: str | None = None,
         cwd: Path = Path(),
         cache: Path = SCRATCH / "hf",
     ) -> Finished:
-        """Run its script, or another one in its environment, without network and with this cache of Hugging Face's.
-
-        Raises:
-            UserError: the script failed.
-        """
+        """Run a script in its environment, without network and with this Hugging Face cache."""
         environment = clean_environment(HF_HUB_OFFLINE="1", HF_HOME=str(cache.resolve()), PYTHONPATH=str(ROOT))
-        return run([self.python, RIVALS / (script or self.script), *arguments], cwd, environment, watched=watched)
+        return run([self.python, RIVALS / script, *arguments], cwd, environment, watched=watched)
 
     @property
     def python(self) -> Path:
@@ -157,9 +150,6 @@ class Rival:
         return SCRATCH / "venvs" / f"{Path(self.requirements).stem}-{sha256_file(RIVALS / self.requirements)[:8]}"
 
 
-DATASETS_MAP = Rival(name="datasets.map", script="datasets_map.py")
-TRL = Rival(name="TRL 1.16.0", script="trl_sft.py", requirements="requirements-trl.txt")
-TRL_WITH_LIGER = Rival(name="TRL, Liger", script="trl_sft.py", requirements="requirements-trl-liger.txt")
-LLAMA_FACTORY = Rival(
-    name="LLaMA-Factory 0.9.5", script="llama_factory.py", requirements="requirements-llama-factory.txt"
-)
+DATASETS_MAP = Rival(name="datasets.map", key="datasets_map")
+TRL = Rival(name="TRL 1.16.0", key="trl", requirements="requirements-trl.txt")
+LLAMA_FACTORY = Rival(name="LLaMA-Factory 0.9.5", key="llama_factory", requirements="requirements-llama-factory.txt")

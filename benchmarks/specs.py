@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.memory.predict.setting import Setting
@@ -24,8 +25,38 @@ LR = 1e-5
 
 def model_spec(method: Method, precision: Precision = "bf16", *, rank: int = 16, **more: Any) -> ModelSpec:
     """A model with checkpointing and LoRA on all linear layers, alpha twice the rank; `more` sets other fields."""
-    fields: dict[str, Any] = {"grad_ckpt": True, "lora_dropout": 0.0, "lora_targets": ("all-linear",), "seed": 1}
-    return ModelSpec(method=method, precision=precision, lora_rank=rank, lora_alpha=2 * rank, **{**fields, **more})
+    fields = {
+        "grad_ckpt": True,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "lora_targets": ("all-linear",),
+        "seed": 1,
+    }
+    return ModelSpec(method=method, precision=precision, lora_rank=rank, **{**fields, **more})
+
+
+def llama(
+    hidden: int,
+    intermediate: int,
+    *,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int = 128256,
+    tied: bool = False,
+    **more: Any,
+) -> LlamaConfig:
+    """A Llama of these sizes; `more` sets other fields."""
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        **more,
+    )
 
 
 def padded(rows: int, length: int, supervised: int) -> BatchShape:

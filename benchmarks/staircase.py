@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from transformers import LlamaConfig
 
+from benchmarks.specs import llama, model_spec, padded
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.allocator.plan_memory import ALLOCATORS
 from lean_finetune.memory.allocator.replay import Replay, replay
@@ -20,33 +20,11 @@ from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape
 
 GPU = "A100-80GB"
-CONFIG = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=2,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-)
-SETTING = Setting(
-    model=ModelSpec(
-        method="lora",
-        precision="bf16",
-        grad_ckpt=False,
-        lora_rank=16,
-        lora_alpha=32,
-        lora_dropout=0.0,
-        lora_targets=("all-linear",),
-        seed=1,
-    ),
-    optimizer="adamw",
-    loss_chunk=None,
-    max_grad_norm=1.0,
-)
+CONFIG = llama(4096, 14336, layers=2, heads=32, kv_heads=8)
+SETTING = Setting(model=model_spec("lora", grad_ckpt=False), optimizer="adamw", loss_chunk=None, max_grad_norm=1.0)
 LENGTHS = tuple(range(192, 1537, 96))
 """Padded lengths in tokens of the batches."""
 ROWS = 2
@@ -56,7 +34,7 @@ Step = tuple[BatchShape]
 
 def _step(rows: int, length: int) -> Step:
     """Return an optimizer step of one micro-batch, half of whose tokens are trained."""
-    return (BatchShape(rows=rows, length=length, supervised=rows * length // 2, joined_lengths=None),)
+    return (padded(rows, length, rows * length // 2),)
 
 
 def orders() -> dict[str, tuple[Step, ...]]:

@@ -1,10 +1,9 @@
 """Stage train against Hugging Face's Trainer, TRL's SFTTrainer, and the bare forward and backward passes.
 
-A small Llama of random weights (5 M parameters, 1,280 tokens) is fully fine-tuned in fp32 on the same made-up rows
+A small Llama of random weights (5 M parameters, 1,280 tokens) is fully fine-tuned in fp32 on the same generated rows
 of prompt and completion. Only the completion is trained, with about the same tokens in each optimizer step. Each rival
 is compared with ours in the same setting: no activation checkpointing on both sides, checkpointing on both sides, or
-rows packed on both sides (TRL: strategy bfd, hence padding-free). TRL's own loss works in chunks already. Where Liger's
-kernels do not run, their row says why.
+rows packed on both sides (TRL: strategy bfd, hence padding-free). TRL's own loss works in chunks already.
 
 Contestants take turns, each in a new process every time; the first steps of each do not count. The limit is the bare
 passes over our own batches, interleaved with our steps in one process (benchmarks/rivals/our_steps.py). Peak memory is
@@ -20,10 +19,9 @@ from typing import Any
 
 import click
 
-from benchmarks.harness import Bar, Measured, Row, benchmark, interleaved, median_ratio
-from benchmarks.processes import TRL, TRL_WITH_LIGER
+from benchmarks.harness import Bar, Measured, Row, at_least, at_most, benchmark, interleaved, median_ratio
+from benchmarks.processes import TRL
 from benchmarks.train_cases import HF_TRAINER, Peak, Setup, Steps, TrainerCase
-from lean_finetune.core.errors import UserError
 
 ROWS, QUICK_ROWS = 104, 100
 ROUNDS, QUICK_ROUNDS = 5, 1
@@ -39,7 +37,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     OURS_RECOMPUTED: {"train.grad_ckpt": True},
     OURS_PACKED: {"bucket.mode": "packed"},
 }
-HF, LIGER = HF_TRAINER.name, TRL_WITH_LIGER.name
+HF = HF_TRAINER.name
 TRL_PLAIN, TRL_LENGTH, TRL_PACKED = "TRL, no checkpointing", "TRL, group_by_length", "TRL, packing"
 TRL_DEFAULT = "TRL, its defaults (checkpointing)"
 OVERHEAD_LIMIT = 1.03
@@ -57,11 +55,7 @@ class Contestant:
 
 
 def measure(quick: bool) -> Measured:
-    """Run every contestant.
-
-    Raises:
-        UserError: a contestant failed.
-    """
+    """Run every contestant."""
     setups = {name: _prepared(name, quick) for name in ([OURS] if quick else SETTINGS)}
     setup = setups[OURS]
     rivals, skipped = _rivals(quick, setup)
@@ -81,7 +75,7 @@ def measure(quick: bool) -> Measured:
     table.append({"what": LIMIT, "of the limit": 1.0})
     table += [{"what": name, "skipped": reason} for name, reason in skipped.items()]
     overhead = round(median(map(_overhead, runs[OURS])), 3)
-    bars = [Bar(name=f"{OURS} / forward + backward", value=overhead, rule="<=", limit=OVERHEAD_LIMIT)]
+    bars = [at_most(f"{OURS} / forward + backward", overhead, OVERHEAD_LIMIT)]
     return Measured(rows=table, bars=[*bars, *_trl_bars(speeds, peaks, likes)])
 
 
@@ -139,23 +133,7 @@ def _rivals(quick: bool, setup: Setup) -> tuple[dict[str, Contestant], dict[str,
         (TRL_PACKED, packed, OURS_PACKED),
     ):
         rivals[name] = Contestant(case=TrainerCase(trainer="trl", arguments=arguments, rival=TRL), like=like)
-    liger = TrainerCase(trainer="trl", arguments={**plain, "use_liger_kernel": True}, rival=TRL_WITH_LIGER)
-    if reason := _why_not(liger, setup):
-        click.echo(f"note: {LIGER} is skipped: {reason}", err=True)
-        return rivals, {LIGER: reason}
-    rivals[LIGER] = Contestant(case=liger, like=OURS)
     return rivals, {}
-
-
-def _why_not(case: TrainerCase, setup: Setup) -> str | None:
-    """Why a rival cannot be installed or cannot train a step here; None if it can."""
-    if reason := case.rival.prepare():
-        return reason
-    try:
-        case.run(setup, 1)
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _supervised_per_second(run: Steps) -> float:
@@ -194,10 +172,10 @@ def _trl_bars(speeds: Mapping[str, list[float]], peaks: Mapping[str, Peak], like
     for name in (name for name in FASTER_LIMITS if name in speeds):
         like = likes[name]
         faster = round(median_ratio(speeds[like], speeds[name]), 3)
-        yield Bar(name=f"{like} / {name}", value=faster, rule=">=", limit=FASTER_LIMITS[name])
+        yield at_least(f"{like} / {name}", faster, FASTER_LIMITS[name])
         if name in PEAK_LIMITS:
             smaller = round(peaks[like].peak_bytes / peaks[name].peak_bytes, 3)
-            yield Bar(name=f"peak, {like} / {name}", value=smaller, rule="<=", limit=PEAK_LIMITS[name])
+            yield at_most(f"peak, {like} / {name}", smaller, PEAK_LIMITS[name])
 
 
 main = benchmark("train", measure)

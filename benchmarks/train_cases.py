@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks.chat_file import SEED
 from benchmarks.chat_text import english
 from benchmarks.processes import ROOT, SCRATCH, Rival, run_stage, write_params
+from benchmarks.specs import llama
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.token_rows import TokenRows, read_lengths
@@ -28,8 +29,8 @@ MEDIAN_WORDS, SIGMA = 24, 0.8
 """Length of an answer: with these, prompts and answers are as long as in the alpaca data sets."""
 COUNTED_STEPS = 2
 """Steps besides the first in which a rival's memory is measured: those with the largest micro-batches."""
-OUR_STEPS = Rival(name="ours", script="our_steps.py")
-HF_TRAINER = Rival(name="transformers Trainer", script="trainer_steps.py")
+OUR_STEPS = Rival(name="ours")
+HF_TRAINER = Rival(name="transformers Trainer")
 SOURCE = "rows.jsonl"
 TOKENIZED = "tokenized.jsonl"
 
@@ -82,11 +83,7 @@ class Setup:
         return (SCRATCH / "runs" / self.name).resolve()
 
     def prepare(self) -> None:
-        """Write model and rows; pin, tokenize, bucket and estimate once.
-
-        Raises:
-            UserError: a stage failed.
-        """
+        """Write model and rows; pin, tokenize, bucket and estimate once."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         self._save_model()
@@ -128,16 +125,8 @@ class Setup:
         """Save a small Llama of random weights with the shipped tokenizer. Its head is 6 % of it, as in an 8B."""
         directory = self.directory / "model"
         torch.manual_seed(SEED)
-        config = LlamaConfig(
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=6,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            vocab_size=read_json(TOKENIZER / "config.json")["vocab_size"],
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-        )
+        vocabulary = read_json(TOKENIZER / "config.json")["vocab_size"]
+        config = llama(256, 768, layers=6, heads=8, kv_heads=4, vocabulary=vocabulary, tied=True)
         LlamaForCausalLM(config).save_pretrained(directory)
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copy(TOKENIZER / name, directory)
@@ -154,7 +143,7 @@ class Setup:
 
     def ours(self) -> Steps:
         """Time the loop of stage train, and the bare passes interleaved with it."""
-        return Steps(**OUR_STEPS.run(str(THREADS), cwd=self.directory).figures)
+        return Steps(**OUR_STEPS.run("our_steps.py", str(THREADS), cwd=self.directory).figures)
 
     def our_peak(self) -> Peak:
         """Run stage train itself, which measures the first step, the predicted worst steps and four others."""
@@ -181,7 +170,7 @@ class TrainerCase:
         The first step has no optimizer state until its end, so it need not be the largest.
 
         Raises:
-            UserError: it failed, or its batches differ from those of the earlier run.
+            UserError: its batches differ from those of the earlier run.
         """
         others = sorted(range(1, len(seen.largest)), key=lambda step: seen.largest[step], reverse=True)
         counted = sorted(others[:COUNTED_STEPS])
@@ -192,11 +181,7 @@ class TrainerCase:
         return Peak(peak_bytes=run.peak_bytes, steps=[0, *counted])
 
     def run(self, setup: Setup, steps: int, measured: Sequence[int] | None = None) -> Steps:
-        """Train `steps` optimizer steps; `measured` lists steps whose memory is measured besides the first.
-
-        Raises:
-            UserError: it failed.
-        """
+        """Train `steps` optimizer steps; `measured` lists steps whose memory is measured besides the first."""
         out = SCRATCH / "runs" / "trainer"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
@@ -209,16 +194,8 @@ class TrainerCase:
             "measured": measured,
         }
         rows = setup.directory / (SOURCE if self.trainer == "trl" else TOKENIZED)
-        finished = self.rival.run(
-            rows,
-            setup.directory / "model",
-            out.resolve(),
-            json.dumps(case),
-            script=HF_TRAINER.script,
-            cwd=setup.directory,
-            cache=out,
-        )
-        return Steps(**finished.figures)
+        arguments = (rows, setup.directory / "model", out.resolve(), json.dumps(case))
+        return Steps(**self.rival.run("trainer_steps.py", *arguments, cwd=setup.directory, cache=out).figures)
 
 
 def _rows(count: int) -> list[dict[str, str]]:

@@ -5,51 +5,19 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import PretrainedConfig, Qwen2Config
 
-from benchmarks.specs import joined, model_spec, padded
+from benchmarks.specs import joined, llama, model_spec, padded
 from lean_finetune.config.field_types import Method, OptimizerName, Precision
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape
 
-
-def small_llama(*, tied: bool) -> LlamaConfig:
-    """A model small enough for a CPU, with its head `tied` to the input embedding or not."""
-    return LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-    )
-
-
 MODELS: Mapping[str, PretrainedConfig] = {
-    "Llama-3.1-8B": LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-    ),
-    "Llama-3.2-3B": LlamaConfig(
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=28,
-        num_attention_heads=24,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        tie_word_embeddings=True,
+    "Llama-3.1-8B": llama(4096, 14336, layers=32, heads=32, kv_heads=8, max_position_embeddings=131072),
+    "Llama-3.2-3B": llama(
+        3072, 8192, layers=28, heads=24, kv_heads=8, head_dim=128, tied=True, max_position_embeddings=131072
     ),
     "Qwen2.5-1.5B": Qwen2Config(
         hidden_size=1536,
@@ -61,8 +29,8 @@ MODELS: Mapping[str, PretrainedConfig] = {
         max_position_embeddings=32768,
         tie_word_embeddings=True,
     ),
-    "tiny": small_llama(tied=True),
-    "tiny, untied": small_llama(tied=False),
+    "tiny": llama(64, 128, layers=2, heads=4, kv_heads=2, vocabulary=256, tied=True),
+    "tiny, untied": llama(64, 128, layers=2, heads=4, kv_heads=2, vocabulary=256),
 }
 BIG = ("Llama-3.1-8B", "Llama-3.2-3B", "Qwen2.5-1.5B")
 

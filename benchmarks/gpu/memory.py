@@ -1,12 +1,11 @@
 """Measure peak memory on a device by phase, beside the prediction of the same commit.
 
 Three tiers: tensors (max_memory_allocated), reserved (by the caching allocator), process (everything that the driver
-counts, CUDA's context included).
+counts, with CUDA's context).
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -23,23 +22,13 @@ from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.train.monitor.measured_peak import MeasuredPeaks, make_meter
+from lean_finetune.train.monitor.measured_peak import make_meter
 
 SPARE_SHARE = 0.04
 """Share of the device left for what is not predicted: a case that needs more is skipped."""
 BARS = {"tensors": (1.5, 3.0), "reserved": (3.0, 6.0)}
 """Limits of the mean and the worst error of a tier, in percent."""
 PHASES = ("forward", "backward", "clip", "optimizer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """MeasuredPeaks memory of one run."""
-
-    peaks: MeasuredPeaks
-    reserved_after_load_bytes: int | None
-    process_bytes: int | None
-    """All memory in use on the device after the last step."""
 
 
 def compare(case: GpuCase, device: torch.device) -> Row:
@@ -56,14 +45,16 @@ def compare(case: GpuCase, device: torch.device) -> Row:
         replayed = replay(trace, steps, expandable=_expandable(), capacity_bytes=None)
         row["reserved_predicted_bytes"] = replayed.reserved_peak_bytes
     try:
-        measured = run_case(case, device)
+        return {**row, **run_case(case, device, predicted, row.get("reserved_predicted_bytes"))}
     except torch.OutOfMemoryError as error:
         return {**row, "out_of_memory": str(error).splitlines()[0]}
-    return {**row, **_measured(row, predicted, measured)}
 
 
-def run_case(case: GpuCase, device: torch.device) -> Run:
-    """Load random weights and run the steps of a case."""
+def run_case(case: GpuCase, device: torch.device, predicted: Prediction, reserved_bytes: int | None) -> Row:
+    """Load random weights, run the steps of a case, and return the columns of what was measured.
+
+    Loading does not count, since these weights are not loaded from files. `reserved_bytes` is the prediction.
+    """
     free_cached(device)
     cuda = device.type == "cuda"
     config = MODELS[case.model]
@@ -78,28 +69,24 @@ def run_case(case: GpuCase, device: torch.device) -> Run:
             batches = (random_batch(shape, vocabulary, device) for shape in shapes)
             trainer.step(batches, sum(shape.supervised for shape in shapes), meter.phase)
         process = _device_bytes_in_use(device) if cuda else None
-    return Run(peaks=meter.result(), reserved_after_load_bytes=loaded, process_bytes=process)
-
-
-def _measured(row: Row, predicted: Prediction, run: Run) -> Row:
-    """Columns of what was measured. Loading does not count, since these weights are not loaded from files."""
-    by_phase = {phase: run.peaks.peak_bytes_by_phase[phase] for phase in PHASES}
+    peaks = meter.result()
+    by_phase = {phase: peaks.peak_bytes_by_phase[phase] for phase in PHASES}
     tensors = max(by_phase.values())
     found: dict[str, Any] = {
         "tensors_measured_bytes": tensors,
         "tensors_error_percent": _error_percent(predicted.peak.bytes, tensors),
-        "how": run.peaks.how,
+        "how": peaks.how,
         "phases": {
             phase: {"predicted_bytes": predicted.by_phase[phase].bytes, "measured_bytes": size}
             for phase, size in by_phase.items()
         },
     }
-    if run.peaks.peak_reserved_bytes is not None:
+    if peaks.peak_reserved_bytes is not None and reserved_bytes is not None:
         found |= {
-            "reserved_measured_bytes": run.peaks.peak_reserved_bytes,
-            "reserved_error_percent": _error_percent(row["reserved_predicted_bytes"], run.peaks.peak_reserved_bytes),
-            "reserved_after_load_bytes": run.reserved_after_load_bytes,
-            "process_measured_bytes": run.process_bytes,
+            "reserved_measured_bytes": peaks.peak_reserved_bytes,
+            "reserved_error_percent": _error_percent(reserved_bytes, peaks.peak_reserved_bytes),
+            "reserved_after_load_bytes": loaded,
+            "process_measured_bytes": process,
             "expandable_segments": _expandable(),
         }
     return found

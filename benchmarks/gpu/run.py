@@ -32,29 +32,11 @@ class Suite:
     summary: Callable[[Mapping[str, Row]], list[Row]]
 
 
-class Results:
-    """A results file that grows row by row, for one commit."""
-
-    def __init__(self, path: Path, suite: Suite, of_commit: str | None):
-        """Read the rows that the same commit and library versions measured before; drop others."""
-        self._path, self._suite, self._commit = path, suite, of_commit
-        before = read_json(path) if path.exists() else {}
-        same = before.get("commit") == of_commit and before.get("versions") == versions()
-        self.rows: dict[str, Row] = {row["name"]: row for row in before["rows"]} if same else {}
-
-    def add(self, row: Row) -> None:
-        """Add a row and write the file."""
-        self.rows[row["name"]] = row
-        content = {
-            "name": self._path.stem,
-            "commit": self._commit,
-            "machine": machine(),
-            "versions": versions(),
-            "rows": list(self.rows.values()),
-            "summary": self._suite.summary(self.rows),
-        }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, content)
+def rows_of(path: Path, of_commit: str | None) -> dict[str, Row]:
+    """Rows that a results file has of this commit and these library versions, by name."""
+    before = read_json(path) if path.exists() else {}
+    same = before.get("commit") == of_commit and before.get("versions") == versions()
+    return {row["name"]: row for row in before["rows"]} if same else {}
 
 
 def suites(device: torch.device, trl_python: str) -> dict[str, Suite]:
@@ -82,19 +64,22 @@ def run_suite(suite: Suite, path: Path, of_commit: str | None, ends: float) -> b
     Returns:
         Whether all bars hold.
     """
-    results = Results(path, suite, of_commit)
+    rows = rows_of(path, of_commit)
     for case in suite.cases:
-        if case.name in results.rows:
+        if case.name in rows:
             continue
         if time.monotonic() > ends:
             break
-        results.add(row := suite.measure(case))
-        click.echo(format_table([{key: value for key, value in row.items() if not isinstance(value, dict)}]))
-    bars = suite.summary(results.rows)
+        rows[case.name] = suite.measure(case)
+        content = {"name": path.stem, "commit": of_commit, "machine": machine(), "versions": versions()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**content, "rows": list(rows.values()), "summary": suite.summary(rows)})
+        click.echo(format_table([{k: v for k, v in rows[case.name].items() if not isinstance(v, dict)}]))
+    bars = suite.summary(rows)
     if bars:
         click.echo(format_table(bars))
-    left = sum(case.name not in results.rows for case in suite.cases)
-    click.echo(f"{path}: {len(results.rows)} configurations" + (f", {left} left: run again" if left else ", all done"))
+    left = sum(case.name not in rows for case in suite.cases)
+    click.echo(f"{path}: {len(rows)} configurations" + (f", {left} left: run again" if left else ", all done"))
     return all(bar["holds"] for bar in bars)
 
 

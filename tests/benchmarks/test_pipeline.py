@@ -1,4 +1,4 @@
-"""The pipeline benchmark, on a pipeline of two small stages."""
+"""The pipeline benchmark, with two small stages."""
 
 import shutil
 from pathlib import Path

@@ -68,6 +68,16 @@ def test_dvc_notices_every_change_of_several_sources(clone: Clone, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_an_experiment_commits_only_links(clone: Clone, tmp_path: Path):
+    flags = new_source(tmp_path)
+    before = git_bytes(clone)
+    clone.dvc("exp", "run", "-n", "links", *flags, "pin_data", "pin_model")
+    reference = clone.run("git", "for-each-ref", "--format=%(refname)", "refs/exps/**/links").strip()
+    check_links(clone, tmp_path, reference)
+    assert git_bytes(clone) - before < 2**20
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["outside", "inside"])
 def test_weights_and_data_never_enter_git(clone: Clone, tmp_path: Path, name: str):
     """In the workspace, a copy and the queue, with sources outside the checkout or inside where git ignores them."""
