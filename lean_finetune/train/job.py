@@ -131,12 +131,7 @@ def make_job(
 
 
 def _read_plan(params: Params, spec: ModelSpec, world: World, paths: Paths) -> tuple[Plan, TokenRows]:
-    """Read the plan and its rows.
-
-    Raises:
-        UserError: the plan was made for other rows or another number of GPUs, or has steps that these parameters
-            cannot run.
-    """
+    """Read the plan and its rows; refuse a plan for other rows, another number of GPUs or other parameters."""
     plan = read_plan(paths.plan)
     refuse_other_ranks(plan, world.size)
     rows = TokenRows(paths.tokens, "train")

@@ -270,11 +270,7 @@ class Trainer:
         return every is not None and ((step + 1) % every == 0 or step + 1 == self.total_steps)
 
     def _heldout_loss(self, run: TrainingRun, step: int) -> float:
-        """Return the mean loss over the held-out rows.
-
-        Raises:
-            Diverged: it is not finite.
-        """
+        """Return the mean loss over the held-out rows."""
         job = self.job
         budget = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
         batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id)

@@ -17,11 +17,7 @@ RESULTS = ("peak_gib_measured", "resumed", "tokens_per_second", "train_loss")
 
 
 def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: Paths) -> None:
-    """Write the trained weights; all processes of a run call this.
-
-    Raises:
-        UserError: the disk refused.
-    """
+    """Write the trained weights; all processes of a run call this."""
     lock = read_json(paths.model_lock)
     template = paths.tokens / CHAT_TEMPLATE
     base = Base(
@@ -36,11 +32,7 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
 
 
 def publish_record(result: TrainResult, figures: dict[str, Any], params: Params, paths: Paths) -> None:
-    """Write curves, model card and `figures`, some of which are metrics.
-
-    Raises:
-        UserError: the disk refused.
-    """
+    """Write curves, model card and `figures`, some of which are metrics."""
     card = model_card(
         model_lock=read_json(paths.model_lock),
         data_lock=read_json(paths.data_lock),

@@ -57,14 +57,7 @@ def resumed_figures(chosen: RunDirectory) -> dict[str, str]:
 def choose_directory(
     root: Path, fingerprint: Fingerprint, resume: Resume, notify: Callable[[str], None]
 ) -> RunDirectory:
-    """Find the unfinished run to resume; report why the nearest one is not resumed.
-
-    Args:
-        root: the directory of all runs.
-        fingerprint: of this run.
-        resume: run.resume.
-        notify: gets lines for the user.
-    """
+    """Find the unfinished run to resume below `root`; report why the nearest one is not resumed."""
     record: dict[str, Any] = {"parts": fingerprint, "earlier": []}
     own = RunDirectory(directory=root / run_key(record), record=record)
     others = [] if steps_in(own.directory) else list(_unfinished(root))

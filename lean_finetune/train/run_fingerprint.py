@@ -47,14 +47,8 @@ PER_PROCESS = {"device", "threads"}
 def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads: int) -> Fingerprint:
     """Return everything that decides the result of a run, by kind and name.
 
-    Args:
-        params: of the run.
-        paths: its input files; their names count, but not their location: a temporary copy reads elsewhere.
-        device: that computes.
-        threads: CPU threads of all processes on this machine.
-
-    Raises:
-        UserError: the verdict of stage estimate or the plan is missing.
+    The names of input files count, but not their location: a temporary copy reads elsewhere. `threads` is the number of
+    CPU threads of all processes on this machine.
     """
     values = tracked_values(params)
     cuda = device.type == "cuda"

@@ -98,12 +98,8 @@ def save_tuned(
 ) -> None:
     """Write safetensors, config and tokenizer to `out` atomically; equal weights give equal bytes.
 
-    Args:
-        parallel: of a model with an adapter, which is saved alone, or of a full model. All processes call this, and the
-            first one writes.
-        base: the model that `parallel.model` was loaded from.
-        out: replaced.
-        merge: also write the merged model to `MERGED` in `out`; None = the adapter only.
+    All processes call this, and the first one writes. An adapter is saved alone; `merge` also writes the merged model
+    to `MERGED` in `out`.
 
     Raises:
         UserError: the disk refused.

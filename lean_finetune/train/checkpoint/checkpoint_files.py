@@ -69,18 +69,14 @@ class _Dropped(Exception):
 
 
 class PendingCheckpoint:
-    """A checkpoint in the page cache that is not on the disk yet."""
+    """A checkpoint in the page cache that is not on the disk yet; every method raises UserError if the disk refuses."""
 
     def __init__(self, store: "CheckpointStore", directory: Path, rename: ExitStack):
         """Of `store`; this process's files are in `directory`, and closing `rename` gives the checkpoint its name."""
         self._store, self._directory, self._rename = store, directory, rename
 
     def finish_rank(self) -> None:
-        """Write checksums and flush this process's files. May run in another thread than the one that wrote.
-
-        Raises:
-            UserError: the disk refused.
-        """
+        """Write checksums and flush this process's files. May run in another thread than the one that wrote."""
         with write_errors(self._directory):
             sums = {name: sha256_file(self._directory / name) for name in (TENSORS, VALUES)}
             (self._directory / SUMS).write_text(json.dumps(sums))
@@ -88,11 +84,7 @@ class PendingCheckpoint:
                 sync(self._directory / name)
 
     def publish(self) -> None:
-        """Rename it once all processes have finished, then remove the oldest. For the first process.
-
-        Raises:
-            UserError: the disk refused.
-        """
+        """Rename it once all processes have finished, then remove the oldest. For the first process."""
         self._rename.close()
         self._store.remove_old()
 
@@ -102,11 +94,7 @@ class PendingCheckpoint:
             raise _Dropped
 
     def finish(self) -> None:
-        """Finish and publish it, for a run of one process.
-
-        Raises:
-            UserError: the disk refused.
-        """
+        """Finish and publish it, for a run of one process."""
         with self._rename:
             self.finish_rank()
         self._store.remove_old()
@@ -159,12 +147,7 @@ class CheckpointStore:
 
     @contextmanager
     def _fail_together(self) -> Iterator[None]:
-        """Raise an error of one process in all, once none of them writes any more: the first process then cleans up.
-
-        Raises:
-            OSError: of this process.
-            UserError: another process had an error.
-        """
+        """Raise an error of one process in all, once none of them writes any more: the first process then cleans up."""
         refused: OSError | None = None
         try:
             yield
@@ -245,25 +228,17 @@ def _rename_if_finished(partial: Path) -> None:
 def _fault(path: Path, channel: ControlChannel) -> str | None:
     """Verify this process's share of a checkpoint's files; return what is wrong, or None."""
     try:
-        if channel.is_first and (fault := _fault_of_rank(path)):
-            return fault
         ranks = json.loads((path / VALUES).read_text())[RANKS]
-        for rank in range(1, ranks):
-            if rank % channel.size == channel.rank and (fault := _fault_of_rank(rank_directory(path, rank))):
-                return fault
+        for rank in range(channel.rank, ranks, channel.size):
+            directory = rank_directory(path, rank)
+            sums = json.loads((directory / SUMS).read_text())
+            if not isinstance(sums, dict) or set(sums) != {TENSORS, VALUES}:
+                return f"{SUMS} does not name its files"
+            for name, expected in sums.items():
+                if sha256_file(directory / name) != expected:
+                    return f"{name} differs from its checksum"
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(path)} is missing"
     except (KeyError, TypeError, ValueError, OSError) as error:
         return f"its files cannot be read ({error})"
-    return None
-
-
-def _fault_of_rank(directory: Path) -> str | None:
-    """Verify the files of one process; return what is wrong, or None."""
-    sums = json.loads((directory / SUMS).read_text())
-    if not isinstance(sums, dict) or set(sums) != {TENSORS, VALUES}:
-        return f"{SUMS} does not name its files"
-    for name, expected in sums.items():
-        if sha256_file(directory / name) != expected:
-            return f"{name} differs from its checksum"
     return None

@@ -35,9 +35,6 @@ class DiskSpace:
             checkpoint_bytes: size of one checkpoint.
             there: existing checkpoints of an earlier process.
             most: checkpoints on disk at the same time: a new one is complete before the oldest is removed.
-
-        Raises:
-            UserError: with the figures.
         """
         weights = trained_bytes + self.merged_bytes
         here, at_out = _existing(checkpoints), _existing(self.out)

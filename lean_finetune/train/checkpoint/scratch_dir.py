@@ -44,11 +44,6 @@ def lock_run_directory(
     A directory that is marked finished inside keeps its checkpoint until the next run starts: DVC has yet to record
     the outputs, and removes them if it is killed before. Finished or empty directories of other runs are removed now.
 
-    Args:
-        directory: named after the record.
-        notify: gets lines for the user.
-        record: written to `RECORD`; None = no such file.
-
     Raises:
         UserError: another process has locked it, or the disk refused.
     """
@@ -77,11 +72,7 @@ def lock_run_directory(
 
 @contextmanager
 def lock_earlier_run(directory: Path | None) -> Iterator[None]:
-    """Lock the directory of another run from which this one resumes, and leave it unchanged.
-
-    Raises:
-        UserError: another process trains it.
-    """
+    """Lock the directory of another run from which this one resumes, and leave it unchanged."""
     if directory is None:
         yield
         return
@@ -97,11 +88,7 @@ def lock_earlier_run(directory: Path | None) -> Iterator[None]:
 
 
 def mark_finished(directory: Path, metrics: Path) -> None:
-    """Keep the directory's checkpoint until the next training starts.
-
-    Raises:
-        UserError: the disk refused.
-    """
+    """Keep the directory's checkpoint until the next training starts."""
     with write_errors(directory):
         digest = hashlib.md5(metrics.read_bytes(), usedforsecurity=False).hexdigest()  # As in dvc.lock.
         (directory / FINISHED).write_text(digest, encoding="ascii")

@@ -224,11 +224,7 @@ def _states_of(optimizer: torch.optim.Optimizer, names: list[str], prefix: str) 
 
 
 def _numbers(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain values of an optimizer state.
-
-    Raises:
-        RuntimeError: a value cannot be stored as JSON.
-    """
+    """Return the plain values of an optimizer state."""
     numbers = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
     for key, value in numbers.items():
         if not isinstance(value, int | float | None):

@@ -81,12 +81,7 @@ def _row(place: str, header: list[str], cells: list[str], step_before: float | N
 def explained(path: Path, left_gib: float | None) -> list[str]:
     """Return one line for each cause of growth in a recorded curve.
 
-    Args:
-        path: the curve.
-        left_gib: memory still free at its end, to say when a leak exhausts it.
-
-    Raises:
-        UserError: the file cannot be read.
+    With `left_gib`, the memory still free at its end, the line of a leak says when it is used up.
     """
     rows = read_recorded(path)
     free_bytes = None if left_gib is None else round(left_gib * GIB)

@@ -63,14 +63,9 @@ def read_prediction(metrics: Mapping[str, Any], directory: Path) -> Prediction:
 def oom_error(
     failure: Failure, prediction: Prediction, *, device: str, options: RunOptions, record: Path
 ) -> OutOfMemory:
-    """Return the error that ends the run, and write all details to `record`.
+    """Return the error that ends the run, and write all details to `record`, a JSON file.
 
-    Args:
-        failure: where memory ran out.
-        prediction: of the run.
-        device: its name.
-        options: current settings, which are never proposed.
-        record: a JSON file.
+    `options` are the current settings, which are never proposed.
     """
     commands = changes_that_fit(failure, prediction)
     split = [f"or split steps when memory runs out: {SPLIT}"] if options.can_split and failure.can_split else []

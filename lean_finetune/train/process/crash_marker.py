@@ -97,9 +97,6 @@ def crash_marker(
         reports: whether this process reports crashes; one process per machine does.
         root: root of the file system.
         clock: monotonic seconds.
-
-    Raises:
-        UserError: the disk refused.
     """
     own = directory / uuid4().hex[:8]
     with write_errors(directory):

@@ -27,10 +27,8 @@ CONNECTION_LOST = re.compile(
 def launch_ranks(num_gpus: int, directory: Path, grace_seconds: float) -> bool:
     """Run this command in one process per GPU, if there are several; return True once they have ended.
 
-    Args:
-        num_gpus: hardware.num_gpus.
-        directory: where processes exchange messages about their end.
-        grace_seconds: time to finish a step and write a checkpoint after a signal.
+    Processes exchange messages about their end in `directory`, and have `grace_seconds` to finish a step and write a
+    checkpoint after a signal.
 
     Raises:
         UserError: one of them failed.
@@ -43,11 +41,7 @@ def launch_ranks(num_gpus: int, directory: Path, grace_seconds: float) -> bool:
 
 
 def claim_device(world: World, cpu_threads: int | None) -> torch.device:
-    """Select this process's GPU, or its share of the CPU cores, and return the device.
-
-    Raises:
-        UserError: there are fewer GPUs than processes.
-    """
+    """Select this process's GPU, or its share of the CPU cores, and return the device."""
     check_devices(world.local_size)
     if torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank)

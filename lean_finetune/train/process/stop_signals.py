@@ -41,22 +41,14 @@ class StopRequest:
         return self._number is not None
 
     def request(self, number: int) -> None:
-        """Handle the first signal: stop at once, or at the next `check` inside `deferred`.
-
-        Raises:
-            Stopped: outside `deferred`.
-        """
+        """Handle the first signal: raise `Stopped` now, or at the next `check` inside `deferred`."""
         if self._number is None:
             self._number = number
             if not self._deferred:
                 self.check()
 
     def check(self) -> None:
-        """Stop here if requested.
-
-        Raises:
-            Stopped: a signal has arrived.
-        """
+        """Raise `Stopped` if a signal has arrived."""
         if self._number is not None:
             raise Stopped(self._number)
 
@@ -70,11 +62,7 @@ class StopRequest:
             self._deferred = False
 
     def between(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Yield the items; check for a request before each.
-
-        Raises:
-            Stopped: a signal has arrived.
-        """
+        """Yield the items; check for a request before each."""
         for item in items:
             self.check()
             yield item

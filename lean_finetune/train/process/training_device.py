@@ -69,11 +69,7 @@ def _check_free(needed: int | None, free: int, of: str, where: str) -> None:
 
 
 def check_attention(device: torch.device, config: PretrainedConfig, spec: ModelSpec) -> None:
-    """Refuse attention kernels that this device cannot run; stage estimate has checked the masks.
-
-    Raises:
-        UserError: naming what it lacks.
-    """
+    """Refuse attention kernels that this device cannot run; stage estimate has checked the masks."""
     cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
     choose_attention(config, spec, kind="cuda" if cuda else "cpu", capability=capability, masked=False)
@@ -84,11 +80,7 @@ def check_host(
 ) -> None:
     """Refuse offloading or sharding for which the host has too little memory.
 
-    Args:
-        choice: train.offload.
-        device: where training runs.
-        predicted: data/estimate/figures.json.
-        sharding: train.sharding; where it shards weights, the host holds all of them until they are distributed.
+    Where weights are sharded, the host holds all of them until they are distributed. `predicted` is figures.json.
 
     Raises:
         UserError: naming needed and free bytes, or that there is no GPU.
@@ -113,10 +105,7 @@ def check_host(
 def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) -> None:
     """Refuse to offload activations to a place with too little room.
 
-    Args:
-        choice: train.offload_activations.
-        needed_bytes: predicted maximum of offloaded bytes, over all processes on this machine.
-        scratch: the directory of offload files.
+    `needed_bytes` is the predicted maximum over all processes on this machine; files are below `scratch`.
 
     Raises:
         UserError: naming needed and free bytes.
