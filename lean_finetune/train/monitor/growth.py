@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -52,8 +52,6 @@ LEAK_SHARE, GROWTH_SHARE, LENGTH_SHARE = 0.001, 0.02, 0.1
 """Least growth of each kind as a share of the level, and never below 1 MiB. A run that fits has room for 10 %."""
 FRAGMENT_BYTES, FRAGMENT_SHARE = 20 * MIB, 0.05
 """Fragmentation is reported if it exceeds both: a segment of CUDA's allocator, and a share of what is reserved."""
-RISING_BLOCKS, FALLS_SHARE = 5, 0.25
-"""Fragmentation rises in at least this many of 10 intervals, and falls by at most this share of its rises."""
 MOVES_WITH_TIME = 0.5
 """Above this correlation, growth with batch shape cannot be distinguished from growth with time."""
 RECORD_SHARE, LONG_SHARE = 0.99, 0.95
@@ -84,8 +82,7 @@ class Growth:
     """Cause jump: sizes and steps, for people."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Series:
+class _Series(NamedTuple):
     """One memory column without its empty cells; every array has one value for each remaining row."""
 
     name: str
@@ -95,20 +92,14 @@ class _Series:
 
     def after(self, start: int) -> "_Series":
         """Return the points from index `start` on."""
-        shapes = tuple(shape[start:] for shape in self.shapes)
-        return _Series(name=self.name, steps=self.steps[start:], values=self.values[start:], shapes=shapes)
+        return _Series(self.name, self.steps[start:], self.values[start:], tuple(one[start:] for one in self.shapes))
 
     def growth(self, cause: Cause, total: float, **details: Any) -> Growth:
         """Return the finding over all points; `details` are more fields of `Growth`."""
-        return Growth(
-            cause=cause,
-            series=self.name,
-            growth_bytes=round(total),
-            first_step=int(self.steps[0]),
-            last_step=int(self.steps[-1]),
-            at_equal_shape=bool(self.shapes),
-            **{"slope_bytes_per_step": total / float(self.steps[-1] - self.steps[0]), **details},
-        )
+        first, last = int(self.steps[0]), int(self.steps[-1])
+        slope = total / (last - first)
+        known = {"growth_bytes": round(total), "slope_bytes_per_step": slope, "at_equal_shape": bool(self.shapes)}
+        return Growth(cause=cause, series=self.name, first_step=first, last_step=last, **(known | details))
 
 
 def classify(rows: Rows) -> list[Growth]:
@@ -131,7 +122,7 @@ def _series(rows: Rows, name: str) -> _Series | None:
     if SHAPES[0] in shapes and SHAPES[1] in shapes:
         shapes.remove(SHAPES[1])
     steps, values, *columns = (_column(known, column) for column in ("step", name, *shapes))
-    return _Series(name=name, steps=steps, values=values, shapes=tuple(columns))
+    return _Series(name, steps, values, tuple(columns))
 
 
 def _column(rows: Rows, name: str) -> np.ndarray:
@@ -218,11 +209,9 @@ def _fragmentation(rows: Rows) -> Growth | None:
             continue
         excess = series.values - np.maximum.accumulate(_column(both, name))
         times, levels = _block_levels(series.steps[start:], excess[start:])
-        changes, total = np.diff(levels), float(levels[-1] - levels[0])
-        rises, falls = changes[changes > 0], -changes[changes < 0]
-        if len(rises) < RISING_BLOCKS or falls.sum() > FALLS_SHARE * rises.sum():
-            return None
-        if total < max(FRAGMENT_BYTES, FRAGMENT_SHARE * float(series.values[-1])):
+        total = float(levels[-1] - levels[0])
+        settled = levels[-1] - levels[len(levels) // 2] < SETTLED_SHARE * total
+        if settled or total < max(FRAGMENT_BYTES, FRAGMENT_SHARE * float(series.values[-1])):
             return None
         slope = total / float(times[-1] - times[0])
         return series.after(start).growth("fragmentation", total, slope_bytes_per_step=slope)

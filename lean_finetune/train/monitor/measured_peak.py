@@ -239,20 +239,14 @@ class CpuMeter(Meter):
 
     def state(self) -> dict[str, Any]:
         """Return the peaks, and the bytes in use at the end of the last window."""
-        return {
-            "in_use": self._in_use,
-            "peak": self._peak,
-            "by_phase": dict(self._by_phase),
-            "windows": self._windows,
-        }
+        by_phase = dict(self._by_phase)
+        return {"in_use": self._in_use, "peak": self._peak, "by_phase": by_phase, "windows": self._windows}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore peaks and bytes in use: the same tensors were restored.
 
-        No window may have been opened before, since its allocations would count twice.
-
         Raises:
-            RuntimeError: something was measured already.
+            RuntimeError: something was measured already, whose allocations would count twice.
         """
         if self._windows or self._open is not None:
             raise RuntimeError("a meter that has measured cannot restore the figures of another one")

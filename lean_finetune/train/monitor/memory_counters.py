@@ -6,20 +6,14 @@ On other systems the counts are None.
 """
 
 import ctypes
-import mmap
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
 
 from lean_finetune.core.memory_limits import free_host_bytes
-from lean_finetune.core.process_status import process_status
-
-STATM = Path("/proc/self/statm")
-"""Linux: all pages of the process, then the resident ones. Cheaper to read than its status."""
-PAGE_BYTES = mmap.PAGESIZE
+from lean_finetune.core.process_status import STATUS, process_status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +86,7 @@ class MallocCounters(Counters):
     """glibc's malloc, the heaps of all threads."""
 
     def __init__(self) -> None:
-        """Look up the C function.
-
-        Raises:
-            AttributeError: the C library has no mallinfo2.
-        """
+        """Look up the C function."""
         self._mallinfo2 = ctypes.CDLL(None).mallinfo2
         self._mallinfo2.argtypes, self._mallinfo2.restype = [], MallocCounts
 
@@ -121,15 +111,12 @@ class ProcessMemory:
     """Resident memory of this process, from the system."""
 
     def __init__(self) -> None:
-        """Use Linux's files where they exist: psutil is slower."""
-        self._process = None if STATM.exists() else psutil.Process()
+        """Find the process."""
+        self._process = psutil.Process()
 
     def read(self) -> int:
         """Return resident bytes."""
-        if self._process is not None:
-            return self._process.memory_info().rss
-        with open(STATM, "rb", buffering=0) as file:
-            return int(file.read().split()[1]) * PAGE_BYTES
+        return self._process.memory_info().rss
 
     def read_both(self) -> tuple[int, int | None]:
         """Return resident bytes, in total and without mapped files (None if the system does not separate them).
@@ -137,8 +124,6 @@ class ProcessMemory:
         Pages of mapped files (weights, token shards) are resident once they were read, but the system takes them back
         when it needs memory: they are no growth of the process.
         """
-        if self._process is not None:
-            return self.read(), None
-        counts = process_status()
-        rss = counts["VmRSS"]
+        counts = process_status() if STATUS.exists() else {}
+        rss = counts.get("VmRSS", 0) or self.read()
         return rss, rss - counts["RssFile"] if "RssFile" in counts else None

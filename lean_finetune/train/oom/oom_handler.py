@@ -38,12 +38,8 @@ class OomHandler:
     ):
         """Create it before the model is loaded.
 
-        Args:
-            device: of the run.
-            split: whether a step is split and repeated.
-            updates_in_backward: whether weights change during a step.
-            report: returns the error for the user.
-            on_step: called as each step starts.
+        `split`: repeat a step that failed in smaller micro-batches. `updates_in_backward`: weights change during a
+        step. `report` returns the error for the user. `on_step` is called as each step starts.
         """
         self._device, self._split, self._report, self._on_step = device, split, report, on_step
         self.position = RunPosition(device, updates_in_backward=updates_in_backward)
@@ -51,9 +47,7 @@ class OomHandler:
     def step(
         self, step: int, stream: BatchStream, model: nn.Module, attempt: Attempt[Result]
     ) -> tuple[Result, list[MicroBatch]]:
-        """Run a step, with micro-batches halved until they fit.
-
-        Returns the result of `attempt`, and the micro-batches it ran with.
+        """Run a step, with micro-batches halved until they fit; return the result of `attempt` and those micro-batches.
 
         Raises:
             OutOfMemory: memory ran out, and splitting cannot help.
@@ -69,18 +63,17 @@ class OomHandler:
                     raise
                 failure = self.position.failure(error)
             # The exception is gone here, and with it the frames that referenced the step's tensors.
-            _free_step(model, self._device)
+            model.zero_grad(set_to_none=True)
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
             if not (self._split and failure.can_split):
                 raise self._report(failure)
             stream.split(step, failure.padded_tokens // 2)
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Turn an out-of-memory error inside the block into one with a remedy.
-
-        Raises:
-            OutOfMemory: memory ran out.
-        """
+        """Turn an out-of-memory error inside the block into an `OutOfMemory` with a remedy."""
         try:
             yield
             return
@@ -99,14 +92,6 @@ def default_oom_handler(device: torch.device, *, updates_in_backward: bool) -> O
         return OutOfMemory(message, weights_intact=failure.weights_intact)
 
     return OomHandler(device, split=False, updates_in_backward=updates_in_backward, report=report)
-
-
-def _free_step(model: nn.Module, device: torch.device) -> None:
-    """Free what the failed step has left."""
-    model.zero_grad(set_to_none=True)
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def split_figures(plan: Plan, curves: list[dict[str, Any]]) -> Mapping[str, int] | None:

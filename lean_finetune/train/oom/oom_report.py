@@ -23,11 +23,9 @@ OWN_SHARE = 1 / 32
 """Share of an address-space limit below which the run is not the cause, and changing it does not help."""
 SMALLEST_GPU_BYTES = GIB
 """`lean-finetune fit` refuses smaller GPUs: a CUDA context alone would fill them."""
-SMALLER_BATCH = ("bucket.max_tokens", "lower it")
 MORE_MEMORY = ("hardware.gpu", "give the run more memory")
 FEWER_BITS: Mapping[Method, str] = {"full": "lora or qlora", "lora": "qlora", "int8_lora": "qlora"}
 """Methods that store weights in fewer bits, by the current method."""
-SPLIT = "dvc exp run -S run.oom_recovery=split"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,24 +66,27 @@ def oom_error(
     `options` are the current settings, which are never proposed.
     """
     commands = changes_that_fit(failure, prediction)
-    split = [f"or split steps when memory runs out: {SPLIT}"] if options.can_split and failure.can_split else []
+    split = "or split steps when memory runs out: dvc exp run -S run.oom_recovery=split"
     message = failure.message
+    content = {"failure": asdict(failure), "predicted": _by_phase(failure, prediction), "told": commands}
+    try:
+        write_json(record, content)
+        written = f"details: {record}"
+    except UserError as error:  # It must not hide the out-of-memory error.
+        written = f"no details were written: {error}"
     details = [
         *_predicted_line(failure, prediction),
         _measured_line(failure),
         f"allocator: {message if len(message) <= MOST_CHARACTERS else f'{message[:MOST_CHARACTERS]}…'}",
         *commands,
-        *split,
-        _write_record(
-            record, {"failure": asdict(failure), "predicted": _by_phase(failure, prediction), "told": commands}
-        ),
+        *([split] if options.can_split and failure.can_split else []),
+        written,
     ]
     parameter, remedy = _first_remedy(failure, options)
+    text = f"{parameter}: {_where(failure, device)}; {remedy}, or change the run as below"
     if failure.addresses is not None:
-        error = _address_error(failure, prediction, device, failure.addresses, f"{parameter}: {remedy}")
-    else:
-        error = f"{parameter}: {_where(failure, device)}; {remedy}, or change the run as below"
-    return OutOfMemory(error, *details, weights_intact=failure.weights_intact)
+        text = _address_error(failure, prediction, device, failure.addresses, f"{parameter}: {remedy}")
+    return OutOfMemory(text, *details, weights_intact=failure.weights_intact)
 
 
 def _first_remedy(failure: Failure, options: RunOptions) -> tuple[str, str]:
@@ -103,7 +104,7 @@ def _first_remedy(failure: Failure, options: RunOptions) -> tuple[str, str]:
         return ("train.optimizer", "use one with less state") if has_state else MORE_MEMORY
     if failure.rows == 1 and not failure.joined:
         return "data.max_length", "the micro-batch has only one row; lower it"
-    return SMALLER_BATCH
+    return "bucket.max_tokens", "lower it"
 
 
 def _address_error(failure: Failure, prediction: Prediction, device: str, limit: AddressLimit, remedy: str) -> str:
@@ -180,12 +181,3 @@ def _largest(by_category: Mapping[str, int]) -> str:
     """List the largest categories, largest first."""
     by_size = sorted((-size, name) for name, size in by_category.items() if size)
     return ", ".join(f"{name} {readable_size(-size)}" for size, name in by_size[:MOST_CATEGORIES])
-
-
-def _write_record(record: Path, content: Mapping[str, Any]) -> str:
-    """Write the file and return a line with its path; a write error must not hide the out-of-memory error."""
-    try:
-        write_json(record, content)
-    except UserError as error:
-        return f"no details were written: {error}"
-    return f"details: {record}"

@@ -6,7 +6,7 @@ none, so the memory is free again once the exception is gone.
 
 import mmap
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -180,33 +180,36 @@ class RunPosition:
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
             "optimizer": states,
         }
-        return {name: self._bytes_of(tensors) for name, tensors in tensors_by_category.items()}
-
-    def _bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Add up the storages of tensors on the device, each once."""
-        here = [t.untyped_storage() for t in tensors if t.device.type == self._device.type]
-        return sum({storage._cdata: storage.nbytes() for storage in here}.values())
+        sizes = {}
+        for name, tensors in tensors_by_category.items():
+            storages = [one.untyped_storage() for one in tensors if one.device.type == self._device.type]
+            sizes[name] = sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # Each once.
+        return sizes
 
 
 def snapshot_of(device: torch.device) -> dict[str, Any]:
     """Return memory in detail, of limited size: the allocator's largest segments, or the process status on a CPU."""
     if device.type != "cuda":
         return {"process_status": process_status() if STATUS.exists() else None}
-    segments = sorted(torch.cuda.memory_snapshot(), key=lambda segment: -segment["total_size"])
+
+    def largest(items: Sequence[Mapping[str, Any]], size: str, most: int) -> list[Mapping[str, Any]]:
+        return sorted(items, key=lambda item: -item[size])[:most]
+
+    segments = torch.cuda.memory_snapshot()
     return {
-        "segments": [_segment(segment) for segment in segments[:MOST_SEGMENTS]],
+        "segments": [
+            {
+                "bytes": segment["total_size"],
+                "allocated_bytes": segment["allocated_size"],
+                "kind": segment["segment_type"],
+                "expandable": segment.get("is_expandable", False),
+                "blocks": [
+                    {"bytes": block["size"], "state": block["state"]}
+                    for block in largest(segment["blocks"], "size", MOST_BLOCKS)
+                ],
+                "blocks_left_out": max(0, len(segment["blocks"]) - MOST_BLOCKS),
+            }
+            for segment in largest(segments, "total_size", MOST_SEGMENTS)
+        ],
         "segments_left_out": max(0, len(segments) - MOST_SEGMENTS),
-    }
-
-
-def _segment(segment: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe one segment with its largest blocks."""
-    blocks = sorted(segment["blocks"], key=lambda block: -block["size"])
-    return {
-        "bytes": segment["total_size"],
-        "allocated_bytes": segment["allocated_size"],
-        "kind": segment["segment_type"],
-        "expandable": segment.get("is_expandable", False),
-        "blocks": [{"bytes": block["size"], "state": block["state"]} for block in blocks[:MOST_BLOCKS]],
-        "blocks_left_out": max(0, len(blocks) - MOST_BLOCKS),
     }
