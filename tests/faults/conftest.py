@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from tests.faults.workspaces import Finished
 from tests.processes import run_bounded
 from tests.workspace import lay_out, write_verdict
 
+BEFORE_TRAINING = ("pin_code", "pin_data", "pin_model", "tokenize", "bucket")
 ROWS = 700
 """Six blocks of tokenize in two shards."""
 SMALL = {
@@ -53,7 +54,7 @@ def why_no_mounts(tmp_path_factory: pytest.TempPathFactory) -> str | None:
 def runner(tmp_path_factory: pytest.TempPathFactory, why_no_mounts: str | None) -> Iterator[Runner]:
     """Forks stages."""
     if sys.platform != "linux":
-        pytest.skip("sessions, capabilities and audit of these runs are told by Linux's /proc and system calls")
+        pytest.skip("needs Linux's /proc, sessions and capabilities")
     running = Runner(NAMESPACE if why_no_mounts is None else (), tmp_path_factory.mktemp("runner") / "errors.txt")
     yield running
     running.close()
@@ -69,16 +70,22 @@ def mounting(runner: Runner, why_no_mounts: str | None) -> Runner:
 
 @pytest.fixture(scope="session")
 def quick(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """An undisturbed run of all stages but estimate, which has a stand-in, and report, which reads it."""
+    """An undisturbed run of the stages before training; estimate has a stand-in."""
     root = new_workspace(tmp_path_factory.mktemp("quick"))
     write_verdict(root)
-    return undisturbed(runner, root, [stage for stage in STAGES if stage not in ("estimate", "report")])
+    return undisturbed(runner, root, BEFORE_TRAINING)
+
+
+@pytest.fixture(scope="session")
+def trained(runner: Runner, quick: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """`quick` with training and evaluation."""
+    return undisturbed(runner, quick.copy(tmp_path_factory.mktemp("trained")), ("train", "evaluate"), quick)
 
 
 @pytest.fixture(scope="session")
 def finished(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """An undisturbed run of all stages."""
-    return undisturbed(runner, new_workspace(tmp_path_factory.mktemp("finished")), list(STAGES))
+    return undisturbed(runner, new_workspace(tmp_path_factory.mktemp("finished")), STAGES)
 
 
 def new_workspace(root: Path) -> Path:
@@ -90,12 +97,13 @@ def new_workspace(root: Path) -> Path:
     return root
 
 
-def undisturbed(runner: Runner, root: Path, stages: list[str]) -> Finished:
-    """The run that disturbed ones are compared with."""
-    seconds = {}
+def undisturbed(runner: Runner, root: Path, stages: Iterable[str], before: Finished | None = None) -> Finished:
+    """Run stages; runs with a fault are compared with this one. `before`: the stages that ran already."""
+    seconds = dict(before.seconds) if before else {}
     for stage in stages:
         ended = runner.run(stage, root)
         assert ended.status == 0, ended.output
         seconds[stage] = ended.seconds
-    states = {stage: state(root, stage) for stage in stages}
-    return Finished(root=root, states=states, seconds=seconds, listing=listing(root))
+    return Finished(
+        root=root, states={stage: state(root, stage) for stage in seconds}, seconds=seconds, listing=listing(root)
+    )

@@ -1,4 +1,4 @@
-"""What a stage leaves behind, as hashes to compare."""
+"""Outputs of a stage as hashes that can be compared."""
 
 import csv
 import hashlib
@@ -20,13 +20,13 @@ PLACES_OF_WORK = ("scratch", "scratch/tokenize", "scratch/train", "scratch/train
 
 
 def command_of(stage: str) -> tuple[str, list[str]]:
-    """(room, arguments) of a stage's command in dvc.yaml."""
+    """(module, arguments) of a stage's command in dvc.yaml."""
     _, _, module, *arguments = shlex.split(STAGES[stage]["cmd"])
     return module.removeprefix("stages."), arguments
 
 
 def declared(stage: str) -> list[str]:
-    """The paths that dvc.yaml says a stage writes."""
+    """The outputs and metrics of a stage in dvc.yaml."""
     entries = [*STAGES[stage].get("outs", []), *STAGES[stage].get("metrics", [])]
     return [entry if isinstance(entry, str) else next(iter(entry)) for entry in entries]
 
@@ -58,8 +58,8 @@ def repeatable_bytes(path: Path) -> bytes:
         return json.dumps(repeatable(rows)).encode()
     if path.name == "MODEL_CARD.md":
         lines = content.decode().splitlines()
-        kept = [line for line in lines if not any(map(OF_THE_PROCESS.search, re.findall(r"\w+", line)))]
-        return "\n".join(kept).encode()
+        lines = [line for line in lines if not any(map(OF_THE_PROCESS.search, re.findall(r"\w+", line)))]
+        return "\n".join(lines).encode()
     return content
 
 

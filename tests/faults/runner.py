@@ -1,9 +1,9 @@
-"""`python -m tests.faults.runner`: has imported every stage once, and forks a process for each run of one.
+"""`python -m tests.faults.runner`: imports each stage once, and forks a process for each run of one.
 
-An interpreter that imports torch takes seconds; a fork takes none, so that stages can be killed many times. Each run is
-the stage's own entry in a process of its own, leader of its own session, and ends as an interpreter ends. Faults are
-brought about inside that process: a limit, a missing privilege, or an action at its n-th change of a directory entry,
-which is where a half-written output would show.
+Importing torch takes seconds and a fork takes none, so stages can be killed many times. Each run calls the stage's
+entry in a forked process that leads a new session, and ends as an interpreter ends. A fault happens inside that
+process: a limit, a missing privilege, or an action at its n-th change of a directory entry, where a half-written output
+would show.
 
 Requests and answers are lines of JSON; see `tests/faults/stage_run.py`, which writes them.
 """
@@ -22,13 +22,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from tests.data.tokens.small_blocks import make_blocks_small
 
-# The entry of tokenize is imported first: it sets what numpy reads when it is imported.
-ROOMS = ("tokenize", "code", "pin", "bucket", "estimate", "train", "evaluate", "report")
-IMPORTED_LATE = ("pandas", "pyarrow.compute", "tiktoken", "transformers.models.llama.modeling_llama")
+IMPORTED_LATE = {
+    "tokenize": ("pyarrow.compute", "tiktoken"),
+    **dict.fromkeys(("estimate", "train", "evaluate"), ("transformers.models.llama.modeling_llama",)),
+    "report": ("pandas",),
+}
 """What stages import while they run; imported here once instead of in every fork."""
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
 """Audit events of a directory entry that comes, goes or moves; each is raised before it happens."""
@@ -39,21 +42,19 @@ MS_RDONLY, MS_REMOUNT, MS_BIND = 1, 32, 4096
 def main() -> None:
     """Answer requests until standard input ends."""
     make_blocks_small()
-    entries = {room: importlib.import_module(f"stages.{room}").main for room in ROOMS}
-    for module in IMPORTED_LATE:
-        importlib.import_module(module)
-    say({"ready": os.getpid()})
+    answer({"ready": os.getpid()})
     outputs: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
             status = end_of(request["wait"], request["seconds"])
-            say({"status": status, "output": read_out(outputs.pop(request["wait"]))})
+            answer({"status": status, "output": read_out(outputs.pop(request["wait"]))})
         elif "mount" in request:
             mount(**request["mount"])
-            say({})
+            answer({})
         else:
             # A pipe, which no limit of a file's size concerns; what a stage tells is far less than a pipe holds.
+            entry = entry_of(request["module"])
             out, into = os.pipe()
             led, leads = os.pipe()
             child = os.fork()
@@ -62,17 +63,26 @@ def main() -> None:
                 os.write(leads, b"!")
                 os.close(leads)
                 become(request, into)
-                run_to_the_end(entries[request["room"]], request["arguments"])
+                run_to_the_end(entry, request["arguments"])
             os.read(led, 1)  # Until it leads its session: a signal to that would not find it.
             for end in (led, leads, into):
                 os.close(end)
             outputs[child] = out
-            say({"pid": child})
+            answer({"pid": child})
 
 
-def say(answer: dict[str, Any]) -> None:
+@cache
+def entry_of(module: str) -> Callable[[list[str]], object]:
+    """Import a stage and what it imports while it runs; return its entry."""
+    entry = importlib.import_module(f"stages.{module}").main
+    for late in IMPORTED_LATE.get(module, ()):
+        importlib.import_module(late)
+    return entry
+
+
+def answer(content: dict[str, Any]) -> None:
     """Write one answer."""
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(content), flush=True)
 
 
 def end_of(child: int, seconds: float) -> int | None:
@@ -92,7 +102,7 @@ def read_out(pipe: int) -> str:
     """What is in a pipe."""
     os.set_blocking(pipe, False)
     text = b""
-    with contextlib.suppress(BlockingIOError):  # A process that was left behind holds its other end.
+    with contextlib.suppress(BlockingIOError):  # A surviving process still has its other end open.
         while part := os.read(pipe, 1 << 16):
             text += part
     os.close(pipe)
@@ -167,12 +177,12 @@ def turn_back_the_clock() -> None:
 
 
 def watch_changes(request: dict[str, Any]) -> None:
-    """Count the changes of directory entries in this process, tell them or act at one of them.
+    """Count the changes of directory entries in this process, list them or act at one of them.
 
     Changes outside the working directory (a library's caches) are not counted.
     """
     own, here, count, acting = os.getpid(), os.getcwd(), 0, False
-    told = None if request["changes"] is None else open(request["changes"], "w")  # noqa: SIM115 - until the process ends
+    log = None if request["changes"] is None else open(request["changes"], "w")  # noqa: SIM115 - until the process ends
     act = action_of(request)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -180,8 +190,8 @@ def watch_changes(request: dict[str, Any]) -> None:
         if event not in CHANGES or acting or os.getpid() != own or not is_below(here, arguments[0]):
             return
         acting = True
-        if told is not None:
-            print(event, os.fsdecode(arguments[0]), file=told, flush=True)
+        if log is not None:
+            print(event, os.fsdecode(arguments[0]), file=log, flush=True)
         if count == request["at_change"]:
             act()
         count += 1
@@ -191,7 +201,7 @@ def watch_changes(request: dict[str, Any]) -> None:
 
 
 def is_below(here: str, path: Any) -> bool:
-    """Whether a path, as an audit event tells it, is below a directory; a bare name is one inside an open directory."""
+    """Whether the path of an audit event is below a directory; a bare name is one inside an open directory."""
     return os.path.abspath(os.fsdecode(path)).startswith(here)
 
 

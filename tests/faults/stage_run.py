@@ -1,4 +1,4 @@
-"""One stage run in a process of its own, in a workspace, with the fault that a test asks for."""
+"""One run of a stage in a forked process, in a workspace, with a fault."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ class Fault:
     vanishes: Path | None = None
     """or the directory that is removed at it."""
     changes: Path | None = None
-    """A file to which each change is told."""
+    """A file that lists each change."""
     file_bytes: int | None = None
     """No file can grow beyond this."""
     unprivileged: bool = False
@@ -58,18 +58,14 @@ class Ended:
     seconds: float
 
     def refusal(self) -> str:
-        """The one line of a run that was refused.
-
-        Raises:
-            AssertionError: it ended otherwise, or said more.
-        """
+        """The one line of a run that was refused."""
         assert self.status == 1, f"exit status {self.status}: {self.output}"
         [line] = self.faults()
         assert line.startswith("error: "), self.output
         return line.removeprefix("error: ")
 
     def faults(self) -> list[str]:
-        """The lines that tell neither of what went well nor of what the run goes on without."""
+        """The lines that are neither notes, warnings nor progress."""
         return [line for line in self.output.splitlines() if not line.startswith(("note: ", "step ", "warning: "))]
 
 
@@ -86,21 +82,17 @@ class StageRun:
         (os.killpg if to_group else os.kill)(self.pid, number)
 
     def wait(self, seconds: float = TIMEOUT_SECONDS) -> Ended:
-        """Wait for the end of the run, and of all that it started.
-
-        Raises:
-            AssertionError: it did not end in time, or left a process behind.
-        """
+        """Wait for the end of the run and of every process that it started."""
         answer = self.runner.ask({"wait": self.pid, "seconds": seconds})
         self.runner.left.discard(self.pid)
-        status, said = answer["status"], answer["output"]
+        status, output = answer["status"], answer["output"]
         took = time.monotonic() - self.started
-        assert status is not None, f"no end within {seconds} s: {said}"
+        assert status is not None, f"no end within {seconds} s: {output}"
         deadline = time.monotonic() + WORKERS_END_SECONDS
         while left := session_of(self.pid):
-            assert time.monotonic() < deadline, f"still running: {left}; {said}"
+            assert time.monotonic() < deadline, f"still running: {left}; {output}"
             time.sleep(0.01)
-        return Ended(status=status, output=said, seconds=took)
+        return Ended(status=status, output=output, seconds=took)
 
 
 def session_of(leader: int) -> list[int]:
@@ -152,8 +144,8 @@ class Runner:
 
     def start(self, stage: str, workspace: Path, fault: Fault = NO_FAULT, *arguments: str) -> StageRun:
         """Start a stage of dvc.yaml in a workspace."""
-        room, given = command_of(stage)
-        request = {"room": room, "arguments": [*given, *arguments], "cwd": str(workspace), **fault.as_request()}
+        module, given = command_of(stage)
+        request = {"module": module, "arguments": [*given, *arguments], "cwd": str(workspace), **fault.as_request()}
         run = StageRun(runner=self, pid=self.ask(request)["pid"])
         self.left.add(run.pid)
         return run

@@ -1,4 +1,4 @@
-"""A disk that is full or forbids writing, in any stage: one line, exit code 1, and what was there before is whole."""
+"""A disk that is full or forbids writing, in any stage: one line, exit code 1, and earlier outputs stay intact."""
 
 import errno
 import json
@@ -16,8 +16,7 @@ from tests.faults.stage_run import Fault, Runner
 from tests.faults.workspaces import Finished, check_kept_or_new, check_rerun, put_nothing, put_old
 from tests.processes import run_bounded
 
-FEW = ("pin_data", "tokenize", "bucket")
-OTHERS = ("pin_model", "estimate", "train", "evaluate", "report")
+STAGES = ("pin_data", "pin_model", "tokenize", "bucket", "estimate", "train", "evaluate", "report")
 DISK_BYTES = 64 << 20
 
 
@@ -36,9 +35,15 @@ def written_bytes(finished: Finished, stage: str) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def fill_and_run(mounting: Runner, finished: Finished, stage: str, place: Path, share: float) -> None:
-    """Run a stage where all of its workspace is on a disk with room for a share of its outputs; then with room."""
-    workspace = place / "work"
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("share", [0.0, 0.6])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_disk_that_fills_up(mounting, finished, tmp_path, stage, share):
+    """At the first byte, and in the middle: a workspace on a disk with room for a share of the stage's outputs."""
+    if 0 < written_bytes(finished, stage) * share <= 8192:
+        pytest.skip("its outputs take less than two pages, the least that a disk has room for")
+    workspace = tmp_path / "work"
     workspace.mkdir()
     mounting.mount(workspace, DISK_BYTES)
     seen = mounting.seen(workspace)
@@ -54,66 +59,41 @@ def fill_and_run(mounting: Runner, finished: Finished, stage: str, place: Path, 
     assert ended.status == 0, ended.output
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", ["bucket", "tokenize"])
-@pytest.mark.slow
-def test_a_full_disk(mounting, quick, tmp_path, stage):
-    """Without any room."""
-    fill_and_run(mounting, quick, stage, tmp_path, 0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("share", [0.0, 0.6])
-@pytest.mark.parametrize("stage", [*FEW, *OTHERS])
-def test_a_disk_that_fills_up(mounting, finished, tmp_path, stage, share):
-    """At the first byte, and in the middle."""
-    if written_bytes(finished, stage) * share > 8192 or share == 0.0:
-        fill_and_run(mounting, finished, stage, tmp_path, share)
-    else:
-        pytest.skip("its outputs take less than two pages, the least that a disk has room for")
+def mount_full_disk(mounting: Runner, workspace: Path, name: str) -> Path:
+    """Move a directory of a workspace to a disk without room; return the workspace as its runs see it."""
+    disk, content = workspace / name, workspace.with_name("content")
+    disk.mkdir(exist_ok=True)
+    shutil.copytree(disk, content, symlinks=True)
+    mounting.mount(disk, DISK_BYTES)
+    seen = mounting.seen(workspace)
+    shutil.copytree(content, seen / name, symlinks=True, dirs_exist_ok=True)
+    fill(seen / name, 0)
+    return seen
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stage, full", [("tokenize", "scratch"), ("tokenize", "data"), ("evaluate", "metrics")])
-def test_one_of_several_disks_is_full(mounting, quick, tmp_path, stage, full):
+def test_one_of_several_disks_is_full(mounting, trained, tmp_path, stage, full):
     """Unfinished work, outputs and metrics can be on disks of their own."""
-    workspace = quick.copy(tmp_path / "work")
+    workspace = trained.copy(tmp_path / "work")
     old = put_old(workspace, stage)
-    disk = workspace / full
-    content = shutil.copytree(disk, tmp_path / "content", symlinks=True) if disk.exists() else None
-    disk.mkdir(exist_ok=True)
-    mounting.mount(disk, DISK_BYTES)
-    seen = mounting.seen(workspace)
-    if content is not None:
-        shutil.copytree(content, seen / full, symlinks=True, dirs_exist_ok=True)
-    fill(seen / full, 0)
+    seen = mount_full_disk(mounting, workspace, full)
     line = mounting.run(stage, workspace).refusal()
     assert line.startswith(full) and "No space left on device" in line
-    check_kept_or_new(seen, stage, old, quick)
+    check_kept_or_new(seen, stage, old, trained)
     (seen / full / "ballast").unlink()
     ended = mounting.run(stage, workspace)
     assert ended.status == 0, ended.output
 
 
-def data_on_a_disk_of_its_own(mounting: Runner, finished: Finished, place: Path, free_bytes: int) -> tuple[Path, Path]:
-    """A workspace whose data/ is on a disk with so much room; as the test and as its runs see it."""
-    workspace = finished.copy(place / "work")
-    content = shutil.copytree(workspace / "data", place / "content", symlinks=True)
-    mounting.mount(workspace / "data", DISK_BYTES)
-    seen = mounting.seen(workspace)
-    shutil.copytree(content, seen / "data", symlinks=True, dirs_exist_ok=True)
-    fill(seen / "data", free_bytes)
-    return workspace, seen
-
-
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_full_disk_when_training_saves(mounting, quick, tmp_path):
-    """It is found before the first step; where nobody looks, the end of training is kept and only saved again."""
-    workspace, seen = data_on_a_disk_of_its_own(mounting, quick, tmp_path, 0)
+def test_full_disk_when_training_saves(mounting, trained, tmp_path):
+    """It is found before the first step; without the check, the end of training is kept and only saved again."""
+    workspace = trained.copy(tmp_path / "work")
     put_nothing(workspace, "train")
+    seen = mount_full_disk(mounting, workspace, "data")
     line = mounting.run("train", workspace).refusal()
     assert line.startswith("data/tuned: the disk has too little free space for the end of training: ")
     assert not list(seen.glob("scratch/train/*/*step-*"))
@@ -129,26 +109,25 @@ def test_full_disk_when_training_saves(mounting, quick, tmp_path):
     assert ended.status == 0, ended.output
     resumed = re.search(r"train: resumed at optimizer step (\d+) of (\d+) ", ended.output)
     assert resumed is not None and resumed[1] == resumed[2], ended.output
-    assert state(seen, "train") == quick.states["train"]
+    assert state(seen, "train") == trained.states["train"]
     assert not list(seen.glob("scratch/train/*/*step-*"))
 
 
 @pytest.mark.slow
-def test_full_disk_under_the_log_does_not_end_training(quick, tmp_path):
-    """What the run says can go nowhere; what it makes is whole."""
-    workspace = quick.copy(tmp_path / "work")
+def test_full_disk_under_the_log_does_not_end_training(trained, tmp_path):
+    """The output of the run is lost, and its files are complete."""
+    workspace = trained.copy(tmp_path / "work")
     put_nothing(workspace, "train")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["sh", "-c", 'exec "$0" -m stages.train >/dev/full 2>&1', sys.executable]
     assert run_bounded(command, cwd=workspace, env=environment).returncode == 0
-    assert state(workspace, "train") == quick.states["train"]
+    assert state(workspace, "train") == trained.states["train"]
 
 
 @pytest.mark.slow
 def test_a_disk_mounted_for_reading_only(mounting, quick, tmp_path):
     """Not a matter of permissions: root is refused as well."""
     workspace = quick.copy(tmp_path / "work")
-    put_old(workspace, "bucket")
     before = put_old(workspace, "bucket")
     mounting.mount(workspace / "data", None)
     line = mounting.run("bucket", workspace).refusal()
@@ -163,18 +142,20 @@ LIMITS = {"pin_data": 400, "pin_model": 400, "tokenize": 4096, "bucket": 1024, "
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stage, limit", LIMITS.items())
-def test_file_size_limit(runner, quick, tmp_path, stage, limit):
+def test_file_size_limit(runner, trained, tmp_path, stage, limit):
     """A quota in place of a full disk: it needs no right to mount."""
-    workspace = quick.copy(tmp_path / "work")
+    workspace = trained.copy(tmp_path / "work")
     old = put_old(workspace, stage)
     line = runner.run(stage, workspace, Fault(file_bytes=limit)).refusal()
     assert os.strerror(errno.EFBIG) in line and "free space, then rerun" in line
-    check_kept_or_new(workspace, stage, old, quick)
+    check_kept_or_new(workspace, stage, old, trained)
 
 
-def forbid(runner: Runner, finished: Finished, stage: str, place: Path) -> None:
-    """Run a stage that may not write to the directory of its first output; then one that may."""
-    workspace = finished.copy(place / "work")
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_directory_without_write_permission(runner, finished, tmp_path, stage):
+    """The directory of the first output; also for root, which gives up its privilege here."""
+    workspace = finished.copy(tmp_path / "work")
     old = put_old(workspace, stage)
     closed = (workspace / declared(stage)[0]).parent
     closed.chmod(0o555)
@@ -185,20 +166,6 @@ def forbid(runner: Runner, finished: Finished, stage: str, place: Path) -> None:
     assert line.startswith(closed.name) and "Permission denied" in line and "change permissions" in line
     check_kept_or_new(workspace, stage, old, finished)
     check_rerun(runner, workspace, stage, finished)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["bucket", *FEW[:2]])
-def test_a_directory_without_write_permission(runner, quick, tmp_path, stage):
-    """Also for root, which gives up its privilege here."""
-    forbid(runner, quick, stage, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", OTHERS)
-def test_a_directory_without_write_permission_in_other_stages(runner, finished, tmp_path, stage):
-    """As above."""
-    forbid(runner, finished, stage, tmp_path)
 
 
 @pytest.mark.slow

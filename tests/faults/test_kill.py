@@ -1,4 +1,4 @@
-"""SIGKILL at any instant of any stage: outputs are whole or absent; the same command ends as if nothing had been."""
+"""SIGKILL at any instant of any stage: outputs are complete or absent, and a rerun gives the same outputs."""
 
 import random
 import signal
@@ -46,9 +46,9 @@ def kill_at_changes(runner: Runner, finished: Finished, stage: str, place: Path,
 
 
 def kill_at_instants(runner: Runner, finished: Finished, stage: str, place: Path, kills: int) -> list[str]:
-    """Kill a stage at random instants of its run, each time alone or with all that it started; what each rerun told."""
+    """Kill a stage at random instants of its run, each time alone or with its children; return the reruns' output."""
     workspace, draw = finished.copy(place / "work"), random.Random(f"{SEED} {stage}")
-    told: list[str] = []
+    outputs: list[str] = []
     span_seconds = finished.seconds[stage]
     for _ in range(4 * kills + 4):
         old = draw.choice((put_old, put_nothing))(workspace, stage)
@@ -62,33 +62,30 @@ def kill_at_instants(runner: Runner, finished: Finished, stage: str, place: Path
             span_seconds *= 0.8
             continue
         assert ended.status == -signal.SIGKILL, ended.output
-        told.append(check_rerun(runner, workspace, stage, finished))
-        if len(told) == kills:
-            return told
-    pytest.fail(f"{stage} was killed {len(told)} times, not {kills}: its instants are drawn over too long a time")
+        outputs.append(check_rerun(runner, workspace, stage, finished))
+        if len(outputs) == kills:
+            return outputs
+    pytest.fail(f"{stage} was killed {len(outputs)} times, not {kills}: its instants are drawn over too long a time")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", ["bucket", pytest.param("tokenize", marks=pytest.mark.slow)])
-def test_a_kill_between_two_changes_of_the_disk(runner, quick, tmp_path, stage):
+def test_a_kill_between_two_changes_of_the_disk(runner, quick, tmp_path):
     """Write-aside and rename, step by step: here a half-written output would show."""
-    kill_at_changes(runner, quick, stage, tmp_path, 2)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["train", "tokenize"])
-def test_a_kill_at_a_random_instant(runner, quick, tmp_path, stage):
-    """Whatever the stage is at."""
-    kill_at_instants(runner, quick, stage, tmp_path, 2 if stage == "train" else 1)
+    kill_at_changes(runner, quick, "bucket", tmp_path, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stage", ["pin_data", "pin_model", "tokenize", "bucket", "evaluate", "report"])
 def test_a_kill_between_any_two_changes_of_the_disk(runner, finished, tmp_path, stage):
-    """As above, at every one of them."""
     kill_at_changes(runner, finished, stage, tmp_path, None)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["train", "tokenize"])
+def test_a_kill_at_a_random_instant(runner, trained, tmp_path, stage):
+    kill_at_instants(runner, trained, stage, tmp_path, 2 if stage == "train" else 1)
 
 
 @pytest.mark.slow
@@ -96,5 +93,5 @@ def test_a_kill_between_any_two_changes_of_the_disk(runner, finished, tmp_path, 
 @pytest.mark.parametrize("stage, kills", KILLS.items(), ids=KILLS)
 def test_kills_at_random_instants(runner, finished, tmp_path, stage, kills):
     """54 of them over all stages."""
-    told = kill_at_instants(runner, finished, stage, tmp_path, kills)
-    assert stage != "train" or any("train: resumed at optimizer step " in text for text in told)
+    outputs = kill_at_instants(runner, finished, stage, tmp_path, kills)
+    assert stage != "train" or any("train: resumed at optimizer step " in text for text in outputs)

@@ -1,7 +1,6 @@
 """What else happens to a run from outside: its scratch vanishes, a second run begins, the clock jumps."""
 
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -9,50 +8,34 @@ from pathlib import Path
 import pytest
 
 from tests.faults.outputs import state
-from tests.faults.stage_run import Fault, Runner
+from tests.faults.stage_run import Fault
 from tests.faults.workspaces import Finished, changes_of, check_kept_or_new, check_rerun, put_old
 
-SEED = 6
-LONG = pytest.mark.slow
+LATER = ("tokenize", "train")
 DAY_SECONDS = 86_400
-
-
-def let_scratch_vanish(runner: Runner, finished: Finished, place: Path, most: int | None) -> None:
-    """Remove scratch/ while tokenize runs, before changes of directory entries: `most` of them, or all."""
-    workspace = finished.copy(place / "work")
-    count = len(changes_of(runner, workspace, "tokenize", place / "changes.txt"))
-    numbers = range(count) if most is None else sorted(random.Random(SEED).sample(range(count), most))
-    refused = 0
-    for number in numbers:
-        old = put_old(workspace, "tokenize")
-        ended = runner.run("tokenize", workspace, Fault(at_change=number, vanishes=workspace / "scratch"))
-        if ended.status == 0:
-            assert state(workspace, "tokenize") == finished.states["tokenize"]
-        else:
-            assert "No such file or directory" in ended.refusal()
-            check_kept_or_new(workspace, "tokenize", old, finished)
-            refused += 1
-    assert refused > 0
-    check_rerun(runner, workspace, "tokenize", finished)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_scratch_is_removed_during_a_run(runner, quick, tmp_path):
-    """Somebody tidies up: the run ends as it should or in one line, never with a part of the tokens."""
-    let_scratch_vanish(runner, quick, tmp_path, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_scratch_vanishes_at_any_moment(runner, quick, tmp_path):
-    """As above, at each change of the disk."""
-    let_scratch_vanish(runner, quick, tmp_path, None)
+    """Removed before each change of a directory entry: tokenize ends well or in one line, with all tokens or none."""
+    workspace = quick.copy(tmp_path / "work")
+    count = len(changes_of(runner, workspace, "tokenize", tmp_path / "changes.txt"))
+    refused = 0
+    for number in range(count):
+        old = put_old(workspace, "tokenize")
+        ended = runner.run("tokenize", workspace, Fault(at_change=number, vanishes=workspace / "scratch"))
+        if ended.status == 0:
+            assert state(workspace, "tokenize") == quick.states["tokenize"]
+        else:
+            assert "No such file or directory" in ended.refusal()
+            check_kept_or_new(workspace, "tokenize", old, quick)
+            refused += 1
+    assert refused > 0
+    check_rerun(runner, workspace, "tokenize", quick)
 
 
-@pytest.mark.parametrize(
-    "stage", ["bucket", pytest.param("pin_model", marks=LONG), pytest.param("evaluate", marks=LONG)]
-)
+@pytest.mark.parametrize("stage", ["bucket", pytest.param("pin_model", marks=pytest.mark.slow)])
 def test_second_run_is_refused_while_another_writes(runner, quick, tmp_path, stage):
     """Two runs in one directory aside would publish a mixture."""
     workspace = quick.copy(tmp_path / "work")
@@ -98,10 +81,13 @@ def wait_until_stopped(pid: int) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", ["bucket", pytest.param("tokenize", marks=LONG), pytest.param("train", marks=LONG)])
-def test_clock_jumps_do_not_change_results(runner, quick, tmp_path, stage):
+@pytest.mark.parametrize(
+    "stage, before", [("bucket", "quick"), *(pytest.param(s, "trained", marks=pytest.mark.slow) for s in LATER)]
+)
+def test_clock_jumps_do_not_change_results(runner, request, tmp_path, stage, before):
     """Files from the future, and a wall clock that goes back at each reading."""
-    workspace = quick.copy(tmp_path / "work")
+    undisturbed: Finished = request.getfixturevalue(before)
+    workspace = undisturbed.copy(tmp_path / "work")
     put_old(workspace, stage)
     tomorrow = time.time() + DAY_SECONDS
     for path in workspace.rglob("*"):
@@ -109,4 +95,4 @@ def test_clock_jumps_do_not_change_results(runner, quick, tmp_path, stage):
             os.utime(path, (tomorrow, tomorrow))
     ended = runner.run(stage, workspace, Fault(clock_goes_back=True))
     assert ended.status == 0, ended.output
-    assert state(workspace, stage) == quick.states[stage]
+    assert state(workspace, stage) == undisturbed.states[stage]

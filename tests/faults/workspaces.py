@@ -56,21 +56,21 @@ def remove(path: Path) -> None:
 
 
 def check_nothing_half_written(workspace: Path, stage: str, old: dict[str, str], finished: Finished) -> None:
-    """Each output is as it was, or as it shall be, or not there."""
+    """Each output is the old one, the new one, or absent."""
     for path, now in state(workspace, stage).items():
         assert now in (ABSENT, old[path], finished.states[stage][path]), f"{path} is half-written"
 
 
 def check_kept_or_new(workspace: Path, stage: str, old: dict[str, str], finished: Finished) -> None:
-    """Each output is as it was, or as it shall be; nothing else was left beside it, but for unfinished work."""
+    """Each output is the old or the new one; no temporary file is left except in scratch/."""
     for path, now in state(workspace, stage).items():
-        assert now in (old[path], finished.states[stage][path]), f"{path} is not whole"
+        assert now in (old[path], finished.states[stage][path]), f"{path} is half-written"
     left = {line for line in listing(workspace) if ".partial" in line and not line.startswith("scratch/")}
     assert left == set()
 
 
 def check_rerun(runner: Runner, workspace: Path, stage: str, finished: Finished) -> str:
-    """The same command ends as the undisturbed run did, and cleans up; what it told."""
+    """Run the command again: it gives the undisturbed outputs and cleans up; return its output."""
     ended = runner.run(stage, workspace)
     assert ended.status == 0, ended.output
     assert state(workspace, stage) == finished.states[stage]

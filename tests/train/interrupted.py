@@ -1,4 +1,4 @@
-"""Small runs that are broken off at a step and gone on with, and what must be equal in the end."""
+"""Small runs that are interrupted and resumed, and what must be equal in the end."""
 
 import gc
 import hashlib
@@ -12,11 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.run_optimizer import OptimSpec
-from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.training_state import TrainingRun
@@ -26,60 +22,35 @@ from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 from lean_finetune.train.train_job import TrainJob
 from lean_finetune.train.train_metrics import train_metrics
 from tests.repeatable import repeatable
-from tests.small_model import CPU, VOCABULARY, spec_of
-from tests.token_files import Row, heldout, write_tokens
+from tests.small_model import CPU, spec_of
+from tests.train.jobs import make_job, plan_of, random_lengths, random_tokens
 
 STEPS, MICRO_BATCHES, ROWS_A_BATCH = 5, 2, 3
 LEARNT = ("step", "epoch", "loss", "heldout_loss", "lr", "grad_norm", "tokens", "micro_batches")
-"""Columns of the curves that say nothing of time, nor of memory."""
+"""Columns of the curves without time and memory."""
 NOISE_BYTES = {"adafactor": 1 << 14}
-"""By so much two runs in one go differ as well. Adafactor makes scalars anew in each step; where a window frees one
-that was made outside, PyTorch's profiler may count what lay at that address in a window before."""
+"""Difference of two uninterrupted runs. Adafactor creates scalars in each step. If a window frees one that was created
+outside, PyTorch's profiler may count what was at that address in an earlier window."""
 
 
 def small_job(model: Path, directory: Path, *, optim: dict[str, Any] | None = None, **spec: Any) -> TrainJob:
     """A run of `STEPS` steps over rows that are written to `directory`; all of it measured but one step."""
-    draw = np.random.default_rng(1)
-    written: list[Row] = []
-    for length in draw.integers(6, 30, STEPS * MICRO_BATCHES * ROWS_A_BATCH).tolist():
-        written.append((draw.integers(3, VOCABULARY, length).tolist(), [length // 2, length], None))
-    rows = TokenRows(write_tokens(directory, written), "train")
-    held = heldout(directory, written[:4])
-    planned = [
-        MicroBatch(
-            epoch=0,
-            step=number // MICRO_BATCHES,
-            rank=0,
-            rows=numbers,
-            length=int(rows.lengths[numbers].max()),
-            supervised=int(rows.supervised[numbers].sum()),
-            flat=False,
-        )
-        for number, numbers in enumerate(np.arange(len(rows), dtype=np.int32).reshape(-1, ROWS_A_BATCH))
-    ]
-    optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.01, "schedule": "cosine", "warmup_fraction": 0.2}
-    return TrainJob(
-        model_directory=model,
-        plan=Plan.of(planned),
-        rows=rows,
-        heldout=held,
-        pad_id=0,
+    tokens = random_tokens(directory, random_lengths(6, 30, STEPS * MICRO_BATCHES * ROWS_A_BATCH))
+    steps = np.arange(len(tokens[0])).reshape(STEPS, MICRO_BATCHES, ROWS_A_BATCH).tolist()
+    decaying = {"weight_decay": 0.01, "schedule": "cosine", "warmup_fraction": 0.2}
+    return make_job(
+        model,
+        tokens,
+        plan_of(tokens[0], steps),
+        optim={**decaying, **(optim or {})},
         model_spec=spec_of(**spec),
-        optim_spec=OptimSpec(**{**optimizer, **(optim or {})}),
-        step_spec=StepSpec(loss_chunk=16, max_grad_norm=1.0, foreach=False),
-        offload=None,
-        heldout_every_steps=2,
-        heldout_rows=4,
         measured_steps=frozenset(range(STEPS)) - {1},
-        loader_threads=1,
-        device=CPU,
-        progress=False,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run must end with, however often it was broken off."""
+    """The result of a run, which must not depend on interruptions."""
 
     weights: list[bytes]
     curves: list[dict[str, Any]]
@@ -88,11 +59,9 @@ class Outcome:
     noise_bytes: int
 
     def weights_sha256(self) -> str:
-        """Hex hash of all weights."""
         return hashlib.sha256(b"".join(self.weights)).hexdigest()
 
-    def refuse_other(self, other: "Outcome") -> None:
-        """Fail where another run ended otherwise."""
+    def check_equal(self, other: "Outcome") -> None:
         assert other.weights == self.weights
         assert (other.curves, other.metrics) == (self.curves, self.metrics)
         expected = {
@@ -102,7 +71,7 @@ class Outcome:
 
 
 class Breaking(Checkpointer):
-    """Stops, or fails, at a place that is told."""
+    """Stops or fails at a given step."""
 
     def __init__(
         self,
@@ -114,18 +83,16 @@ class Breaking(Checkpointer):
         fail_after: int | None = None,
         every_step: bool = False,
     ):
-        """By step: stopped after it, stopped before its second micro-batch, or failed after it."""
+        """Stop after a step, stop before its second micro-batch, or fail after it."""
         self._of_stop = StopRequest()
         super().__init__(CheckpointStore(directory, 2, notify), seconds=None, stop=self._of_stop, notify=notify)
         self._stop_after, self._stop_within, self._fail_after = stop_after, stop_within, fail_after
         self._every_step, self._done = every_step, self.first_step
 
     def is_due(self) -> bool:
-        """See Checkpointer."""
         return self._every_step
 
     def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """See CheckpointHooks."""
         for number, batch in enumerate(super().between(batches)):
             if self._done == self._stop_within and number == 1:
                 self._of_stop.request(signal.SIGTERM)
@@ -133,7 +100,6 @@ class Breaking(Checkpointer):
             yield batch
 
     def after_step(self, run: TrainingRun) -> bool:
-        """See CheckpointHooks."""
         self._done = run.step
         if run.step == self._stop_after:
             self._of_stop.request(signal.SIGTERM)
@@ -146,7 +112,7 @@ class Breaking(Checkpointer):
 
 def finish(job: TrainJob, checkpoints: Checkpointer | None = None) -> Outcome:
     """Run to the end."""
-    gc.collect()  # What earlier runs left must not be freed inside a window.
+    gc.collect()  # Garbage of earlier runs must not be freed inside a window.
     meter = make_meter(CPU)
     result = train(job, meter) if checkpoints is None else train(job, meter, checkpoints)
     if checkpoints is not None:
@@ -165,11 +131,11 @@ def finish(job: TrainJob, checkpoints: Checkpointer | None = None) -> Outcome:
 
 
 def _is_measured(name: str) -> bool:
-    """Whether a metric is of measured bytes, which are compared apart."""
+    """Whether a metric is of measured bytes, which have a tolerance."""
     return name == "measured_by_phase" or (name.startswith("peak_") and name != "peak_measured_how")
 
 
-def break_off(job: TrainJob, directory: Path, **how: Any) -> None:
+def interrupt(job: TrainJob, directory: Path, **how: Any) -> None:
     """Run until it is stopped or fails."""
     checkpoints = Breaking(directory, **how)
     try:
@@ -177,13 +143,13 @@ def break_off(job: TrainJob, directory: Path, **how: Any) -> None:
     except (Stopped, ConnectionError):
         checkpoints.wait()
         return
-    raise AssertionError("the run came to its end")
+    raise AssertionError("the run was not interrupted")
 
 
 def in_parts(job: TrainJob, directory: Path, steps: list[int]) -> Outcome:
     """The end of a run that was stopped after each of these steps."""
     for step in steps:
-        break_off(job, directory, stop_after=step)
+        interrupt(job, directory, stop_after=step)
     checkpoints = Breaking(directory)
     assert checkpoints.first_step == steps[-1]
     return finish(job, checkpoints)

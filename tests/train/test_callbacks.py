@@ -12,7 +12,7 @@ from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped
 from tests.small_model import CPU
-from tests.train.interrupted import STEPS, Breaking, break_off, small_job
+from tests.train.interrupted import STEPS, Breaking, interrupt, small_job
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_stopped_run_ends_with_a_fault_and_the_resumed_one_starts_where_it_ended
     small_llama: Path, tmp_path: Path, events
 ):
     job = small_job(small_llama, tmp_path / "tokens")
-    break_off(job, tmp_path / "checkpoints", stop_after=2)
+    interrupt(job, tmp_path / "checkpoints", stop_after=2)
     assert events[-1] == ("fault", Stopped)
     events.clear()
     train(job, make_meter(CPU), Breaking(tmp_path / "checkpoints"))

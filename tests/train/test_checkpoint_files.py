@@ -1,6 +1,10 @@
-"""Checkpoints as files, when one is made, and what of a run makes it another run."""
+"""Checkpoint files: complete or ignored, pruned, locked; and when one is due."""
 
 import json
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,119 +26,79 @@ WEIGHT = torch.arange(6.0).view(2, 3)
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def store(tmp_path: Path, said: list[str]) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "kept", 2, said.append)
+def store(tmp_path: Path, messages: list[str]) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "kept", 2, messages.append)
 
 
 def keep(store: CheckpointStore, step: int) -> Path:
-    """A checkpoint that says which it is."""
-    store.write(
-        step, {"weights/w": WEIGHT + step, "count": torch.tensor(step)}, {"step": step, "layout": ONE_PROCESS}
-    ).finish()
+    """Write a checkpoint whose content depends on its step."""
+    tensors = {"weights/w": WEIGHT + step, "count": torch.tensor(step)}
+    store.write(step, tensors, {"step": step, "layout": ONE_PROCESS}).finish()
     return store.directory / f"step-{step:09d}"
 
 
-def test_a_checkpoint_gives_back_what_was_written(store: CheckpointStore):
-    keep(store, 3)
-    found = store.newest()
-    assert found is not None and found.values["step"] == 3
-    tensors = found.tensors()
-    assert torch.equal(tensors["weights/w"].read(), WEIGHT + 3) and tensors["count"].read().item() == 3
-
-
-def test_newest_checkpoints_are_kept(store: CheckpointStore):
-    """A disk that fills up with checkpoints."""
+def test_newest_checkpoints_are_kept_and_have_what_was_written(store: CheckpointStore):
     paths = [keep(store, step) for step in (1, 2, 9, 10)]
     assert [path.exists() for path in paths] == [False, False, True, True]
+    found = store.newest()
+    assert found is not None and found.values["step"] == 10
+    tensors = found.tensors()
+    assert torch.equal(tensors["weights/w"].read(), WEIGHT + 10) and tensors["count"].read().item() == 10
 
 
-def tampered(path: Path) -> None:
+def flip_a_bit(path: Path) -> None:
     raw = bytearray((path / TENSORS).read_bytes())
     raw[-1] ^= 1
     (path / TENSORS).write_bytes(raw)
 
 
-def cut_short(path: Path) -> None:
-    with open(path / TENSORS, "r+b") as file:
-        file.truncate(100)
-
-
-def other_values(path: Path) -> None:
-    (path / VALUES).write_text('{"step": 5}')
-
-
-def without_tensors(path: Path) -> None:
-    (path / TENSORS).unlink()
-
-
-def without_sums(path: Path) -> None:
-    (path / SUMS).unlink()
-
-
-def broken_sums(path: Path) -> None:
-    (path / SUMS).write_text("{")
-
-
-def sums_of_other_files(path: Path) -> None:
-    (path / SUMS).write_text("[]")
-
-
 @pytest.mark.parametrize(
     "damage",
-    [tampered, cut_short, other_values, without_tensors, without_sums, broken_sums, sums_of_other_files],
-    ids=lambda damage: damage.__name__,
+    [
+        flip_a_bit,
+        lambda path: os.truncate(path / TENSORS, 100),
+        lambda path: (path / VALUES).write_text('{"step": 5}'),
+        lambda path: (path / TENSORS).unlink(),
+        lambda path: (path / SUMS).write_text("{"),
+        lambda path: (path / SUMS).write_text("[]"),
+    ],
+    ids=("bit", "truncated", "other values", "no tensors", "broken sums", "no sums"),
 )
-def test_damaged_checkpoint_is_replaced_by_the_one_before(store: CheckpointStore, said: list[str], damage: Any):
-    """Half a file after a power cut, or a byte that turned, must not become weights."""
+def test_damaged_checkpoint_is_replaced_by_the_one_before(store: CheckpointStore, messages: list[str], damage: Any):
+    """Half a file after a power cut, or a changed byte, must not become weights."""
     keep(store, 1)
     damage(keep(store, 2))
     found = store.newest()
     assert found is not None and found.values["step"] == 1
-    assert len(said) == 1 and "step-000000002: checkpoint is damaged (" in said[0]
-    assert said[0].endswith("using the one before it")
+    assert len(messages) == 1 and "step-000000002: checkpoint is damaged (" in messages[0]
+    assert messages[0].endswith("using the one before it")
     assert store.last_step() == 1
 
 
-def test_unfinished_checkpoint_is_removed(store: CheckpointStore, said: list[str]):
-    """A process that was killed between writing and naming."""
-    store.write(4, {"weights/w": WEIGHT}, {"step": 4})
-    assert store.newest() is None and not said
+@pytest.mark.parametrize(("finished", "ranks", "newest"), [(False, 1, 2), (True, 1, 4), (True, 2, 2)])
+def test_checkpoint_without_its_name_is_used_only_if_all_processes_finished(
+    store: CheckpointStore, messages: list[str], finished: bool, ranks: int, newest: int
+):
+    """A kill between writing and renaming: the checkpoint is lost, or half of it is used."""
+    keep(store, 2)
+    unnamed = store.write(4, {"weights/w": WEIGHT}, {"step": 4})
+    if finished:
+        unnamed.finish_rank()
+    [values] = store.directory.glob(f".*/*/{VALUES}")
+    if ranks == 2:  # Written by two processes, the second of which has no checksums yet.
+        values.write_text(json.dumps({**json.loads(values.read_text()), RANKS: 2}))
+    found = store.newest()
+    assert found is not None and found.values["step"] == newest and not messages
     assert not list(store.directory.glob(".*"))
 
 
-def test_finished_checkpoint_without_its_name_is_renamed(store: CheckpointStore, said: list[str]):
-    """A process that was killed after its part was on the disk: of several, all name a checkpoint one step later."""
-    keep(store, 2)
-    unnamed = store.write(4, {"weights/w": WEIGHT}, {"step": 4})
-    unnamed.finish_rank()
-    found = store.newest()
-    assert found is not None and found.values["step"] == 4 and not said
-    assert not list(store.directory.glob(".*")) and store.last_step() == 4
-
-
-def test_checkpoint_that_one_process_had_not_finished_is_removed(store: CheckpointStore, said: list[str]):
-    """The part of the second process has no checksums yet."""
-    keep(store, 2)
-    unnamed = store.write(4, {"weights/w": WEIGHT}, {"step": 4})
-    unnamed.finish_rank()
-    [values] = store.directory.glob(f".*/*/{VALUES}")
-    values.write_text(json.dumps({**json.loads(values.read_text()), RANKS: 2}))
-    found = store.newest()
-    assert found is not None and found.values["step"] == 2 and not said
-
-
-def test_run_without_intact_checkpoint_starts_again(store: CheckpointStore, said: list[str]):
-    tampered(keep(store, 2))
-    assert store.newest() is None and len(said) == 1 and store.last_step() is None
-
-
 def test_tensors_are_written_without_a_copy(tmp_path: Path):
-    """A checkpoint must not need the memory of training again: PyTorch's allocator gives out nothing for it."""
+    """A checkpoint that needs the memory of training again."""
     store = CheckpointStore(tmp_path, 1, print)
     big = torch.zeros(1 << 20)
     with memory_profile() as profiler:
@@ -144,87 +108,55 @@ def test_tensors_are_written_without_a_copy(tmp_path: Path):
     assert stored_tensors(tmp_path / "step-000000001" / TENSORS)["big"].bytes == big.nbytes
 
 
-class Clock:
-    """Seconds that pass when told to."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def scheduled(store: CheckpointStore, clock: Clock, seconds: float | None = 60.0) -> Checkpointer:
-    return Checkpointer(store, seconds=seconds, stop=StopRequest(), notify=print, clock=clock)
-
-
-def test_checkpoints_are_due_by_the_clock(store: CheckpointStore):
-    clock = Clock()
-    checkpoints = scheduled(store, clock)
+def test_checkpoints_are_due_by_the_clock_and_less_often_if_expensive(store: CheckpointStore):
+    """Training that spends its time on checkpoints."""
+    now = [0.0]
+    make = partial(Checkpointer, store, stop=StopRequest(), notify=print, clock=lambda: now[0])
+    checkpoints, never = make(seconds=60.0), make(seconds=None)
     due = []
-    for clock.now in (0.0, 59.0, 60.0):
+    for now[0] in (0.0, 59.0, 60.0):
         due.append(checkpoints.is_due())
-    assert due == [False, False, True]
-    never = scheduled(store, clock, seconds=None)
-    clock.now = 1e9
-    assert not never.is_due()
-
-
-def test_expensive_checkpoints_are_less_frequent(store: CheckpointStore):
-    """Where writing takes long, training must not spend its time on that."""
-    clock = Clock()
-    checkpoints = scheduled(store, clock)
-    clock.now = 100.0
+    assert due == [False, False, True] and not never.is_due()
     checkpoints._record_cost(30.0)
-    clock.now = 100.0 + 30.0 / MOST_TIME_SHARE - 1.0
-    assert not checkpoints.is_due()
-    clock.now += 2.0
-    assert checkpoints.is_due()
+    for now[0] in (60.0 + 30.0 / MOST_TIME_SHARE - 1.0, 60.0 + 30.0 / MOST_TIME_SHARE):
+        due.append(checkpoints.is_due())
+    assert due[3:] == [False, True]
 
 
-def settings() -> Any:
-    return load_params(ROOT / "params.yaml").run
+def opened(directory: Path, notify: Callable[[str], None] = print) -> AbstractContextManager[Checkpointer]:
+    run = load_params(ROOT / "params.yaml").run
+    return open_checkpointer(RunDirectory(directory=directory), run=run, stop=StopRequest(), notify=notify)
 
 
 def test_a_second_process_is_refused_in_one_line(tmp_path: Path):
     """Two processes that write the same checkpoints would each resume from the other's."""
-    with open_checkpointer(RunDirectory(directory=tmp_path / "run"), run=settings(), stop=StopRequest(), notify=print):
+    with opened(tmp_path / "run"):
         with pytest.raises(UserError, match=r"run: another process trains the same run; wait until it ends"):
-            with open_checkpointer(
-                RunDirectory(directory=tmp_path / "run"), run=settings(), stop=StopRequest(), notify=print
-            ):
+            with opened(tmp_path / "run"):
                 raise AssertionError("two at once")
-        with open_checkpointer(
-            RunDirectory(directory=tmp_path / "another"), run=settings(), stop=StopRequest(), notify=print
-        ):
+        with opened(tmp_path / "another"):
             pass
-    with open_checkpointer(RunDirectory(directory=tmp_path / "run"), run=settings(), stop=StopRequest(), notify=print):
+    with opened(tmp_path / "run"):
         pass
 
 
 def test_successful_run_is_cleared_and_a_failed_one_keeps_its_checkpoints(tmp_path: Path):
     """Scratch that fills up, or that is emptied by the fault it is there for."""
     store = CheckpointStore(tmp_path / "run", 2, print)
-    with (
-        pytest.raises(ConnectionError),
-        open_checkpointer(RunDirectory(directory=tmp_path / "run"), run=settings(), stop=StopRequest(), notify=print),
-    ):
+    with pytest.raises(ConnectionError), opened(tmp_path / "run"):
         keep(store, 2)
         raise ConnectionError
     assert store.last_step() == 2
-    with open_checkpointer(
-        RunDirectory(directory=tmp_path / "run"), run=settings(), stop=StopRequest(), notify=print
-    ) as checkpoints:
+    with opened(tmp_path / "run") as checkpoints:
         assert checkpoints.first_step == 2
     assert not (tmp_path / "run").exists()
 
 
-def test_checkpoints_of_abandoned_runs_are_reported(tmp_path: Path, said: list[str]):
-    """Each changed parameter leaves the checkpoints of the run before it, which fill the disk in silence."""
-    keep(CheckpointStore(tmp_path / "given up", 2, print), 2)
-    with open_checkpointer(
-        RunDirectory(directory=tmp_path / "run"), run=settings(), stop=StopRequest(), notify=said.append
-    ):
+def test_checkpoints_of_abandoned_runs_are_reported(tmp_path: Path, messages: list[str]):
+    """Each changed parameter leaves the checkpoints of the run before it, which fill the disk."""
+    keep(CheckpointStore(tmp_path / "abandoned", 2, print), 2)
+    with opened(tmp_path / "run", messages.append):
         pass
-    (line,) = said
+    (line,) = messages
     assert line.startswith(f"note: {tmp_path} has checkpoints of 1 other unfinished trainings (")
-    assert CheckpointStore(tmp_path / "given up", 2, print).last_step() == 2
+    assert CheckpointStore(tmp_path / "abandoned", 2, print).last_step() == 2

@@ -8,86 +8,39 @@ import numpy as np
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import refuse_other_ranks
 from lean_finetune.step.run_optimizer import OptimSpec
-from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.train_job import TrainJob
-from tests.small_model import CPU, VOCABULARY, spec_of
-from tests.token_files import Row, heldout, write_tokens
+from tests.small_model import CPU, spec_of
+from tests.train.jobs import Tokens, make_job, plan_of, random_lengths, random_tokens
 
 STEPS, ROWS_A_BATCH = 3, 4
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> tuple[TokenRows, TokenRows]:
-    """Training and held-out rows."""
-    draw = np.random.default_rng(1)
-    rows: list[Row] = []
-    for length in draw.integers(6, 40, STEPS * 2 * ROWS_A_BATCH).tolist():
-        rows.append((draw.integers(3, VOCABULARY, length).tolist(), [length // 2, length], None))
-    directory = tmp_path_factory.mktemp("tokens")
-    return TokenRows(write_tokens(directory, rows), "train"), heldout(directory, rows[:5])
+def tokens(tmp_path_factory) -> Tokens:
+    return random_tokens(tmp_path_factory.mktemp("tokens"), random_lengths(6, 40, STEPS * 2 * ROWS_A_BATCH), 5)
 
 
-def plan_of(tokens: TokenRows, *, flat: bool, broken_step: int | None = None) -> Plan:
-    """Every row once, two micro-batches a step; those of `broken_step` are said to train too many tokens."""
-    planned = []
-    for number, rows in enumerate(np.arange(len(tokens), dtype=np.int32).reshape(-1, ROWS_A_BATCH)):
-        lengths = tokens.lengths[rows]
-        planned.append(
-            MicroBatch(
-                epoch=0,
-                step=number // 2,
-                rank=0,
-                rows=rows,
-                length=int(lengths.sum() if flat else lengths.max()) + 2,
-                supervised=int(tokens.supervised[rows].sum()) + (number // 2 == broken_step),
-                flat=flat,
-            )
-        )
-    return Plan.of(planned)
+def two_micro_batches(tokens: Tokens, *, flat: bool) -> Plan:
+    """Every row once, two micro-batches a step."""
+    return plan_of(tokens[0], np.arange(len(tokens[0])).reshape(STEPS, 2, ROWS_A_BATCH).tolist(), flat=flat)
 
 
-def losses(
-    directory: Path,
-    tokens: tuple[TokenRows, TokenRows],
-    plan: Plan,
-    threads: int,
-    offload: ActivationOffload | None = None,
-    **changes: Any,
-) -> list[Any]:
-    """Losses, held-out losses and gradient norms of a whole run."""
-    rows, held = tokens
-    job = TrainJob(
-        model_directory=directory,
-        plan=plan,
-        rows=rows,
-        heldout=held,
-        pad_id=0,
-        model_spec=spec_of(method="lora"),
-        optim_spec=OptimSpec(name="adamw", lr=1e-2, weight_decay=0.0, schedule="constant", warmup_fraction=0.0),
-        step_spec=StepSpec(loss_chunk=16, max_grad_norm=1.0, foreach=False),
-        offload=offload,
-        heldout_every_steps=2,
-        heldout_rows=5,
-        measured_steps=frozenset(),
-        loader_threads=threads,
-        device=CPU,
-        progress=False,
-    )
-    job = replace(job, **changes)
+def losses(directory: Path, tokens: Tokens, plan: Plan, threads: int, **changes: Any) -> list[Any]:
+    """Losses, held-out losses and gradient norms of a run."""
+    job = make_job(directory, tokens, plan, loader_threads=threads, heldout_rows=5, **changes)
     curves = train(job, make_meter(CPU)).curves
     return [value for row in curves for value in (row["loss"], row.get("heldout_loss"), row["grad_norm"])]
 
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_reading_ahead_does_not_change_results(small_llama: Path, tokens, flat: bool):
-    plan = plan_of(tokens[0], flat=flat)
+    plan = two_micro_batches(tokens, flat=flat)
     alone = losses(small_llama, tokens, plan, 0)
     assert len(alone) == 3 * STEPS and alone[0] > 1
     assert losses(small_llama, tokens, plan, 2) == alone
@@ -96,14 +49,16 @@ def test_reading_ahead_does_not_change_results(small_llama: Path, tokens, flat: 
 @pytest.mark.parametrize("flat", [False, True])
 def test_activations_on_disk_do_not_change_results(small_llama: Path, tokens, tmp_path: Path, flat: bool):
     """A held-out pass between two steps, or joined rows, that meet what another micro-batch sent away."""
-    plan = plan_of(tokens[0], flat=flat)
+    plan = two_micro_batches(tokens, flat=flat)
     store = DiskStore(CPU, tmp_path)
-    assert losses(small_llama, tokens, plan, 0, ActivationOffload(store)) == losses(small_llama, tokens, plan, 0)
+    assert losses(small_llama, tokens, plan, 0, offload=ActivationOffload(store)) == losses(
+        small_llama, tokens, plan, 0
+    )
 
 
 def test_place_and_time_of_updates_do_not_change_results(small_llama: Path, tokens):
     """A learning rate, a held-out pass or a gradient norm that updates in backward or on the host miss."""
-    two = plan_of(tokens[0], flat=False)
+    two = two_micro_batches(tokens, flat=False)
     plan = Plan.of([replace(two.micro_batch(number), step=number) for number in range(STEPS)])
     full: dict[str, Any] = {"model_spec": spec_of(method="full"), "measured_steps": frozenset({0})}
     found = []
@@ -117,7 +72,7 @@ def test_place_and_time_of_updates_do_not_change_results(small_llama: Path, toke
 
 def test_a_packed_run_has_the_losses_of_the_padded_run(small_llama: Path, tokens):
     """Packing changes speed and memory, never what is learnt."""
-    padded, packed = (losses(small_llama, tokens, plan_of(tokens[0], flat=flat), 0) for flat in (False, True))
+    padded, packed = (losses(small_llama, tokens, two_micro_batches(tokens, flat=flat), 0) for flat in (False, True))
     compared = [(a, b) for a, b in zip(padded, packed, strict=True) if a is not None]
     assert len(compared) == 2 * STEPS + 2
     for a, b in compared:
@@ -128,12 +83,15 @@ def test_a_packed_run_has_the_losses_of_the_padded_run(small_llama: Path, tokens
 def test_wrong_plan_is_one_line(small_llama: Path, tokens, threads: int):
     """A reader that fails in a thread must not leave the loop waiting for it."""
     with pytest.raises(UserError, match=r"rows of step 1 differ from the batch plan"):
-        losses(small_llama, tokens, plan_of(tokens[0], flat=False, broken_step=1), threads)
+        plan = two_micro_batches(tokens, flat=False)
+        planned = [plan.micro_batch(number) for number in range(len(plan))]
+        broken = [replace(one, supervised=one.supervised + (one.step == 1)) for one in planned]
+        losses(small_llama, tokens, Plan.of(broken), threads)
 
 
 def test_a_plan_for_another_number_of_gpus_is_refused(tokens):
     """One process would train a share of every step and call it the whole."""
-    one = plan_of(tokens[0], flat=False)
+    one = two_micro_batches(tokens, flat=False)
     refuse_other_ranks(one, 1)
     two = Plan.of([one.micro_batch(number) for number in range(len(one))], ranks=2)
     refuse_other_ranks(two, 2)

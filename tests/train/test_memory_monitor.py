@@ -1,19 +1,15 @@
-"""The monitor: its figures are those of the allocator and the system, it keeps nothing, and it finds real leaks."""
+"""The monitor: its figures are those of the allocator and the system, and it finds real leaks."""
 
 import gc
 import mmap
-import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from lean_finetune.core import process_status
+from lean_finetune.core.process_status import STATUS
 from lean_finetune.core.units import MIB
-from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.train import loop
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor import memory_counters
@@ -30,15 +26,15 @@ from lean_finetune.train.monitor.memory_counters import (
 from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, MemoryMonitor, memory_text
 from lean_finetune.train.train_job import TrainJob, TrainResult
 from lean_finetune.train.train_metrics import train_metrics
-from tests.small_model import CPU
-from tests.train.interrupted import small_job
+from tests.small_model import CPU, spec_of
+from tests.train.jobs import make_job, plan_of, random_lengths, random_tokens
 
 STEPS = 2 * FIRST_CHECK_STEPS
 LEAK_BYTES = MIB // 2
 glibc = pytest.mark.skipif(
     not isinstance(make_counters(CPU), MallocCounters), reason="needs a C library with mallinfo2 (glibc 2.33)"
 )
-linux = pytest.mark.skipif(not memory_counters.STATM.exists(), reason="needs Linux's /proc")
+linux = pytest.mark.skipif(not STATUS.exists(), reason="needs Linux's /proc")
 
 
 @pytest.fixture
@@ -46,23 +42,24 @@ def monitor() -> MemoryMonitor:
     return MemoryMonitor(CPU, make_meter(CPU))
 
 
-def held_bytes() -> int:
-    held = make_counters(CPU).read().held_bytes
-    assert held is not None
-    return held
+def live_bytes() -> int:
+    counts = make_counters(CPU).read()
+    assert counts.held_bytes is not None and counts.reserved_bytes is not None and counts.retries is None
+    assert counts.reserved_bytes >= counts.held_bytes > MIB
+    return counts.held_bytes
 
 
 @glibc
 @pytest.mark.parametrize(("values", "count"), [(1000, 1000), (3_000_000, 20)])
 def test_malloc_counters_follow_allocation_and_free_of_tensors(values: int, count: int):
-    """Small blocks lie on the heap, large ones are mapped: both count, as does what a freed one gives back."""
+    """Blocks on the heap (small) or mapped blocks (large) that are not counted."""
     gc.collect()
-    before = held_bytes()
+    before = live_bytes()
     tensors = [torch.zeros(values) for _ in range(count)]
-    held = held_bytes() - before
-    assert held == pytest.approx(count * 4 * values, rel=0.15)
+    added = live_bytes() - before
+    assert added == pytest.approx(count * 4 * values, rel=0.15)
     del tensors
-    assert held_bytes() - before < held / 10
+    assert live_bytes() - before < added / 10
 
 
 @glibc
@@ -70,24 +67,16 @@ def test_malloc_counters_agree_with_the_profiler():
     """Counters of another allocator than the one that serves tensors."""
     meter = make_meter(CPU)
     assert isinstance(meter, CpuMeter)
-    kept = []
+    tensors = []
     with meter.window("warm-up"), meter.phase("forward"):
         torch.zeros(1)
-    before = held_bytes()
+    before = live_bytes()
     with meter.window("run"), meter.phase("forward"):
         for kib in (100, 3000, 20_000):
-            kept.append(torch.zeros(kib * 1024, dtype=torch.uint8))
+            tensors.append(torch.zeros(kib * 1024, dtype=torch.uint8))
     profiled = meter.result().peak_bytes
-    assert profiled is not None and held_bytes() - before == pytest.approx(profiled, rel=0.02)
-    assert len(kept) == 3
-
-
-@glibc
-def test_reserved_memory_is_at_least_the_memory_in_use():
-    held = make_counters(CPU).read()
-    assert held.held_bytes is not None and held.reserved_bytes is not None
-    assert held.reserved_bytes >= held.held_bytes > MIB
-    assert held.retries is None
+    assert profiled is not None and live_bytes() - before == pytest.approx(profiled, rel=0.02)
+    assert len(tensors) == 3
 
 
 def test_without_counters_columns_are_empty(monkeypatch):
@@ -115,20 +104,6 @@ def test_process_memory_is_separated_from_mapped_files(tmp_path: Path):
         filled.write(b"\1" * size)
         assert resident.read() > rss_read + 0.9 * size - size
         assert resident.read_both()[1] > own + 0.9 * size  # type: ignore[operator]
-
-
-@linux
-def test_own_memory_is_none_if_the_kernel_does_not_separate_files(monkeypatch, tmp_path: Path):
-    """Some containers' kernels leave the line out."""
-    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t    2048 kB\n")
-    monkeypatch.setattr(process_status, "STATUS", tmp_path / "status")
-    assert ProcessMemory().read_both() == (2 * MIB, None)
-
-
-def test_psutil_is_used_without_proc(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(memory_counters, "STATM", tmp_path / "none")
-    rss, own = ProcessMemory().read_both()
-    assert rss > MIB and own is None
 
 
 @glibc
@@ -171,50 +146,17 @@ def test_a_step_has_every_column_of_memory(monitor: MemoryMonitor):
     assert memory_text({**row, "alloc_retries": 2}).endswith(", 2 retries") and "retries" not in memory_text(row)
 
 
-def test_monitor_does_not_leak(monitor: MemoryMonitor):
-    """Watchers of memory that fill it."""
-
-    def watch() -> None:
-        for _ in range(200):
-            with monitor.phase("forward"):
-                pass
-            monitor.step_columns()
-
-    watch()
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        watch()
-        gc.collect()
-        assert tracemalloc.get_traced_memory()[0] - before < 2048
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.fixture(scope="module")
 def job(small_llama: Path, tmp_path_factory) -> TrainJob:
     """A run of `STEPS` steps of one row each, the longest first."""
-    few = small_job(small_llama, tmp_path_factory.mktemp("tokens"))
-    lengths, supervised = few.rows.lengths, few.rows.supervised
-    longest = int(lengths.argmax())
-    turns = [(longest + step) % len(lengths) for step in range(STEPS)]
-    planned = [
-        MicroBatch(
-            epoch=step // len(lengths),
-            step=step,
-            rank=0,
-            rows=np.array([row], dtype=np.int32),
-            length=int(lengths[row]),
-            supervised=int(supervised[row]),
-            flat=False,
-        )
-        for step, row in enumerate(turns)
-    ]
-    return replace(few, plan=Plan.of(planned), heldout_every_steps=None, measured_steps=frozenset(), loader_threads=0)
+    rows, held = random_tokens(tmp_path_factory.mktemp("tokens"), random_lengths(6, 30, 30))
+    longest = int(rows.lengths.argmax())
+    plan = plan_of(rows, [[[(longest + step) % len(rows)]] for step in range(STEPS)])
+    return make_job(small_llama, (rows, held), plan, model_spec=spec_of(), heldout_every_steps=None, loader_threads=0)
 
 
 def run(job: TrainJob, monkeypatch, keep: Any = lambda: None) -> TrainResult:
-    """The real loop, with something that is kept in every step."""
+    """The real loop, with something that stays allocated in every step."""
     real = loop.training_step
 
     def leaking(*arguments: Any, **options: Any) -> Any:
@@ -227,7 +169,7 @@ def run(job: TrainJob, monkeypatch, keep: Any = lambda: None) -> TrainResult:
 
 @glibc
 def test_leaked_tensors_are_reported_at_the_first_check(job: TrainJob, monkeypatch, capsys):
-    """The issue's leak: tensors that a list holds on to."""
+    """Tensors that a list references."""
     kept: list[torch.Tensor] = []
     result = run(job, monkeypatch, lambda: kept.append(torch.zeros(LEAK_BYTES, dtype=torch.uint8)))
     warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
@@ -242,7 +184,7 @@ def test_leaked_tensors_are_reported_at_the_first_check(job: TrainJob, monkeypat
 
 @linux
 def test_leak_outside_malloc_is_found(job: TrainJob, monkeypatch, capsys):
-    """Memory that no allocator of ours counts: that of a driver, or of another library."""
+    """Memory of a driver or of another library."""
     kept: list[mmap.mmap] = []
 
     def keep() -> None:

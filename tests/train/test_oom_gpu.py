@@ -1,23 +1,20 @@
 """Memory that really ends on a GPU: PyTorch's allocator is given a share of what a run needs."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.oom.oom_state import MOST_BLOCKS, MOST_SEGMENTS, Failure, OutOfMemory
 from lean_finetune.train.train_job import TrainJob
-from tests.small_model import VOCABULARY
-from tests.token_files import Row, heldout, write_tokens
-from tests.train.test_oom_handler import job_of, losses
+from tests.train.jobs import make_job, plan_of, random_tokens
+from tests.train.test_oom_handler import losses
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,17 +35,10 @@ def limited() -> Iterator[None]:
 
 def wide_job(model: Path, directory: Path) -> TrainJob:
     """One micro-batch a step, on the GPU."""
-    draw = np.random.default_rng(1)
-    drawn = draw.integers(3, VOCABULARY, (STEPS * ROWS, LENGTH)).tolist()
-    rows: list[Row] = [(ids, [LENGTH // 2, LENGTH], None) for ids in drawn]
-    tokens = TokenRows(write_tokens(directory, rows), "train"), heldout(directory, rows[:3])
-    planned = [
-        MicroBatch(epoch=0, step=step, rows=part, length=LENGTH, supervised=int(tokens[0].supervised[part].sum()))
-        for step, part in enumerate(np.arange(STEPS * ROWS, dtype=np.int32).reshape(STEPS, ROWS))
-    ]
-    job = job_of(model, tokens)
-    step_spec = replace(job.step_spec, loss_chunk=None, foreach=True)
-    return replace(job, plan=Plan.of(planned), device=torch.device("cuda", 0), step_spec=step_spec)
+    tokens = random_tokens(directory, [LENGTH] * (STEPS * ROWS), 3)
+    plan = plan_of(tokens[0], np.arange(STEPS * ROWS).reshape(STEPS, 1, ROWS).tolist())
+    step_spec = StepSpec(loss_chunk=None, max_grad_norm=1.0, foreach=True)
+    return make_job(model, tokens, plan, device=torch.device("cuda", 0), step_spec=step_spec)
 
 
 def test_gpu_out_of_memory_is_reported_and_recovered_with_the_same_losses(small_llama: Path, tmp_path: Path, limited):

@@ -11,10 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.step.run_optimizer import OptimSpec
-from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.training_state import TrainingRun
@@ -24,50 +20,23 @@ from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.oom.oom_state import Failure, OutOfMemory
 from lean_finetune.train.process.stop_signals import StopRequest
 from lean_finetune.train.train_job import TrainJob, TrainResult
-from tests.small_model import CPU, VOCABULARY, spec_of
-from tests.token_files import Row, heldout, write_tokens
+from tests.small_model import CPU, spec_of
+from tests.train.jobs import Tokens, make_job, plan_of, random_lengths, random_tokens
 
 STEPS, ROWS = 3, 8
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> tuple[TokenRows, TokenRows]:
-    """Training and held-out rows."""
-    draw = np.random.default_rng(1)
-    lengths = draw.integers(12, 60, STEPS * ROWS).tolist()
-    rows: list[Row] = [(draw.integers(3, VOCABULARY, n).tolist(), [n // 2, n], None) for n in lengths]
-    directory = tmp_path_factory.mktemp("tokens")
-    return TokenRows(write_tokens(directory, rows), "train"), heldout(directory, rows[:3])
+def tokens(tmp_path_factory) -> Tokens:
+    return random_tokens(tmp_path_factory.mktemp("tokens"), random_lengths(12, 60, STEPS * ROWS), 3)
 
 
-def job_of(directory: Path, tokens: tuple[TokenRows, TokenRows], *, flat: bool = False, **model: Any) -> TrainJob:
+def job_of(directory: Path, tokens: Tokens, *, flat: bool = False, **model: Any) -> TrainJob:
     """Steps of two micro-batches: one of six rows and one of two."""
-    rows, held = tokens
-    planned = []
-    for step, numbers in enumerate(np.arange(len(rows), dtype=np.int32).reshape(-1, ROWS)):
-        for part in (numbers[:6], numbers[6:]):
-            lengths, trained = rows.lengths[part], int(rows.supervised[part].sum())
-            total = int(lengths.sum() if flat else lengths.max())
-            planned.append(
-                MicroBatch(epoch=0, step=step, rank=0, rows=part, length=total, supervised=trained, flat=flat)
-            )
-    return TrainJob(
-        model_directory=directory,
-        plan=Plan.of(planned),
-        rows=rows,
-        heldout=held,
-        pad_id=0,
-        model_spec=spec_of(method="lora", **model),
-        optim_spec=OptimSpec(name="adamw", lr=1e-2, weight_decay=0.0, schedule="constant", warmup_fraction=0.0),
-        step_spec=StepSpec(loss_chunk=16, max_grad_norm=1.0, foreach=False),
-        offload=None,
-        heldout_every_steps=STEPS,
-        heldout_rows=3,
-        measured_steps=frozenset(),
-        loader_threads=1,
-        device=CPU,
-        progress=False,
-    )
+    steps = np.arange(len(tokens[0])).reshape(STEPS, ROWS).tolist()
+    plan = plan_of(tokens[0], [(rows[:6], rows[6:]) for rows in steps], flat=flat)
+    spec = spec_of(method="lora", **model)
+    return make_job(directory, tokens, plan, model_spec=spec, heldout_every_steps=STEPS, heldout_rows=3)
 
 
 class Limited(TorchDispatchMode):

@@ -14,7 +14,7 @@ from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.small_model import CPU, spec_of
-from tests.train.interrupted import STEPS, Breaking, Outcome, break_off, finish, in_parts, small_job
+from tests.train.interrupted import STEPS, Breaking, Outcome, finish, in_parts, interrupt, small_job
 
 METHODS = ("full", "lora", "qlora", "int8_lora")
 FAST = [("qlora", "paged_adamw_8bit"), ("full", "adafactor")]
@@ -36,7 +36,7 @@ def whole_and_parts(model: Path, directory: Path, method: str, optim: dict, **sp
 def test_interrupted_run_equals_an_uninterrupted_one(small_llama: Path, tmp_path: Path, method: str, optimizer: str):
     """Weights, losses, memory figures: not a bit may tell that the process ended twice."""
     whole, parts = whole_and_parts(small_llama, tmp_path, method, {"name": optimizer})
-    whole.refuse_other(parts)
+    whole.check_equal(parts)
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_interrupted_run_equals_an_uninterrupted_one_for_every_method_and_optimi
     small_llama: Path, tmp_path: Path, method: str, optimizer: str
 ):
     whole, parts = whole_and_parts(small_llama, tmp_path, method, {"name": optimizer})
-    whole.refuse_other(parts)
+    whole.check_equal(parts)
 
 
 PRECISIONS = [
@@ -66,42 +66,42 @@ def test_interrupted_run_equals_an_uninterrupted_one_in_every_precision(
 ):
     """State in another type than the weights', rounded to theirs as PyTorch's own loading does."""
     whole, parts = whole_and_parts(small_llama, tmp_path, method, optim, precision=precision)
-    whole.refuse_other(parts)
+    whole.check_equal(parts)
 
 
 def test_interrupted_step_is_repeated_with_the_same_dropout(small_llama: Path, tmp_path: Path):
     """What half a step drew or added up must leave no trace."""
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
-    break_off(job, tmp_path / "kept", stop_within=2)
+    interrupt(job, tmp_path / "kept", stop_within=2)
     checkpoints = Breaking(tmp_path / "kept")
     assert checkpoints.first_step == 2
-    finish(job).refuse_other(finish(job, checkpoints))
+    finish(job).check_equal(finish(job, checkpoints))
 
 
 def test_failed_run_resumes_from_its_last_checkpoint(small_llama: Path, tmp_path: Path):
     """Nothing is saved as the power fails: what was kept before serves."""
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
-    break_off(job, tmp_path / "kept", fail_after=3, every_step=True)
+    interrupt(job, tmp_path / "kept", fail_after=3, every_step=True)
     said: list[str] = []
     checkpoints = Breaking(tmp_path / "kept", notify=said.append)
     assert checkpoints.first_step == 3
-    finish(job).refuse_other(finish(job, checkpoints))
+    finish(job).check_equal(finish(job, checkpoints))
     assert len(said) == 1 and said[0].startswith(f"train: resumed at optimizer step 3 of {STEPS} (checkpoint of 20")
 
 
 def test_a_run_stopped_in_its_first_step_starts_again(small_llama: Path, tmp_path: Path):
     """There is nothing to keep before a step is done."""
     job = small_job(small_llama, tmp_path / "tokens")
-    break_off(job, tmp_path / "kept", stop_within=0)
+    interrupt(job, tmp_path / "kept", stop_within=0)
     checkpoints = Breaking(tmp_path / "kept")
     assert checkpoints.first_step == 0 and "no checkpoint" in checkpoints.resume_hint()
-    finish(job).refuse_other(finish(job, checkpoints))
+    finish(job).check_equal(finish(job, checkpoints))
 
 
 def test_memory_figures_include_earlier_processes(small_llama: Path, tmp_path: Path):
     """The largest batch is in the first step: a process that begins later never sees what it took."""
     job = small_job(small_llama, tmp_path / "tokens")
-    break_off(job, tmp_path / "kept", stop_after=1)
+    interrupt(job, tmp_path / "kept", stop_after=1)
     found = CheckpointStore(tmp_path / "kept", 2, print).newest()
     assert found is not None
     found.values["memory_by_phase"]["backward"]["rss_bytes"] = 1 << 50
@@ -117,7 +117,7 @@ def test_checkpoints_do_not_change_results(small_llama: Path, tmp_path: Path):
     """A run that keeps every step is the run that keeps none, to the measured byte."""
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.3)
     checkpoints = Breaking(tmp_path / "kept", every_step=True)
-    finish(job).refuse_other(finish(job, checkpoints))
+    finish(job).check_equal(finish(job, checkpoints))
     assert [path.name for path in (tmp_path / "kept").iterdir()] == [f"step-{STEPS:09d}"], "the end of training"
 
 
@@ -126,7 +126,7 @@ def test_checkpoints_do_not_change_results(small_llama: Path, tmp_path: Path):
 def test_full_disk_costs_a_checkpoint_and_not_the_run(small_llama: Path, tmp_path: Path, monkeypatch, part: str):
     """While the tensors are written, or while a thread finishes the checkpoint: what was kept before stays."""
     job = small_job(small_llama, tmp_path / "tokens")
-    break_off(job, tmp_path / "kept", stop_after=1)
+    interrupt(job, tmp_path / "kept", stop_after=1)
     said: list[str] = []
     checkpoints = Breaking(tmp_path / "kept", notify=said.append, every_step=True)
 
@@ -134,7 +134,7 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(small_llama: Path, tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(f"lean_finetune.train.checkpoint.checkpoint_files.{part}", full)
-    finish(job).refuse_other(finish(job, checkpoints))
+    finish(job).check_equal(finish(job, checkpoints))
     assert len(said) == 1 + STEPS and all("No space left" in line for line in said[1:])
     assert said[1].startswith("warning: no checkpoint was made, earlier ones are kept: ")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-000000001"]
@@ -154,6 +154,6 @@ def test_weights_that_are_not_finite_are_not_saved(small_llama: Path, tmp_path: 
     assert "no checkpoint was made" in text
     assert not list((tmp_path / "kept").glob("step-*"))
 
-    break_off(job, tmp_path / "kept", stop_after=2)
+    interrupt(job, tmp_path / "kept", stop_after=2)
     assert "the checkpoint of optimizer step 2 is kept" in (text := diverge(Breaking(tmp_path / "kept")))
     assert "fails here again; changed parameters start at the first step" in text
