@@ -1,4 +1,4 @@
-"""Simulated series of memory, each from a seed: what is no leak, and what is."""
+"""Simulated series of memory, each from a seed: with a leak and without."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,25 +25,12 @@ def lengths(draw: Draw) -> np.ndarray:
     return np.clip(draw.lognormal(5.2, 0.9, STEPS), 16, 2048).round()
 
 
-def peaks(tokens: np.ndarray, draw: Draw) -> np.ndarray:
-    """A square law with noise."""
-    return LEVEL + 2 * MIB * tokens + 200 * tokens**2 + draw.normal(0, 5 * MIB, len(tokens))
-
-
 def autoregressive(draw: Draw, memory: float) -> np.ndarray:
-    """Noise that remembers so much of itself from step to step; 1 is a random walk."""
+    """Noise with this autocorrelation; 1 is a random walk."""
     series = np.zeros(STEPS)
     for step, push in enumerate(draw.normal(0, 20 * MIB, STEPS)):
         series[step] = memory * series[step - 1] + push
     return LEVEL + series
-
-
-def noise(draw: Draw) -> Columns:
-    return {"held_bytes": LEVEL + draw.normal(0, 50 * MIB, STEPS)}
-
-
-def flat(draw: Draw) -> Columns:
-    return {"held_bytes": np.full(STEPS, LEVEL + draw.integers(10) * MIB)}
 
 
 def sawtooth(draw: Draw) -> Columns:
@@ -67,62 +54,61 @@ def jumps(draw: Draw) -> Columns:
     return {"held_bytes": series}
 
 
-def random_lengths(draw: Draw) -> Columns:
-    tokens = lengths(draw)
-    return {"tokens": tokens, "allocated_bytes": peaks(tokens, draw)}
+def with_peaks(tokens: np.ndarray, draw: Draw) -> Columns:
+    """Peaks by a square law of the tokens, with noise."""
+    noise = draw.normal(0, 5 * MIB, len(tokens))
+    return {"tokens": tokens, "allocated_bytes": LEVEL + 2 * MIB * tokens + 200 * tokens**2 + noise}
 
 
-def rising_lengths(draw: Draw) -> Columns:
-    tokens = np.maximum(1, np.linspace(64, 2048, STEPS).round() + draw.integers(-20, 21, STEPS))
-    return {"tokens": tokens, "allocated_bytes": peaks(tokens, draw)}
-
-
-def falling_lengths(draw: Draw) -> Columns:
-    tokens = np.maximum(1, np.linspace(2048, 64, STEPS).round() + draw.integers(-20, 21, STEPS))
-    return {"tokens": tokens, "allocated_bytes": peaks(tokens, draw)}
+def sorted_lengths(draw: Draw, first: int, last: int) -> np.ndarray:
+    return np.maximum(1, np.linspace(first, last, STEPS).round() + draw.integers(-20, 21, STEPS))
 
 
 def sorted_epochs(draw: Draw) -> Columns:
     """Two to five epochs, each from short to long."""
     epochs = int(draw.integers(2, 6))
-    tokens = np.tile(np.linspace(64, 2048, STEPS // epochs + 1).round(), epochs)[:STEPS]
-    return {"tokens": tokens, "allocated_bytes": peaks(tokens, draw)}
+    return with_peaks(np.tile(np.linspace(64, 2048, STEPS // epochs + 1).round(), epochs)[:STEPS], draw)
 
 
-def kept_for_the_longest(draw: Draw) -> Columns:
-    """A process that keeps what its longest batch so far took."""
+def as_for_the_longest(draw: Draw) -> Columns:
+    """A process that never frees the memory of its longest batch."""
     longest = np.maximum.accumulate(tokens := lengths(draw))
     return {"longest_row": tokens, "rss_bytes": 2 * GIB + longest * MIB / 2 + draw.normal(0, 3 * MIB, STEPS)}
 
 
 NO_LEAK: dict[str, Callable[[Draw], Columns]] = {
-    "flat": flat,
-    "noise": noise,
+    "flat": lambda draw: {"held_bytes": np.full(STEPS, LEVEL)},
+    "noise": lambda draw: {"held_bytes": LEVEL + draw.normal(0, 50 * MIB, STEPS)},
     "noise that remembers 0.5": lambda draw: {"rss_bytes": autoregressive(draw, 0.5)},
     "noise that remembers 0.9": lambda draw: {"rss_bytes": autoregressive(draw, 0.9)},
     "random walk": lambda draw: {"rss_bytes": autoregressive(draw, 1.0)},
     "sawtooth": sawtooth,
     "warm-up": warm_up,
     "jumps": jumps,
-    "random lengths": random_lengths,
-    "rising lengths": rising_lengths,
-    "falling lengths": falling_lengths,
+    "random lengths": lambda draw: with_peaks(lengths(draw), draw),
+    "rising lengths": lambda draw: with_peaks(sorted_lengths(draw, 64, 2048), draw),
+    "falling lengths": lambda draw: with_peaks(sorted_lengths(draw, 2048, 64), draw),
     "sorted epochs": sorted_epochs,
-    "kept for the longest": kept_for_the_longest,
+    "as for the longest": as_for_the_longest,
 }
 
 
-def added(columns: Columns, per_step: float, name: str) -> Columns:
-    """A leak on top."""
-    return {**columns, name: columns[name] + per_step * np.arange(STEPS)}
+def leaking(kind: str, per_step: float, name: str) -> Callable[[Draw], Columns]:
+    """A leak on top of a series without one."""
+
+    def draw_columns(draw: Draw) -> Columns:
+        columns = NO_LEAK[kind](draw)
+        return {**columns, name: columns[name] + per_step * np.arange(STEPS)}
+
+    return draw_columns
 
 
 LEAK: dict[str, Callable[[Draw], Columns]] = {
-    "small, under noise": lambda draw: added(noise(draw), 3 * MIB, "held_bytes"),
-    "under lengths": lambda draw: added(random_lengths(draw), 4 * MIB, "allocated_bytes"),
-    "on a random walk": lambda draw: added({"rss_bytes": autoregressive(draw, 1.0)}, 24 * MIB, "rss_bytes"),
-    "on a sawtooth": lambda draw: added(sawtooth(draw), 4 * MIB, "rss_bytes"),
-    "after a warm-up": lambda draw: added(warm_up(draw), 2 * MIB, "rss_bytes"),
+    "small, under noise": leaking("noise", 3 * MIB, "held_bytes"),
+    "under lengths": leaking("random lengths", 4 * MIB, "allocated_bytes"),
+    "on a random walk": leaking("random walk", 24 * MIB, "rss_bytes"),
+    "on a sawtooth": leaking("sawtooth", 4 * MIB, "rss_bytes"),
+    "after a warm-up": leaking("warm-up", 2 * MIB, "rss_bytes"),
     "in bursts": lambda draw: {"held_bytes": LEVEL + np.cumsum(draw.random(STEPS) < 0.3) * 8.0 * MIB},
 }
 

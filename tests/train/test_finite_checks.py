@@ -1,4 +1,4 @@
-"""What train refuses, before it loads and while it runs."""
+"""Refusals of stage train, before it loads and while it runs."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.heldout_loss import heldout_batches
 from lean_finetune.train.monitor.finite_checks import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
-from lean_finetune.train.process import training_device
 from lean_finetune.train.process.training_device import check_device, check_host, check_offload
 from lean_finetune.train.train_job import measured_steps
 from tests.small_model import CPU, spec_of
@@ -29,34 +29,26 @@ def micro_batches() -> list[MicroBatch]:
     ]
 
 
-def test_a_non_finite_loss_names_step_micro_batch_and_rows():
-    """Training on would spoil the weights in silence."""
+def test_a_step_that_is_not_finite_is_refused_with_its_place():
+    """Training on would destroy the weights."""
+    refuse_non_finite([ONE, ONE], ONE, 7, micro_batches())
     with pytest.raises(UserError, match=r"step 7, micro-batch 1 \(training rows 11, 12\)"):
         refuse_non_finite([ONE, NAN], ONE, 7, micro_batches())
-
-
-def test_non_finite_gradient_is_refused_and_a_finite_step_passes():
-    refuse_non_finite([ONE, ONE], ONE, 7, micro_batches())
     with pytest.raises(UserError, match=r"gradient must be finite; its norm is inf at optimizer step 7"):
         refuse_non_finite([ONE, ONE], torch.tensor(float("inf")), 7, micro_batches())
 
 
-def test_a_refusal_of_estimate_stops_train():
-    verdict = {"enforce": True, "refusal": "predicted peak 90.00 GiB exceeds …"}
-    with pytest.raises(UserError, match="predicted peak 90"):
-        check_device(CPU, spec_of(), verdict, {"peak_bytes_predicted": 1, "gpu": "cpu"})
-
-
-def test_enforce_false_lets_it_run():
-    verdict = {"enforce": False, "refusal": None}
-    check_device(CPU, spec_of(), verdict, {"peak_bytes_predicted": 2**60, "gpu": "cpu"})
-
-
 def test_actual_device_is_checked():
     """The verdict is for hardware.gpu, which may not be the machine that trains."""
+    too_large = {"peak_bytes_predicted": 2**60, "gpu": "A100-80GB"}
     with pytest.raises(UserError, match=r"hardware\.gpu: the run needs .* are free (of this machine's RAM|within)"):
-        check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**60, "gpu": "A100-80GB"})
-    check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 1, "gpu": "A100-80GB"})
+        check_device(CPU, spec_of(), FITS, too_large)
+    check_device(CPU, spec_of(), FITS, {**too_large, "peak_bytes_predicted": 1})
+    check_device(CPU, spec_of(), {"enforce": False, "refusal": None}, too_large)
+    with pytest.raises(UserError, match=r"predicted, of RAM on the host of A100-80GB\) but"):
+        check_device(torch.device("cuda"), spec_of(), FITS, {**too_large, "host_bytes_predicted": 2**60})
+    with pytest.raises(UserError, match="predicted peak 90"):
+        check_device(CPU, spec_of(), {"enforce": True, "refusal": "predicted peak 90.00 GiB exceeds …"}, too_large)
 
 
 @pytest.mark.parametrize(
@@ -70,24 +62,19 @@ def test_offloading_activations_needs_room(tmp_path: Path, choice, where):
         check_offload(choice, 2**60, tmp_path / "scratch")
 
 
-def test_offloading_the_optimizer_needs_room():
-    """A host that swaps itself to death under the state of an 8B, or a device that is the host itself."""
-    gpu = torch.device("cuda")
+def test_offloading_and_sharding_need_room_on_the_host():
+    """A host that swaps under the state of an 8B, or is out of memory while it reads a 70B model that GPUs share."""
+    gpu, too_large = torch.device("cuda"), {"host_bytes_predicted": 2**60}
     check_host("none", CPU, {"host_bytes_predicted": None})
+    check_host("none", gpu, too_large, "ddp")
     check_host("optimizer", gpu, {"host_bytes_predicted": 2**10})
     with pytest.raises(UserError, match=r"^train\.offload: optimizer needs room .* free .*; free some, use"):
-        check_host("optimizer", gpu, {"host_bytes_predicted": 2**60})
+        check_host("optimizer", gpu, too_large)
     with pytest.raises(UserError, match=r"^train\.offload: .* where training runs on the CPU; use none$"):
         check_host("optimizer", CPU, {"host_bytes_predicted": None})
-
-
-@pytest.mark.parametrize("sharding", ["zero2", "zero3", "hsdp"])
-def test_sharded_weights_need_room_on_the_host(sharding):
-    """A process that the system kills while it reads a 70B model which GPUs would have shared."""
-    gpu, predicted = torch.device("cuda"), {"host_bytes_predicted": 2**60}
-    check_host("none", gpu, predicted, "ddp")
-    with pytest.raises(UserError, match=rf"^train\.sharding: {sharding} needs room .* are free .*; free some, use"):
-        check_host("none", gpu, predicted, sharding)
+    for sharding in SPLIT_WEIGHTS:
+        with pytest.raises(UserError, match=rf"^train\.sharding: {sharding} needs room .* are free .*; free some, use"):
+            check_host("none", gpu, too_large, sharding)
 
 
 def test_heldout_batches_keep_the_budget_and_lose_no_row(tmp_path: Path):
@@ -132,21 +119,3 @@ def test_control_steps_are_measured_too():
     lengths = np.full(9, 8, np.int32)
     assert measured_steps(Plan.of(planned), lengths) == {0, 2, 4, 6, 8}
     assert measured_steps(Plan.of(planned[:1]), lengths) == {0}
-
-
-def test_memory_limit_of_a_container_is_checked(monkeypatch: pytest.MonkeyPatch):
-    """A process that the kernel kills after an hour, since its container may use less than the machine has."""
-    told = "within this container's memory limit of 8 GiB"
-    monkeypatch.setattr(training_device, "free_host_bytes", lambda: (2**30, told))
-    with pytest.raises(UserError, match=r"hardware\.gpu: the run needs 2 GiB .* but 1 GiB are free within this contai"):
-        check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**31, "gpu": "cpu"})
-    check_device(CPU, spec_of(), FITS, {"peak_bytes_predicted": 2**29, "gpu": "cpu"})
-    monkeypatch.setattr(training_device.torch.cuda, "mem_get_info", lambda _: (2**40, 2**40))
-    cuda = torch.device("cuda", 0)
-    estimate = {"peak_bytes_predicted": 2**39, "gpu": "H100"}
-    with pytest.raises(
-        UserError, match=r"needs 2 GiB \(predicted, of RAM on the host of H100\) but 1 GiB are free with"
-    ):
-        check_device(cuda, spec_of(), FITS, {**estimate, "host_bytes_predicted": 2**31})
-    for host_bytes in (2**29, None):
-        check_device(cuda, spec_of(), FITS, {**estimate, "host_bytes_predicted": host_bytes})

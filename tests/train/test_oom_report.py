@@ -1,4 +1,4 @@
-"""What is told when memory has ended: recognised by any of its names, and in lines that lead somewhere."""
+"""Out-of-memory errors are recognised by any of their names, and reported with remedies."""
 
 import errno
 from dataclasses import replace
@@ -11,12 +11,10 @@ import torch
 
 from lean_finetune.core.address_limit import AddressLimit
 from lean_finetune.core.atomic_files import write_json
-from lean_finetune.core.errors import StageCommand
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.step.oom_errors import is_out_of_memory
 from lean_finetune.train.oom.oom_report import Prediction, RunOptions, changes_that_fit, oom_error, read_prediction
 from lean_finetune.train.oom.oom_state import Failure, requested_bytes
-from tests.workspace import invoke
 
 FAILURE = Failure(
     message="OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. " + "GPU 0 has figures. " * 20,
@@ -47,14 +45,16 @@ FORECAST = Prediction(
 )
 
 
-def told(failure: Failure, tmp_path: Path, *, forecast: Prediction = FORECAST, running: RunOptions = FULL) -> list[str]:
-    """The lines: the fault's, then the details."""
+def lines_of(
+    failure: Failure, tmp_path: Path, *, forecast: Prediction = FORECAST, running: RunOptions = FULL
+) -> list[str]:
+    """The error's line, then the details."""
     error = oom_error(failure, forecast, device="RTX-4090", options=running, record=tmp_path / "oom.json")
     return [str(error), *error.details]
 
 
 def test_gpu_error_has_predicted_and_measured_breakdown(tmp_path: Path):
-    assert told(FAILURE, tmp_path) == [
+    assert lines_of(FAILURE, tmp_path) == [
         "bucket.max_tokens: RTX-4090 ran out of memory allocating 0.5 GiB in backward of optimizer step 3, micro-batch "
         "1 of 4 (8 x 512 tokens); lower it, or change the run as below",
         "predicted: 16 GiB of tensors at most in backward (activations 12 GiB, weights 4 GiB), for RTX-4090 of 23.99 "
@@ -85,31 +85,26 @@ def test_gpu_error_has_predicted_and_measured_breakdown(tmp_path: Path):
 )
 def test_each_phase_has_its_own_remedy(tmp_path: Path, changes: dict[str, Any], begins: str, offered: bool):
     """Recovery offered where it cannot help; the batch size blamed for the optimizer."""
-    lines = told(replace(FAILURE, **changes), tmp_path)
+    lines = lines_of(replace(FAILURE, **changes), tmp_path)
     assert lines[0].startswith(begins) and all("\n" not in line for line in lines)
     assert any("run.oom_recovery=split" in line for line in lines) is offered
     assert ("8 rows joined to 4096 tokens" in lines[0]) is changes.get("joined", False)
 
 
 def test_current_settings_are_not_proposed(tmp_path: Path):
-    """A run of qlora told to use qlora, and one of sgd to take an optimizer with less state."""
-    least = RunOptions(method="qlora", precision="bf16", optimizer="sgd", can_split=True)
+    """A run of qlora that is advised to use qlora, and one of sgd to use an optimizer with less state."""
+    least = RunOptions(method="qlora", precision="bf16", optimizer="sgd", can_split=False)
     for phase in ("load", "optimizer"):
         failure = replace(FAILURE, phase=phase, step=None, number=None, weights_intact=False)
-        assert told(failure, tmp_path, running=least)[0].startswith("hardware.gpu: ")
+        assert lines_of(failure, tmp_path, running=least)[0].startswith("hardware.gpu: ")
     loading = replace(FAILURE, phase="load", step=None, number=None)
-    line = told(loading, tmp_path, running=replace(least, method="lora"))[0]
+    line = lines_of(loading, tmp_path, running=replace(least, method="lora"))[0]
     assert line.startswith("train.method: ") and "(qlora)" in line
-
-
-def test_split_is_not_proposed_if_set(tmp_path: Path):
-    assert not any(
-        "run.oom_recovery" in line for line in told(FAILURE, tmp_path, running=replace(FULL, can_split=False))
-    )
+    assert not any("run.oom_recovery" in line for line in lines_of(FAILURE, tmp_path, running=least))
 
 
 def test_advice_of_estimate_comes_before_single_changes(tmp_path: Path):
-    """A change told to fit that needs more than was there."""
+    """A change that is said to fit but needs more than there was."""
     changes = [("a=1", 30 * GIB), ("b=2", 20 * GIB), ("c=3", 10 * GIB), ("d=4", 9 * GIB), ("e=5", 8 * GIB)]
     single = [{"command": f"dvc exp run -S {flag}", "peak_bytes": size} for flag, size in changes]
     forecast = replace(FORECAST, advice={"remedies": [], "single_changes": single})
@@ -126,48 +121,30 @@ def test_advice_of_estimate_comes_before_single_changes(tmp_path: Path):
 def test_error_is_reported_without_a_prediction(tmp_path: Path):
     """A second fault that hides the first."""
     forecast = read_prediction(METRICS, tmp_path / "nowhere")
+    (tmp_path / "oom.json").mkdir()
     unknown = replace(FAILURE, held_bytes=None, reserved_bytes=None, free_bytes=None)
-    lines = told(unknown, tmp_path, forecast=forecast)
+    lines = lines_of(unknown, tmp_path, forecast=forecast)
     assert lines[1] == "measured: unknown, this system has no allocator statistics" and not any(
         "predicted" in one for one in lines
     )
+    assert "no details were written: " in lines[-1], "an error of the record must not hide the first"
     write_json(tmp_path / "breakdown.json", dict(FORECAST.breakdown))
     assert read_prediction(METRICS, tmp_path).breakdown == FORECAST.breakdown
 
 
-def test_write_error_of_the_record_does_not_hide_the_error(tmp_path: Path):
-    (tmp_path / "oom.json").mkdir()
-    lines = told(FAILURE, tmp_path)
-    assert lines[0].startswith("bucket.max_tokens: ") and "no details were written: " in lines[-1]
-
-
 def test_address_space_limit_is_named(tmp_path: Path):
-    """bucket.max_tokens blamed for `ulimit -v`, and a question of a GPU of 4 MiB, which the tool refuses."""
+    """bucket.max_tokens blamed for `ulimit -v`; a proposed GPU of 4 MiB, which `lean-finetune fit` refuses."""
     limit = AddressLimit(limit_bytes=4 * GIB, used_bytes=4 * GIB - MIB)
     small = replace(FAILURE, held_bytes=4 * MIB, asked_bytes=2 * MIB, by_category={}, addresses=limit)
     few = replace(FORECAST, breakdown={"backward": {"activations": 27 * MIB}})
-    first, *lines = told(small, tmp_path, forecast=few)
+    first, *lines = lines_of(small, tmp_path, forecast=few)
     assert (
         first.startswith("ulimit -v: RTX-4090 ran out of memory allocating 2 MiB in backward of optimizer step 3")
         and "4 GiB" in first
     )
     assert "bucket.max_tokens" not in first and not any("lean-finetune fit" in line for line in lines)
-    assert told(replace(FAILURE, addresses=limit), tmp_path)[0].endswith("or bucket.max_tokens: lower it")
-    assert not any("--gpu 4MiB" in line for line in told(replace(small, addresses=None), tmp_path, forecast=few))
-
-
-def test_command_prints_details_below_the_error(tmp_path: Path):
-    def fail() -> None:
-        raise oom_error(
-            FAILURE, FORECAST, device="a", options=replace(FULL, can_split=False), record=tmp_path / "oom.json"
-        )
-
-    done = invoke(StageCommand("fails", callback=fail))
-    first, *lines = done.stderr.splitlines()
-    assert done.exit_code == 1 and first.startswith(
-        "error: bucket.max_tokens: a ran out of memory allocating 0.5 GiB in backward"
-    )
-    assert len(lines) == 5 and all(line.startswith("  ") for line in lines)
+    assert lines_of(replace(FAILURE, addresses=limit), tmp_path)[0].endswith("or bucket.max_tokens: lower it")
+    assert not any("--gpu 4MiB" in line for line in lines_of(replace(small, addresses=None), tmp_path, forecast=few))
 
 
 @pytest.mark.parametrize(
@@ -184,12 +161,12 @@ def test_command_prints_details_below_the_error(tmp_path: Path):
     ],
 )
 def test_out_of_memory_errors_are_recognised(error: Exception, memory: bool):
-    """A fault of the program recovered from, or one of memory that passes as a traceback."""
+    """Recovery from a fault of the program, or a traceback for lack of memory."""
     assert is_out_of_memory(error) is memory
 
 
 def test_requested_bytes_are_parsed_from_real_messages():
-    """Messages that changed with a version: here they come from the libraries themselves."""
+    """Messages of the libraries that change with a version."""
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**46)
     assert is_out_of_memory(refused.value) and requested_bytes(str(refused.value)) == 2**48

@@ -1,4 +1,4 @@
-"""An unfinished run that is not resumed says why; one with other code or versions is resumed where a user wants it."""
+"""Why an unfinished run is not resumed; runs with other code or versions are resumed if the user asks."""
 
 import json
 from copy import deepcopy
@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from lean_finetune.config.load import load_params
-from lean_finetune.config.schema import Run
 from lean_finetune.core.errors import UserError
-from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.loop_hooks import NO_CHECKPOINTS, CheckpointHooks
 from lean_finetune.train.checkpoint.scratch_dir import DVC_LOCK, RECORD, RunDirectory, mark_finished
 from lean_finetune.train.loop import train
@@ -45,7 +43,7 @@ def parts_with(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return changed
 
 
-def left(root: Path, step: int, changes: dict[str, dict[str, Any]]) -> Path:
+def unfinished(root: Path, step: int, changes: dict[str, dict[str, Any]]) -> Path:
     """The directory of an unfinished run."""
     record = {"parts": parts_with(**changes), "earlier": []}
     directory = root / run_key(record)
@@ -54,6 +52,7 @@ def left(root: Path, step: int, changes: dict[str, dict[str, Any]]) -> Path:
     return directory
 
 
+OLDER = parts_with(code={"lean_finetune/step/training_step.py": "older"})
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "parameters": ({"train.lr": 0.001}, "train.lr: 0.001 there, 0.003 here"),
     "data": ({"tokens.train.arrow": "other"}, "tokens.train.arrow"),
@@ -66,13 +65,13 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_reason_is_reported_when_a_run_is_not_resumed(tmp_path: Path, kind: str):
-    """Hours of training that begin at step 0 once more, without a word of which of six things was changed."""
-    change, told = CHANGES[kind]
-    other, said = left(tmp_path, 2, {kind: change}), list[str]()
-    assert choose_directory(tmp_path, PARTS, "exact", said.append).earlier is None
-    [line] = said
+    """Training starts at step 0 again without saying what was changed."""
+    change, text = CHANGES[kind]
+    other, messages = unfinished(tmp_path, 2, {kind: change}), list[str]()
+    assert choose_directory(tmp_path, PARTS, "exact", messages.append).earlier is None
+    [line] = messages
     assert line.startswith(f"note: the unfinished training in {other} (optimizer step 2) is not resumed: {kind} differ")
-    assert told in line
+    assert text in line
     assert line.endswith("-S run.resume=compatible resumes it") == (kind in ("code", "versions"))
     choice = choose_directory(tmp_path, PARTS, "compatible", lambda line: None)
     assert choice.earlier == (other if kind in ("code", "versions") else None)
@@ -80,86 +79,71 @@ def test_reason_is_reported_when_a_run_is_not_resumed(tmp_path: Path, kind: str)
 
 def test_nearest_of_several_runs_is_reported(tmp_path: Path):
     """Each change of a parameter leaves one."""
-    left(tmp_path, 90, {"parameters": {"train.lr": 1.0}})
-    left(
-        tmp_path,
-        80,
-        {
-            "code": {"lean_finetune/step/training_step.py": "a", "lean_finetune/step/loss.py": "b"},
-            "versions": {"torch": "1"},
-        },
-    )
-    nearest, said = left(tmp_path, 3, {"code": {"lean_finetune/step/training_step.py": "a"}}), list[str]()
-    choose_directory(tmp_path, PARTS, "exact", said.append)
-    assert len(said) == 1 and str(nearest) in said[0]
+    unfinished(tmp_path, 90, {"parameters": {"train.lr": 1.0}})
+    code = {"lean_finetune/step/training_step.py": "a", "lean_finetune/step/loss.py": "b"}
+    unfinished(tmp_path, 80, {"code": code, "versions": {"torch": "1"}})
+    nearest, messages = unfinished(tmp_path, 3, {"code": {"lean_finetune/step/training_step.py": "a"}}), list[str]()
+    choose_directory(tmp_path, PARTS, "exact", messages.append)
+    assert len(messages) == 1 and str(nearest) in messages[0]
 
 
-def settings() -> Run:
-    return load_params(ROOT / "params.yaml").run
-
-
-def opened_for(choice: RunDirectory, said: list[str]) -> Any:
-    return open_checkpointer(choice, run=settings(), stop=StopRequest(), notify=said.append)
-
-
-def test_compatible_run_resumes_with_a_note_and_is_never_resumed_as_exact(small_llama: Path, tmp_path: Path):
-    """Metrics of two versions of the code that look like those of one."""
-    job, root, said = quick_job(small_llama, tmp_path), tmp_path / "kept", list[str]()
-    old = choose_directory(root, parts_with(code={"lean_finetune/step/training_step.py": "older"}), "exact", print)
-    with pytest.raises(ConnectionError), opened_for(old, said) as checkpoints:
-        checkpoints.after_step = stop_after(checkpoints, 2)
-        weights_of(job, checkpoints)
-    choice = choose_directory(root, PARTS, "compatible", said.append)
-    assert choice.earlier == old.directory
-    with pytest.raises(ConnectionError), opened_for(choice, said) as checkpoints:
-        assert checkpoints.first_step == 2
-        checkpoints.after_step = stop_after(checkpoints, 4)
-        weights_of(job, checkpoints)
-    assert choose_directory(root, PARTS, "exact", said.append).directory != choice.directory
-    assert "is not resumed: it has itself resumed other code" in said[-1]
-    again = choose_directory(root, PARTS, "compatible", said.append)
-    assert again == RunDirectory(directory=choice.directory, earlier=None, record=choice.record)
-    assert resumed_figures(again) == {
-        "resumed": "compatible: with other code (lean_finetune/step/training_step.py) up to step 2"
-    }
-    with opened_for(again, said) as checkpoints:
-        assert checkpoints.first_step == 4
-        assert weights_of(job, checkpoints) == weights_of(job)  # Nothing but the record's word was another.
+def opened_for(choice: RunDirectory, messages: list[str]) -> Any:
+    run = load_params(ROOT / "params.yaml").run
+    return open_checkpointer(choice, run=run, stop=StopRequest(), notify=messages.append)
 
 
 def quick_job(model: Path, place: Path, **spec: Any) -> TrainJob:
-    """One that measures no more than it has to."""
-    job = small_job(model, place / "tokens", **spec)
-    return replace(job, measured_steps=frozenset(), heldout_every_steps=None)
+    """A job without measurements."""
+    return replace(small_job(model, place / "tokens", **spec), measured_steps=frozenset(), heldout_every_steps=None)
 
 
 def weights_of(job: TrainJob, checkpoints: CheckpointHooks = NO_CHECKPOINTS) -> list[Any]:
-    """Train; the trained weights, as lists that can be compared."""
+    """Train, and return the trained weights as lists that can be compared."""
     return [weight.tolist() for _, weight in train(job, make_meter(CPU), checkpoints).parallel.trained_parameters()]
 
 
-def stop_after(checkpoints: Checkpointer, step: int) -> Any:
-    """A power cut after a checkpoint of so many steps."""
+def train_until(step: int, job: TrainJob, choice: RunDirectory, messages: list[str], first_step: int = 0) -> None:
+    """Train until a power failure after the checkpoint of a step."""
 
     def after_step(run: Any) -> None:
         if run.step == step:
             checkpoints._save_last(run)
-            checkpoints.wait()
             raise ConnectionError
 
-    return after_step
+    with pytest.raises(ConnectionError), opened_for(choice, messages) as checkpoints:
+        assert checkpoints.first_step == first_step
+        checkpoints.after_step = after_step
+        weights_of(job, checkpoints)
+
+
+def test_compatible_run_resumes_with_a_note_and_is_never_resumed_as_exact(small_llama: Path, tmp_path: Path):
+    """Metrics of two versions of the code that look like those of one."""
+    job, root, messages = quick_job(small_llama, tmp_path), tmp_path / "checkpoints", list[str]()
+    old = choose_directory(root, OLDER, "exact", print)
+    train_until(2, job, old, messages)
+    choice = choose_directory(root, PARTS, "compatible", messages.append)
+    assert choice.earlier == old.directory
+    train_until(4, job, choice, messages, first_step=2)
+    assert choose_directory(root, PARTS, "exact", messages.append).directory != choice.directory
+    assert "is not resumed: it has itself resumed other code" in messages[-1]
+    again = choose_directory(root, PARTS, "compatible", messages.append)
+    assert again == RunDirectory(directory=choice.directory, earlier=None, record=choice.record)
+    assert resumed_figures(again) == {
+        "resumed": "compatible: with other code (lean_finetune/step/training_step.py) up to step 2"
+    }
+    with opened_for(again, messages) as checkpoints:
+        assert checkpoints.first_step == 4
+        assert weights_of(job, checkpoints) == weights_of(job)  # The code is in fact the same.
 
 
 def test_checkpoint_that_this_code_cannot_read_is_refused_in_one_line(small_llama: Path, tmp_path: Path):
-    """A permission to try ends in no traceback, and what was there stays."""
-    root, said = tmp_path / "kept", list[str]()
-    old = choose_directory(root, parts_with(code={"lean_finetune/step/training_step.py": "older"}), "exact", print)
-    with pytest.raises(ConnectionError), opened_for(old, said) as checkpoints:
-        checkpoints.after_step = stop_after(checkpoints, 2)
-        weights_of(quick_job(small_llama, tmp_path, method="lora"), checkpoints)
+    """run.resume=compatible ends in a traceback, or removes the checkpoint."""
+    root, messages = tmp_path / "checkpoints", list[str]()
+    old = choose_directory(root, OLDER, "exact", print)
+    train_until(2, quick_job(small_llama, tmp_path, method="lora"), old, messages)
     choice = choose_directory(root, PARTS, "compatible", print)
     with pytest.raises(UserError, match="^run.resume: compatible needs .*set run.resume=exact"):
-        with opened_for(choice, said) as checkpoints:
+        with opened_for(choice, messages) as checkpoints:
             weights_of(quick_job(small_llama, tmp_path / "more", method="full"), checkpoints)
     assert [path.name for path in old.directory.glob("step-*")] == ["step-000000002"]
     assert not choice.directory.exists()
@@ -170,20 +154,20 @@ def test_finished_run_keeps_its_last_checkpoint_until_the_next_run(
 ):
     """DVC removes outputs before it runs a stage: a kill between publishing and dvc.lock must not cost the training."""
     monkeypatch.chdir(tmp_path)
-    job, root, said = quick_job(small_llama, tmp_path), tmp_path / "kept", list[str]()
+    job, root, messages = quick_job(small_llama, tmp_path), tmp_path / "checkpoints", list[str]()
     (tmp_path / "train.json").write_text("{}")
     choice = choose_directory(root, PARTS, "exact", print)
     for first_step in (0, 5):
-        with opened_for(choice, said) as checkpoints:
+        with opened_for(choice, messages) as checkpoints:
             assert checkpoints.first_step == first_step
             ended = weights_of(job, checkpoints)
             mark_finished(choice.directory, tmp_path / "train.json")
     assert weights_of(job) == ended
-    DVC_LOCK.write_text("md5: 99914b932bd37a50b983c5e7c90ae93b")  # Of {}: DVC knows the outputs, who forces it trains.
-    with opened_for(choose_directory(root, PARTS, "exact", print), said) as checkpoints:
+    DVC_LOCK.write_text("md5: 99914b932bd37a50b983c5e7c90ae93b")  # MD5 of {}: DVC has recorded the outputs.
+    with opened_for(choose_directory(root, PARTS, "exact", print), messages) as checkpoints:
         assert checkpoints.first_step == 0
         weights_of(job, checkpoints)
         mark_finished(choice.directory, tmp_path / "train.json")
-    said.clear()
-    with opened_for(choose_directory(root, parts_with(parameters={"seed": 1}), "exact", said.append), said):
-        assert not choice.directory.exists() and said == []
+    messages.clear()
+    with opened_for(choose_directory(root, parts_with(parameters={"seed": 1}), "exact", messages.append), messages):
+        assert not choice.directory.exists() and messages == []

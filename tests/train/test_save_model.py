@@ -1,4 +1,4 @@
-"""Saving: whole or not at all, and in a form that others load."""
+"""Saving: complete or not at all, and in a form that other libraries load."""
 
 import json
 import shutil
@@ -21,12 +21,12 @@ from tests.small_model import CPU, base_of, spec_of
 
 
 def test_full_disk_while_saving_is_one_line_and_leaves_no_partial_output(small_llama: Path, tmp_path: Path):
-    """Safetensors raises an error of its own there; a trained model must not end in a traceback."""
+    """Safetensors raises its own error type; a trained model must not end in a traceback."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = run_bounded(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk])
     if mounted.returncode:
-        pytest.skip("this machine lets nobody mount a file system here")
+        pytest.skip("this machine does not allow mounting a file system")
     try:
         for method in ("full", "lora"):
             model = load_model(small_llama, spec_of(method=method, lora_rank=64), CPU)
@@ -38,7 +38,7 @@ def test_full_disk_while_saving_is_one_line_and_leaves_no_partial_output(small_l
 
 
 def test_a_full_model_reloads_in_plain_transformers(small_llama: Path, tmp_path: Path):
-    """Our registered attention is a matter of training: the saved config must not ask for it."""
+    """The attention registered for training in the saved config: transformers does not know it."""
     model = load_model(small_llama, spec_of(method="full"), CPU)
     (tmp_path / "base").mkdir()
     (tmp_path / "base/tokenizer.json").write_text("{}")
@@ -75,7 +75,7 @@ def logits(model: Any, text: str = "One plus two") -> torch.Tensor:
         return model(input_ids=ids).logits
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # What plain peft meets.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # Of plain peft.
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_saved_model_loads_with_its_template_from_any_directory(method, tmp_path, monkeypatch):
     """A base named as params.yaml names it (`tiny`, a relative path) is found from no other directory."""

@@ -1,4 +1,4 @@
-"""Signals: training stops where it can go on from, within seconds, and no process stays behind."""
+"""Signals: training stops within seconds where it can be resumed, and leaves no process running."""
 
 import multiprocessing
 import os
@@ -30,26 +30,22 @@ def wait_for(true: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
-def test_signal_outside_a_step_raises_at_once():
+def test_a_signal_waits_for_the_end_of_a_batch_and_raises_outside_of_steps():
+    """Weights in the middle of an update cannot be saved."""
     with pytest.raises(Stopped) as stopped:
         StopRequest().request(signal.SIGTERM)
     assert (stopped.value.name, stopped.value.exit_code) == ("SIGTERM", 143)
-
-
-def test_a_signal_waits_for_the_end_of_a_batch():
-    """Weights in the middle of an update are no state to keep."""
     stop, seen = StopRequest(), []
-    with stop.deferred():
-        with pytest.raises(Stopped):
-            for number in stop.between(iter(range(5))):
-                seen.append(number)
-                if number == 2:
-                    stop.request(signal.SIGINT)
+    with stop.deferred(), pytest.raises(Stopped):
+        for number in stop.between(iter(range(5))):
+            seen.append(number)
+            if number == 2:
+                stop.request(signal.SIGINT)
     assert seen == [0, 1, 2]
 
 
 def test_handlers_are_restored_and_ignored_signals_stay_ignored():
-    """`nohup` and background jobs say so; and what runs after training has its own Ctrl-C."""
+    """`nohup` and background jobs ignore signals; and code after training has its own Ctrl-C."""
     before = signal.getsignal(signal.SIGTERM)
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -64,18 +60,18 @@ def test_handlers_are_restored_and_ignored_signals_stay_ignored():
 
 
 def test_a_signal_becomes_the_shells_exit_code():
-    """DVC takes the outputs of a stage that ends with 0 for done."""
+    """DVC takes a stage that exits with 0 for finished."""
     stop = StopRequest()
     with pytest.raises(SystemExit) as ended, handle_signals(stop), stop.deferred():
         os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # At once, as `timeout` sends it: the same request.
+        os.kill(os.getpid(), signal.SIGTERM)  # Immediately, as `timeout` sends it: the same request.
         time.sleep(0.1)
         stop.check()
     assert ended.value.code == 143
 
 
 class Trainer:
-    """A training in a process forked from one that has imported all."""
+    """A training in a process forked from one with all imports."""
 
     def __init__(self, model: Path, directory: Path, mode: trainer.Mode):
         directory.mkdir(exist_ok=True)
@@ -87,7 +83,7 @@ class Trainer:
         self.process.start()
 
     def begun(self) -> None:
-        """Wait until it waits."""
+        """Return once it waits."""
         wait_for((self.directory / trainer.BEGUN).exists, START_SECONDS)
 
     def kill(self, number: int) -> None:
@@ -101,14 +97,14 @@ class Trainer:
         return self.process.exitcode
 
     def lines(self) -> list[str]:
-        """What the user was told."""
+        """The lines for the user."""
         file = self.directory / trainer.LINES
         return file.read_text().splitlines() if file.exists() else []
 
 
 @pytest.fixture
 def start(small_llama: Path, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """Starts trainings in one directory; what still runs at the end is killed."""
+    """Starts trainings in one directory, and kills those that still run at the end."""
     started: list[Trainer] = []
 
     def make(mode: trainer.Mode) -> Trainer:
@@ -126,7 +122,7 @@ def start(small_llama: Path, tmp_path: Path) -> Iterator[Callable[..., Trainer]]
 def test_stopped_training_resumes_to_the_same_weights(
     start: Callable[..., Trainer], small_llama: Path, tmp_path: Path, number: signal.Signals
 ):
-    """SIGTERM of a scheduler, Ctrl-C of a user: one line, the shell's code, and nothing lost."""
+    """SIGTERM of a scheduler, Ctrl-C of a user: one line, the shell's exit code, and no finished step lost."""
     first = start("until asked")
     first.begun()
     first.kill(number)
@@ -138,11 +134,11 @@ def test_stopped_training_resumes_to_the_same_weights(
     assert "train: resumed at optimizer step " in second.lines()[-1]
     whole = finish(small_job(small_llama, tmp_path / "tokens", lora_dropout=0.1))
     assert (tmp_path / "run" / trainer.ENDED).read_text() == whole.weights_sha256()
-    assert not (tmp_path / "run/kept").exists()
+    assert not (tmp_path / "run/checkpoints").exists()
 
 
 def test_a_second_signal_ends_the_process_at_once(start: Callable[..., Trainer]):
-    """Who asks again does not want to wait for a batch that takes minutes."""
+    """A second Ctrl-C waits for a batch that takes minutes."""
     training = start("stuck")
     training.begun()
     training.kill(signal.SIGTERM)
@@ -154,7 +150,7 @@ def test_a_second_signal_ends_the_process_at_once(start: Callable[..., Trainer])
 
 @pytest.mark.slow
 def test_training_ends_with_its_parent_process(small_llama: Path, tmp_path: Path):
-    """A trainer that keeps a GPU busy after dvc was killed; it keeps what it has done."""
+    """A trainer that keeps a GPU busy after dvc was killed, or loses its steps."""
     directory = tmp_path / "run"
     directory.mkdir()
     program = (

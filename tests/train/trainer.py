@@ -19,39 +19,37 @@ from lean_finetune.train.resume_run import open_checkpointer
 from tests.conftest import ROOT
 from tests.train.interrupted import finish, small_job
 
-HELD_BATCH = 4
+WAITING_BATCH = 4
 """The batch at which it waits; one step is done by then."""
 LONG_SECONDS = 600
 LINES, BEGUN, ENDED = "lines.txt", "begun", "ended.txt"
-"""Files in its directory: what the user is told; there once it waits; a hash of the weights."""
+"""Files in its directory: lines for the user; exists once it waits; a hash of the weights."""
 Mode = Literal["run", "until asked", "stuck"]
 
 
 def main(model: Path, directory: Path, mode: Mode) -> None:
-    """Train, or go on with it, in `directory`; wait in a batch for a signal, or as if computing it took long."""
+    """Train or resume in `directory`; wait in a batch for a signal, or for long."""
     torch.set_num_threads(1)
     between, numbers = Checkpointer.between, itertools.count(1)
     stop, run = StopRequest(), load_params(ROOT / "params.yaml").run
 
-    def held(checkpoints: Checkpointer, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def waiting_between(checkpoints: Checkpointer, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in between(checkpoints, batches):
-            if next(numbers) == HELD_BATCH and mode != "run":
+            if next(numbers) == WAITING_BATCH and mode != "run":
                 (directory / BEGUN).touch()
                 until = time.monotonic() + LONG_SECONDS
                 while time.monotonic() < until and not (mode == "until asked" and stop.requested):
                     time.sleep(0.01)
             yield batch
 
-    def told(line: str) -> None:
+    def notify(line: str) -> None:
         with open(directory / LINES, "a") as file:
             file.write(line + "\n")
 
-    Checkpointer.between = held  # type: ignore[method-assign, assignment]
+    Checkpointer.between = waiting_between  # type: ignore[method-assign, assignment]
     job = small_job(model, directory / "tokens", lora_dropout=0.1)
-    with (
-        handle_signals(stop),
-        open_checkpointer(RunDirectory(directory=directory / "kept"), run=run, stop=stop, notify=told) as checkpoints,
-    ):
+    where = RunDirectory(directory=directory / "checkpoints")
+    with handle_signals(stop), open_checkpointer(where, run=run, stop=stop, notify=notify) as checkpoints:
         ended = finish(job, checkpoints)
         (directory / ENDED).write_text(ended.weights_sha256())
 
