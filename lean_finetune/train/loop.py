@@ -21,8 +21,7 @@ from lean_finetune.step.training_step import StepResult, training_step
 from lean_finetune.train.callbacks.callback import RunInfo
 from lean_finetune.train.callbacks.registry import make_callbacks
 from lean_finetune.train.checkpoint.loop_hooks import NO_CHECKPOINTS, CheckpointHooks
-from lean_finetune.train.checkpoint.rng_state import restored_after_fault
-from lean_finetune.train.checkpoint.training_state import TrainingRun
+from lean_finetune.train.checkpoint.training_state import TrainingRun, restored_after_fault
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.finite_checks import (
     Diverged,
@@ -33,8 +32,7 @@ from lean_finetune.train.monitor.finite_checks import (
 from lean_finetune.train.monitor.host_peak import HostPeak, host_peak
 from lean_finetune.train.monitor.measured_peak import LOAD, Meter
 from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, MemoryMonitor
-from lean_finetune.train.oom.batch_stream import BatchStream
-from lean_finetune.train.oom.oom_handler import OomHandler, default_oom_handler, split_figures
+from lean_finetune.train.oom.oom_handler import BatchStream, OomHandler, default_oom_handler, split_figures
 from lean_finetune.train.oom.oom_state import CHECKPOINT, HELDOUT
 from lean_finetune.train.train_job import TrainJob, TrainResult
 
@@ -117,7 +115,17 @@ class Trainer:
 
     def _load_and_run(self) -> TrainResult:
         """Load, resume, run all steps, and keep the last checkpoint."""
-        with closing(self._batch_stream()) as stream, ExitStack() as first_window:
+        job = self.job
+        stream = BatchStream(
+            job.rows,
+            job.plan,
+            start_step=self.checkpoints.first_step,
+            rank=job.world.rank,
+            pad_id=job.pad_id,
+            pin_memory=job.device.type == "cuda",
+            threads=job.loader_threads,
+        )
+        with closing(stream), ExitStack() as first_window:
             if self.checkpoints.measures_load:
                 first_window.enter_context(self.meter.window(f"step {self.checkpoints.first_step}"))
             with self.position.phase(LOAD):
@@ -138,18 +146,6 @@ class Trainer:
             oom_splits=split_figures(self.job.plan, self.curves),
             load_host=load_host,
             settings=self.job.settings,
-        )
-
-    def _batch_stream(self) -> BatchStream:
-        job = self.job
-        return BatchStream(
-            job.rows,
-            job.plan,
-            start_step=self.checkpoints.first_step,
-            rank=job.world.rank,
-            pad_id=job.pad_id,
-            pin_memory=job.device.type == "cuda",
-            threads=job.loader_threads,
         )
 
     def _load(self) -> tuple[TrainingRun, HostPeak]:

@@ -1,19 +1,65 @@
 """Write the outputs of stage train: the weights, then curves, model card and metrics."""
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_csv, write_json, write_text
+from lean_finetune.pinning.descriptions import describe_data, describe_model
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, model_address
 from lean_finetune.train.job import Paths
 from lean_finetune.train.loop import CURVE_COLUMNS
-from lean_finetune.train.model_card import model_card
 from lean_finetune.train.save_model import Base, Merge, save_tuned
 from lean_finetune.train.train_job import TrainJob, TrainResult
 
 RESULTS = ("peak_gib_measured", "resumed", "tokens_per_second", "train_loss")
 """Figures in metrics/train.json, by which runs are compared."""
+
+
+def model_card(
+    *,
+    model_lock: Mapping[str, Any],
+    data_lock: Mapping[str, Any],
+    params: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+) -> str:
+    """Return Markdown with the metadata block that model hubs read."""
+    adapter = params["train"]["method"] != "full"
+    shown = {key: value for key, value in metrics.items() if value is not None}
+    return "\n".join(
+        [
+            "---",
+            f"base_model: {model_lock['name']}",
+            f"library_name: {'peft' if adapter else 'transformers'}",
+            "pipeline_tag: text-generation",
+            "tags:",
+            "- lean-finetune",
+            f"- {params['train']['method']}",
+            "---",
+            "",
+            f"# {'Adapter' if adapter else 'Model'} fine-tuned from {describe_model(model_lock)}",
+            "",
+            f"Weights: `data/tuned/` ({'a peft adapter' if adapter else 'a full model'}, safetensors).",
+            "",
+            "## Base model",
+            _json_block(model_lock),
+            "## Data",
+            f"{describe_data(data_lock)}; trained on the supervised tokens only.",
+            "",
+            _json_block(data_lock),
+            "## Parameters",
+            _json_block(params),
+            "## Metrics",
+            _json_block(shown),
+        ]
+    )
+
+
+def _json_block(value: Mapping[str, Any]) -> str:
+    """Return a fenced JSON block followed by a blank line."""
+    return f"```json\n{json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)}\n```\n"
 
 
 def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: Paths) -> None:

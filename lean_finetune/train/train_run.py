@@ -30,14 +30,15 @@ from lean_finetune.train.oom.oom_report import RunOptions, oom_error, read_predi
 from lean_finetune.train.oom.oom_state import SAVE, Failure, OutOfMemory
 from lean_finetune.train.process.best_effort_output import ignore_output_errors
 from lean_finetune.train.process.crash_marker import crash_marker
-from lean_finetune.train.process.nccl_watchdog import nccl_errors, watch_nccl
 from lean_finetune.train.process.ranks import (
     claim_device,
     describe_position,
     explain_timeouts,
     largest_over_ranks,
     launch_ranks,
+    nccl_errors,
     nccl_fault,
+    watch_nccl,
 )
 from lean_finetune.train.process.stop_signals import StopRequest, handle_signals
 from lean_finetune.train.publish_outputs import publish_record, publish_weights

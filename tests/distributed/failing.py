@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lean_finetune.train.oom.oom_handler import OomHandler
-from lean_finetune.train.process import nccl_watchdog
+from lean_finetune.train.process import ranks
 
 VARIABLE = "LEAN_FINETUNE_FAULT"
 MET = Path("fault-was-met")
@@ -69,5 +69,5 @@ if __name__ == "__main__":
     _come_late()
     OomHandler.step = _with_fault(OomHandler.step)  # type: ignore[method-assign]
     if not MET.exists():
-        nccl_watchdog.nccl_errors = _nccl_finds_out
+        ranks.nccl_errors = _nccl_finds_out
     runpy.run_module("stages.train", run_name="__main__", alter_sys=True)

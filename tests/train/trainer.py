@@ -38,7 +38,7 @@ def main(model: Path, directory: Path, mode: Mode) -> None:
             if next(numbers) == WAITING_BATCH and mode != "run":
                 (directory / BEGUN).touch()
                 until = time.monotonic() + LONG_SECONDS
-                while time.monotonic() < until and not (mode == "until asked" and stop.requested):
+                while time.monotonic() < until and not (mode == "until asked" and stop.signal_number):
                     time.sleep(0.01)
             yield batch
 

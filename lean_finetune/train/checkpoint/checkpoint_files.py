@@ -18,8 +18,7 @@ import torch
 from lean_finetune.core.atomic_files import atomic_directory, partial_directory, sha256_file, sync, write_errors
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.control_messages import ControlChannel
-from lean_finetune.model.safetensors_files import stored_tensors, write_loaded
-from lean_finetune.train.checkpoint.stored_tensor import CheckpointTensor
+from lean_finetune.model.safetensors_files import StoredTensor, stored_tensors, write_loaded
 
 TENSORS, VALUES, SUMS = "tensors.safetensors", "values.json", "sha256.json"
 NAME = "step-{:09d}"
@@ -28,6 +27,38 @@ ROW_RANGES, RANKS = "row_ranges", "ranks"
 """Keys of values.json: first row and full shape of sharded tensors; number of processes that wrote."""
 
 RowRanges = Mapping[str, tuple[int, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointTensor:
+    """Locates the rows of a tensor. A process can read any range of rows without loading the others."""
+
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    ranges: tuple[tuple[int, StoredTensor], ...]
+    """First row of each stored range, and the stored tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all ranges."""
+        return self.ranges[0][1].dtype
+
+    def read(self) -> torch.Tensor:
+        """Read the full tensor."""
+        return self.read_rows(0, self.shape[0]) if self.shape else self.ranges[0][1].read()
+
+    def read_rows(self, first: int, count: int) -> torch.Tensor:
+        """Read a range of rows; no others are read from the disk."""
+        rows = torch.empty((count, *self.shape[1:]), dtype=self.dtype)
+        done = first
+        for start, stored in sorted(self.ranges, key=lambda one: one[0]):
+            end = min(start + stored.shape[0], first + count)
+            if start <= done < end:
+                rows[done - first : end - first] = stored.rows(done - start, end - done).read()
+                done = end
+        if done != first + count:
+            raise RuntimeError(f"a checkpoint lacks rows {done} to {first + count} of a tensor of {self.shape}")
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +164,10 @@ class CheckpointStore:
                     stack.enter_context(atomic_directory(path))
                 except UserError as error:  # Raised once the others, which wait for the directory, know.
                     refused = error
+            else:
+                stack.enter_context(write_errors(directory))
             if self.channel.from_first(int(refused is not None)) == [1]:
                 raise refused or UserError(f"{path}: cannot be written by the first process; see its log")
-            if not self.channel.is_first:
-                stack.enter_context(write_errors(directory))
             with self._fail_together():
                 directory.mkdir(exist_ok=self.channel.is_first)
                 write_loaded(directory / TENSORS, tensors)
@@ -154,10 +185,10 @@ class CheckpointStore:
         except OSError as error:
             refused = error
         failed = _ranks_with_error(self.channel, refused is not None)
-        if refused is not None:
-            raise refused
         if failed:
-            raise UserError(f"process {failed[0]} of {self.channel.size} could not write its files; see its log")
+            raise refused or UserError(
+                f"process {failed[0]} of {self.channel.size} could not write its files; see its log"
+            )
 
     def newest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint; report and remove damaged ones, and remove unfinished ones.

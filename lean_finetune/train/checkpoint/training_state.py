@@ -9,6 +9,7 @@ can restore. A process reads its own rows only.
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,36 @@ from torch import nn
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.data_parallel import DataParallelModel, ShardSlice
 from lean_finetune.step.loss_scaling import LossScaler
-from lean_finetune.train.checkpoint.rng_state import random_state, set_random_state
-from lean_finetune.train.checkpoint.stored_tensor import CheckpointTensor
+from lean_finetune.train.checkpoint.checkpoint_files import CheckpointTensor
 from lean_finetune.train.monitor.measured_peak import Meter
 from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return random states (uint8) by device type: the host's, and the GPU's if `device` is one."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_state(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Restore what `random_state` returned."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+@contextmanager
+def restored_after_fault(device: torch.device) -> Iterator[None]:
+    """Restore the random states if the block raises, so that a repeated step draws the same numbers."""
+    states = random_state(device)
+    try:
+        yield
+    except BaseException:
+        set_random_state(states, device)
+        raise
+
 
 RANDOM = "random/"
 """Prefix of the names of random states."""

@@ -2,11 +2,13 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from lean_finetune.distributed.launch import ConnectionLost, WaitTimedOut, launch
 from lean_finetune.distributed.processes import World, check_devices, under_torchrun
@@ -14,7 +16,6 @@ from lean_finetune.distributed.progress_barrier import BarrierTimeout
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.monitor.measured_peak import LOAD, MeasuredPeaks
 from lean_finetune.train.oom.oom_state import RunPosition
-from lean_finetune.train.process.nccl_watchdog import TIMEOUT
 from lean_finetune.train.process.training_device import training_device
 
 GLOO_NOTE = "; too high, because buffers that gloo frees in its own threads are not seen"
@@ -75,8 +76,55 @@ def explain_timeouts(
         ) from error
 
 
+POLL_SECONDS = 1.0
+NO_ERROR = "SUCCESS"
+TIMEOUT = "TIMEOUT"
+
+Errors = Callable[[], list[str]]
+"""Returns the error names of all process groups; `NO_ERROR` for a group without one."""
+
+
+def nccl_errors(device: torch.device) -> Errors | None:
+    """Return a function that queries NCCL; None on CPUs, where gloo raises its errors."""
+    if device.type != "cuda" or not dist.is_initialized():
+        return None
+    return lambda: [group._get_backend(device).get_error().name for group in list(dist.distributed_c10d._world.pg_map)]
+
+
+@contextmanager
+def watch_nccl(errors: Errors | None, end: Callable[[str], None]) -> Iterator[None]:
+    """Poll `errors` in a thread and call `end` with the first one; it must end the process.
+
+    Collectives on GPUs are asynchronous, so no Python call fails when another process hangs. After the timeout of the
+    process group PyTorch's watchdog thread records an error, waits for its debug dump
+    (TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, at least 15 s), and ends the process by SIGABRT; the launcher would blame that
+    process, which only waited. With TORCH_NCCL_BLOCKING_WAIT no collective could overlap with computation.
+
+    Not tested on GPUs: the tests simulate NCCL's error.
+    """
+    if errors is None:
+        yield
+        return
+    finished = threading.Event()
+
+    def poll() -> None:
+        while not finished.wait(POLL_SECONDS):
+            for error in errors():
+                if error != NO_ERROR:
+                    end(error)
+                    return
+
+    thread = threading.Thread(target=poll, name="nccl_watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        thread.join()
+
+
 def nccl_fault(error: str, world: World, seconds: float, where: Callable[[], str]) -> Exception:
-    """Return the exception for an error that `nccl_watchdog` found."""
+    """Return the exception for an error that `watch_nccl` found."""
     try:
         with explain_timeouts(world, seconds, where):
             raise RuntimeError("timed out" if error == TIMEOUT else f"broken pipe: NCCL's {error}")
@@ -95,11 +143,7 @@ def largest_over_ranks(measured: MeasuredPeaks, parallel: DataParallelModel, dev
     if parallel.size == 1:
         return measured
     by_phase = {f"phase {name}": size for name, size in measured.peak_bytes_by_phase.items()}
-    figures: Mapping[str, int | None] = {
-        "peak": measured.peak_bytes,
-        "reserved": measured.peak_reserved_bytes,
-        **by_phase,
-    }
+    figures = {"peak": measured.peak_bytes, "reserved": measured.peak_reserved_bytes, **by_phase}
     known = sorted(name for name, figure in figures.items() if figure is not None)
     by_rank = torch.zeros(parallel.size, len(known), dtype=torch.int64, device=device)
     by_rank[parallel.rank] = torch.tensor([figures[name] for name in known], dtype=torch.int64)

@@ -27,30 +27,21 @@ class StopRequest:
 
     def __init__(self) -> None:
         """Start without a request."""
-        self._number: int | None = None
-        self._deferred = False
-
-    @property
-    def signal_number(self) -> int | None:
+        self.signal_number: int | None = None
         """The signal that arrived first; None before."""
-        return self._number
-
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has arrived."""
-        return self._number is not None
+        self._deferred = False
 
     def request(self, number: int) -> None:
         """Handle the first signal: raise `Stopped` now, or at the next `check` inside `deferred`."""
-        if self._number is None:
-            self._number = number
+        if self.signal_number is None:
+            self.signal_number = number
             if not self._deferred:
                 self.check()
 
     def check(self) -> None:
         """Raise `Stopped` if a signal has arrived."""
-        if self._number is not None:
-            raise Stopped(self._number)
+        if self.signal_number is not None:
+            raise Stopped(self.signal_number)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
