@@ -9,8 +9,8 @@ import torch
 from lean_finetune.memory.predict.process_memory import on_host
 from lean_finetune.model.model_config import read_config
 from tests.distributed.group import group_of
+from tests.memory.ranks import shared_setting
 from tests.model.large import large_llama, write_checkpoint
-from tests.small_model import spec_of
 
 MIB = 2**20
 
@@ -25,8 +25,8 @@ def test_the_first_process_holds_all_weights_until_they_are_handed_out(tmp_path:
     with group_of(2) as group:
         case = {"directory": str(tmp_path), "mode": "zero3", "method": method, "precision": precision}
         found = group.ask("load_peaks", case)
-    spec = spec_of(method=method, precision=precision)
-    host = on_host(read_config(tmp_path), spec, torch.bfloat16, batch_tokens=0, sharding="zero3")
+    setting = shared_setting("zero3", 2, "one turn", method=method, precision=precision)
+    host = on_host(read_config(tmp_path), setting, torch.bfloat16, batch_tokens=0)
     all_weights, moving = host["model"].bytes, host["loading"].bytes
     assert all_weights > 350 * MIB and found["first"] == pytest.approx(all_weights, abs=moving + 32 * MIB)
     assert found["other"] < 0.75 * all_weights  # Its half, and the largest part before it is cut.

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ruamel.yaml import YAML
 
 from lean_finetune.core.atomic_files import sha256_file
@@ -47,6 +48,7 @@ def fit_check(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setti
         device=card(memory_bytes, capability=(9, 0)),
         windowed=False,
         expandable=False,
+        stored=torch.bfloat16,
     )
     run = Workload(
         config=CONFIG,

@@ -8,6 +8,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Bucket
+from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.switch import Support, flag
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.peak import Prediction, predict
@@ -24,6 +25,10 @@ class SweepPoint:
     flags: tuple[str, ...]
     """Overrides for `dvc exp run -S`. Empty for the run itself."""
     peak_bytes: int
+
+    def as_row(self) -> dict[str, Any]:
+        """Its line in switches.csv."""
+        return {"switch": self.label, "peak_gib": round(self.peak_bytes / GIB, 6)}
 
 
 def as_advice(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Stage estimate: predict the planned run, judge whether it fits, search for advice, and write the results."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,68 +9,95 @@ import click
 import torch
 
 from lean_finetune.config.schema import Params
-from lean_finetune.core.units import readable_size
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
+from lean_finetune.core.units import GIB, readable_size
 from lean_finetune.memory.advice.largest_that_fits import find_limits
-from lean_finetune.memory.advice.one_change_sweep import SweepPoint, halving_flag, sweep_switches
+from lean_finetune.memory.advice.one_change_sweep import as_advice, halving_flag, sweep_switches
+from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.verdict import answer, judge
 from lean_finetune.memory.advice.workload import Workload
-from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_steps
-from lean_finetune.memory.devices import Device
-from lean_finetune.memory.estimate.planned_inputs import EstimateInputs, read_run
-from lean_finetune.memory.estimate.planned_run import FitCheck
-from lean_finetune.memory.estimate.publish_estimate import EstimateResults, publish
-from lean_finetune.memory.predict.other_phases import evaluation_note, other_phases
+from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
+from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun, read_run
+from lean_finetune.memory.predict.other_phases import (
+    OtherPhases,
+    evaluation_note,
+    generation_shapes,
+    heldout_shape,
+    other_phases,
+)
 from lean_finetune.memory.predict.peak import Prediction
-from lean_finetune.memory.predict.peak_explanation import trace_origins
-from lean_finetune.memory.predict.process_memory import as_json, on_device, on_host
-from lean_finetune.memory.predict.state_formulas import host_state_bytes
+from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, trace_origins
+from lean_finetune.memory.predict.process_memory import as_json, on_host
+from lean_finetune.memory.predict.state_formulas import closed_form
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.allocator_settings import environment_notes
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 
+RESULTS = ("fits", "peak_gib_predicted")
+"""Figures in metrics/estimate.json, by which runs are compared."""
+
 
 def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path) -> None:
-    """Predict the planned run, judge it, and write the directory `out` and the file `metrics`.
+    """Predict the planned run, judge it, and write the directory `out` (atomically) and the file `metrics`.
 
     It reads the plan of stage bucket, the index of the training rows and the lock file of the base model.
     """
     # As in train: CPU kernels have buffers per thread.
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
-    inputs = read_run(p, plan_path, index, model_lock)
-    planned, auto_precision = inputs.planned, p.train.precision == "auto"
+    planned = read_run(p, plan_path, index, model_lock)
+    device, auto_precision = planned.device, p.train.precision == "auto"
+    precision = planned.setting.model.precision if auto_precision else None
     if auto_precision:
-        click.echo(f"train.precision: auto is {inputs.precision}: {inputs.precision_reason}")
-    for note in environment_notes(p.train.expandable_segments) if planned.device.kind == "cuda" else ():
+        click.echo(f"train.precision: auto is {precision}: {planned.reasons['precision']}")
+    for note in environment_notes(p.train.expandable_segments) if device.kind == "cuda" else ():
         click.echo(f"note: {note}", err=True)
     prediction, explanation = planned.predict()
     memory, replayed = planned.replay(prediction)
-    _echo_verdict(p, prediction, planned.device, memory)
-    switches = _switches(p, inputs, prediction)
-    run = inputs.workload(p, prediction)
-    headroom, plan_settings = p.estimate.headroom_percent, PlanSettings.from_params(p)
-    confirm = FitCheck(planned=planned, run=run, plan_settings=plan_settings, index=index, headroom_percent=headroom)
-    results = EstimateResults(
-        prediction=prediction,
-        explanation=explanation,
-        by_phase=_phases(p, inputs, prediction),
-        switches=switches,
-        memory=memory,
-        replayed=replayed,
-        answer=answer(run, prediction, planned.device, p, memory, lambda candidate, _: confirm(candidate.run)),
-        inverse=_inverse(p, inputs, run, prediction),
-        process=_process(inputs, prediction),
-        reserved=_tiers(inputs, prediction, memory),
+    _echo_verdict(p, planned, prediction, memory)
+    switches = sweep_switches(
+        planned.config,
+        planned.setting,
+        target_of(device),
+        prediction,
+        smaller_batch=halving_flag(p.bucket, planned.longest),
+        native_bf16=device.native_bf16,
+        progress=p.run.progress,
     )
-    publish(inputs, results, out, metrics, auto_precision=auto_precision)
-    if (refusal := results.answer.verdict.refusal) is not None:
+    run, by_phase = _workload(p, planned, prediction), _phases(p, planned, prediction)
+    settings, headroom = PlanSettings.from_params(p), p.estimate.headroom_percent
+    confirm = FitCheck(planned=planned, run=run, plan_settings=settings, index=index, headroom_percent=headroom)
+    found = answer(run, prediction, device, p, memory, lambda candidate, _: confirm(candidate.run))
+    states = list(closed_form(planned.config, planned.setting, target_of(device)))
+    documents = {
+        "verdict.json": found.verdict.as_json(precision),
+        "advice.json": {**found.as_json(), "single_changes": as_advice(switches)},
+        "breakdown.json": {phase: peak.by_category for phase, peak in {**by_phase, "peak": prediction.peak}.items()},
+        "explanation.json": {**explanation.as_json(), "states": states},
+        "tiers.json": _tiers(planned, prediction, memory),
+        "process.json": _process(planned, prediction),
+        "what_fits.json": _what_fits(p, planned, run, prediction),
+    }
+    fits = {"fits": found.verdict.fits, "verdict": found.verdict.state, "reserved_replayed": replayed}
+    figures = {**_figures(planned, prediction, by_phase, documents), **(memory.metrics() if memory else {}), **fits}
+    # DVC cannot plot an empty file.
+    alone = [{"step": 0, "allocated_gib": round(prediction.peak.bytes / GIB, 6)}]
+    with atomic_directory(out) as aside:
+        for name, content in {**documents, FIGURES: figures}.items():
+            write_json(aside / name, content)
+        write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])
+        write_csv(aside / "reserved.csv", RESERVED_COLUMNS, memory.rows() if memory else alone)
+        write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
+        write_csv(aside / "switches.csv", ["switch", "peak_gib"], [switch.as_row() for switch in switches])
+    write_json(metrics, {name: figures[name] for name in RESULTS})
+    if (refusal := found.verdict.refusal) is not None:
         click.echo(f"does not fit: {refusal}", err=True)
 
 
-def _echo_verdict(p: Params, prediction: Prediction, device: Device, memory: PlanMemory | None) -> None:
+def _echo_verdict(p: Params, planned: PlannedRun, prediction: Prediction, memory: PlanMemory | None) -> None:
     """Report that a run does not fit before the search for advice, which takes longer than the prediction."""
-    headroom = p.estimate.headroom_percent
+    device, headroom = planned.device, p.estimate.headroom_percent
     verdict = judge(prediction, device, (), headroom_percent=headroom, enforce=p.estimate.enforce, memory=memory)
     if not verdict.fits:
         usable = readable_size(device.usable_bytes(headroom))
@@ -77,67 +105,96 @@ def _echo_verdict(p: Params, prediction: Prediction, device: Device, memory: Pla
         click.echo(f"does not fit {device.name}: {peak} of {usable} usable; searching for what would", err=True)
 
 
-def _switches(p: Params, inputs: EstimateInputs, prediction: Prediction) -> list[SweepPoint]:
-    """The peak after each single change of a switch."""
-    device = inputs.planned.device
-    return sweep_switches(
-        inputs.config,
-        inputs.setting,
-        target_of(device),
-        prediction,
-        smaller_batch=halving_flag(p.bucket, inputs.longest),
-        native_bf16=device.native_bf16,
-        progress=p.run.progress,
+def _workload(p: Params, planned: PlannedRun, prediction: Prediction) -> Workload:
+    """The run as advice describes it."""
+    plan = planned.own_plan
+    steps = len(plan.steps)
+    return Workload(
+        config=planned.config,
+        setting=planned.setting,
+        steps=prediction.steps_of_peak,
+        mode=p.bucket.mode,
+        max_tokens=p.bucket.max_tokens,
+        fixed_rows=p.bucket.fixed_rows,
+        longest=planned.longest,
+        tokens_per_step=float(plan.padded_tokens.sum()) / steps,
+        micro_batches_per_step=len(plan) / steps,
+        unpadded_tokens_per_step=p.train.tokens_per_step,
     )
 
 
-def _phases(p: Params, inputs: EstimateInputs, prediction: Prediction) -> dict[str, Peak]:
+def _phases(p: Params, planned: PlannedRun, prediction: Prediction) -> dict[str, Peak]:
     """Peak of every phase, with loading, evaluation and saving; notes if evaluation needs more than training."""
-    target, training = target_of(inputs.planned.device), prediction.by_phase
-    others = other_phases(inputs.config, inputs.setting, inputs.other_phases(p), target, training["optimizer"])
-    phases = {**training, **others}
-    note = evaluation_note(phases, prediction.peak.bytes, EvaluationLimits.from_params(p).max_tokens, inputs.longest)
+    plan, longest, limits = planned.own_plan, planned.longest, EvaluationLimits.from_params(p)
+    prompts = p.evaluate.generate_rows
+    around = OtherPhases(
+        stored_dtype=planned.stored,
+        in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), longest),
+        evaluation=heldout_shape(limits.max_tokens, longest),
+        logits_chunk=limits.logits_chunk,
+        generation=generation_shapes(limits, prompts=prompts, longest=longest, positions=planned.positions),
+        merged=p.evaluate.merged,
+    )
+    target, training = target_of(planned.device), prediction.by_phase
+    phases = {**training, **other_phases(planned.config, planned.setting, around, target, training["optimizer"])}
+    note = evaluation_note(phases, prediction.peak.bytes, limits.max_tokens, longest)
     if note is not None:
         click.echo(f"note: {note}", err=True)
     return phases
 
 
-def _tiers(inputs: EstimateInputs, prediction: Prediction, memory: PlanMemory | None) -> dict[str, Any] | None:
+def _tiers(planned: PlannedRun, prediction: Prediction, memory: PlanMemory | None) -> dict[str, Any] | None:
     """Content of tiers.json for a GPU; of the worst micro-batches if no plan was replayed."""
-    planned = inputs.planned
     if planned.device.kind != "cuda":
         return None
     if memory is None:
         steps = prediction.steps_of_peak
-        trace = trace_origins(inputs.config, inputs.setting, steps, target_of(planned.device))
+        trace = trace_origins(planned.config, planned.setting, steps, target_of(planned.device))
         memory = replay_steps(trace, steps, expandable=planned.expandable, device=planned.device)
     return memory.tiers()
 
 
-def _process(inputs: EstimateInputs, prediction: Prediction) -> dict[str, Any] | None:
+def _process(planned: PlannedRun, prediction: Prediction) -> dict[str, Any] | None:
     """Content of process.json for a GPU: memory of its process and of the host besides tensors."""
-    config, setting, device = inputs.config, inputs.setting, inputs.planned.device
-    if device.kind != "cuda":
+    if planned.device.kind != "cuda":
         return None
+    tokens, offloaded_bytes = int(planned.own_plan.padded_tokens.max()), prediction.offloaded_bytes
     host = on_host(
-        config,
-        setting.model,
-        inputs.stored,
-        batch_tokens=int(inputs.planned.own_plan.padded_tokens.max()),
-        sharding="none" if setting.sharing is None else setting.sharing.spec.mode,
-        pinned_bytes=prediction.offloaded_bytes if setting.offload_activations == "cpu" else 0,
-        optimizer_bytes=host_state_bytes(config, setting),
+        planned.config, planned.setting, planned.stored, batch_tokens=tokens, offloaded_bytes=offloaded_bytes
     )
-    gpus = 1 if setting.sharing is None else setting.sharing.gpus
-    return as_json(on_device(device, gpus), host, gpus, setting.model.method)
+    return as_json(planned.device, planned.setting, host)
 
 
-def _inverse(p: Params, inputs: EstimateInputs, run: Workload, prediction: Prediction) -> dict[str, Any]:
+def _what_fits(p: Params, planned: PlannedRun, run: Workload, prediction: Prediction) -> dict[str, Any]:
     """Content of what_fits.json."""
-    device = inputs.planned.device
-    if device.kind != "cuda":
+    if planned.device.kind != "cuda":
         return {"reason": "asked of GPUs only: name one in hardware.gpu, or ask `lean-finetune fit`"}
-    positions = getattr(inputs.config.get_text_config(), "max_position_embeddings", None)
-    headroom = p.estimate.headroom_percent
-    found = find_limits(run, device, peak_bytes=prediction.peak.bytes, headroom_percent=headroom, positions=positions)
+    found = find_limits(
+        run,
+        planned.device,
+        peak_bytes=prediction.peak.bytes,
+        headroom_percent=p.estimate.headroom_percent,
+        positions=planned.positions,
+    )
     return {"reason": None, **asdict(found)}
+
+
+def _figures(
+    planned: PlannedRun, prediction: Prediction, by_phase: Mapping[str, Peak], documents: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Content of figures.json, without the verdict and the replay."""
+    process = documents["process.json"]
+    return {
+        "peak_bytes_predicted": prediction.peak.bytes,
+        "peak_gib_predicted": round(prediction.peak.bytes / GIB, 6),
+        "offloaded_bytes_predicted": prediction.offloaded_bytes,
+        "predicted_by_phase": {phase: peak.bytes for phase, peak in by_phase.items()},
+        "worst_phase": prediction.worst_phase,
+        "layers_traced": prediction.layers_traced,
+        "gpu": planned.device.name,
+        "gpu_reason": planned.reasons["gpu"],
+        "capacity_gib": round(planned.device.memory_bytes / GIB, 2),
+        "attention": planned.reasons["attention"],
+        "host_bytes_predicted": process and process["host_needed_bytes"],
+        **tiers_metrics(documents["tiers.json"], expandable=planned.expandable),
+    }

@@ -1,28 +1,43 @@
-"""Predict a planned run: trace its worst micro-batches, and replay a sample of its plan in the allocator.
+"""A planned run: its inputs, its prediction by the worst micro-batches, and a replay of its plan in the allocator.
 
 Advice predicts changed runs by the same code, so that the verdict accepts what it offers.
 """
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PretrainedConfig
 
+from lean_finetune.config.schema import Params
+from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.verdict import judge
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan
+from lean_finetune.memory.devices import attention_on, precision_on, resolve_gpu
 from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.predict.other_phases import stored_dtype
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.peak_explanation import Explanation, predict_explained
 from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_shapes import traced_steps
+from lean_finetune.memory.predict.traced_shapes import longest_row, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.plan.batch_plan import Plan
+from lean_finetune.model.allocator_settings import segments_from_environment
+from lean_finetune.model.attention import materializes_scores
+from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
+from lean_finetune.pinning.locate import config_directory
+from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import read_index
+from lean_finetune.step.activation_offload import refuse_offload
+from lean_finetune.step.batches import refuse_other_tokens
+from lean_finetune.step.host_transfer import refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
+from lean_finetune.step.token_rows import read_lengths
 
 
 def accumulates_gradients(plan: Plan) -> bool:
@@ -45,6 +60,20 @@ class PlannedRun:
     """The model creates masks, or saves attention scores."""
     expandable: bool
     """train.expandable_segments."""
+    stored: torch.dtype
+    """Type of the weights in their files."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why `gpu`, `precision` and `attention` were chosen."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return longest_row(self.plan, self.lengths)
+
+    @property
+    def positions(self) -> int | None:
+        """The model's max_position_embeddings; None if unlimited."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def own_plan(self) -> Plan:
@@ -71,6 +100,46 @@ class PlannedRun:
             expandable=self.expandable,
             device=self.device,
         )
+
+
+def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> PlannedRun:
+    """Read a planned run: the plan of stage bucket, the index of the training rows, the lock file of the base model.
+
+    Raises:
+        UserError: the device is unknown, or cannot run the setting; the files do not belong together.
+    """
+    device, device_reason = resolve_gpu(p.hardware.gpu)
+    precision, precision_reason = precision_on(device, p.train.precision)
+    plan, lengths = read_plan(plan_path), read_lengths(index)
+    refuse_other_tokens(plan, lengths)
+    config = read_config(config_directory(read_json(model_lock)))
+    longest = longest_row(plan, lengths)
+    refuse_long_rows(config, longest)
+    if plan.flat:
+        refuse_joined_rows(config, longest)
+    refuse_offload(p.train.offload_activations, device.kind)
+    refuse_offloaded_state(p.train.offload, device.kind)
+    setting = Setting.from_params(p, precision, accumulates_gradients=accumulates_gradients(plan))
+    beyond_window = longest >= (attention_window(config) or math.inf)
+    segments = segments_from_environment()
+    planned = PlannedRun(
+        plan=plan,
+        lengths=lengths,
+        config=config,
+        setting=setting,
+        device=device,
+        windowed=materializes_scores(config, p.train.attention) or beyond_window,
+        expandable=p.train.expandable_segments if segments is None else segments,
+        stored=stored_dtype(config),
+        reasons={
+            "gpu": device_reason,
+            "precision": precision_reason,
+            "attention": attention_on(device, config, setting.model, masked=beyond_window and not plan.flat),
+        },
+    )
+    if setting.optimizer_in_backward:
+        refuse_in_backward(setting.model, np.diff(planned.own_plan.step_bounds))
+    return planned
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -197,6 +197,18 @@ def deep_peaks(windows: Mapping[Place, Window], granularity_bytes: int) -> tuple
     return by_phase, micro_batch
 
 
+def offloaded_bytes(traces: Sequence[MemoryTrace], repetition: Repetition) -> int:
+    """Peak of offloaded bytes in a deep model, from traces at `repetition.depths`.
+
+    Raises:
+        NotRepeated: they are not linear in depth.
+    """
+    first, second, third = (trace.offloaded_peak_bytes for trace in traces)
+    if third - second != second - first:
+        raise NotRepeated(f"{first}, {second}, {third} bytes are offloaded")
+    return third + (third - second) * ((repetition.layers - repetition.depths[-1]) // repetition.period)
+
+
 def _placed(windows: Mapping[tuple[int, int], Window], depth: int, period: int) -> Iterator[tuple[Place, Window]]:
     """Windows by place; a layer near both ends of a shallow model has two places."""
     for (visit, layer), window in windows.items():

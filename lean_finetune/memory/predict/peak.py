@@ -15,11 +15,11 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     WindowTrace,
     deep_peaks,
     deep_windows,
+    offloaded_bytes,
 )
 from lean_finetune.memory.predict.experts import refuse_experts
 from lean_finetune.memory.predict.layer_structure import Repetition, find_repetition, with_layers
 from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_offload import offloaded_bytes
 from lean_finetune.memory.predict.traced_shapes import TracedSteps, only
 from lean_finetune.memory.predict.traced_step import trace_steps
 from lean_finetune.memory.trace.cuda_kernels import Target

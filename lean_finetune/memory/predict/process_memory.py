@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.units import MIB
 from lean_finetune.distributed.sharding_modes import READ_BY_EVERY_PROCESS
 from lean_finetune.memory.gpus import Device, Figure
-from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values, weight_lines
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.state_formulas import host_state_bytes, model_shapes, trained_values, weight_lines
 from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, target_of
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batch_loader import BATCHES_AHEAD
 
 IMPORTS_BYTES = 426 * MIB
@@ -26,9 +25,6 @@ CUDA_HOST_MARGIN_BYTES = 3072 * MIB
 """Margin for the CUDA libraries and the driver."""
 LOADING_THREADS = 4
 """Weights that transformers moves to a GPU at the same time; one where weights are quantised on the way."""
-NCCL_BYTES = 256 * MIB
-NCCL_MARGIN_BYTES = 768 * MIB
-NCCL_WHY = "buffers of its channels, outside of PyTorch's blocks; never measured here: they depend on links and GPUs"
 LOADING = ("loading", "model")
 """Host memory that is needed only while weights are read."""
 GPUS_OF_A_NODE = 8
@@ -44,57 +40,38 @@ def _derived(count: int, why: str) -> Figure:
 
 def on_device(device: Device, gpus: int = 1) -> dict[str, Figure]:
     """GPU memory of the process, outside of the blocks that PyTorch reserves unless `why` says otherwise."""
-    workspaces = f"{CUBLAS_HANDLES} handles (forward, backward), PyTorch's default size; inside what tensors count"
+    why = f"{CUBLAS_HANDLES} handles (forward, backward), PyTorch's default size; inside what tensors count"
+    cublas = Figure(bytes=target_of(device).constant_bytes, margin_bytes=0, basis="documented", why=why)
     nccl = _derived(0, "one GPU: no communicator is made")
     if gpus > 1:
-        nccl = Figure(bytes=NCCL_BYTES, margin_bytes=NCCL_MARGIN_BYTES, basis="assumed", why=NCCL_WHY)
-    return {
-        "cuda_context": device.context,
-        "cublas_workspaces": Figure(
-            bytes=target_of(device).constant_bytes, margin_bytes=0, basis="documented", why=workspaces
-        ),
-        "nccl": nccl,
-    }
+        why = "buffers of its channels, outside of PyTorch's blocks; never measured here: they depend on links and GPUs"
+        nccl = Figure(bytes=256 * MIB, margin_bytes=768 * MIB, basis="assumed", why=why)
+    return {"cuda_context": device.context, "cublas_workspaces": cublas, "nccl": nccl}
 
 
 def on_host(
-    config: PretrainedConfig,
-    spec: ModelSpec,
-    stored: torch.dtype,
-    *,
-    batch_tokens: int,
-    sharding: Sharding = "none",
-    pinned_bytes: int = 0,
-    optimizer_bytes: int = 0,
+    config: PretrainedConfig, setting: Setting, stored: torch.dtype, *, batch_tokens: int, offloaded_bytes: int = 0
 ) -> dict[str, Figure]:
     """Host RAM of a GPU run's process; `loading` and `model` only where the process reads weights.
 
-    Args:
-        config: the model's config.
-        spec: how the model is loaded.
-        stored: type of the weights in its files.
-        sharding: train.sharding.
-        batch_tokens: tokens of the largest micro-batch.
-        pinned_bytes: offloaded activations.
-        optimizer_bytes: state that train.offload moves to the host.
+    `stored` is the type of the weights in the model's files. The largest micro-batch has `batch_tokens`. The step
+    offloads activations of `offloaded_bytes`.
     """
-    shapes = model_shapes(config)
+    shapes, spec = model_shapes(config), setting.model
     largest = max(parameter.values for parameter in shapes.parameters)
     threads = 1 if spec.method in ("qlora", "int8_lora") else LOADING_THREADS
     figures: dict[str, Figure] = {}
-    if pinned_bytes:
+    if setting.offload_activations == "cpu" and offloaded_bytes:
         why = "what layers keep for backward, page-locked in blocks of powers of two"
-        figures["activations"] = _derived(pinned_bytes, why)
-    if optimizer_bytes:
-        why = (
-            "weights or their copies, their optimizer's state, gradients or the largest one, buffers that tensors pass"
-        )
-        figures["optimizer"] = _derived(optimizer_bytes, why)
+        figures["activations"] = _derived(offloaded_bytes, why)
+    if optimizer_bytes := host_state_bytes(config, setting):
+        what = "weights or their copies, their optimizer's state, gradients or the largest one"
+        figures["optimizer"] = _derived(optimizer_bytes, f"{what}, buffers that tensors pass")
     why = "after imports, measured with PyTorch for CPUs; the margin is for CUDA's libraries"
     figures["process"] = Figure(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=why)
     why = f"{threads} weight(s) on their way, as stored and converted; the largest has {largest} values"
     figures["loading"] = _derived(threads * largest * (stored.itemsize + spec.dtype.itemsize), why)
-    if sharding in SPLIT_WEIGHTS:
+    if setting.sharing is not None and setting.sharing.spec.mode in SPLIT_WEIGHTS:
         # One process reads the model on its host and sends it to the GPUs layer by layer.
         model_bytes = sum(line.total_bytes(1) for line in weight_lines(shapes, spec))
         if spec.adapted:
@@ -105,26 +82,20 @@ def on_host(
     return figures
 
 
-def needed_bytes(figures: dict[str, Figure], processes: int = 1, readers: int = 1) -> int:
-    """RAM of all processes on a host, without margins: loading is over before batches are created.
+def as_json(device: Device, setting: Setting, host: dict[str, Figure]) -> dict[str, Any]:
+    """Content of process.json; the host's figures are for all processes on the first host of a run.
 
-    `figures` are of a process that reads weights, as `readers` of them do.
+    Margins are not in `host_needed_bytes`. Loading is over before batches are created.
     """
-    loading = sum(figures[name].bytes for name in LOADING if name in figures)
-    training = sum(figure.bytes for name, figure in figures.items() if name not in (*LOADING, "process"))
-    return processes * figures["process"].bytes + max(readers * loading, processes * training)
-
-
-def as_json(
-    device: dict[str, Figure], host: dict[str, Figure], gpus: int = 1, method: Method = "full"
-) -> dict[str, Any]:
-    """Content of process.json; the host's figures are for all processes on the first host of a run."""
+    gpus = 1 if setting.sharing is None else setting.sharing.gpus
     processes = min(gpus, GPUS_OF_A_NODE)
-    readers = processes if method in READ_BY_EVERY_PROCESS else 1
+    readers = processes if setting.model.method in READ_BY_EVERY_PROCESS else 1
+    loading = sum(host[name].bytes for name in LOADING if name in host)
+    training = sum(figure.bytes for name, figure in host.items() if name not in (*LOADING, "process"))
     return {
-        "device": {name: asdict(figure) for name, figure in device.items()},
+        "device": {name: asdict(figure) for name, figure in on_device(device, gpus).items()},
         "host": {name: asdict(figure) for name, figure in host.items()},
         "processes_per_host": processes,
         "processes_that_read_weights": readers,
-        "host_needed_bytes": needed_bytes(host, processes, readers),
+        "host_needed_bytes": processes * host["process"].bytes + max(readers * loading, processes * training),
     }

@@ -1,19 +1,20 @@
 """Run the training step of `lean_finetune.step` on fake tensors under a memory trace."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from transformers import PretrainedConfig
 
 from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_offload import CountingStore
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.fake_distributed import shared
-from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace
+from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, MemoryTrace
 from lean_finetune.memory.trace.static_state import register_rng_states, register_state
 from lean_finetune.memory.trace.trace_errors import refuse_untraceable
 from lean_finetune.model.load_model import fake_model
@@ -121,3 +122,39 @@ def _phase(trace: MemoryTrace, name: str, *, cuda_autocast: bool, on_host: bool)
             yield
     finally:
         torch.set_autocast_enabled("cuda", before)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Counted:
+    """Handle of an offloaded tensor."""
+
+    count: int
+    dtype: torch.dtype
+
+
+class CountingStore:
+    """A store for `lean_finetune.step.activation_offload` that has no values: it counts bytes and their peak."""
+
+    def __init__(self, trace: MemoryTrace, *, pinned: bool):
+        """`pinned`: blocks are powers of two, as in CUDA's CachingHostAllocator."""
+        self.device = torch.device("cpu")
+        self.peak_bytes = 0
+        self._bytes, self._trace, self._pinned = 0, trace, pinned
+
+    def put(self, values: torch.Tensor) -> _Counted:
+        """Count `values` until the handle is freed."""
+        size = 1 << (values.nbytes - 1).bit_length() if self._pinned else values.nbytes
+        self._bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        handle = _Counted(count=values.numel(), dtype=values.dtype)
+        weakref.finalize(handle, self._drop, size).atexit = False
+        return handle
+
+    def get(self, handle: _Counted) -> torch.Tensor:
+        """A new activation on the traced device."""
+        values = torch.empty(handle.count, dtype=handle.dtype)
+        self._trace.register([values], ACTIVATIONS)
+        return values
+
+    def _drop(self, size: int) -> None:
+        self._bytes -= size
