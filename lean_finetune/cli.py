@@ -36,7 +36,12 @@ def fit(model: Path | None, gpu: str | None, params: Path | None, list_gpus: boo
     run, the longest row and the largest micro-batch.
     """
     if list_gpus:
-        return _list_gpus()
+        click.echo(f"{'name':<18}{'memory GiB':>11}{'bf16':>6}{'compute capability':>20}")
+        for known in GPUS:
+            bf16 = "yes" if known.native_bf16 else "no"
+            capability = ".".join(map(str, known.compute_capability))
+            click.echo(f"{known.name:<18}{known.memory_bytes / GIB:>11.2f}{bf16:>6}{capability:>20}")
+        return
     file = params or (PARAMS_FILE if PARAMS_FILE.exists() else COMMON_PARAMS)
     p = load_params(file)
     from lean_finetune.memory.advice.fit_command import fit_report, labelled  # Here: imports torch, which --help skips.
@@ -58,15 +63,6 @@ def explain(curve: Path, left_gib: float | None) -> None:
     from lean_finetune.train.monitor.recorded_curves import explained
 
     click.echo("\n".join(explained(curve, left_gib)))
-
-
-def _list_gpus() -> None:
-    """Print the table of known GPUs."""
-    click.echo(f"{'name':<18}{'memory GiB':>11}{'bf16':>6}{'compute capability':>20}")
-    for gpu in GPUS:
-        major, minor = gpu.compute_capability
-        bf16 = "yes" if gpu.native_bf16 else "no"
-        click.echo(f"{gpu.name:<18}{gpu.memory_bytes / GIB:>11.2f}{bf16:>6}{f'{major}.{minor}':>20}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from lean_finetune.config.field_types import Format, IsoDate, PositiveFloat, Pos
 
 HUB_PREFIX = "hf://"
 HELDOUT_SOURCE = "data.heldout_source"
+SOURCE_KEYS = ("source", "heldout_source")
+SOURCE_FORMS = ("path", "list")
 
 
 class Source(Section):

@@ -40,19 +40,14 @@ class Declared:
 
 def tracked_values(params: Params) -> dict[str, Any]:
     """All values that the stage may read, as nested dictionaries, without section `run`, which no stage tracks."""
-    return {key: value for key, value in _values(params).items() if key != "run"}
-
-
-def _values(section: Any) -> dict[str, Any]:
-    """All values of a section, or the declared ones."""
-    if isinstance(section, Declared):
-        return {key: _plain(getattr(section, key)) for key in section._declared}
-    return section.model_dump()
+    return {key: value for key, value in _plain(params).items() if key != "run"}
 
 
 def _plain(value: Any) -> Any:
-    """A section as a dictionary, another value unchanged."""
-    return _values(value) if isinstance(value, Declared | BaseModel) else value
+    """A section as a dictionary of its values, or of the declared ones; another value unchanged."""
+    if isinstance(value, Declared):
+        return {key: _plain(getattr(value, key)) for key in value._declared}
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 def read_params() -> Params:

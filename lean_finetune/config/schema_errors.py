@@ -6,10 +6,9 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
-from lean_finetune.config.data_schema import Data, Source
+from lean_finetune.config.data_schema import SOURCE_FORMS, SOURCE_KEYS, Source
 from lean_finetune.config.schema import Params
 
-SOURCE_KEYS = ("source", "heldout_source")
 LONGEST_VALUE = 80
 
 
@@ -17,7 +16,8 @@ def first_error(error: ValidationError) -> str:
     """The message for one of the errors: a misspelt key comes before the key that is missing because of it."""
     faults = error.errors()
     fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-    keys = _dotted_keys(fault["loc"])
+    # pydantic adds the form of data.source, and a marker for the key of a dictionary.
+    keys = [str(part) for part in fault["loc"] if part not in (*SOURCE_FORMS, "[key]")]
     dotted = ".".join(keys)
     match fault["type"]:
         case "extra_forbidden":
@@ -36,7 +36,8 @@ def _known_keys(keys: list[str]) -> str:
     section: type[BaseModel] = Params
     for key in keys[:-1]:
         if not key.isdigit():
-            section = cast(type[BaseModel], _subsection(section, key))
+            annotation = Source if key in SOURCE_KEYS else section.model_fields[key].annotation
+            section = cast(type[BaseModel], annotation)
     similar = difflib.get_close_matches(keys[-1], section.model_fields, n=1)
     if similar:
         return f"did you mean {'.'.join([*keys[:-1], similar[0]])}?"
@@ -47,26 +48,3 @@ def _short_json(value: Any) -> str:
     """A value as JSON, shortened."""
     text = json.dumps(value, default=str)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
-
-
-def _dotted_keys(location: tuple[int | str, ...]) -> list[str]:
-    """The keys of an error's location, without the union branch (`int`, `list`) that pydantic adds after a key."""
-    keys: list[str] = []
-    section: type[BaseModel] | None = Params
-    for index, part in enumerate(location):
-        if section is Source and location[index - 1] in SOURCE_KEYS and not isinstance(part, int):
-            continue  # The form of data.source.
-        if section is None and not isinstance(part, int):
-            break
-        keys.append(str(part))
-        if isinstance(part, str):
-            section = _subsection(section, part) if section is not None and part in section.model_fields else None
-    return keys
-
-
-def _subsection(section: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The section below a key, directly or in a list; None for a plain value."""
-    if section is Data and key in SOURCE_KEYS:
-        return Source
-    annotation = section.model_fields[key].annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

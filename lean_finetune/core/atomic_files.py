@@ -50,7 +50,11 @@ def _has_more_files(original: Path, copy: Path) -> bool:
 
 def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a file."""
-    digest = hashlib.sha256()
+    return file_digest(path, hashlib.sha256())
+
+
+def file_digest(path: Path, digest: "hashlib._Hash") -> str:
+    """Hex digest of what `digest` has seen and a file. Reports progress."""
     with open(path, "rb") as file:
         while block := file.read(READ_BLOCK_BYTES):
             digest.update(block)

@@ -7,24 +7,18 @@ from pathlib import Path
 
 
 def restore_metrics() -> None:
-    """Restore the committed metrics that DVC deleted before it ran this stage.
-
-    Without this, `git status` shows a deletion after an interrupted or refused run.
-    """
+    """Restore the committed metrics that DVC deleted before it ran this stage, which failed."""
     if "DVC_STAGE" in os.environ and (deleted := _git("ls-files", "-z", "--deleted", "--", "metrics").split("\0")[:-1]):
         _git("restore", "--", *deleted)
 
 
 def override_remedy(message: str) -> str:
-    """The remedy for overrides of `dvc exp run -S` that DVC left in params.yaml; empty if there are none.
-
-    The next command would refuse them again. Temporary and queued experiments have their own copy of the file.
-    """
+    """The remedy for overrides of `dvc exp run -S` that DVC left in params.yaml; empty if there are none."""
     if "DVC_EXP_BASELINE_REV" not in os.environ or not re.match(r"\w+(\.\w+)+:", message):
         return ""
     if "-S " in message:  # The remedy in the message builds on the overrides.
         return ""
-    params = Path("params.yaml")
+    params = Path("params.yaml")  # Temporary and queued experiments have their own copy.
     if Path.cwd() != Path(os.environ.get("DVC_ROOT", ".")).resolve() or not params.is_file():
         return ""
     if _git("show", "HEAD:./params.yaml") in ("", params.read_text(encoding="utf-8")):

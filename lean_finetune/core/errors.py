@@ -30,11 +30,7 @@ class StageCommand(click.Command):
     """A click command that prints a `UserError` as one line on standard error and exits with code 1."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the command. A failed one restores the metrics; one that a signal ended exits quickly.
-
-        Raises:
-            SystemExit: with the exit code.
-        """
+        """Run the command and exit. A failed one restores the metrics; one that a signal ended exits quickly."""
         try:
             return super().main(*args, **kwargs)
         except BaseException as error:
@@ -46,11 +42,7 @@ class StageCommand(click.Command):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command.
-
-        Raises:
-            SystemExit: with code 1 after a `UserError` was printed, with 128 + its number after a signal was.
-        """
+        """Run the command. Exit with 1 after a `UserError`, with 128 + its number after a signal."""
         try:
             with signals.raised():
                 return super().invoke(ctx)

@@ -79,7 +79,7 @@ def _try_lock(handle: int, kind: int) -> bool:
 
 
 def _is_still(path: Path, handle: int) -> bool:
-    """Whether a path still names this open file, which may have been removed while waiting for its lock."""
+    """Whether a path still names this open file, which another process may have removed."""
     try:
         return os.path.samestat(path.stat(), os.fstat(handle))
     except FileNotFoundError:

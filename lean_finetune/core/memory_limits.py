@@ -7,6 +7,7 @@ Old hosts and some clusters use version 1, where a container may see its own gro
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -26,8 +27,7 @@ class MemoryLimit:
     """Unused part of the limit. Reclaimable file pages count as unused."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Names:
+class _Names(NamedTuple):
     """File and field names in one version of control groups."""
 
     limit: str
@@ -36,13 +36,8 @@ class _Names:
     events: str
 
 
-_V2 = _Names(limit="memory.max", used="memory.current", inactive_files="inactive_file", events="memory.events")
-_V1 = _Names(
-    limit="memory.limit_in_bytes",
-    used="memory.usage_in_bytes",
-    inactive_files="total_inactive_file",
-    events="memory.oom_control",
-)
+_V2 = _Names("memory.max", "memory.current", "inactive_file", "memory.events")
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control")
 
 
 def memory_limits(root: Path = FILESYSTEM) -> list[MemoryLimit]:

@@ -41,10 +41,7 @@ def watch_parent() -> None:
 
 
 def end_with_parent() -> None:
-    """Send this process `PARENT_ENDED` once its parent has ended.
-
-    DVC runs commands through a shell. Most shells exec the command. If the shell stays, its parent DVC is watched too.
-    """
+    """Send this process `PARENT_ENDED` once its parent has ended, or DVC, if a shell runs between them."""
     parent = int(os.environ.get(LAUNCHER, os.getppid()))
     threading.Thread(target=_watch, args=(parent, _parent_of_shell(parent)), name=THREAD, daemon=True).start()
 

@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from lean_finetune.core.parent_death import PARENT_ENDED, parent_ended, watch_parent
 
@@ -38,31 +39,37 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def raised() -> Iterator[None]:
-    """Raise `Interrupted` in the main thread at the first stop signal in the block. A second one kills the process.
+def _handled_by(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    """Handle the stop signals with `handler`. Signals that this process ignores (`nohup`) stay ignored."""
+    before = {number: old for number in ENDINGS if (old := signal.getsignal(number)) is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
-    Signals that this process ignores (`nohup`, a shell's background job) stay ignored.
-    """
-    before = {number: signal.getsignal(number) for number in ENDINGS}
-    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Raise `Interrupted` in the main thread at the first stop signal in the block. A second one kills the process."""
 
     def end(number: int, _: FrameType | None) -> None:
-        for each in handled:
-            # A signal to the process group also ends the parent. That is the same request, not a second one.
-            signal.signal(each, signal.SIG_IGN if each == PARENT_ENDED else signal.SIG_DFL)
+        for each in ENDINGS:
+            if signal.getsignal(each) is end:
+                # A signal to the process group also ends the parent. That is the same request, not a second one.
+                signal.signal(each, signal.SIG_IGN if each == PARENT_ENDED else signal.SIG_DFL)
         signal.alarm(GRACE_SECONDS)
         if not _deferred:
             raise Interrupted(number)
         _deferred[0] = number
 
-    for number in handled:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        for number in handled:
-            signal.signal(number, before[number])
+    with _handled_by(end):
+        try:
+            yield
+        finally:
+            signal.alarm(0)
 
 
 @contextmanager
@@ -90,15 +97,8 @@ def default_signal_actions() -> Iterator[None]:
 
     The block must not need any cleanup.
     """
-    before = {number: signal.getsignal(number) for number in ENDINGS}
-    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    for number in handled:
-        signal.signal(number, signal.SIG_DFL)
-    try:
+    with _handled_by(signal.SIG_DFL):
         yield
-    finally:
-        for number in handled:
-            signal.signal(number, before[number])
 
 
 def _is_a_stage() -> bool:

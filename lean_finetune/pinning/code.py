@@ -78,10 +78,7 @@ def _syntax_hash(source: bytes) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A syntax tree as JSON, equal in all versions of Python.
-
-    Empty fields are omitted: later versions have more of them.
-    """
+    """A syntax tree as JSON without empty fields, of which later versions of Python have more."""
     if isinstance(value, ast.AST):
         fields = {name: _plain(field) for name, field in ast.iter_fields(value)}
         return [type(value).__name__, {name: field for name, field in fields.items() if field not in (None, [])}]

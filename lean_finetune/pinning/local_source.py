@@ -3,7 +3,6 @@
 import glob
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,10 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
         UserError: it is missing, empty, of an unknown kind, or written by the pipeline itself.
     """
     if "://" in source:
-        raise UserError(f"{parameter}: {_url_remedy(source)}; got {source!r}")
+        raise UserError(
+            f"{parameter}: URLs are not fetched, except data sets of the hub ({HUB_PREFIX}org/name); got {source!r}; "
+            "download the file and name it"
+        )
     try:
         path = find_source(source)
         is_saved = (path / SAVED_SPLITS).is_file() or (path / SAVED_STATE).is_file()
@@ -87,14 +89,6 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
     return LocalSource(kind="directory", root=path, files=files, split=None)
 
 
-def _url_remedy(source: str) -> str:
-    """The remedy for a URL, which is never fetched."""
-    hub = source.partition("huggingface.co/datasets/")[2].split("?")[0].split("/")
-    if len(hub) >= 2:
-        return f"name the data set as {HUB_PREFIX}{hub[0]}/{hub[1]}"
-    return f"URLs are not fetched, except data sets of the hub ({HUB_PREFIX}org/name); download the file and name it"
-
-
 def _pin_glob(parameter: str, source: str) -> LocalSource:
     """Pin the files that a glob matches."""
     base = glob_base(source)
@@ -113,10 +107,7 @@ def _pin_glob(parameter: str, source: str) -> LocalSource:
 
 
 def _names_below(parameter: str, root: Path, *, deep: bool) -> list[Path]:
-    """Relative names of everything in a directory and, if `deep`, below it, except in hidden directories.
-
-    A directory that cannot be listed is refused: its rows would be silently missing.
-    """
+    """Relative names in a directory and, if `deep`, below it, except in hidden directories."""
 
     def refuse(error: OSError) -> None:
         raise UserError(
@@ -131,20 +122,16 @@ def _names_below(parameter: str, root: Path, *, deep: bool) -> list[Path]:
     return found
 
 
-def _pin_matches(parameter: str, root: Path, names: list[Path], holder: str) -> list[dict[str, Any]]:
-    """Pin the data files among relative names."""
-    return [_pin_file(parameter, root / name, name.as_posix()) for name in _data_names(parameter, root, names, holder)]
-
-
-def _data_names(parameter: str, root: Path, names: list[Path], holder: str) -> Iterator[Path]:
-    """The names of data files, in order. A file that may have rows but cannot be read is refused."""
+def _pin_matches(parameter: str, root: Path, names: list[Path], owner: str) -> list[dict[str, Any]]:
+    """Pin the data files among relative names. A file that may have rows but cannot be read is refused."""
+    pinned = []
     for name in names:
         if is_hidden(name):
             continue
         try:
             name.as_posix().encode()
         except UnicodeEncodeError:
-            raise UserError(f"{parameter}: {holder} has {str(name)!r}, a name that is not UTF-8; rename it") from None
+            raise UserError(f"{parameter}: {owner} has {str(name)!r}, a name that is not UTF-8; rename it") from None
         _refuse_odd_link(parameter, root, name)
         if is_documentation(name.name) or (root / name).is_dir():
             continue
@@ -152,10 +139,11 @@ def _data_names(parameter: str, root: Path, names: list[Path], holder: str) -> I
             raise UserError(f"{parameter}: {root / name} is neither a file nor a directory; move it away")
         if file_kind(name.name) is None:
             raise UserError(
-                f"{parameter}: {holder} has {name.as_posix()}, which is of no known kind ({KNOWN_NAMES}); move it "
+                f"{parameter}: {owner} has {name.as_posix()}, which is of no known kind ({KNOWN_NAMES}); move it "
                 "away, convert it, or name the files to read by a glob such as data/*.jsonl"
             )
-        yield name
+        pinned.append(_pin_file(parameter, root / name, name.as_posix()))
+    return pinned
 
 
 def _pin_saved(parameter: str, source: str, path: Path, own_split: str | None, shared_split: str | None) -> LocalSource:
@@ -197,11 +185,7 @@ def _saved_list(parameter: str, path: Path, key: str) -> list[Any]:
 
 
 def refuse_split(dotted: str, split: str, shown: str) -> None:
-    """Refuse a split of a source without splits: it would be silently ignored.
-
-    Raises:
-        UserError: always.
-    """
+    """Refuse a split of a source without splits, which would be silently ignored."""
     raise UserError(
         f"{dotted}: only hub data sets and saved DatasetDicts have splits; got {split!r} with {shown}; leave it blank"
     )

@@ -2,14 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lean_finetune.config.data_schema import HUB_PREFIX
-from lean_finetune.core import progress
-from lean_finetune.core.atomic_files import find_source, repo_root
+from lean_finetune.core.atomic_files import file_digest, find_source, repo_root
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import FileKind, file_kind, glob_base
 from lean_finetune.pinning.hub import cached_file, download
@@ -31,7 +30,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-READ_BLOCK_BYTES = 1 << 20
 DATA_SCHEMA = 2
 NAMED_TEMPLATES = ("tokenizer", "chatml")
 """Values of data.chat_template that are not the path of a file."""
@@ -64,27 +62,19 @@ def model_directory(lock: Mapping[str, Any]) -> Path:
 
 
 def tokenizer_directory(lock: Mapping[str, Any]) -> Path:
-    """Like `model_directory`, but of a hub model only the tokenizer's files are downloaded.
-
-    Raises:
-        UserError: it is gone, or it is on a hub that cannot be reached.
-    """
+    """Like `model_directory`, but of a hub model only the tokenizer's files are downloaded."""
     return _directory(lock, lock["tokenizer_files"])
 
 
 def config_directory(lock: Mapping[str, Any]) -> Path:
-    """Like `model_directory`, but of a hub model only config.json is downloaded. Its hash is checked.
-
-    Raises:
-        UserError: it is gone or changed, or it is on a hub that cannot be reached.
-    """
+    """Like `model_directory`, but of a hub model only config.json is downloaded. Its hash is checked."""
     directory = _directory(lock, [CONFIG_FILE])
     verify_files(directory, {CONFIG_FILE: lock["files"][CONFIG_FILE]})
     return directory
 
 
 def _directory(lock: Mapping[str, Any], paths: list[str]) -> Path:
-    """The local directory of a model lock; of a hub model with at least `paths`."""
+    """The local directory of a model lock; of a Hub model with at least `paths`."""
     if lock["kind"] == TINY:
         return TINY_DIRECTORY
     if lock["kind"] == "hub":
@@ -178,19 +168,10 @@ def verify_files(directory: Path, files: Mapping[str, str]) -> None:
     for name in sorted(files):
         path = directory / name
         try:
-            digest = new_digest(files[name], path.stat().st_size)
-            for block in _blocks(path):
-                digest.update(block)
-                progress.report()
+            digest = file_digest(path, new_digest(files[name], path.stat().st_size))
         except OSError as error:
             raise UserError(
                 f"model.name: {path} cannot be read ({error.strerror}); run `dvc repro` again to pin it again"
             ) from error
-        if digest.hexdigest() != files[name]:
+        if digest != files[name]:
             raise UserError(f"model.name: {path} changed since it was pinned; run `dvc repro` again")
-
-
-def _blocks(path: Path) -> Iterable[bytes]:
-    with open(path, "rb") as file:
-        while block := file.read(READ_BLOCK_BYTES):
-            yield block

@@ -30,7 +30,7 @@ def check_config(directory: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
-    """Load the tokenizer's files, and compare its ids with the size of the model's vocabulary.
+    """Load the tokenizer's files, so that damaged ones are not pinned, and compare its ids with the vocabulary's size.
 
     Raises:
         UserError: a file cannot be read, or the model has no embedding for an id.
@@ -42,7 +42,14 @@ def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises a plain Exception
         raise UserError(f"model.name: {path} is not a tokenizer ({error}); save or download it again") from error
-    _check_other_files(directory)
+    if (special := directory / "special_tokens_map.json").exists():
+        _json_object(special)
+    template = directory / "chat_template.jinja"
+    try:
+        if template.exists():
+            template.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError(f"model.name: {template} is not UTF-8 text ({error}); save it as UTF-8") from error
     largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     text_config = config.get("text_config")
     vocab_size = (text_config if isinstance(text_config, dict) else config).get("vocab_size")
@@ -51,19 +58,6 @@ def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
             f"model.name: {path} makes ids up to {largest_id} but config.json has vocab_size {vocab_size}; resize the "
             "model's embeddings or use its own tokenizer"
         )
-
-
-def _check_other_files(directory: Path) -> None:
-    """Read the other files that stage tokenize needs, so that damaged ones are not pinned."""
-    special = directory / "special_tokens_map.json"
-    if special.exists():
-        _json_object(special)
-    template = directory / "chat_template.jinja"
-    try:
-        if template.exists():
-            template.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, OSError) as error:
-        raise UserError(f"model.name: {template} is not UTF-8 text ({error}); save it as UTF-8") from error
 
 
 def shard_names(directory: Path) -> list[str]:

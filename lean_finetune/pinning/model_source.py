@@ -6,7 +6,7 @@ from pathlib import Path
 from lean_finetune.core.atomic_files import find_source, sha256_file, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.hub import HUB_ID, download, list_files
-from lean_finetune.pinning.locate import TINY, TINY_DIRECTORY, TOKENIZER_FILES
+from lean_finetune.pinning.locate import TINY, TINY_DIRECTORY, TINY_IN_CHECKOUT, TOKENIZER_FILES
 from lean_finetune.pinning.model_checks import INDEX, WEIGHTS, check_config, check_tokenizer, check_weights, shard_names
 from lean_finetune.pinning.watched_links import NOTHING_LOCAL, refuse_unignored, watch
 
@@ -23,21 +23,21 @@ def pin_model(name: str, revision: str | None, locks: Path) -> None:
             the checkout where git neither tracks nor ignores it.
     """
     local = TINY_DIRECTORY if name == TINY else find_source(name)
-    if local.is_dir():
-        if revision is not None:
-            raise UserError(
-                f"model.revision: only a hub model has revisions; got {revision!r} with model.name={name!r}; "
-                "leave model.revision blank"
-            )
-        kind, commit, watched = ("tiny" if name == TINY else "directory"), None, local
+    commit = None
+    if not local.is_dir():
+        kind, watched = "hub", NOTHING_LOCAL
+        commit, files, tokenizer = _pin_hub(name, revision)
+    elif revision is not None:
+        raise UserError(
+            f"model.revision: only a hub model has revisions; got {revision!r} with model.name={name!r}; "
+            "leave model.revision blank"
+        )
+    else:
+        # DVC runs and watches the working directory's copy of tiny, even if this package was imported from elsewhere.
+        kind, watched = (TINY, TINY_IN_CHECKOUT) if name == TINY else ("directory", local)
         if name != TINY:
             refuse_unignored("model.name", name, (path for path in local.iterdir() if path.is_file()))
         files, tokenizer = _pin_directory(local)
-        # DVC runs and watches the working directory's copy, even if this package was imported from elsewhere.
-        watched = Path("lean_finetune/tiny") if name == TINY else local
-    else:
-        kind, watched = "hub", NOTHING_LOCAL
-        commit, files, tokenizer = _pin_hub(name, revision)
     lock = {"kind": kind, "name": name, "revision": commit, "files": files, "tokenizer_files": sorted(tokenizer)}
     write_json(locks / "model.json", lock)
     write_json(locks / "tokenizer.json", {"files": tokenizer})

@@ -99,9 +99,7 @@ def refuse_unignored(parameter: str, source: str, paths: Iterable[Path]) -> None
 def _is_in_copies(path: Path) -> bool:
     """Whether a clone or a temporary experiment has the path: it is in the working directory and tracked by git.
 
-    A relative link to any other file, also to one added by `dvc add`, would dangle in the copy of the repository in
-    which `dvc exp run --temp` and `--queue` run. On a path through links, git tracks the first link; its target must be
-    tracked too, or be outside the repository.
+    On a path through links, git tracks the first link; its target must be tracked too, or be outside the repository.
     """
     here, resolved = Path.cwd().resolve(), path.resolve()
     if not path.is_relative_to(here):

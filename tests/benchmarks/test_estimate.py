@@ -55,7 +55,6 @@ def test_a_fitted_figure_does_not_count():
         ({}, {"padding_mask": True}),
         ({}, {"eager_attention": True}),
         ({}, {"kept_outputs": True}),
-        ({}, {"foreach_update": True}),
         ({"trained": ("norm",)}, {}),
         ({"method": "qlora"}, {"method": "qlora", "upcast": True}),
     ],
@@ -63,6 +62,16 @@ def test_a_fitted_figure_does_not_count():
 )
 def test_every_option_changes_memory(less: dict[str, Any], more: dict[str, Any]):
     assert peak(**less) < peak(**more)
+
+
+@pytest.mark.slow
+def test_a_multi_tensor_update_copies_the_weights():
+    spec = spec_of("full", 1, ("none",), grad_ckpt=True)
+    one, other = (
+        trace_variant(FAMILIES["Llama"], spec, Variant(foreach_update=foreach), ((1, 8),) * 2, gpu_target("L40S"))
+        for foreach in (False, True)
+    )
+    assert one.peak_bytes < other.peak_bytes
 
 
 @pytest.mark.slow

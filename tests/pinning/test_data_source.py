@@ -119,7 +119,6 @@ def test_a_relative_source_is_found_in_the_users_checkout_from_a_copy(pin, tmp_p
 
 BAD_SOURCES = {
     "address": ("https://example.org/rows.jsonl?x=1", "data.source: URLs are not fetched, except data sets of the"),
-    "page of the hub": ("https://huggingface.co/datasets/org/name/tree/main", "data.source: name the data set as"),
     "missing": ("missing.jsonl", "data.source: no such file or directory; got 'missing.jsonl'"),
     "empty": ("empty.jsonl", "data.source: empty.jsonl is empty"),
     "other format": ("rows.xlsx", "data.source: a file must be .jsonl, .ndjson, .json, .csv, .tsv, .parquet, "),

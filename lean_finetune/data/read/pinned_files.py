@@ -11,9 +11,10 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
+from lean_finetune.core.atomic_files import READ_BLOCK_BYTES
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.hub import hub_errors, open_stream
-from lean_finetune.pinning.locate import READ_BLOCK_BYTES, DataFile, new_digest
+from lean_finetune.pinning.locate import DataFile, new_digest
 
 Progress = Callable[[int], Any]
 
