@@ -36,7 +36,6 @@ IMPORTED_LATE = {
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
 """Audit events of a directory entry that comes, goes or moves; each is raised before it happens."""
 CAPABILITY_VERSION = 0x20080522
-MS_RDONLY, MS_REMOUNT, MS_BIND = 1, 32, 4096
 
 
 def main() -> None:
@@ -109,21 +108,12 @@ def read_out(pipe: int) -> str:
     return text.decode()
 
 
-def mount(target: str, size_bytes: int | None) -> None:
-    """Mount memory of this size at a directory, or forbid to write there; seen by this process and its forks alone.
-
-    Raises:
-        OSError: the system refused.
-    """
+def mount(target: str, size_bytes: int) -> None:
+    """Mount memory of this size at a directory, for this process and its forks."""
     libc = ctypes.CDLL(None, use_errno=True)
     where = os.fsencode(target)
-    if size_bytes is not None:
-        calls: list[tuple[Any, ...]] = [(b"tmpfs", where, b"tmpfs", 0, b"size=%d" % size_bytes)]
-    else:
-        calls = [(where, where, None, MS_BIND, None), (None, where, None, MS_BIND | MS_REMOUNT | MS_RDONLY, None)]
-    for call in calls:
-        if libc.mount(*call):
-            raise OSError(ctypes.get_errno(), f"mount at {target}")
+    if libc.mount(b"tmpfs", where, b"tmpfs", 0, b"size=%d" % size_bytes):
+        raise OSError(ctypes.get_errno(), f"mount at {target}")
 
 
 def become(request: dict[str, Any], output: int) -> None:
@@ -139,8 +129,6 @@ def become(request: dict[str, Any], output: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], request["file_bytes"]))
     if request["unprivileged"]:
         drop_privileges()
-    if request["clock_goes_back"]:
-        turn_back_the_clock()
     if request["at_change"] is not None or request["changes"] is not None:
         watch_changes(request)
 
@@ -167,13 +155,6 @@ def drop_privileges() -> None:
     nothing = (ctypes.c_uint32 * 6)()
     if ctypes.CDLL(None, use_errno=True).capset(header, nothing):
         raise OSError(ctypes.get_errno(), "capset")
-
-
-def turn_back_the_clock() -> None:
-    """Have the wall clock jump back by an hour each time it is read; the monotonic clock goes on."""
-    start = time.time()
-    readings = iter(range(1 << 30))
-    time.time = lambda: start - 3600.0 * next(readings)
 
 
 def watch_changes(request: dict[str, Any]) -> None:

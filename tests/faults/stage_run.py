@@ -35,9 +35,7 @@ class Fault:
     file_bytes: int | None = None
     """No file can grow beyond this."""
     unprivileged: bool = False
-    """Permissions hold for root, too."""
-    clock_goes_back: bool = False
-    """The wall clock jumps back by an hour at each reading."""
+    """Permissions apply to root, too."""
 
     def as_request(self) -> dict[str, Any]:
         """The fault as JSON."""
@@ -150,8 +148,8 @@ class Runner:
         self.left.add(run.pid)
         return run
 
-    def mount(self, target: Path, size_bytes: int | None) -> None:
-        """Mount memory of this size at a directory, or forbid to write there, for the runs of this runner alone."""
+    def mount(self, target: Path, size_bytes: int) -> None:
+        """Mount memory of this size at a directory, for the runs of this runner alone."""
         self.ask({"mount": {"target": str(target), "size_bytes": size_bytes}})
 
     def seen(self, path: Path) -> Path:

@@ -124,17 +124,6 @@ def test_full_disk_under_the_log_does_not_end_training(trained, tmp_path):
     assert state(workspace, "train") == trained.states["train"]
 
 
-@pytest.mark.slow
-def test_a_disk_mounted_for_reading_only(mounting, quick, tmp_path):
-    """Not a matter of permissions: root is refused as well."""
-    workspace = quick.copy(tmp_path / "work")
-    before = put_old(workspace, "bucket")
-    mounting.mount(workspace / "data", None)
-    line = mounting.run("bucket", workspace).refusal()
-    assert line.startswith("data/batches: cannot be written (Read-only file system")
-    check_kept_or_new(mounting.seen(workspace), "bucket", before, quick)
-
-
 LIMITS = {"pin_data": 400, "pin_model": 400, "tokenize": 4096, "bucket": 1024, "evaluate": 512}
 """Bytes that a file may have, less than the stage's largest."""
 

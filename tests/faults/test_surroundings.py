@@ -1,6 +1,5 @@
-"""What else happens to a run from outside: its scratch vanishes, a second run begins, the clock jumps."""
+"""What else happens to a run from outside: its scratch vanishes, or a second run begins."""
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -9,10 +8,7 @@ import pytest
 
 from tests.faults.outputs import state
 from tests.faults.stage_run import Fault
-from tests.faults.workspaces import Finished, changes_of, check_kept_or_new, check_rerun, put_old
-
-LATER = ("tokenize", "train")
-DAY_SECONDS = 86_400
+from tests.faults.workspaces import changes_of, check_kept_or_new, check_rerun, put_old
 
 
 @pytest.mark.slow
@@ -78,21 +74,3 @@ def wait_until_stopped(pid: int) -> None:
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "stage, before", [("bucket", "quick"), *(pytest.param(s, "trained", marks=pytest.mark.slow) for s in LATER)]
-)
-def test_clock_jumps_do_not_change_results(runner, request, tmp_path, stage, before):
-    """Files from the future, and a wall clock that goes back at each reading."""
-    undisturbed: Finished = request.getfixturevalue(before)
-    workspace = undisturbed.copy(tmp_path / "work")
-    put_old(workspace, stage)
-    tomorrow = time.time() + DAY_SECONDS
-    for path in workspace.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            os.utime(path, (tomorrow, tomorrow))
-    ended = runner.run(stage, workspace, Fault(clock_goes_back=True))
-    assert ended.status == 0, ended.output
-    assert state(workspace, stage) == undisturbed.states[stage]

@@ -1,4 +1,4 @@
-"""The end of memory as users meet it: real processes with a limit, and the block of lines that they print."""
+"""Out of memory in real processes with a limit, and the lines that they print."""
 
 import csv
 import json
@@ -47,8 +47,7 @@ for case in sys.argv[1:]:
     with open(os.path.join(workspace, "status.txt"), "w") as file:
         file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
 """
-"""Trains in workspaces, each in a process of its own with so many more bytes of addresses than the imports take (0:
-as many as there are)."""
+"""Trains in workspaces, each in a forked process with so many bytes of addresses besides the imports (0: no limit)."""
 LARGE = 8192
 """bucket.max_tokens."""
 TOO_LITTLE_MIB = 500
@@ -83,8 +82,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     breakdown = {"forward": {"weights": 20 * MIB, "logits": 300 * MIB}, "load": {"weights": 360 * MIB}}
     write_json(root / "data/estimate/breakdown.json", breakdown)
     changes = [("train.grad_ckpt=true", 50 * MIB), ("train.method=full", 10**12), ("bucket.max_tokens=4096", 40 * MIB)]
-    told = [{"command": f"dvc exp run -S {flag}", "peak_bytes": size} for flag, size in changes]
-    write_json(root / "data/estimate/advice.json", {"remedies": [], "single_changes": told})
+    single = [{"command": f"dvc exp run -S {flag}", "peak_bytes": size} for flag, size in changes]
+    write_json(root / "data/estimate/advice.json", {"remedies": [], "single_changes": single})
     return root
 
 
@@ -93,29 +92,20 @@ class Ended:
     """A training that ended."""
 
     workspace: Path
-    status: int
-    errors: str
+
+    @property
+    def status(self) -> int:
+        return int((self.workspace / "status.txt").read_text())
+
+    @property
+    def errors(self) -> str:
+        return (self.workspace / "err.txt").read_text()
 
     def curves(self) -> list[dict[str, str]]:
         return list(csv.DictReader((self.workspace / "data/train/curves.csv").read_text().splitlines()))
 
     def metrics(self) -> dict[str, Any]:
         return json.loads((self.workspace / "data/train/figures.json").read_text())
-
-
-def train_each(prepared: Path, to: Path, cases: dict[str, tuple[int, str]]) -> dict[str, Ended]:
-    """Train copies of a workspace, by name: with so many MiB beyond the imports', and run.oom_recovery."""
-    for name, (_, recovery) in cases.items():
-        if not (to / name).exists():
-            shutil.copytree(prepared, to / name, symlinks=True)
-        params = to / name / "params.yaml"
-        params.write_text(params.read_text().replace("oom_recovery: none", f"oom_recovery: {recovery}"))
-    # One arena: else malloc keeps 64 MiB of addresses for each thread. What is freed gives its addresses back at once.
-    malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
-    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **malloc}
-    arguments = [f"{to / name}={budget * MIB}" for name, (budget, _) in cases.items()]
-    run_bounded([sys.executable, "-c", TRAIN, *arguments], cwd=to, env=environment, check=True)
-    return {name: ended(to / name) for name in cases}
 
 
 def save_large_model(directory: Path) -> Path:
@@ -128,15 +118,9 @@ def save_large_model(directory: Path) -> Path:
     return directory
 
 
-def ended(workspace: Path) -> Ended:
-    """What a training left."""
-    status, errors = ((workspace / name).read_text() for name in ("status.txt", "err.txt"))
-    return Ended(workspace=workspace, status=int(status), errors=errors)
-
-
 @pytest.fixture(scope="module")
 def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """A run with all memory there is; with too little, told and recovered; and one whose model is too large."""
+    """Runs with enough memory, with too little (refused or split), and with a model that is too large."""
     place = tmp_path_factory.mktemp("runs")
     model = save_large_model(place / "model")
     large = shutil.copytree(prepared, place / "load", symlinks=True)
@@ -145,49 +129,60 @@ def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(large)
         assert invoke(pin, "model").exit_code == 0
-    cases = {"free": (0, "none"), "told": (TOO_LITTLE_MIB, "none"), "split": (TOO_LITTLE_MIB, "split")}
-    return train_each(prepared, place, {**cases, "load": (300, "split")})
+    cases = {"free": (0, "none"), "refused": (TOO_LITTLE_MIB, "none"), "split": (TOO_LITTLE_MIB, "split")}
+    cases["load"] = (300, "split")
+    for name, (_, recovery) in cases.items():
+        if name != "load":
+            shutil.copytree(prepared, place / name, symlinks=True)
+        params = place / name / "params.yaml"
+        params.write_text(params.read_text().replace("oom_recovery: none", f"oom_recovery: {recovery}"))
+    # One arena: else malloc reserves 64 MiB of addresses for each thread. Freed blocks return their addresses.
+    malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **malloc}
+    arguments = [f"{place / name}={budget * MIB}" for name, (budget, _) in cases.items()]
+    run_bounded([sys.executable, "-c", TRAIN, *arguments], cwd=place, env=environment, check=True)
+    return {name: Ended(workspace=place / name) for name in cases}
 
 
 def test_large_batch_is_refused_with_measured_memory_and_changes_that_fit(runs: dict[str, Ended]):
-    """A traceback of forty lines, and nothing to do about it."""
-    told = runs["told"]
-    first, *lines = told.errors.strip().splitlines()
-    assert told.status == 1 and "Traceback" not in told.errors
+    """A traceback of forty lines without a remedy."""
+    refused = runs["refused"]
+    first, *lines = refused.errors.strip().splitlines()
+    assert refused.status == 1 and "Traceback" not in refused.errors
     where = (
         r"error: ulimit -v: this machine ran out of memory allocating .+ in (forward|backward) of optimizer step 0, "
     )
     where += r"micro-batch 0 of \d+ \(32 x 256 tokens\): .+, or bucket\.max_tokens: lower it$"
     assert re.match(where, first), first
     assert any(line.startswith("  measured: ") and "weights 4.505 MiB" in line for line in lines)
-    assert "  allocator: RuntimeError: " in told.errors and "DefaultCPUAllocator" in told.errors
+    assert "  allocator: RuntimeError: " in refused.errors and "DefaultCPUAllocator" in refused.errors
     assert [line for line in lines if "would fit: " in line] == [
         "  would fit: dvc exp run -S train.grad_ckpt=true (50 MiB)",
         "  would fit: dvc exp run -S bucket.max_tokens=4096 (40 MiB)",
     ]
-    assert "dvc exp run -S run.oom_recovery=split" in told.errors
+    assert "dvc exp run -S run.oom_recovery=split" in refused.errors
     assert lines[-1] == "  no checkpoint was made: the same command starts at the first step"
-    record = json.loads((told.workspace / "scratch/train/oom.json").read_text())
+    record = json.loads((refused.workspace / "scratch/train/oom.json").read_text())
     assert record["failure"]["padded_tokens"] == 32 * 256 and record["failure"]["snapshot"]["process_status"]["VmRSS"]
-    assert not (told.workspace / "data/tuned").exists() and not (told.workspace / "metrics/train.json").exists()
+    assert not (refused.workspace / "data/tuned").exists() and not (refused.workspace / "metrics/train.json").exists()
 
 
 def test_split_run_has_the_same_loss(runs: dict[str, Ended]):
-    """A recovery that works with a stand-in for memory alone."""
+    """A recovery that works only in simulated memory."""
     free, split = runs["free"], runs["split"]
     assert (free.status, split.status) == (0, 0), split.errors
-    (plain,), (cut,) = free.curves(), split.curves()
-    assert float(cut["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-6)
-    assert float(cut["grad_norm"]) == pytest.approx(float(plain["grad_norm"]), rel=1e-4)
-    assert (cut["tokens"], cut["supervised_tokens"]) == (plain["tokens"], plain["supervised_tokens"])
-    told = split.metrics()["oom_splits"]
-    assert told == {
+    (plain,), (small,) = free.curves(), split.curves()
+    assert float(small["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-6)
+    assert float(small["grad_norm"]) == pytest.approx(float(plain["grad_norm"]), rel=1e-4)
+    assert (small["tokens"], small["supervised_tokens"]) == (plain["tokens"], plain["supervised_tokens"])
+    splits = split.metrics()["oom_splits"]
+    assert splits == {
         "first_step": 0,
         "steps": 1,
         "micro_batches_planned": int(plain["micro_batches"]),
-        "micro_batches_run": int(cut["micro_batches"]),
+        "micro_batches_run": int(small["micro_batches"]),
     }
-    assert told["micro_batches_run"] > told["micro_batches_planned"] and "oom_splits" not in free.metrics()
+    assert splits["micro_batches_run"] > splits["micro_batches_planned"] and "oom_splits" not in free.metrics()
 
 
 def test_model_that_does_not_fit_is_reported_as_such(runs: dict[str, Ended]):

@@ -3,18 +3,13 @@
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lean_finetune.train.process.stop_signals import SAME_REQUEST_SECONDS, Stopped, StopRequest, handle_signals
-from tests.conftest import ROOT
-from tests.processes import killed_after
 from tests.train import trainer
 from tests.train.interrupted import finish, small_job
 
@@ -146,25 +141,3 @@ def test_a_second_signal_ends_the_process_at_once(start: Callable[..., Trainer])
     training.kill(signal.SIGINT)
     assert training.ended() == 128 + signal.SIGINT
     assert training.lines() == []
-
-
-@pytest.mark.slow
-def test_training_ends_with_its_parent_process(small_llama: Path, tmp_path: Path):
-    """A trainer that keeps a GPU busy after dvc was killed, or loses its steps."""
-    directory = tmp_path / "run"
-    directory.mkdir()
-    program = (
-        "import subprocess, sys, time;"
-        "process = subprocess.Popen([sys.executable, '-m', 'tests.train.trainer', *sys.argv[1:]]);"
-        "print(process.pid, flush=True); time.sleep(600)"
-    )
-    command = [sys.executable, "-c", program, str(small_llama), str(directory)]
-    options: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen(command, **options) as parent, killed_after(parent):
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        wait_for((directory / trainer.BEGUN).exists, START_SECONDS)
-        parent.kill()
-        wait_for(lambda: not Path(f"/proc/{pid}/status").exists(), END_SECONDS)
-    (line,) = (directory / trainer.LINES).read_text().splitlines()
-    assert line.startswith("train: stopped by the end of its parent; the checkpoint of optimizer step 2 is kept: ")

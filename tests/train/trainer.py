@@ -1,7 +1,6 @@
-"""A small training as a process of its own, which waits for signals: `python -m tests.train.trainer`."""
+"""A small training for a child process, which waits for signals."""
 
 import itertools
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Literal
 import torch
 
 from lean_finetune.config.load import load_params
-from lean_finetune.core.parent_death import end_with_parent
 from lean_finetune.step.batches import Batch
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory
@@ -52,8 +50,3 @@ def main(model: Path, directory: Path, mode: Mode) -> None:
     with handle_signals(stop), open_checkpointer(where, run=run, stop=stop, notify=notify) as checkpoints:
         ended = finish(job, checkpoints)
         (directory / ENDED).write_text(ended.weights_sha256())
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    main(Path(sys.argv[1]), Path(sys.argv[2]), "until asked")
