@@ -65,7 +65,7 @@ def train(
 ) -> TrainResult:
     """Load the model and run every step of the plan that no earlier process has finished.
 
-    The steps that may have the highest peak are measured, each in a window of its own. The window of the first step,
+    The steps that may have the highest peak are measured, each in its own window. The window of the first step,
     which has the largest batch by plan, also includes loading.
 
     Raises:
@@ -213,7 +213,7 @@ class Trainer:
         result, micro_batches = self.oom_handler.step(step, stream, run.model, partial(self._forward_backward, run))
         if job.world.size > 1:
             micro_batches = planned
-        # Reading the scalars waits for the device, so the time covers the whole step.
+        # Reading the scalars waits for the device, so the time covers the full step.
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         seconds = time.perf_counter() - start
         return {

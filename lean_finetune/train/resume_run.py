@@ -1,8 +1,8 @@
 """Choose the unfinished run to resume, report why the nearest one is not resumed, and open the run's checkpoints.
 
 Each run has a directory below scratch/train, named by a hash of its record (`RECORD`): its fingerprint, and the runs
-with other code or library versions that it resumed. A run that mixes code or versions has a directory of its own, so
-that an exact run never resumes it.
+with other code or library versions that it resumed. A run that mixes code or versions has its own directory, so that an
+exact run never resumes it.
 """
 
 import json

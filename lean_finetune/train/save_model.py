@@ -111,7 +111,7 @@ def save_tuned(
     with atomic_directory(out) as directory:
         try:
             if isinstance(model, PeftModel):
-                # Adapters are small: peft takes all tensors at once.
+                # Adapters are small: peft needs all tensors together.
                 save_adapter(model, directory, base.address, dict(parallel.full_parameters()), revision=base.revision)
                 if merge is not None:
                     (directory / MERGED).mkdir()

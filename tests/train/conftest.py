@@ -1,4 +1,4 @@
-"""What tests of training share."""
+"""Fixtures of the tests of training."""
 
 from collections.abc import Iterator
 

@@ -120,15 +120,15 @@ def staircase(tokens: np.ndarray, *, expandable: bool) -> Columns:
     allocated, reserved = [], []
     for length in tokens.astype(int).tolist():
         allocator.reset_peaks()
-        kept = []
+        activations = []
         for _ in range(32):
-            kept += [allocator.allocate(2 * 4096 * length) for _ in range(4)]
+            activations += [allocator.allocate(2 * 4096 * length) for _ in range(4)]
             inside = [allocator.allocate(2 * 14336 * length) for _ in range(2)]
-            kept += [allocator.allocate(2 * 14336 * length)]
+            activations += [allocator.allocate(2 * 14336 * length)]
             for handle in inside:
                 allocator.free(handle)
         logits = [allocator.allocate(4 * 128256 * length) for _ in range(2)]
-        for handle in logits + kept[::-1]:
+        for handle in logits + activations[::-1]:
             allocator.free(handle)
         allocated.append(allocator.peak_allocated_bytes)
         reserved.append(allocator.reserved_bytes)

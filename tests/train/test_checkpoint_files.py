@@ -32,7 +32,7 @@ def messages() -> list[str]:
 
 @pytest.fixture
 def store(tmp_path: Path, messages: list[str]) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "kept", 2, messages.append)
+    return CheckpointStore(tmp_path / "checkpoints", 2, messages.append)
 
 
 def keep(store: CheckpointStore, step: int) -> Path:
@@ -70,7 +70,7 @@ def flip_a_bit(path: Path) -> None:
     ids=("bit", "truncated", "other values", "no tensors", "broken sums", "no sums"),
 )
 def test_damaged_checkpoint_is_replaced_by_the_one_before(store: CheckpointStore, messages: list[str], damage: Any):
-    """Half a file after a power cut, or a changed byte, must not become weights."""
+    """Half a file after a power failure, or a changed byte, must not become weights."""
     keep(store, 1)
     damage(keep(store, 2))
     found = store.newest()
@@ -133,7 +133,7 @@ def test_a_second_process_is_refused_in_one_line(tmp_path: Path):
     with opened(tmp_path / "run"):
         with pytest.raises(UserError, match=r"run: another process trains the same run; wait until it ends"):
             with opened(tmp_path / "run"):
-                raise AssertionError("two at once")
+                raise AssertionError("two runs")
         with opened(tmp_path / "another"):
             pass
     with opened(tmp_path / "run"):

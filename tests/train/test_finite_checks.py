@@ -89,7 +89,7 @@ def test_heldout_batches_keep_the_budget_and_lose_no_row(tmp_path: Path):
 
 
 def test_adapters_without_a_gradient_are_refused(small_llama: Path):
-    """A frozen input under checkpointing once left lora_B at zero for a whole run, with a normal-looking loss."""
+    """A frozen input under checkpointing once left lora_B at zero for a run, with a normal-looking loss."""
     model = load_model(small_llama, spec_of(method="lora"), CPU)
     ids = torch.arange(8)[None]
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -1,4 +1,4 @@
-"""The loop over a real plan: what reads batches, and how rows are laid out, changes no loss."""
+"""The loop over a real plan: neither the reader of batches nor the layout of rows changes a loss."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_reading_ahead_does_not_change_results(small_llama: Path, tokens, flat: 
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_activations_on_disk_do_not_change_results(small_llama: Path, tokens, tmp_path: Path, flat: bool):
-    """A held-out pass between two steps, or joined rows, that meet what another micro-batch sent away."""
+    """A held-out pass between two steps, or joined rows, that read activations of another micro-batch."""
     plan = two_micro_batches(tokens, flat=flat)
     store = DiskStore(CPU, tmp_path)
     assert losses(small_llama, tokens, plan, 0, offload=ActivationOffload(store)) == losses(
@@ -57,7 +57,7 @@ def test_activations_on_disk_do_not_change_results(small_llama: Path, tokens, tm
 
 
 def test_place_and_time_of_updates_do_not_change_results(small_llama: Path, tokens):
-    """A learning rate, a held-out pass or a gradient norm that updates in backward or on the host miss."""
+    """A learning rate or held-out pass that updates in backward or on the host ignore."""
     two = two_micro_batches(tokens, flat=False)
     plan = Plan.of([replace(two.micro_batch(number), step=number) for number in range(STEPS)])
     full: dict[str, Any] = {"model_spec": spec_of(method="full"), "measured_steps": frozenset({0})}
@@ -90,7 +90,7 @@ def test_wrong_plan_is_one_line(small_llama: Path, tokens, threads: int):
 
 
 def test_a_plan_for_another_number_of_gpus_is_refused(tokens):
-    """One process would train a share of every step and call it the whole."""
+    """One process would train its share of every step only."""
     one = two_micro_batches(tokens, flat=False)
     refuse_other_ranks(one, 1)
     two = Plan.of([one.micro_batch(number) for number in range(len(one))], ranks=2)

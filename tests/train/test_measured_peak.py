@@ -92,11 +92,11 @@ def test_cuda_statistics_give_each_phase_its_own_peak():
     assert isinstance(meter, CudaMeter)
     base = torch.cuda.memory_allocated(device)
     with meter.phase("forward"):
-        kept = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+        tensor = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
         torch.zeros(1 << 21, dtype=torch.uint8, device=device)
     with meter.phase("backward"):
         torch.zeros(1 << 20, dtype=torch.uint8, device=device)
     by_phase = meter.result().peak_bytes_by_phase
     assert by_phase["forward"] - base == 3 << 20
     assert by_phase["backward"] - base == 2 << 20
-    assert kept.nbytes == 1 << 20
+    assert tensor.nbytes == 1 << 20

@@ -1,4 +1,4 @@
-"""Memory that really ends on a GPU: PyTorch's allocator is given a share of what a run needs."""
+"""Out of memory on a real GPU: PyTorch's allocator gets a share of what a run needs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +42,7 @@ def wide_job(model: Path, directory: Path) -> TrainJob:
 
 
 def test_gpu_out_of_memory_is_reported_and_recovered_with_the_same_losses(small_llama: Path, tmp_path: Path, limited):
-    """CUDA's allocator behaves otherwise than the CPU's stand-in."""
+    """CUDA's allocator behaves differently from the simulation on a CPU."""
     job = wide_job(small_llama, tmp_path)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -56,11 +56,11 @@ class Limited(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
-        held = sum(size for _, size in self._live.values())
-        if held > self._capacity:
+        live = sum(size for _, size in self._live.values())
+        if live > self._capacity:
             self.refusals += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 MiB. GPU 0 has no more.")
-        self.most_bytes = max(self.most_bytes, held)
+        self.most_bytes = max(self.most_bytes, live)
         return out
 
 

@@ -56,7 +56,7 @@ TOO_LITTLE_MIB = 500
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workspace in which all stages before train ran, estimate by a stand-in."""
+    """A workspace in which the stages before train ran; estimate has a stand-in."""
     root = tmp_path_factory.mktemp("oom")
     lay_out(
         root,

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on the same rows in the same order: another loop for the same mathematics learns the same."""
+"""Hugging Face's Trainer gives the same result on the same rows in the same order."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ OPTIM = OptimSpec(name="adamw", lr=2e-3, weight_decay=0.1, schedule="constant", 
 
 
 class InOrder(Trainer):
-    """The Trainer without its shuffling, and with a memory for its losses."""
+    """The Trainer without shuffling, which records its losses."""
 
     losses: list[float]
 
@@ -25,7 +25,6 @@ class InOrder(Trainer):
         return SequentialSampler(data)
 
     def compute_loss(self, *arguments: Any, **named: Any) -> Any:
-        """The Trainer's own, noted."""
         loss: Any = super().compute_loss(*arguments, **named)
         self.losses.append(loss.item())
         return loss
@@ -41,7 +40,7 @@ def padded(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def example(ids: Any, spans: Any) -> dict[str, torch.Tensor]:
-    """A row as the Trainer takes it."""
+    """A row in the Trainer's format."""
     input_ids = torch.from_numpy(ids.astype("int64"))
     labels = torch.full_like(input_ids, IGNORED)
     for start, end in spans:

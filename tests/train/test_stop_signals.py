@@ -118,7 +118,7 @@ def test_stopped_training_resumes_to_the_same_weights(
     start: Callable[..., Trainer], small_llama: Path, tmp_path: Path, number: signal.Signals
 ):
     """SIGTERM of a scheduler, Ctrl-C of a user: one line, the shell's exit code, and no finished step lost."""
-    first = start("until asked")
+    first = start("until signal")
     first.begun()
     first.kill(number)
     assert first.ended() == 128 + number
@@ -127,8 +127,8 @@ def test_stopped_training_resumes_to_the_same_weights(
     second = start("run")
     assert second.ended(START_SECONDS) == 0
     assert "train: resumed at optimizer step " in second.lines()[-1]
-    whole = finish(small_job(small_llama, tmp_path / "tokens", lora_dropout=0.1))
-    assert (tmp_path / "run" / trainer.ENDED).read_text() == whole.weights_sha256()
+    uninterrupted = finish(small_job(small_llama, tmp_path / "tokens", lora_dropout=0.1))
+    assert (tmp_path / "run" / trainer.ENDED).read_text() == uninterrupted.weights_sha256()
     assert not (tmp_path / "run/checkpoints").exists()
 
 

@@ -38,7 +38,7 @@ class Row:
     """A switch against the plain run of its method."""
 
     switch: str
-    """As `dvc exp run -S` takes it, without `train.`."""
+    """As in `dvc exp run -S`, without `train.`."""
     method: str = "full"
     model: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
@@ -151,12 +151,12 @@ class Learnt:
 
 
 def micro_batches(row: Row) -> list[Batch]:
-    """The eight rows as the row's run takes them."""
+    """The batches of the row's run."""
     return joined(list(row.sizes)) if row.joined else split(list(row.sizes))
 
 
 def learn(directory: Path, row: Row) -> Learnt:
-    """Train as the row says."""
+    """Train with the row's switch."""
     start = load_model(directory, spec_of(method=row.method, **row.model), CPU)
     before = {name: p.detach().float().clone() for name, p in start.named_parameters() if p.requires_grad}
     optim = replace(PLAIN, **row.optim)

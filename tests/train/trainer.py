@@ -22,7 +22,7 @@ WAITING_BATCH = 4
 LONG_SECONDS = 600
 LINES, BEGUN, ENDED = "lines.txt", "begun", "ended.txt"
 """Files in its directory: lines for the user; exists once it waits; a hash of the weights."""
-Mode = Literal["run", "until asked", "stuck"]
+Mode = Literal["run", "until signal", "stuck"]
 
 
 def main(model: Path, directory: Path, mode: Mode) -> None:
@@ -36,7 +36,7 @@ def main(model: Path, directory: Path, mode: Mode) -> None:
             if next(numbers) == WAITING_BATCH and mode != "run":
                 (directory / BEGUN).touch()
                 until = time.monotonic() + LONG_SECONDS
-                while time.monotonic() < until and not (mode == "until asked" and stop.signal_number):
+                while time.monotonic() < until and not (mode == "until signal" and stop.signal_number):
                     time.sleep(0.01)
             yield batch
 

@@ -51,8 +51,3 @@ class Callback:
 
     def on_fault(self, error: BaseException) -> None:
         """Called instead of `on_end` if training ends with an error or is stopped by a signal."""
-
-
-def tokens_per_second(row: Row) -> float:
-    """Return the throughput of a step, in tokens without padding."""
-    return row["tokens"] / row["seconds"]

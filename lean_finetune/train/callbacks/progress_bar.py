@@ -2,7 +2,7 @@
 
 from tqdm import tqdm
 
-from lean_finetune.train.callbacks.callback import Callback, Row, tokens_per_second
+from lean_finetune.train.callbacks.callback import Callback, Row
 from lean_finetune.train.monitor.memory_monitor import memory_text
 
 
@@ -21,7 +21,8 @@ class ProgressBar(Callback):
 
     def on_step(self, row: Row) -> None:
         """Advance the bar."""
-        text = f"loss {row['loss']:.4f}, {tokens_per_second(row):,.0f} tokens/s, {memory_text(row)}"
+        tokens_per_second = row["tokens"] / row["seconds"]
+        text = f"loss {row['loss']:.4f}, {tokens_per_second:,.0f} tokens/s, {memory_text(row)}"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
 

@@ -17,11 +17,11 @@ class HostPeak:
     """Filled in when the block ends; None if the kernel has no counter (not Linux, or /proc is read-only)."""
 
     peak_bytes: int | None = None
-    """Largest resident size of the whole process, mapped files included."""
+    """Largest resident size of the process, mapped files included."""
     added_bytes: int | None = None
     """The peak minus the resident size before the block."""
     file_pages_added_bytes: int | None = None
-    """Resident pages of mapped files that the block added; the system can take them back."""
+    """Resident pages of mapped files that the block added; the system can reclaim them."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Measure peak memory by phase with the device's allocator, independently of the prediction.
 
 On CUDA the statistics of the caching allocator cover every phase of every step. On the CPU torch.profiler records each
-allocation and free of PyTorch's allocator. That is too much data for a whole run, so it is on inside windows only:
+allocation and free of PyTorch's allocator. That is too much data for a run, so it is on inside windows only:
 from before loading to the end of the first step, then around single steps.
 """
 

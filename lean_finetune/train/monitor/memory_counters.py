@@ -1,7 +1,7 @@
 """Read the memory in use from existing counters: cheap enough for every phase of every step.
 
 On CUDA the caching allocator counts. On a CPU PyTorch has no counters, but glibc's malloc does: `mallinfo2` (7
-microseconds after a model was loaded). It counts the whole process, Python and NumPy included, without mapped files.
+microseconds after a model was loaded). It counts the process, Python and NumPy included, without mapped files.
 On other systems the counts are None.
 """
 
@@ -64,9 +64,9 @@ class CudaCounters(Counters):
 
     def left_bytes(self) -> int:
         """Return free memory of the driver plus free reserved memory."""
-        counts = self.read()
-        assert counts.held_bytes is not None and counts.reserved_bytes is not None
-        return torch.cuda.mem_get_info(self._device)[0] + counts.reserved_bytes - counts.held_bytes
+        counts = torch.cuda.memory_stats_as_nested_dict(self._device)
+        reserved, live = (counts[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
+        return torch.cuda.mem_get_info(self._device)[0] + reserved - live
 
     def pinned_bytes(self) -> int | None:
         """Return pinned host memory."""
@@ -121,7 +121,7 @@ class ProcessMemory:
     def read_both(self) -> tuple[int, int | None]:
         """Return resident bytes, in total and without mapped files (None if the system does not separate them).
 
-        Pages of mapped files (weights, token shards) are resident once they were read, but the system takes them back
+        Pages of mapped files (weights, token shards) are resident once they were read, but the system reclaims them
         when it needs memory: they are no growth of the process.
         """
         counts = process_status() if STATUS.exists() else {}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,18 +25,6 @@ tensors, reserved by the allocator, the allocator's retries in the step, process
 host memory."""
 
 
-@dataclass(kw_only=True)
-class PhaseMemory:
-    """The highest figures at the ends of a phase; None if unknown."""
-
-    reserved_bytes: int | None = None
-    unused_bytes: int | None = None
-    """Reserved by the allocator and not in use."""
-    alloc_retries: int | None = None
-    """Sum over all ends of the phase, each since the end of the phase before."""
-    rss_bytes: int = 0
-
-
 class MemoryMonitor:
     """Monitors one run. It stores a few figures per phase and none per step."""
 
@@ -46,7 +33,7 @@ class MemoryMonitor:
         self._meter = meter
         self._counters = make_counters(device)
         self._process = ProcessMemory()
-        self._phases: dict[str, PhaseMemory] = {}
+        self._phases: dict[str, dict[str, int | None]] = {}
         self._retries_at_phase = self._retries_at_step = self._counters.read().retries
 
     @contextmanager
@@ -54,15 +41,16 @@ class MemoryMonitor:
         """Measure a phase; this is the step's Phase hook."""
         with self._meter.phase(name):
             yield
-        known = self._phases.setdefault(name, PhaseMemory())
         counts = self._counters.read()
-        if counts.reserved_bytes is not None and counts.held_bytes is not None:
-            known.reserved_bytes = max(known.reserved_bytes or 0, counts.reserved_bytes)
-            known.unused_bytes = max(known.unused_bytes or 0, counts.reserved_bytes - counts.held_bytes)
-        if counts.retries is not None:
-            known.alloc_retries = (known.alloc_retries or 0) + counts.retries - (self._retries_at_phase or 0)
+        reserved, live = counts.reserved_bytes, counts.held_bytes
+        figures = {
+            "reserved_bytes": reserved,
+            "unused_bytes": None if reserved is None or live is None else reserved - live,
+            RETRIES: None if counts.retries is None else counts.retries - (self._retries_at_phase or 0),
+            "rss_bytes": self._process.read(),
+        }
         self._retries_at_phase = counts.retries
-        known.rss_bytes = max(known.rss_bytes, self._process.read())
+        self.restore({name: figures})
 
     def step_columns(self) -> dict[str, int | None]:
         """Return `MEMORY_COLUMNS` at the end of a step; call once per step, after the meter's window."""
@@ -81,17 +69,16 @@ class MemoryMonitor:
         }
 
     def by_phase(self) -> dict[str, dict[str, int | None]]:
-        """Return the figures of each phase, for the metrics."""
-        return {name: asdict(memory) for name, memory in self._phases.items()}
+        """Return the highest figures at the ends of each phase, and the sum of its retries; None if unknown."""
+        return {name: dict(figures) for name, figures in self._phases.items()}
 
     def restore(self, by_phase: Mapping[str, Mapping[str, int | None]]) -> None:
-        """Add the figures of an earlier process of the same run; call before the first step."""
+        """Add figures, here or of an earlier process of the same run."""
         for name, figures in by_phase.items():
-            known = self._phases.setdefault(name, PhaseMemory())
+            known = self._phases.setdefault(name, {})
             for key, figure in figures.items():
-                if figure is not None:
-                    both = (getattr(known, key) or 0, figure)
-                    setattr(known, key, sum(both) if key == RETRIES else max(both))
+                both = [one for one in (known.get(key), figure) if one is not None]
+                known[key] = (sum(both) if key == RETRIES else max(both)) if both else None
 
 
 def memory_text(row: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from lean_finetune.train.oom.oom_state import Failure, OutOfMemory, RunPosition
 
 Result = TypeVar("Result")
 Attempt = Callable[[list[MicroBatch], Iterator[Batch]], Result]
-"""Runs a whole step with these micro-batches. It changes no weight before the last backward pass has finished, and
+"""Runs a step with these micro-batches. It changes no weight before the last backward pass has finished, and
 restores the random state if it raises."""
 
 

@@ -119,30 +119,17 @@ def _report_crash(directory: Path, notify: Callable[[str], None], root: Path) ->
     if lock is None:
         return
     try:
-        last_step = _read(directory / FILE)
-        if last_step is None or last_step.host == platform.node():
+        last_step = LastStep(**json.loads((directory / FILE).read_text(encoding="ascii", errors="replace")))
+        if last_step.host == platform.node():
             clear(directory)
-            notify(
-                f"note: a previous training crashed or was killed; its record in {directory} is damaged"
-                if last_step is None
-                else _crash_note(last_step, root)
-            )
+            notify(_crash_note(last_step, root))
     except FileNotFoundError:  # It ended before its first write, or by itself just now.
         pass
+    except (ValueError, TypeError):  # The file is never flushed, so a machine that goes down can damage it.
+        clear(directory)
+        notify(f"note: a previous training crashed or was killed; its record in {directory} is damaged")
     finally:
         unlock_directory(directory, lock)
-
-
-def _read(path: Path) -> LastStep | None:
-    """Read a file; None if it is damaged: it is never flushed, so a machine that goes down can damage it.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    try:
-        return LastStep(**json.loads(path.read_text(encoding="ascii", errors="replace")))
-    except (ValueError, TypeError):
-        return None
 
 
 def _crash_note(last_step: LastStep, root: Path) -> str:

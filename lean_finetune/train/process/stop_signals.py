@@ -1,4 +1,4 @@
-"""Stop training on SIGTERM, Ctrl-C and similar signals: the first between two micro-batches, a second one at once."""
+"""Stop training on SIGTERM, Ctrl-C and similar signals: between two micro-batches, or immediately on a second one."""
 
 import os
 import signal
@@ -72,7 +72,7 @@ def handle_signals(stop: StopRequest) -> Iterator[None]:
 
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     # Python runs handlers between two operations of the main thread, and a backward pass is one operation. A thread
-    # therefore waits for a second signal, which ends the process at once.
+    # therefore waits for a second signal, which ends the process immediately.
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     thread = threading.Thread(target=_exit_on_second_signal, args=(read_end,), name="signals", daemon=True)
