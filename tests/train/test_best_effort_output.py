@@ -3,7 +3,6 @@
 import io
 import os
 import sys
-from collections.abc import Callable
 from typing import TextIO
 
 import pytest
@@ -47,27 +46,23 @@ def test_write_errors_on_output_are_ignored(monkeypatch: pytest.MonkeyPatch, log
 
 
 def test_output_is_unchanged_when_writes_succeed(monkeypatch: pytest.MonkeyPatch):
-    def output_with(prepare: Callable[[], None]) -> tuple[str, str]:
-        out, err = io.StringIO(), io.StringIO()
-        monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(sys, "stderr", err)
+    """A progress bar that tqdm no longer clears before a line."""
+    outputs = []
+    for prepare in (ignore_output_errors, lambda: None):
+        streams = io.StringIO(), io.StringIO()
+        for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+            monkeypatch.setattr(sys, name, stream)
         prepare()
         write_output()
-        return out.getvalue(), err.getvalue()
-
-    (out, err), (plain_out, plain_err) = output_with(ignore_output_errors), output_with(lambda: None)
-    assert out == plain_out == "step 0\nstep 1\nstep 2\ndone\n"
-    assert err.count("\r") == plain_err.count("\r") > 3
+        outputs.append((streams[0].getvalue(), streams[1].getvalue().count("\r")))
+    assert outputs[0] == outputs[1] and outputs[0][0] == "step 0\nstep 1\nstep 2\ndone\n" and outputs[0][1] > 3
 
 
 def test_closed_stream_is_ignored(monkeypatch: pytest.MonkeyPatch):
-    """`>&-`: Python has None there."""
-    monkeypatch.setattr(sys, "stdout", None)
-    ignore_output_errors()
-    write_output()
-    sys.stdout.flush()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    ignore_output_errors()
-    print("\N{GREEK SMALL LETTER LAMDA}")
+    """None is what Python has for `>&-`; the other stream cannot encode the letter."""
+    for stream in (None, io.TextIOWrapper(io.BytesIO(), encoding="ascii")):
+        monkeypatch.setattr(sys, "stdout", stream)
+        ignore_output_errors()
+        print("\N{GREEK SMALL LETTER LAMDA}", flush=True)
     sys.stdout.close()
     write_output()

@@ -62,11 +62,12 @@ def test_same_run_in_another_directory_has_the_same_key(inputs: Path, tmp_path: 
     assert key_of(inputs) == key_of(tmp_path / "copy")
 
 
-def test_how_gpus_share_the_steps_does_not_change_the_key(inputs: Path):
+@pytest.mark.parametrize(("rows", "ranks", "same"), [([[0, 1], [2, 3]], 2, True), ([[0, 1], [2, 4]], 1, False)])
+def test_rows_of_a_step_make_the_run_and_how_gpus_share_them_does_not(inputs: Path, rows, ranks: int, same: bool):
     """A run that is moved to another number of GPUs starts at the first step."""
     before = key_of(inputs)
-    write_plan(inputs / "plan.arrow", [plan_of([[0, 1], [2, 3]], ranks=2)], settings_hash="0a")
-    assert key_of(inputs, sharding="zero2") == before
+    write_plan(inputs / "plan.arrow", [plan_of(rows, ranks=ranks)], settings_hash="0a")
+    assert (key_of(inputs, sharding="zero2") == before) is same
 
 
 @pytest.mark.parametrize("change", [{"lr": 0.5}, {"threads": 64}, {"optimizer": "sgd"}], ids=str)
@@ -88,12 +89,6 @@ def test_other_data_or_another_model_is_another_run(inputs: Path, name: str, con
     before = key_of(inputs)
     (inputs / name).write_text(content)
     assert key_of(inputs, precision="auto") != before
-
-
-def test_other_rows_in_a_step_are_another_run(inputs: Path):
-    before = key_of(inputs)
-    write_plan(inputs / "plan.arrow", [plan_of([[0, 1], [2, 4]])], settings_hash="0a")
-    assert key_of(inputs) != before
 
 
 @pytest.mark.parametrize("name", ["code_hashes", "version"])
