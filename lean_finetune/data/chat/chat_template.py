@@ -58,11 +58,9 @@ class ChatTemplate:
     def render(self, conversation: Conversation) -> list[Segment]:
         """The conversation as text segments; joined they are the template's rendering.
 
-        Its strings must be guarded: control tokens in them would be taken for the template's.
-
-        Raises:
-            RowFault: the template refuses the conversation or omits a part of it, or a trained turn cannot be located.
-            EmptyAnswer: the template shows nothing of a trained turn except its end.
+        Its strings must be guarded: control tokens in them would be taken for the template's. Raises RowFault if the
+        template refuses the conversation or omits a part of it, or a trained turn cannot be located. Raises EmptyAnswer
+        if the template shows nothing of a trained turn except its end.
         """
         if self._omitted:
             self._check_shown(conversation)
@@ -238,11 +236,7 @@ def _added_tokens(directory: Path) -> dict[str, bool]:
 
 
 def read_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str, str]:
-    """A tokenizer's chat template, and the path of its file.
-
-    Raises:
-        UserError: it has none.
-    """
+    """A tokenizer's chat template, and the path of its file. Raises UserError if it has none."""
     file = directory / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8"), str(file)

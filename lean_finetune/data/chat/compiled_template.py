@@ -51,11 +51,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**"))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """The product or power.
-
-        Raises:
-            MemoryError: it exceeds LARGEST_PRODUCT.
-        """
+        """The product or power. Raises MemoryError if it exceeds LARGEST_PRODUCT."""
         if _product_size(operator, left, right) > LARGEST_PRODUCT:
             raise MemoryError
         return super().call_binop(context, operator, left, right)
@@ -117,10 +113,8 @@ class CompiledTemplate:
     ) -> list[str]:
         """The rendering as a list of texts. Generation marks are sentinels, each a text of the list.
 
-        Raises:
-            RowFault: the template refuses the conversation.
-            MemoryError: the rendering is too large.
-            RecursionError: the template recurses without end, or the conversation is nested too deep.
+        Raises RowFault if the template refuses the conversation. Raises MemoryError if the rendering is too large.
+        Raises RecursionError if the template recurses without end, or the conversation is nested too deep.
         """
         try:
             context = self._template.new_context(
@@ -143,11 +137,7 @@ class CompiledTemplate:
         return split_at_marks(parts) if self._captures_marks else parts
 
     def text(self, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False) -> str:
-        """The rendering as one text, without sentinels.
-
-        Raises:
-            RowFault: the template refuses the conversation.
-        """
+        """The rendering as one text, without sentinels. Raises RowFault if the template refuses the conversation."""
         text = "".join(self.parts(messages, tools, add_generation_prompt=add_generation_prompt))
         return text.replace(TRAINED_START, "").replace(TRAINED_END, "") if self.has_marks else text
 

@@ -117,8 +117,7 @@ def reasoning_of(message: Message) -> str:
 def check_roles(template: CompiledTemplate, omitted: Set[str], name: str, train_on: str) -> None:
     """Refuse a template that omits the text of messages, or whose generation marks are not around the assistant's.
 
-    Raises:
-        UserError: naming the role.
+    Raises UserError, naming the role.
     """
     for probe in PROBES:
         distinct = [
@@ -171,10 +170,7 @@ def check_end_of_turn(
 ) -> None:
     """Refuse a template that trains no end of turn, or that doubles the BOS token.
 
-    A template that refuses the basic conversation passes.
-
-    Raises:
-        UserError: naming the fault.
+    A template that refuses the basic conversation passes. Raises UserError, naming the fault.
     """
     try:
         segments = render(_BASIC)

@@ -22,10 +22,8 @@ def split_segments(parts: Sequence[str]) -> list[Segment]:
     """The segments of a rendering; trained segments without text between them become one.
 
     Each sentinel must be one element of `parts`. Searching the joined text would cost more than rendering it: with a
-    sentinel in it, Python stores every character in two bytes.
-
-    Raises:
-        RowFault: generation blocks are nested or not closed.
+    sentinel in it, Python stores every character in two bytes. Raises RowFault if generation blocks are nested or not
+    closed.
     """
     segments: list[Segment] = []
     trained, start = False, 0

@@ -29,8 +29,7 @@ class EngineChoice:
 def load_engine(name: str, directory: Path) -> Engine:
     """The engine `tokenizers` or `tiktoken` of a model directory.
 
-    Raises:
-        NotEquivalent: tiktoken would give other ids.
+    Raises NotEquivalent if tiktoken would give other ids.
     """
     plain = TokenizersEngine(read_tokenizer(directory))
     return plain if name == "tokenizers" else TiktokenEngine(_read_spec(directory), plain)
@@ -40,10 +39,7 @@ def choose_engine(requested: str, directory: Path, sample_texts: Sequence[str]) 
     """Choose tiktoken only where it gives the same ids as the tokenizers library.
 
     Both encode edge cases, every kind of character, and the sample of the data. No thread is started, so worker
-    processes can be forked afterwards.
-
-    Raises:
-        UserError: `requested` is tiktoken, and its ids differ.
+    processes can be forked afterwards. Raises UserError if `requested` is tiktoken, and its ids differ.
     """
     plain = load_engine("tokenizers", directory)
     if requested == "tokenizers":

@@ -24,11 +24,7 @@ class JoinedRowEncoder:
     """Encodes each row as one text."""
 
     def __init__(self, tokenizer: Tokenizer, guard: Guard, directory: Path):
-        """Encode with this tokenizer.
-
-        Raises:
-            UserError: the tokenizer changes text when it encodes and decodes it.
-        """
+        """Encode with this tokenizer. Raises UserError if the tokenizer changes text when it encodes and decodes it."""
         self._tokenizer, self._guard = tokenizer, guard
         decoded = tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False).ids, skip_special_tokens=False)
         if decoded.removeprefix(" ") != PROBE:

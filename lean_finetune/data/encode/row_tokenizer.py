@@ -28,8 +28,7 @@ class RowTokenizer:
     def __init__(self, directory: Path, engine: Engine):
         """Use an engine of the directory's tokenizer.json, and read tokenizer_config.json.
 
-        Raises:
-            UserError: a special token is not in the vocabulary, or the tokenizer changes text.
+        Raises UserError if a special token is not in the vocabulary, or the tokenizer changes text.
         """
         self.directory = directory
         self._tokenizer, self._engine = engine.tokenizer, engine
@@ -78,11 +77,7 @@ class RowTokenizer:
 
     @property
     def eos_text(self) -> str:
-        """The end-of-sequence token.
-
-        Raises:
-            UserError: the tokenizer has none.
-        """
+        """The end-of-sequence token. Raises UserError if the tokenizer has none."""
         eos = self.special_tokens.get("eos_token")
         if eos is None:
             raise UserError(
@@ -100,10 +95,7 @@ class RowTokenizer:
     def plain_segments(self, example: PlainText, train_on: str) -> list[Segment]:
         """Segments of guarded plain text, with BOS in front where the tokenizer adds it, and EOS at the end.
 
-        With `train_on` all, the prompt is trained too.
-
-        Raises:
-            UserError: the tokenizer has no end-of-sequence token.
+        With `train_on` all, the prompt is trained too. Raises UserError if the tokenizer has no end-of-sequence token.
         """
         prompt, completion = self.bos_text + example.prompt, example.completion + self.eos_text
         segments = Segment(text=prompt, trained=train_on == "all"), Segment(text=completion, trained=True)

@@ -34,8 +34,7 @@ class TiktokenEngine:
     def __init__(self, spec: dict[str, Any], fallback: Engine):
         """Build the engine from the content of tokenizer.json.
 
-        Raises:
-            NotEquivalent: the tokenizer has a part that tiktoken lacks.
+        Raises NotEquivalent if the tokenizer has a part that tiktoken lacks.
         """
         import tiktoken
 
@@ -93,8 +92,7 @@ class TiktokenEngine:
 def ranks_of(spec: dict[str, Any]) -> dict[bytes, int]:
     """Rank, which is the id, by bytes of each token that merges make. tiktoken merges lower ranks first.
 
-    Raises:
-        NotEquivalent: the model is not a plain byte-level BPE, or its merges are not in the order of ids.
+    Raises NotEquivalent if the model is not a plain byte-level BPE, or its merges are not in the order of ids.
     """
     model = spec["model"]
     if model["type"] != "BPE":
@@ -127,9 +125,7 @@ def check_merges(spec: dict[str, Any], tokenizer: Tokenizer) -> None:
 
     Both agree on a token whose own bytes merge into it: its last two parts are then the same in every text. Other
     tokens occur only as complete words with ignore_merges; for these, every split in two must be in the merge list.
-
-    Raises:
-        NotEquivalent: naming a token on which they could differ.
+    Raises NotEquivalent, naming a token on which they could differ.
     """
     bpe = tokenizer.model
     ignores_merges, bpe.ignore_merges = bpe.ignore_merges, False

@@ -44,8 +44,7 @@ class RowFormat(ABC):
     def parse(self, row: Mapping[str, Any]) -> Conversation | PlainText:
         """The example of a row that has the required keys.
 
-        Raises:
-            RowFault: a value has the wrong type, or there is nothing to train on.
+        Raises RowFault if a value has the wrong type, or there is nothing to train on.
         """
 
     @cached_property
@@ -56,16 +55,14 @@ class RowFormat(ABC):
     def check_columns(self, columns: Iterable[str]) -> None:
         """Refuse keys of data.columns that this format does not have: the mapping would have no effect.
 
-        Raises:
-            UserError: naming the key and the keys of the format.
+        Raises UserError, naming the key and the keys of the format.
         """
         _check_keys(columns, self.keys, self.name)
 
     def rename_columns(self, row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
         """The row with its columns under the format's keys; `columns` maps a key to a column.
 
-        Raises:
-            RowFault: the row lacks a mapped column or a required key.
+        Raises RowFault if the row lacks a mapped column or a required key.
         """
         if columns:
             for key, column in columns.items():
@@ -127,10 +124,8 @@ def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[s
     """The first format whose required keys the row has, and the reason; `columns` maps keys to columns.
 
     A format whose keys all have values comes before one with nulls: in Parquet and Arrow every row has every column.
-
-    Raises:
-        RowFault: the row has no known format.
-        UserError: `columns` has a key that no format has, or that the detected format does not have.
+    Raises RowFault if the row has no known format. Raises UserError if `columns` has a key that no format has, or that
+    the detected format does not have.
     """
     if columns:
         _check_keys(columns, frozenset().union(*(one.keys for one in FORMATS.values())), AUTO)

@@ -23,8 +23,7 @@ _USUAL_KEYS = {"role", "content"}
 def parse_messages(given: list[Any], where: str) -> tuple[list[Message], frozenset[int]]:
     """The parsed messages, and the indices of assistant turns that are not trained.
 
-    Raises:
-        RowFault: one of them is not a message.
+    Raises RowFault if one of them is not a message.
     """
     messages: list[Message] = []
     context: list[int] = []
@@ -49,8 +48,7 @@ def parse_messages(given: list[Any], where: str) -> tuple[list[Message], frozens
 def parse_message(message: Any, where: str) -> tuple[Message, bool]:
     """The parsed message, and whether it is an assistant turn that is not trained.
 
-    Raises:
-        RowFault: it is not a message, or holds what cannot be trained.
+    Raises RowFault if it is not a message, or holds what cannot be trained.
     """
     if not isinstance(message, dict):
         raise RowFault(f"{where} must be an object with 'role' and 'content', got {show(message)}; change it")
@@ -97,11 +95,7 @@ def _pop_weights(message: Message, role: str, where: str) -> bool:
 
 
 def content_text(content: Any, where: str) -> str:
-    """A message's text; a list of typed parts is joined when all parts are text.
-
-    Raises:
-        RowFault: it is neither.
-    """
+    """A message's text; a list of typed parts is joined when all parts are text. Raises RowFault if it is neither."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -119,8 +113,7 @@ def content_text(content: Any, where: str) -> str:
 def parse_tool_call(call: Any, where: str) -> dict[str, Any]:
     """A tool call as {type, function: {name, arguments}}, given so or as the bare {name, arguments}.
 
-    Raises:
-        RowFault: it has no name, or its arguments are not an object.
+    Raises RowFault if it has no name, or its arguments are not an object.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -137,10 +130,7 @@ def parse_tool_call(call: Any, where: str) -> dict[str, Any]:
 def parse_tools(row: Mapping[str, Any]) -> list[Any] | None:
     """The row's tools as {type, function: {...}}, from a list or its JSON text; None when there are none.
 
-    `functions` is OpenAI's former name of `tools`.
-
-    Raises:
-        RowFault: they are something else.
+    `functions` is OpenAI's former name of `tools`. Raises RowFault if they are something else.
     """
     tools = row.get("tools")
     if is_given(row.get("functions")):

@@ -28,8 +28,7 @@ _CONVERSATION_KEYS = ("system", "tools", "functions", "family")
 def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Conversation | PlainText:
     """The example of a row. `unread_columns` judges the columns that its format does not read.
 
-    Raises:
-        RowFault: a key is missing, has the wrong type, or there is nothing to train on.
+    Raises RowFault if a key is missing, has the wrong type, or there is nothing to train on.
     """
     row_format = source.row_format
     example = row_format.parse(row_format.rename_columns(row, source.columns))
@@ -42,8 +41,7 @@ def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Conversation | Pl
 def row_family(row: Mapping[str, Any], source: SourceFormat) -> str | None:
     """The task family that a row names, None where it names none.
 
-    Raises:
-        RowFault: `family` is neither text nor null.
+    Raises RowFault if `family` is neither text nor null.
     """
     family = row.get(source.column("family"))
     if family is not None and not isinstance(family, str):

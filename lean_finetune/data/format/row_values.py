@@ -26,11 +26,7 @@ def is_given(value: Any) -> bool:
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
-    """A text value.
-
-    Raises:
-        RowFault: it is not text.
-    """
+    """A text value. Raises RowFault if it is not text."""
     value = row[key]
     if not isinstance(value, str):
         raise RowFault(f"{key!r} must be text, got {show(value)}; change it")
@@ -38,19 +34,14 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 
 def text_or_nothing(row: Mapping[str, Any], key: str) -> str:
-    """A text value; an absent or null one is empty.
-
-    Raises:
-        RowFault: it is not text.
-    """
+    """A text value; an absent or null one is empty. Raises RowFault if it is not text."""
     return "" if row.get(key) is None else text_of(row, key)
 
 
 def list_of(row: Mapping[str, Any], key: str) -> list[Any]:
     """A list value, or its JSON text as in a CSV file. An absent, null or blank one is empty.
 
-    Raises:
-        RowFault: it is something else.
+    Raises RowFault if it is something else.
     """
     value = row.get(key)
     if isinstance(value, str):
@@ -64,11 +55,7 @@ def list_of(row: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of JSON text inside a row.
-
-    Raises:
-        RowFault: it is not JSON.
-    """
+    """The value of JSON text inside a row. Raises RowFault if it is not JSON."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -29,8 +29,7 @@ IGNORE = "name it in data.ignore_columns to leave it unread"
 def unread_columns(row: Mapping[str, Any], source: SourceFormat) -> list[str]:
     """The columns with a value that the format does not read.
 
-    Raises:
-        RowFault: one of them changes what the row means.
+    Raises RowFault if one of them changes what the row means.
     """
     read = source.columns_read
     if row.keys() <= read:
@@ -81,11 +80,7 @@ def media_fault(key: str) -> str:
 
 
 def refuse_media(turn: Mapping[str, Any], where: str) -> None:
-    """Refuse a message with images, video or audio.
-
-    Raises:
-        RowFault: naming the key.
-    """
+    """Refuse a message with images, video or audio. Raises RowFault, naming the key."""
     for key in MEDIA:
         if is_given(turn.get(key)):
             raise RowFault(f"{where}: {media_fault(key)}; remove the row")

@@ -20,11 +20,7 @@ def from_numpy(values: np.ndarray, kind: pa.DataType) -> pa.Array:
 
 
 def from_texts(texts: Sequence[str | None]) -> pa.Array:
-    """Texts as an Arrow array of strings. None is null.
-
-    Raises:
-        UnicodeEncodeError: a text has a lone surrogate.
-    """
+    """Texts as an Arrow array of strings. None is null. Raises UnicodeEncodeError if a text has a lone surrogate."""
     if all(text is None for text in texts):
         return pa.nulls(len(texts), pa.string())
     encoded = [b"" if text is None else text.encode() for text in texts]

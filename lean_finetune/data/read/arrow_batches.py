@@ -16,8 +16,7 @@ MAX_BATCH_ROWS = 4096
 def read_record_batches(file: BinaryIO, name: str, is_parquet: bool, block_bytes: int) -> Iterator[RowBlock]:
     """Blocks of about `block_bytes`. Memory holds one page of each Parquet column, or one record batch of the file.
 
-    Raises:
-        UserError: the file is damaged, or two columns have the same name.
+    Raises UserError if the file is damaged, or two columns have the same name.
     """
     number = 0
     batches = _parquet_batches(file, block_bytes) if is_parquet else _arrow_batches(file)

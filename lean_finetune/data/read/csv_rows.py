@@ -63,10 +63,8 @@ class _TextLines:
 def read_table(read: Read, name: str, delimiter: str, block_bytes: int) -> Iterator[RowBlock]:
     """Blocks of text columns named by the header, with about `block_bytes` characters each.
 
-    A row with too few or too many cells, or that is not text, is a fault. Blank lines are not rows.
-
-    Raises:
-        UserError: there is no usable header, or a quote is never closed.
+    A row with too few or too many cells, or that is not text, is a fault. Blank lines are not rows. Raises UserError if
+    there is no usable header, or a quote is never closed.
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     text_lines = _TextLines(read, name, block_bytes)

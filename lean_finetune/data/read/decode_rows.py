@@ -34,8 +34,7 @@ Parsed = tuple[dict[str, Any] | None, str | None, int]
 def decode(block: RowBlock) -> Iterator[RawRow]:
     """Yield every row of a block in order. Blank lines are not rows.
 
-    Raises:
-        UserError: the payload of an Arrow block is damaged, which only faulty memory can cause.
+    Raises UserError if the payload of an Arrow block is damaged, which only faulty memory can cause.
     """
     rows = _DECODERS[block.kind](block)
     if not block.faults:

@@ -23,11 +23,7 @@ class PinnedBytes(io.RawIOBase):
     """The bytes of a pinned file, read forward and hashed."""
 
     def __init__(self, file: DataFile, progress: Progress):
-        """Open the file.
-
-        Raises:
-            UserError: it is gone, or on a hub that cannot be reached.
-        """
+        """Open the file. Raises UserError if it is gone, or on a hub that cannot be reached."""
         self._file, self._progress = file, progress
         self._digest, self._read_bytes = new_digest(file.digest, file.size_bytes), 0
         self._stream = self._open()
@@ -55,8 +51,7 @@ class PinnedBytes(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """The next `size` bytes, or fewer as the system returns them.
 
-        Raises:
-            UserError: the disk or the network fails.
+        Raises UserError if the disk or the network fails.
         """
         if self._file.path is None:
             with hub_errors("data.source", self._file.repo_id):
@@ -81,8 +76,7 @@ class PinnedBytes(io.RawIOBase):
     def finish(self) -> None:
         """Read to the end and compare the file's hash with the lock.
 
-        Raises:
-            UserError: the file differs from what was pinned.
+        Raises UserError if the file differs from what was pinned.
         """
         while self.read(READ_BLOCK_BYTES):
             pass
@@ -110,8 +104,7 @@ class DecompressedFile:
     def peek(self, size: int) -> bytes:
         """The first bytes without the byte order mark; `read` returns them again.
 
-        Raises:
-            UserError: the text is UTF-16.
+        Raises UserError if the text is UTF-16.
         """
         start = self.read(size)
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -120,11 +113,7 @@ class DecompressedFile:
         return self._ahead
 
     def read(self, size: int) -> bytes:
-        """`size` bytes, fewer only at the end.
-
-        Raises:
-            UserError: the compressed data is damaged.
-        """
+        """`size` bytes, fewer only at the end. Raises UserError if the compressed data is damaged."""
         parts, parts_bytes = [self._ahead[:size]], min(len(self._ahead), size)
         self._ahead = self._ahead[size:]
         while parts_bytes < size and (part := self._read_once(size - parts_bytes)):
@@ -146,10 +135,8 @@ class DecompressedFile:
 def open_seekable(file: DataFile, progress: Progress) -> Iterator[BinaryIO]:
     """A seekable pinned file, compared with the lock before anything is read from it.
 
-    A file on the hub, or a compressed one, is first copied to an unnamed temporary file.
-
-    Raises:
-        UserError: it is gone, changed, damaged, or cannot be reached.
+    A file on the hub, or a compressed one, is first copied to an unnamed temporary file. Raises UserError if it is
+    gone, changed, damaged, or cannot be reached.
     """
     with ExitStack() as stack:
         source = stack.enter_context(PinnedBytes(file, progress))

@@ -20,11 +20,7 @@ DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
 def file_names(lock: Mapping[str, Any]) -> list[str]:
-    """The name of each file for messages, by `RowBlock.file`.
-
-    Raises:
-        UserError: the lock is of another schema.
-    """
+    """The name of each file for messages, by `RowBlock.file`. Raises UserError if the lock is of another schema."""
     return [file.name for file in data_files(lock)]
 
 

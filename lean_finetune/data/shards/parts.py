@@ -33,11 +33,7 @@ class TokenizePart:
 
 
 def parse_part(text: str) -> TokenizePart:
-    """The part written as `i/n`.
-
-    Raises:
-        UserError: the text has another form, or there is no such part.
-    """
+    """The part written as `i/n`. Raises UserError if the text has another form, or there is no such part."""
     match = PART.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
         raise UserError(f"--part: must be i/n with 0 <= i < n, as 0/4 for the first of four; got {text!r}")
@@ -63,8 +59,7 @@ def write_manifest(
 def collect(directories: Sequence[Path], inputs: Mapping[str, str], key: str) -> list[LocatedShard]:
     """All shards in order, from the parts below these directories.
 
-    Raises:
-        UserError: a part is missing, damaged, named twice, or has other inputs than this checkout.
+    Raises UserError if a part is missing, damaged, named twice, or has other inputs than this checkout.
     """
     located: dict[int, LocatedShard] = {}
     all_shards = 0

@@ -19,8 +19,7 @@ SCHEMA = 2
 def publish(job: TokenizeJob, located: Sequence[LocatedShard], out: Path) -> list[str]:
     """Write the token directory `out` in one step; return notes for the user.
 
-    Raises:
-        UserError: one side of the split is empty, or the disk cannot be written.
+    Raises UserError if one side of the split is empty, or the disk cannot be written.
     """
     settings, sources, template = job.settings, job.data_lock["sources"], job.template
     with atomic_directory(out) as aside:

@@ -71,8 +71,7 @@ class BlockTokenizer:
     def __init__(self, settings: TokenSettings, engine: Engine | None = None):
         """Use this engine, or load that of the settings; no thread is started.
 
-        Raises:
-            UserError: the tokenizer cannot be used.
+        Raises UserError if the tokenizer cannot be used.
         """
         self._settings = settings
         directory = settings.tokenizer_directory
@@ -94,8 +93,7 @@ class BlockTokenizer:
     def __call__(self, block: RowBlock) -> BlockTokens:
         """The tokens of a block.
 
-        Raises:
-            UserError: the block's file, the tokenizer or the template is at fault, not a row.
+        Raises UserError if the block's file, the tokenizer or the template is at fault, not a row.
         """
         rows = self._read(block)
         encoded = self.tokenizer.encode_rows(rows.segments)
@@ -140,9 +138,7 @@ class BlockTokenizer:
     def _add_row(self, raw: RawRow, place: Place, source: SourceFormat, rows: _Rows) -> None:
         """Add a row to `rows`.
 
-        Raises:
-            RowFault: it cannot be used.
-            EmptyAnswer: a trained answer is empty.
+        Raises RowFault if it cannot be used. Raises EmptyAnswer if a trained answer is empty.
         """
         if raw.value is None:
             raise RowFault(raw.fault)

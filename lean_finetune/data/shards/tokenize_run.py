@@ -36,8 +36,7 @@ class Execution(NamedTuple):
 def tokenize_all(job: TokenizeJob, run: Execution, out: Path, notify: Notify) -> list[str]:
     """Make all shards that are not finished, and publish the token directory; return notes.
 
-    Raises:
-        UserError: see `make_shards` and `publish`.
+    Raises UserError, see `make_shards` and `publish`.
     """
     with work_directory(scratch_root(), job.key, notify) as root:
         shards, _ = _tokenize(job, run, root, ALL_SHARDS)
@@ -46,11 +45,7 @@ def tokenize_all(job: TokenizeJob, run: Execution, out: Path, notify: Notify) ->
 
 
 def tokenize_part(job: TokenizeJob, run: Execution, part: TokenizePart, out: Path, notify: Notify) -> list[str]:
-    """Make one part's shards and its manifest below `out`; return notes.
-
-    Raises:
-        UserError: see `make_shards`.
-    """
+    """Make one part's shards and its manifest below `out`; return notes. Raises UserError, see `make_shards`."""
     root = part.directory(out)
     with locked_directory(root, notify):
         # The manifest vouches for finished parts only.
@@ -63,8 +58,7 @@ def tokenize_part(job: TokenizeJob, run: Execution, part: TokenizePart, out: Pat
 def merge_parts(job: TokenizeJob, directories: Sequence[Path], out: Path) -> list[str]:
     """Publish the token directory from parts made by `tokenize_part`; return notes.
 
-    Raises:
-        UserError: see `collect` and `publish`.
+    Raises UserError, see `collect` and `publish`.
     """
     return publish(job, collect(directories, job.inputs, job.key), out)
 

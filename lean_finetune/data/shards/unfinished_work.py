@@ -21,10 +21,7 @@ def work_directory(root: Path, key: str, notify: Callable[[str], None]) -> Itera
     """The directory `root/key`, locked; it is removed when the block succeeds.
 
     After an error it stays if it has a finished shard. Directories of other keys are removed unless they are locked:
-    they belong to other data, parameters or code.
-
-    Raises:
-        UserError: the disk cannot be written.
+    they belong to other data, parameters or code. Raises UserError if the disk cannot be written.
     """
     directory = root / key
     with locked_directory(directory, notify):
@@ -42,10 +39,7 @@ def work_directory(root: Path, key: str, notify: Callable[[str], None]) -> Itera
 def locked_directory(directory: Path, notify: Callable[[str], None]) -> Iterator[None]:
     """Let no other process of tokenize work in a directory during the block. An empty directory is then removed.
 
-    `notify` is called before waiting for another process.
-
-    Raises:
-        UserError: the disk cannot be written.
+    `notify` is called before waiting for another process. Raises UserError if the disk cannot be written.
     """
     with write_errors(directory):
         lock = lock_directory(
