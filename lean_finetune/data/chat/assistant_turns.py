@@ -28,18 +28,9 @@ class TurnFinder:
         self._generation_prompt = self._find_generation_prompt()
 
     def spans(self, conversation: Conversation, full: str, turns: list[int]) -> list[tuple[int, int]]:
-        """The spans of assistant turns in the full rendering, each with its end-of-turn token.
+        """The spans of assistant turns in the full rendering, as ranges of characters, each with its end-of-turn token.
 
-        Args:
-            conversation: what was rendered.
-            full: its rendering.
-            turns: indices of messages.
-
-        Returns:
-            Half-open ranges of characters.
-
-        Raises:
-            RowFault: a turn cannot be located.
+        Raises RowFault if a turn cannot be located.
         """
         spans: list[tuple[int, int]] = []
         done = 0

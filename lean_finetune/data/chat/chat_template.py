@@ -1,6 +1,6 @@
 """The chat template of a run: which one it is, and how the trained text of a conversation is found."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,29 @@ class ChatTemplate:
     the reason for it.
     """
 
-    def __init__(
-        self,
-        *,
-        own: CompiledTemplate,
-        bundled: CompiledTemplate | None,
-        control: Iterable[str],
-        omitted: Set[str],
-        train_on: str,
-        method: str,
-        reason: str,
-    ):
-        self.source, self.method, self.reason = own.source, method, reason
-        self._own, self._bundled, self._train_on = own, bundled, train_on
+    def __init__(self, own: CompiledTemplate, title: str, control: Set[str], train_on: str):
+        """Check the template on test conversations, and choose the method by its renderings of them.
+
+        Args:
+            own: the template.
+            title: its name in the reason.
+            control: the tokenizer's control tokens.
+            train_on: data.train_on.
+        """
+        self._own, self._train_on, self._bundled = own, train_on, None
+        self._omitted = omitted_parts(own)
+        check_roles(own, self._omitted, own.name, train_on)
         self._turns = TurnFinder(own, control)
-        self._omitted = omitted
+        self.source, self.method = own.source, "segments"
+        self.reason = f"{title} has no generation marks, so each answer is what its turn adds to the text before it"
+        if train_on == "all":
+            self.method, self.reason = "all", "data.train_on is all: every token of the rendering is trained"
+        elif own.has_marks:
+            self.method, self.reason = "marks", f"{title} has generation marks"
+        elif bundled := find_bundled(own, self._omitted):
+            self.method, self._bundled = "bundled", bundled
+            rendered = f"renders test conversations as {bundled.name} does, which has them"
+            self.reason = f"{title} has no generation marks, but {rendered}"
         self.reasoning_left_out = 0
         """Rows so far with an earlier trained turn whose reasoning the template does not show."""
 
@@ -77,7 +85,10 @@ class ChatTemplate:
         if self.method == "all":
             return [Segment(full, True)]
         if self._bundled is not None:
-            segments = self._bundled_segments(conversation)
+            try:
+                segments = split_segments(self._bundled.parts(messages, tools))
+            except RowFault:
+                segments = []
             if "".join(segment.text for segment in segments) == full:
                 return self._by_marks(conversation, segments)
         return self._by_turns(conversation, full)
@@ -109,31 +120,21 @@ class ChatTemplate:
         trained = conversation.trained_turns()
         return trained[-1:] if self._train_on == "last_assistant" else trained
 
-    def _bundled_segments(self, conversation: Conversation) -> list[Segment]:
-        """The bundled template's rendering; empty where it refuses the conversation."""
-        assert self._bundled is not None
-        try:
-            return split_segments(self._bundled.parts(conversation.messages, conversation.tools))
-        except RowFault:
-            return []
-
     def _check_shown(self, conversation: Conversation) -> None:
         """Refuse a row with a part that the template silently omits."""
         omitted = sorted(parts_of(conversation) & self._omitted)
-        if omitted:
-            raise RowFault(
-                f"the chat template does not show {omitted[0]!r}, which the row has; set data.chat_template to one "
-                f"that does{self._other_remedy(omitted[0])} or remove it from the row"
-            )
-
-    def _other_remedy(self, part: str) -> str:
-        """Another remedy for a part that the template omits."""
-        if part not in MESSAGE_FIELDS:
-            return " (chatml shows it)"
+        if not omitted:
+            return
+        remedy = ", write it into 'content',"
         shown = [field for field in REASONING_FIELDS if field not in self._omitted]
-        if part in REASONING_FIELDS and shown:
-            return f", rename it {shown[0]!r}, which it shows,"
-        return ", write it into 'content',"
+        if omitted[0] not in MESSAGE_FIELDS:
+            remedy = " (chatml shows it)"
+        elif omitted[0] in REASONING_FIELDS and shown:
+            remedy = f", rename it {shown[0]!r}, which it shows,"
+        raise RowFault(
+            f"the chat template does not show {omitted[0]!r}, which the row has; set data.chat_template to one "
+            f"that does{remedy} or remove it from the row"
+        )
 
     def _check_reasoning(self, conversation: Conversation, segments: list[Segment]) -> None:
         """Search the reasoning of trained turns in the rendering, and count the row if an earlier one is omitted."""
@@ -184,40 +185,22 @@ def load_template(
         control |= set(CHATML_TOKENS)
         source, name, title = read_bundled("chatml"), "data.chat_template: chatml", "the built-in ChatML template"
     elif chat_template == "tokenizer":
-        source, file = read_template(directory, _read_config(directory))
+        config = directory / "tokenizer_config.json"
+        source, file = read_template(directory, orjson.loads(config.read_bytes()) if config.exists() else {})
         name, title = f"model.name: the chat template in {file}", "the tokenizer's own template"
     else:
         source, name, title = chat_template, "data.chat_template: the template", "the template of data.chat_template"
     try:
         with limited_memory_growth(PROBE_BYTES):
             own = CompiledTemplate(source, special_tokens, name, date)
-            template = _choose_method(own, title, control, train_on)
-            check_end_of_turn(template.render, name, special_tokens, control)
+            template = ChatTemplate(own, title, control, train_on)
+            check_end_of_turn(template.render, name, special_tokens.get("bos_token"), control)
     except (MemoryError, RecursionError) as error:
         fault = "needs too much memory for" if isinstance(error, MemoryError) else "recurses without end on"
         raise UserError(
             f"{name} {fault} a conversation of two messages; correct it, or name another in data.chat_template"
         ) from None
     return template
-
-
-def _choose_method(own: CompiledTemplate, title: str, control: Set[str], train_on: str) -> ChatTemplate:
-    """The template with the method that finds its trained text, chosen by its renderings of test conversations."""
-    omitted = omitted_parts(own)
-    check_roles(own, omitted, own.name, train_on)
-    method, bundled = "segments", None
-    if train_on == "all":
-        method, reason = "all", "data.train_on is all: every token of the rendering is trained"
-    elif own.has_marks:
-        method, reason = "marks", f"{title} has generation marks"
-    elif found := find_bundled(own, omitted):
-        method, bundled = "bundled", found
-        reason = f"{title} has no generation marks, but renders test conversations as {found.name} does, which has them"
-    else:
-        reason = f"{title} has no generation marks, so each answer is what its turn adds to the text before it"
-    return ChatTemplate(
-        own=own, bundled=bundled, control=control, omitted=omitted, train_on=train_on, method=method, reason=reason
-    )
 
 
 def _trained(segments: list[Segment]) -> list[str]:
@@ -250,9 +233,3 @@ def read_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> tuple
             "the path of one, or use data.format prompt_completion or text"
         )
     return template, str(directory / "tokenizer_config.json")
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json, empty where there is none."""
-    path = directory / "tokenizer_config.json"
-    return dict(orjson.loads(path.read_bytes())) if path.exists() else {}

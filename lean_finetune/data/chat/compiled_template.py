@@ -70,16 +70,9 @@ class CompiledTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], name: str, date: str):
-        """Compile `source`.
+        """Compile `source`, which messages call `name`; `date` is today's for the template, YYYY-MM-DD.
 
-        Args:
-            source: the template.
-            special_tokens: bos_token, eos_token, ... as text.
-            name: its name for messages.
-            date: today's date for the template, YYYY-MM-DD.
-
-        Raises:
-            UserError: it is not a template.
+        Raises UserError if it is not a template.
         """
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]

@@ -1,6 +1,6 @@
 """Test conversations that check a chat template before any row is rendered."""
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +10,8 @@ from lean_finetune.data.chat.trained_segments import Segment, split_segments
 from lean_finetune.data.format.example import Conversation, Message, RowFault
 
 _CALL = {"type": "function", "id": "a1B2c3D4e", "function": {"name": "zqcall", "arguments": {"x": 1, "y": ["é", "2"]}}}
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "zqtools",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
-        },
-    }
-]
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+_TOOLS = [{"type": "function", "function": {"name": "zqtools", "description": "Adds.", "parameters": _PARAMETERS}}]
 
 
 def _turn(role: str, content: str, **others: Any) -> Message:
@@ -94,15 +86,11 @@ def parts_of(conversation: Conversation) -> set[str]:
         parts.add("tools")
     for message in conversation.messages:
         if len(message) > 2:  # more than role and content
-            parts |= {field for field in MESSAGE_FIELDS if has_text(message.get(field))}
+            given = {field: message.get(field) for field in MESSAGE_FIELDS}
+            parts |= {field for field, value in given.items() if (value.strip() if isinstance(value, str) else value)}
             if "tool_calls" in message:
                 parts.add("tool_calls")
     return parts
-
-
-def has_text(value: Any) -> bool:
-    """Whether a value is neither blank text nor empty."""
-    return bool(value.strip() if isinstance(value, str) else value)
 
 
 def reasoning_of(message: Message) -> str:
@@ -163,10 +151,7 @@ def _check_marks(segments: list[Segment], messages: list[Message], name: str, tr
 
 
 def check_end_of_turn(
-    render: Callable[[Conversation], list[Segment]],
-    name: str,
-    special_tokens: Mapping[str, str],
-    control: Iterable[str],
+    render: Callable[[Conversation], list[Segment]], name: str, bos: str | None, control: Iterable[str]
 ) -> None:
     """Refuse a template that trains no end of turn, or that doubles the BOS token.
 
@@ -177,7 +162,6 @@ def check_end_of_turn(
     except RowFault:
         return  # It needs other rows than this one; each row that it refuses is reported.
     text = "".join(segment.text for segment in segments)
-    bos = special_tokens.get("bos_token")
     if bos and text.startswith(bos + bos):
         raise UserError(f"{name} writes the BOS token {bos} twice; remove one of them")
     last = next(segment.text for segment in reversed(segments) if segment.trained)

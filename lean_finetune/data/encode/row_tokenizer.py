@@ -40,8 +40,7 @@ class RowTokenizer:
         self.bos_id = self._id_of("bos_token")
         self.eos_id = self._id_of("eos_token")
         self._id_of("pad_token")  # Refuses a pad_token that is not in the vocabulary.
-        pad = choose_pad(control, self.special_tokens, self._tokenizer.token_to_id)
-        self.pad_id, self.pad_reason, self.pad_is_spare = pad
+        self.pad = choose_pad(control, self.special_tokens, self._tokenizer.token_to_id)
         self._joined = JoinedRowEncoder(self._tokenizer, self.guard, directory) if self._adds_spaces() else None
 
     def _id_of(self, role: str) -> int | None:

@@ -48,16 +48,10 @@ class TiktokenEngine:
             pat_str=_pattern(spec["pre_tokenizer"]),
             mergeable_ranks=ranks,
             # Without a special token tiktoken would search for an empty one. Guard keeps this character out of texts.
-            special_tokens={TRAINED_START: max(*ranks.values(), *self._numbers(spec)) + 1},
+            special_tokens={TRAINED_START: max(*ranks.values(), *(one["id"] for one in spec["added_tokens"])) + 1},
         )
         self._encode = encoding._core_bpe.encode_to_tiktoken_buffer
-        self._split: Callable[[str], list[str]] | None = None
-        if self._cache:
-            self._split = re.compile(f"({any_of(self._cache)})").split
-
-    @staticmethod
-    def _numbers(spec: dict[str, Any]) -> list[int]:
-        return [token["id"] for token in spec["added_tokens"]] or [0]
+        self._split = re.compile(f"({any_of(self._cache)})").split if self._cache else None
 
     def encode(self, texts: Sequence[str]) -> EncodedTexts:
         """See `Engine.encode`."""

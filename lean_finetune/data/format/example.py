@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
-PROMPT_ROLES = frozenset(("user", "tool"))
+ROLES = ("system", "developer", "user", "assistant", "tool")
+PROMPT_ROLES = ("user", "tool")
 """Roles that an assistant's turn answers."""
 
 Message = dict[str, Any]
@@ -45,13 +45,9 @@ class Conversation:
 
         A greeting before the first question belongs to the key. Without any question the key is the whole row.
         """
-        first, has_question = None, False
-        for index, message in enumerate(self.messages):
-            if message["role"] in PROMPT_ROLES:
-                has_question = True
-            elif has_question and message["role"] == "assistant":
-                first = index
-                break
+        roles = [message["role"] for message in self.messages]
+        question = next((n for n, role in enumerate(roles) if role in PROMPT_ROLES), len(roles))
+        first = next((n for n in self.turns() if n > question), None)
         return canonical({"messages": self.messages[:first], "tools": self.tools})
 
     def has_empty_answer(self) -> bool:

@@ -12,12 +12,8 @@ from lean_finetune.data.format.row_values import show
 
 AUTO = "auto"
 PREFERENCE_KEYS = (
-    "chosen",
-    "rejected",
-    "rejected_response",
-    "rejected_messages",
-    "preferred_output",
-    "non_preferred_output",
+    *("chosen", "rejected", "rejected_response", "rejected_messages"),
+    *("preferred_output", "non_preferred_output"),
 )
 """Columns of a better and a worse answer to one question."""
 

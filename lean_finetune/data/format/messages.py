@@ -10,7 +10,6 @@ from lean_finetune.data.format.unread_columns import refuse_media
 
 # OpenAI's former name of the role tool, and Gemma's of the role assistant.
 OTHER_ROLES = {"function": "tool", "model": "assistant"}
-KNOWN_ROLES = ", ".join(("system", "developer", "user", "assistant", "tool", *OTHER_ROLES))
 # Whether a turn is trained, as 0 or 1 (OpenAI, ms-swift) and as true or false (axolotl, ms-swift).
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
 SWITCH_KEYS = ("train", "training", "loss")
@@ -28,21 +27,20 @@ def parse_messages(given: list[Any], where: str) -> tuple[list[Message], frozens
     messages: list[Message] = []
     context: list[int] = []
     for number, message in enumerate(given):
-        # Most messages need no parsing.
-        if (
-            type(message) is dict
-            and message.keys() == _USUAL_KEYS
-            and type(message["content"]) is str
-            and type(message["role"]) is str
-            and message["role"] in ROLES
-        ):
-            messages.append(message)
-            continue
-        parsed, is_context = parse_message(message, f"{where} {number + 1}")
-        messages.append(parsed)
+        is_context = False
+        if not _is_plain(message):
+            message, is_context = parse_message(message, f"{where} {number + 1}")
+        messages.append(message)
         if is_context:
             context.append(number)
     return messages, frozenset(context)
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether a message needs no parsing, as most."""
+    if type(message) is not dict or message.keys() != _USUAL_KEYS:
+        return False
+    return type(message["content"]) is str and type(message["role"]) is str and message["role"] in ROLES
 
 
 def parse_message(message: Any, where: str) -> tuple[Message, bool]:
@@ -55,7 +53,9 @@ def parse_message(message: Any, where: str) -> tuple[Message, bool]:
     role = message.get("role")
     role = OTHER_ROLES.get(role, role) if isinstance(role, str) else None
     if role not in ROLES:
-        raise RowFault(f"{where} has role={show(message.get('role'))}; known: {KNOWN_ROLES}; change it")
+        raise RowFault(
+            f"{where} has role={show(message.get('role'))}; known: {', '.join((*ROLES, *OTHER_ROLES))}; change it"
+        )
     refuse_media(message, where)
     parsed = {key: without_nulls(value) for key, value in message.items() if value is not None}
     parsed["role"] = role

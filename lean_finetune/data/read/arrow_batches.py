@@ -20,19 +20,15 @@ def read_record_batches(file: BinaryIO, name: str, is_parquet: bool, block_bytes
     """
     number = 0
     batches = _parquet_batches(file, block_bytes) if is_parquet else _arrow_batches(file)
-    while True:
-        try:
-            batch = next(batches, None)
-            if batch is not None:
-                _check(batch, name)
-        except (pa.ArrowException, OSError) as error:
-            kind = "Parquet" if is_parquet else "Arrow"
-            raise UserError(f"{name}: is damaged or no {kind} file ({error}); write or download it again") from error
-        if batch is None:
-            return
-        for part in _halves(_plain(batch), block_bytes):
-            yield RowBlock(kind="arrow", payload=to_payload(part), first_row=number)
-            number += part.num_rows
+    try:
+        for batch in batches:
+            _check(batch, name)
+            for part in _halves(_plain(batch), block_bytes):
+                yield RowBlock(kind="arrow", payload=to_payload(part), first_row=number)
+                number += part.num_rows
+    except (pa.ArrowException, OSError) as error:
+        kind = "Parquet" if is_parquet else "Arrow"
+        raise UserError(f"{name}: is damaged or no {kind} file ({error}); write or download it again") from error
 
 
 def _parquet_batches(file: BinaryIO, block_bytes: int) -> Iterator[pa.RecordBatch]:

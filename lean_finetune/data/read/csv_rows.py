@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.read.arrow_arrays import from_texts
+from lean_finetune.data.read.json_lines import complete_lines
 from lean_finetune.data.read.row_block import MAX_ROW_BYTES, Read, RowBlock, to_payload
 
 # The csv module stores up to four bytes a character: a cell takes at most MAX_ROW_BYTES.
@@ -29,35 +30,23 @@ class _TextLines:
         self._read, self._name, self._block_bytes = read, name, block_bytes
 
     def __iter__(self) -> Iterator[str]:
-        parts: list[bytes] = []
-        parts_bytes = number = 0
-        while chunk := self._read(self._block_bytes):
-            end = chunk.rfind(b"\n") + 1
-            parts.append(chunk[:end] if end else chunk)
-            parts_bytes += len(parts[-1])
-            if not end and parts_bytes > MAX_ROW_BYTES:
+        number = 0
+        for content in complete_lines(self._read, self._block_bytes):
+            if content is None:
                 raise UserError(
                     f"{self._name}:{number + 1}: a line is longer than {MAX_ROW_BYTES >> 20} MiB; "
                     "is it a table with one row a line?"
                 )
-            if end:
-                lines = self._decode(b"".join(parts))
-                number += len(lines)
-                yield from lines
-                parts, parts_bytes = [chunk[end:]], len(chunk) - end
-        yield from self._decode(b"".join(parts))
-
-    def _decode(self, content: bytes) -> list[str]:
-        try:
-            text = content.decode("utf-8")
-            self.has_bad_text |= "\0" in text
-        except UnicodeDecodeError:
-            text = content.decode("utf-8", "surrogateescape")
-            self.has_bad_text = True
-        # Not splitlines, which also splits at form feeds and other separators.
-        lines = text.split("\n")
-        last = lines.pop()
-        return [f"{line}\n" for line in lines] + ([last] if last else [])
+            try:
+                text = content.decode("utf-8")
+                self.has_bad_text |= "\0" in text
+            except UnicodeDecodeError:
+                text = content.decode("utf-8", "surrogateescape")
+                self.has_bad_text = True
+            # Not splitlines, which also splits at form feeds and other separators.
+            for line in text.removesuffix("\n").split("\n"):
+                number += 1
+                yield f"{line}\n"
 
 
 def read_table(read: Read, name: str, delimiter: str, block_bytes: int) -> Iterator[RowBlock]:
@@ -82,7 +71,7 @@ def read_table(read: Read, name: str, delimiter: str, block_bytes: int) -> Itera
         return RowBlock(kind="arrow", payload=payload, first_row=first_row, lines=tuple(lines), faults=tuple(faults))
 
     for line, record in records:
-        fault = record if isinstance(record, str) else _fault(record, header, text_lines.has_bad_text)
+        fault = _fault(record, header, text_lines.has_bad_text)
         if isinstance(record, str) or fault is not None:
             faults.append((first_row + len(rows) + len(faults), line, str(fault)))
         else:
@@ -138,11 +127,11 @@ def _header(first: tuple[int, list[str] | str] | None, name: str) -> list[str]:
     return names
 
 
-def _fault(record: list[str], header: list[str], has_bad_text: bool) -> str | None:
-    if len(record) != len(header):
-        return (
-            f"a row must have {len(header)} cells as the header has; got {len(record)}; quote cells that contain commas"
-        )
+def _fault(record: list[str] | str, header: list[str], has_bad_text: bool) -> str | None:
+    if isinstance(record, str):
+        return record
+    if (cells := len(header)) != len(record):
+        return f"a row must have {cells} cells as the header has; got {len(record)}; quote cells that contain commas"
     if has_bad_text and any(map(_NOT_TEXT.search, record)):
         return "not UTF-8 text, or it has a NUL; save the file as UTF-8"
     return None

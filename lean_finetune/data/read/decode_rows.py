@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -32,15 +33,16 @@ Parsed = tuple[dict[str, Any] | None, str | None, int]
 
 
 def decode(block: RowBlock) -> Iterator[RawRow]:
-    """Yield every row of a block in order. Blank lines are not rows.
+    """Yield the rows of a block in order, up to its limit. Blank lines are not rows.
 
     Raises UserError if the payload of an Arrow block is damaged, which only faulty memory can cause.
     """
     rows = _DECODERS[block.kind](block)
-    if not block.faults:
-        yield from rows
-        return
-    # A block with both rows and faults numbers its rows one by one.
+    return islice(_with_faults(block, rows) if block.faults else rows, block.limit)
+
+
+def _with_faults(block: RowBlock, rows: Iterator[RawRow]) -> Iterator[RawRow]:
+    """The rows and the block's faults, numbered one by one."""
     faults = {number: RawRow(number, line, None, fault) for number, line, fault in block.faults}
     number = block.first_row
     for row in rows:
@@ -52,35 +54,37 @@ def decode(block: RowBlock) -> Iterator[RawRow]:
     yield from faults.values()
 
 
+def _filled_lines(block: RowBlock) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of each line that is not blank."""
+    lines = enumerate(block.payload.split(b"\n"), start=block.first_row)
+    return ((number, line) for number, line in lines if line and not line.isspace())
+
+
 def _decode_lines(block: RowBlock) -> Iterator[RawRow]:
     """See `RowBlock.kind`."""
-    parse = _parser(block.payload)
-    for number, line in enumerate(block.payload.split(b"\n"), start=block.first_row):
-        if line and not line.isspace():
-            value, fault, _ = parse(line)
-            yield RawRow(number, number + 1, value, fault)
+    for number, line in _filled_lines(block):
+        value, fault, _ = _parse(line)
+        yield RawRow(number, number + 1, value, fault)
 
 
 def _decode_values(block: RowBlock) -> Iterator[RawRow]:
-    parse = _parser(block.payload)
     start = 0
     for k, end in enumerate(block.ends):
-        value, fault, below = parse(block.payload[start:end])
+        value, fault, below = _parse(block.payload[start:end])
         yield RawRow(block.first_row + k, block.lines[k] + below, value, fault)
         start = end
 
 
 def _decode_text(block: RowBlock) -> Iterator[RawRow]:
-    for number, line in enumerate(block.payload.split(b"\n"), start=block.first_row):
-        if not line or line.isspace():
-            continue
+    for number, line in _filled_lines(block):
+        value, fault = None, None
         try:
-            text = line.removesuffix(b"\r").decode("utf-8")
+            value = {"text": line.removesuffix(b"\r").decode("utf-8")}
         except UnicodeDecodeError as error:
-            yield RawRow(number, number + 1, None, NOT_UTF8.format(error.start + 1))
-            continue
-        fault = "has a NUL byte; is the file text?" if "\0" in text else None
-        yield RawRow(number, number + 1, None if fault else {"text": text}, fault)
+            fault = NOT_UTF8.format(error.start + 1)
+        if b"\0" in line and value:
+            value, fault = None, "has a NUL byte; is the file text?"
+        yield RawRow(number, number + 1, value, fault)
 
 
 def _decode_arrow(block: RowBlock) -> Iterator[RawRow]:
@@ -92,31 +96,24 @@ def _decode_arrow(block: RowBlock) -> Iterator[RawRow]:
         ) from error
     lines = block.lines or range(block.first_row + 1, block.first_row + 1 + batch.num_rows)
     try:
-        values = batch.to_pylist()
-        faults: list[str | None] = [None] * len(values)
+        rows: list[tuple[Any, str | None]] = [(value, None) for value in batch.to_pylist()]
     except _UNREADABLE:
-        values, faults = _row_by_row(batch)
-    for k, (value, fault) in enumerate(zip(values, faults, strict=True)):
+        rows = [_read_row(batch, k) for k in range(batch.num_rows)]
+    for k, (value, fault) in enumerate(rows):
         yield RawRow(block.first_row + k, lines[k], value, fault)
 
 
-def _row_by_row(batch: pa.RecordBatch) -> tuple[list[Any], list[str | None]]:
-    """(values, faults) of a batch with an unreadable value somewhere."""
-    values: list[Any] = []
-    faults: list[str | None] = []
-    for k in range(batch.num_rows):
-        row: dict[str, Any] = {}
-        fault = None
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            try:
-                row[name] = column.slice(k, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                fault = fault or NOT_UTF8.format(error.start + 1)
-            except _UNREADABLE as error:
-                fault = fault or NO_VALUE.format(name, error)
-        values.append(None if fault else row)
-        faults.append(fault)
-    return values, faults
+def _read_row(batch: pa.RecordBatch, k: int) -> tuple[dict[str, Any] | None, str | None]:
+    """(value, fault) of a row of a batch with an unreadable value somewhere."""
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = column.slice(k, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            return None, NOT_UTF8.format(error.start + 1)
+        except _UNREADABLE as error:
+            return None, NO_VALUE.format(name, error)
+    return row, None
 
 
 _DECODERS: dict[str, Callable[[RowBlock], Iterator[RawRow]]] = {
@@ -127,26 +124,25 @@ _DECODERS: dict[str, Callable[[RowBlock], Iterator[RawRow]]] = {
 }
 
 
-def _parser(payload: bytes) -> Callable[[bytes], Parsed]:
-    """A parser for the rows of this payload: orjson where it is exact, else the standard library.
+def _parse(row: bytes) -> Parsed:
+    """A row, parsed by orjson where it is exact, else by the standard library.
 
     orjson silently keeps the last of several equal keys and rounds large integers. Rows that may have either are found
     by cheap searches and parsed by the standard library.
     """
-    needs_check = _may_be_inexact(payload)
+    try:
+        value = orjson.loads(row)
+    except orjson.JSONDecodeError:
+        return _parse_exactly(row)
+    if type(value) is dict and (row.count(b'":') != _count_keys(value) or _may_be_inexact(row)):
+        return _parse_exactly(row)
+    return _object(value)
 
-    def parse(row: bytes) -> Parsed:
-        try:
-            value = orjson.loads(row)
-        except orjson.JSONDecodeError:
-            return _parse_exactly(row)
-        if type(value) is not dict:
-            return None, f"a row must be a JSON object, got {_kind(value)}; make it one", 0
-        if row.count(b'":') != _count_keys(value) or (needs_check and _may_be_inexact(row)):
-            return _parse_exactly(row)
+
+def _object(value: Any) -> Parsed:
+    if type(value) is dict:
         return value, None, 0
-
-    return parse
+    return None, f"a row must be a JSON object, got {_kind(value)}; make it one", 0
 
 
 def _may_be_inexact(content: bytes) -> bool:
@@ -194,9 +190,7 @@ def _parse_exactly(row: bytes) -> Parsed:
         return None, LONG_NUMBER, 0
     except RecursionError:
         return None, TOO_DEEP, 0
-    if not isinstance(value, dict):
-        return None, f"a row must be a JSON object, got {_kind(value)}; make it one", 0
-    return value, None, 0
+    return _object(value)
 
 
 def _kind(value: Any) -> str:

@@ -9,6 +9,14 @@ from lean_finetune.data.read.row_block import MAX_ROW_BYTES, TOO_LONG, Read, Row
 def read_lines(read: Read, kind: Literal["lines", "text"], block_bytes: int) -> Iterator[RowBlock]:
     """Blocks of complete lines of about `block_bytes`. A line longer than MAX_ROW_BYTES is skipped and is a fault."""
     number = 0
+    for content in complete_lines(read, block_bytes):
+        faults = ((number, number + 1, TOO_LONG),) if content is None else ()
+        yield RowBlock(kind=kind, payload=content or b"", first_row=number, faults=faults)
+        number += 1 if content is None else content.count(b"\n")
+
+
+def complete_lines(read: Read, block_bytes: int) -> Iterator[bytes | None]:
+    """Complete lines of about `block_bytes` together, each with its line end; None for a line over MAX_ROW_BYTES."""
     parts: list[bytes] = []
     parts_bytes = 0
     is_too_long = False
@@ -22,15 +30,14 @@ def read_lines(read: Read, kind: Literal["lines", "text"], block_bytes: int) -> 
                 parts_bytes += len(chunk)
             continue
         if is_too_long:
-            yield RowBlock(kind=kind, payload=b"", first_row=number, faults=((number, number + 1, TOO_LONG),))
-            number, is_too_long, chunk = number + 1, False, chunk[first_end + 1 :]
+            yield None
+            is_too_long, chunk = False, chunk[first_end + 1 :]
         end = chunk.rfind(b"\n") + 1
         parts.append(chunk[:end])
-        if payload := b"".join(parts):
-            yield RowBlock(kind=kind, payload=payload, first_row=number)
-            number += payload.count(b"\n")
+        if content := b"".join(parts):
+            yield content
         parts, parts_bytes = [chunk[end:]], len(chunk) - end
     if is_too_long:
-        yield RowBlock(kind=kind, payload=b"", first_row=number, faults=((number, number + 1, TOO_LONG),))
-    elif payload := b"".join(parts):
-        yield RowBlock(kind=kind, payload=payload + b"\n", first_row=number)
+        yield None
+    elif content := b"".join(parts):
+        yield content + b"\n"

@@ -8,6 +8,8 @@ workers and refusals need; they also refuse NaN and keep the last of two equal k
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
 from typing import Literal
 
 from lean_finetune.core.errors import UserError
@@ -122,27 +124,28 @@ def read_json_values(read: Read, name: str, block_bytes: int, layout: Layout, be
     if layout == "array":
         window.peek()
         window.position += 1
-    number, size_bytes = 0, 0
+    number = 0
     values: list[bytes] = []
-    ends: list[int] = []
     lines: list[int] = []
+
+    def block() -> RowBlock:
+        ends = tuple(accumulate(map(len, values)))
+        return RowBlock(kind="values", payload=b"".join(values), first_row=number, ends=ends, lines=tuple(lines))
+
+    size_bytes = 0
     for line, value in _objects(window) if layout == "objects" else _elements(window, layout):
         if values and (value is None or size_bytes >= block_bytes):
-            payload = b"".join(values)
-            yield RowBlock(kind="values", payload=payload, first_row=number, ends=tuple(ends), lines=tuple(lines))
-            number, size_bytes = number + len(values), 0
-            values, ends, lines = [], [], []
+            yield block()
+            number, size_bytes, values, lines = number + len(values), 0, [], []
         if value is None:
-            yield RowBlock(kind="values", payload=b"", first_row=number, faults=((number, line, TOO_LONG),))
+            yield replace(block(), faults=((number, line, TOO_LONG),))
             number += 1
-            continue
-        size_bytes += len(value)
-        values.append(value)
-        ends.append(size_bytes)
-        lines.append(line)
+        else:
+            size_bytes += len(value)
+            values.append(value)
+            lines.append(line)
     if values:
-        payload = b"".join(values)
-        yield RowBlock(kind="values", payload=payload, first_row=number, ends=tuple(ends), lines=tuple(lines))
+        yield block()
 
 
 def _objects(window: _Window) -> Iterator[tuple[int, bytes | None]]:

@@ -1,7 +1,7 @@
 """A bounded block of rows: what the readers make of a file, and what workers turn into tokens."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
@@ -36,9 +36,11 @@ class RowBlock:
     """Index of its source in the data lock."""
     file: int = 0
     """Index of its file among all files of the data lock."""
+    limit: int | None = None
+    """Only so many of its first rows are used. None means all."""
 
     def count_rows(self) -> int:
-        """Rows of the block, without blank lines."""
+        """Rows of the block, without blank lines and without its limit."""
         if self.kind in ("lines", "text"):
             payload_rows = sum(1 for line in self.payload.split(b"\n") if line.strip())
         elif self.kind == "values":
@@ -46,23 +48,6 @@ class RowBlock:
         else:
             payload_rows = from_payload(self.payload).num_rows
         return payload_rows + len(self.faults)
-
-    def first_rows(self, rows: int) -> "RowBlock":
-        """The block's first `rows` rows, at least one and fewer than it has."""
-        if self.kind in ("lines", "text"):
-            end = 0
-            for _ in range(rows):
-                line = b""
-                while not line.strip():
-                    start, end = end, self.payload.index(b"\n", end) + 1
-                    line = self.payload[start:end]
-            return replace(self, payload=self.payload[:end])
-        if self.kind == "values":
-            ends = self.ends[:rows]
-            return replace(self, payload=self.payload[: ends[-1]], ends=ends, lines=self.lines[:rows])
-        faults = tuple(fault for fault in self.faults if fault[0] < self.first_row + rows)
-        batch = from_payload(self.payload).slice(0, rows - len(faults))
-        return replace(self, payload=to_payload(batch), lines=self.lines[: batch.num_rows], faults=faults)
 
 
 class RawRow(NamedTuple):

@@ -85,15 +85,13 @@ def _file_blocks(
 
 def _limited(blocks: Iterator[RowBlock], limit: int | None) -> Iterator[tuple[RowBlock, int]]:
     """(block, its rows) up to `limit` rows. Without a limit rows are not counted, as that parses Arrow blocks."""
+    if limit is None:
+        yield from ((block, 0) for block in blocks)
+        return
     for block in blocks:
-        if limit is None:
-            yield block, 0
-            continue
-        rows = block.count_rows()
-        if rows > limit:
-            block, rows = block.first_rows(limit), limit
+        rows = min(block.count_rows(), limit)
         if rows:
-            yield block, rows
+            yield replace(block, limit=limit), rows
         limit -= rows
         if limit == 0:
             return

@@ -36,8 +36,8 @@ def publish(job: TokenizeJob, located: Sequence[LocatedShard], out: Path) -> lis
         meta = {
             "schema": SCHEMA,
             "vocab_size": tokenizer.vocab_size,
-            "pad_id": tokenizer.pad_id,
-            "pad_reason": tokenizer.pad_reason,
+            "pad_id": tokenizer.pad.number,
+            "pad_reason": tokenizer.pad.reason,
             "eos_id": tokenizer.eos_id,
             "chat_template_sha256": template and sha256_json(template.source),
             "chat_template_method": template and template.method,

@@ -181,7 +181,7 @@ class BlockTokenizer:
 
     def _check_ids(self, encoded: EncodedRows) -> None:
         """Refuse faults of the tokenizer or template: a doubled BOS token, or a padding token that is trained."""
-        tokenizer, ids = self.tokenizer, encoded.ids
+        tokenizer, pad, ids = self.tokenizer, self.tokenizer.pad, encoded.ids
         starts = encoded.offsets[:-1][encoded.lengths > 1]
         if (
             tokenizer.bos_id is not None
@@ -191,7 +191,7 @@ class BlockTokenizer:
                 f"data.chat_template: a row begins with two {tokenizer.special_tokens['bos_token']}, so the model "
                 "would learn a start that it never gets at inference; remove one from the template or the rows"
             )
-        if not tokenizer.pad_is_spare or not (found := np.flatnonzero(ids == tokenizer.pad_id)).size:
+        if not pad.is_spare or not (found := np.flatnonzero(ids == pad.number)).size:
             return
         row = np.searchsorted(encoded.offsets, found, side="right") - 1
         # With spans as indices into all ids, an index is inside one if more spans began than ended before it.
@@ -200,7 +200,7 @@ class BlockTokenizer:
         ended = np.searchsorted(spans[:, 1], found, side="right")
         if (begun > ended).any():
             raise UserError(
-                f"model.name: token {tokenizer.pad_id} pads rows ({tokenizer.pad_reason}), yet it is trained in row "
+                f"model.name: token {pad.number} pads rows ({pad.reason}), yet it is trained in row "
                 f"{row[begun > ended][0]} of a block; name another pad_token in tokenizer_config.json"
             )
 
