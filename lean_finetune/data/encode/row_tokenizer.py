@@ -1,10 +1,10 @@
 """The tokenizer of a model directory: rows of text segments become token ids with trained spans."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,12 @@ from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard
 from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.encode.encoded_rows import EncodedRows, from_segments
 from lean_finetune.data.encode.joined_encoder import JoinedRowEncoder
-from lean_finetune.data.encode.padding_token import choose_pad
 from lean_finetune.data.encode.tokenizers_engine import Engine
 from lean_finetune.data.format.example import PlainText
+
+# Words in the names of control tokens without a use.
+UNUSED_WORDS = ("pad", "reserved", "unused", "extra_id")
+TRAINED_ROLES = ("bos_token", "eos_token")
 
 
 class RowTokenizer:
@@ -162,3 +165,45 @@ def _special_tokens(directory: Path) -> dict[str, str]:
         if key.endswith("_token") and isinstance(text, str):
             found[key] = text
     return found
+
+
+class Pad(NamedTuple):
+    """The padding token."""
+
+    number: int
+    """Its id."""
+    reason: str
+    is_spare: bool
+    """Whether the token has no other use, so that a trained one is an error."""
+
+
+def choose_pad(
+    control: Mapping[int, str], special_tokens: Mapping[str, str], id_of: Callable[[str], int | None]
+) -> Pad:
+    """The padding token, and the reason.
+
+    Args:
+        control: the tokenizer's control tokens by id.
+        special_tokens: its bos_token, eos_token, pad_token, … as text.
+        id_of: the id of a token, None when it is unknown.
+    """
+    taken = {special_tokens[role] for role in TRAINED_ROLES if role in special_tokens}
+
+    def spare(role: str) -> int | None:
+        token = special_tokens.get(role)
+        return None if token is None or token in taken else id_of(token)
+
+    if (number := spare("pad_token")) is not None:
+        return Pad(number, f"it is the tokenizer's pad_token {special_tokens['pad_token']!r}", True)
+    for word in UNUSED_WORDS:
+        for number, token in sorted(control.items()):
+            if word in token.lower() and token not in taken:
+                return Pad(number, f"the tokenizer has no pad_token, but a control token {token!r}", True)
+    if (number := spare("unk_token")) is not None:
+        return Pad(number, f"it is the tokenizer's unk_token {special_tokens['unk_token']!r}", True)
+    reason = (
+        "the tokenizer has no unused token for padding; this one is trained too, which changes nothing here: "
+        "trained tokens are stored as spans, never found by id"
+    )
+    eos = special_tokens.get("eos_token")
+    return Pad((None if eos is None else id_of(eos)) or 0, reason, False)

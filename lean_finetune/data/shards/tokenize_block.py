@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -29,12 +30,37 @@ from lean_finetune.data.shards.block_tokens import (
     record_batch,
     token_schema,
 )
-from lean_finetune.data.shards.token_settings import TokenSettings
 
 RENDERING_BYTES, RENDERING_BYTES_PER_BYTE = 1 << 30, 32
 """Most memory for rendering a block's rows: the larger of the first, and the second for each byte of the block."""
 ROWS_PER_SAMPLED_ROW = 128
 """Every 128th row of a block is encoded a second time, as one text. This takes 1 % of the time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSettings:
+    """Everything besides its bytes that decides the tokens of a block. Each worker gets it once."""
+
+    tokenizer_directory: Path
+    sources: tuple[SourceFormat, ...]
+    """In the order of the data lock."""
+    ignore_columns: tuple[str, ...]
+    """Columns that are dropped before a row is read."""
+    files: int
+    """Number of files of all sources."""
+    chat_template: str
+    """`tokenizer`, `chatml`, or the text of the user's template."""
+    template_date: str
+    """Date that templates get as today, YYYY-MM-DD."""
+    train_on: str
+    max_length: int
+    over_length: str
+    on_bad_row: str
+    drop_duplicates: bool
+    heldout_fraction: float
+    heldout_seed: int
+    engine: str
+    """`tokenizers` or `tiktoken`."""
 
 
 Place = tuple[int, int]

@@ -12,7 +12,6 @@ from lean_finetune.config.data_schema import Data
 from lean_finetune.core.atomic_files import sha256_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate
-from lean_finetune.data.chat.control_tokens import Guard
 from lean_finetune.data.encode.engine_choice import choose_engine
 from lean_finetune.data.format.example import Conversation, RowFault
 from lean_finetune.data.format.format_base import AUTO, FORMATS, SourceFormat, detect_format
@@ -21,8 +20,7 @@ from lean_finetune.data.format.unread_columns import MEANINGFUL, without
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from lean_finetune.data.read.worker_memory import return_freed_memory
-from lean_finetune.data.shards.token_settings import TokenSettings
-from lean_finetune.data.shards.tokenize_block import BlockTokenizer
+from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.descriptions import is_heldout_source
 from lean_finetune.pinning.locate import template_file
@@ -248,16 +246,14 @@ def _first_rows(lock: Mapping[str, Any], skips: bool) -> tuple[list[_PlacedRow],
 
 
 def _texts(rows: Sequence[_PlacedRow]) -> list[str]:
-    """Strings of the first rows, up to a limit, without lone surrogates."""
+    """Strings of the first rows, up to a limit."""
     texts: list[str] = []
-    guard = Guard([])
     room = SAMPLED_CHARACTERS_PER_SOURCE
-    for _, row in rows[:SAMPLED_ROWS_PER_SOURCE]:
-        for text in _strings(row):
-            texts.append(guard.clean(text[:room]))
-            room -= len(text)
-            if room <= 0:
-                return texts
+    for text in (text for _, row in rows[:SAMPLED_ROWS_PER_SOURCE] for text in _strings(row)):
+        if room <= 0:
+            break
+        texts.append(text[:room])
+        room -= len(text)
     return texts
 
 

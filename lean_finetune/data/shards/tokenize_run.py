@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from lean_finetune.core.atomic_files import repo_root, write_errors
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks
 from lean_finetune.data.shards.parts import MANIFEST, TokenizePart, collect, write_manifest
@@ -17,7 +20,6 @@ from lean_finetune.data.shards.publish_tokens import publish
 from lean_finetune.data.shards.shard_files import Shard, discard_all, finished_shard, shard_of, write_shard
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer
 from lean_finetune.data.shards.tokenize_job import TokenizeJob
-from lean_finetune.data.shards.unfinished_work import locked_directory, scratch_root, work_directory
 from lean_finetune.data.shards.worker_pool import Result, TokenizeBlocks, available_workers, open_pool
 
 Notify = Callable[[str], None]
@@ -38,7 +40,8 @@ def tokenize_all(job: TokenizeJob, run: Execution, out: Path, notify: Notify) ->
 
     Raises UserError, see `make_shards` and `publish`.
     """
-    with work_directory(scratch_root(), job.key, notify) as root:
+    # In the user's checkout, as DVC deletes a stage's outputs before it runs. Temporary experiments share it.
+    with work_directory(repo_root() / "scratch" / "tokenize", job.key, notify) as root:
         shards, _ = _tokenize(job, run, root, ALL_SHARDS)
         notes = publish(job, [(root, shard) for shard in shards], out)
     return [job.engine_note(), *notes]
@@ -135,3 +138,46 @@ def _skip_blocks(root: Path, group: Iterable[RowBlock], finished: Shard | None) 
             f"{root}: shard {finished.number} was made from other bytes than the source holds now (it was edited "
             "during an earlier run), so all finished shards were deleted; run again"
         )
+
+
+@contextmanager
+def work_directory(root: Path, key: str, notify: Notify) -> Iterator[Path]:
+    """The directory `root/key` of unfinished work, locked; it is removed when the block succeeds.
+
+    After an error it stays if it has a finished shard. Directories of other keys are removed unless they are locked:
+    they belong to other data, parameters or code. Raises UserError if the disk cannot be written.
+    """
+    directory = root / key
+    with locked_directory(directory, notify):
+        try:
+            _remove_stale(root, key)
+            yield directory
+            clear(directory)
+        except BaseException:
+            if not any((directory / "done").glob("*.json")):
+                clear(directory)
+            raise
+
+
+@contextmanager
+def locked_directory(directory: Path, notify: Notify) -> Iterator[None]:
+    """Let no other process of tokenize work in a directory during the block. An empty directory is then removed.
+
+    `notify` is called before waiting for another process. Raises UserError if the disk cannot be written.
+    """
+    with write_errors(directory):
+        lock = lock_directory(
+            directory, lambda: notify(f"another tokenize works in {directory}; waiting for it to end")
+        )
+        assert lock is not None, "lock_directory waits"
+        try:
+            yield
+        finally:
+            unlock_directory(directory, lock)
+
+
+def _remove_stale(root: Path, key: str) -> None:
+    for other in sorted(root.iterdir()):
+        if other.name != key and other.is_dir() and (lock := lock_directory(other)) is not None:
+            clear(other)
+            unlock_directory(other, lock)

@@ -10,7 +10,7 @@ import pytest
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.shards.merge_shards import merge
 from lean_finetune.data.shards.parts import TokenizePart, collect, parse_part, write_manifest
-from lean_finetune.data.shards.statistics import write_histogram
+from lean_finetune.data.shards.publish_tokens import write_histogram
 from tests.data.tokens.common import read_tokens
 from tests.data.tokens.standin import text_blocks, tokenize_bytes
 from tests.data.tokens.test_shard_files import BLOCKS, make

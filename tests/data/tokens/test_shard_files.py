@@ -9,8 +9,7 @@ import pytest
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.shards.parts import TokenizePart
 from lean_finetune.data.shards.shard_files import BLOCKS_PER_SHARD, finished_shard
-from lean_finetune.data.shards.tokenize_run import make_shards
-from lean_finetune.data.shards.unfinished_work import locked_directory, work_directory
+from lean_finetune.data.shards.tokenize_run import locked_directory, make_shards, work_directory
 from tests.data.tokens.standin import text_blocks, tokenize_bytes
 
 BLOCKS = 2 * BLOCKS_PER_SHARD + 5

@@ -14,8 +14,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.format_base import SourceFormat
 from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.shards.block_tokens import BlockTokens, token_schema
-from lean_finetune.data.shards.token_settings import TokenSettings
-from lean_finetune.data.shards.tokenize_block import BlockTokenizer
+from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from tests.conftest import ROOT
 from tests.data.tokens.built import byte_level, save
 from tests.data.tokens.common import DATE, chat_row, decoder, spans_of
