@@ -33,7 +33,7 @@ def test_byte_level_tokenizers_use_tiktoken_and_choosing_starts_no_thread(direct
     threads = len(list(Path("/proc/self/task").glob("*")))
     chosen = choose_engine("auto", directories[style], [*list(sample_texts())[:50], "\ud800"])
     assert chosen.name == "tiktoken" and chosen.reason.startswith("it gave the ids of the tokenizers library on ")
-    assert len(list(Path("/proc/self/task").glob("*"))) == threads
+    assert len(list(Path("/proc/self/task").glob("*"))) <= threads
 
 
 @pytest.mark.parametrize("style", [*STYLES, "tiny"])
