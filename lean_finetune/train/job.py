@@ -83,13 +83,7 @@ def prepare_device(
             notify(f"note: {note}")
 
 
-def make_job(
-    params: Params,
-    spec: ModelSpec,
-    device: torch.device,
-    world: World,
-    paths: Paths,
-) -> TrainJob:
+def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World, paths: Paths) -> TrainJob:
     """Create the job of one of the processes of `world`.
 
     Raises:

@@ -32,7 +32,7 @@ from lean_finetune.train.monitor.finite_checks import (
 from lean_finetune.train.monitor.host_peak import HostPeak, host_peak
 from lean_finetune.train.monitor.measured_peak import LOAD, Meter
 from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, MemoryMonitor
-from lean_finetune.train.oom.oom_handler import BatchStream, OomHandler, default_oom_handler, split_figures
+from lean_finetune.train.oom.oom_handler import BatchStream, OomHandler, split_figures
 from lean_finetune.train.oom.oom_state import CHECKPOINT, HELDOUT
 from lean_finetune.train.train_job import TrainJob, TrainResult
 
@@ -72,9 +72,7 @@ def train(
         UserError: the model cannot be loaded, a loss or gradient is not finite, or memory ran out.
         Stopped: a signal asked to stop.
     """
-    oom_handler = oom_handler or default_oom_handler(
-        job.device, updates_in_backward=job.step_spec.optimizer_in_backward
-    )
+    oom_handler = oom_handler or OomHandler(job.device, updates_in_backward=job.step_spec.optimizer_in_backward)
     return Trainer(job, meter, checkpoints, oom_handler).train()
 
 
@@ -188,7 +186,8 @@ class Trainer:
         with window:
             row = self._train_step(run, stream)
         row |= self.monitor.step_columns()
-        if self._is_heldout_step(step):
+        every = self.job.heldout_every_steps
+        if every is not None and ((step + 1) % every == 0 or step + 1 == self.total_steps):
             with self.position.phase(HELDOUT):
                 row["heldout_loss"] = self._heldout_loss(run, step)
         self.curves.append(row)
@@ -259,11 +258,6 @@ class Trainer:
                 parallel=run.parallel,
                 micro_batches=len(micro_batches),
             )
-
-    def _is_heldout_step(self, step: int) -> bool:
-        """Whether the held-out loss is due after a step; it always is after the last one."""
-        every = self.job.heldout_every_steps
-        return every is not None and ((step + 1) % every == 0 or step + 1 == self.total_steps)
 
     def _heldout_loss(self, run: TrainingRun, step: int) -> float:
         """Return the mean loss over the held-out rows."""

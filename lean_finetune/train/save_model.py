@@ -90,12 +90,7 @@ def _send_shards(parallel: DataParallelModel) -> None:
         write_loaded(Path(os.devnull), _tensors_of(cast(PreTrainedModel, parallel.model)))
 
 
-def save_tuned(
-    parallel: DataParallelModel,
-    base: Base,
-    out: Path,
-    merge: Merge | None = None,
-) -> None:
+def save_tuned(parallel: DataParallelModel, base: Base, out: Path, merge: Merge | None = None) -> None:
     """Write safetensors, config and tokenizer to `out` atomically; equal weights give equal bytes.
 
     All processes call this, and the first one writes. An adapter is saved alone; `merge` also writes the merged model

@@ -6,8 +6,8 @@ import torch
 
 from lean_finetune.core.units import GIB
 from lean_finetune.step.run_optimizer import trained_parameters
-from lean_finetune.train.monitor.growth import Growth, Rows, classify
-from lean_finetune.train.monitor.growth_advice import Settings, growth_line
+from lean_finetune.train.monitor.growth import classify
+from lean_finetune.train.monitor.growth_advice import growth_line
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
 from lean_finetune.train.train_job import TrainResult
 
@@ -23,7 +23,7 @@ def train_metrics(result: TrainResult, measured: MeasuredPeaks, device: torch.de
     last = curves[-max(1, round(LAST_SHARE * len(curves))) :]
     timed = [row for row in curves[WARM_UP_STEPS:] if not row["measured"]] or curves
     seconds = sum(row["seconds"] for row in timed)
-    peak = measured.step_peak_bytes
+    peak, growth = measured.step_peak_bytes, classify(curves)[0]
     skipped = {} if result.skipped_steps is None else {"skipped_steps": result.skipped_steps}
     splits = {} if result.oom_splits is None else {"oom_splits": dict(result.oom_splits)}
     by_rank = {"peak_bytes_measured_by_rank": list(measured.peak_bytes_by_rank)} if measured.peak_bytes_by_rank else {}
@@ -45,17 +45,12 @@ def train_metrics(result: TrainResult, measured: MeasuredPeaks, device: torch.de
         "memory_by_phase": result.memory_by_phase,
         "load_host_peak_bytes": result.load_host.peak_bytes,
         "load_host_added_bytes": result.load_host.added_bytes,
-        "growth": growth_figures(classify(curves)[0], curves, result.settings),
+        "growth": {
+            "told": growth_line(growth, curves, lambda series: None, result.settings),
+            "cause": growth.cause,
+            "series": growth.series,
+            "slope_bytes_per_step": growth.slope_bytes_per_step,
+            "confidence": growth.confidence,
+        },
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-    }
-
-
-def growth_figures(growth: Growth, curves: Rows, settings: Settings) -> dict[str, Any]:
-    """Return cause, confidence and remedy of memory growth; free memory is no property of the run."""
-    return {
-        "told": growth_line(growth, curves, lambda series: None, settings),
-        "cause": growth.cause,
-        "series": growth.series,
-        "slope_bytes_per_step": growth.slope_bytes_per_step,
-        "confidence": growth.confidence,
     }

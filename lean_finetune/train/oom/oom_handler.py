@@ -67,6 +67,12 @@ class BatchStream:
         self._batches.close()
 
 
+def plain_report(failure: Failure) -> OutOfMemory:
+    """Return an error with the allocator's message, without a prediction."""
+    message = f"bucket.max_tokens: out of memory in {failure.phase} ({failure.message}); lower it"
+    return OutOfMemory(message, weights_intact=failure.weights_intact)
+
+
 class OomHandler:
     """Catches every out-of-memory error of a run."""
 
@@ -74,9 +80,9 @@ class OomHandler:
         self,
         device: torch.device,
         *,
-        split: bool,
         updates_in_backward: bool,
-        report: Callable[[Failure], OutOfMemory],
+        split: bool = False,
+        report: Callable[[Failure], OutOfMemory] = plain_report,
         on_step: Callable[[int], None] = lambda step: None,
     ):
         """Create it before the model is loaded.
@@ -125,16 +131,6 @@ class OomHandler:
                 raise
             failure = self.position.failure(error)
         raise self._report(failure)
-
-
-def default_oom_handler(device: torch.device, *, updates_in_backward: bool) -> OomHandler:
-    """Return a handler that reports the allocator's message, without a prediction."""
-
-    def report(failure: Failure) -> OutOfMemory:
-        message = f"bucket.max_tokens: out of memory in {failure.phase} ({failure.message}); lower it"
-        return OutOfMemory(message, weights_intact=failure.weights_intact)
-
-    return OomHandler(device, split=False, updates_in_backward=updates_in_backward, report=report)
 
 
 def split_figures(plan: Plan, curves: list[dict[str, Any]]) -> Mapping[str, int] | None:
