@@ -17,6 +17,8 @@ from tests.faults.workspaces import Finished, check_kept_or_new, check_rerun, pu
 from tests.processes import run_bounded
 
 STAGES = ("pin_data", "pin_model", "tokenize", "bucket", "estimate", "train", "evaluate", "report")
+LINKS = "locks/watched-files"
+"""Links to data files, which pin_data writes."""
 DISK_BYTES = 64 << 20
 
 
@@ -141,35 +143,22 @@ def test_file_size_limit(runner, trained, tmp_path, stage, limit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_directory_without_write_permission(runner, finished, tmp_path, stage):
-    """The directory of the first output; also for root, which gives up its privilege here."""
+@pytest.mark.parametrize(
+    "stage, closed", [*((stage, None) for stage in STAGES), ("tokenize", "scratch"), ("pin_data", LINKS)]
+)
+def test_a_directory_without_write_permission(runner, finished, tmp_path, stage, closed):
+    """That of the first output, or another one the stage writes to; also for root, which gives up its privilege."""
     workspace = finished.copy(tmp_path / "work")
     old = put_old(workspace, stage)
-    closed = (workspace / declared(stage)[0]).parent
-    closed.chmod(0o555)
-    try:
-        line = runner.run(stage, workspace, Fault(unprivileged=True)).refusal()
-    finally:
-        closed.chmod(0o755)
-    assert line.startswith(closed.name) and "Permission denied" in line and "change permissions" in line
-    check_kept_or_new(workspace, stage, old, finished)
-    check_rerun(runner, workspace, stage, finished)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("closed", ["scratch", "locks/watched-files"])
-def test_read_only_scratch_or_links(runner, quick, tmp_path, closed):
-    """Neither is an output, and both are written to."""
-    stage = "tokenize" if closed == "scratch" else "pin_data"
-    workspace = quick.copy(tmp_path / "work")
-    old = put_old(workspace, stage)
+    closed = closed or Path(declared(stage)[0]).parent.as_posix()
     (workspace / closed).mkdir(exist_ok=True)
-    (workspace / "locks/watched-files/of-an-earlier-source").symlink_to("0")
+    if closed == LINKS:
+        (workspace / LINKS / "of-an-earlier-source").symlink_to("0")
     (workspace / closed).chmod(0o555)
     try:
         line = runner.run(stage, workspace, Fault(unprivileged=True)).refusal()
     finally:
         (workspace / closed).chmod(0o755)
-    assert line.startswith(closed) and "Permission denied" in line
-    check_kept_or_new(workspace, stage, old, quick)
+    assert line.startswith(closed) and "Permission denied" in line and "change permissions" in line
+    check_kept_or_new(workspace, stage, old, finished)
+    check_rerun(runner, workspace, stage, finished)

@@ -78,9 +78,8 @@ def test_leak_below_one_mib_is_not_reported():
 
 def test_host_memory_that_grows_at_any_length_is_a_leak():
     """Qwen with LoRA and ZeRO-2: memory grows by the same amount every step until the crash."""
-    tokens = lengths(RNG)
+    tokens, live = lengths(RNG), np.full(STEPS, 17.0 * GIB)
     rss = 20 * GIB + 40 * MIB * np.arange(STEPS) + 0.2 * MIB * tokens + RNG.normal(0, 60 * MIB, STEPS)
-    live = np.full(STEPS, 17.0 * GIB) + RNG.normal(0, MIB, STEPS)
     leak = classify(rows_of(tokens=tokens, rss_bytes=rss, held_bytes=live, allocated_bytes=live + 2 * MIB * tokens))[0]
     assert (leak.cause, leak.series) == ("leak", "rss_bytes")
     assert leak.slope_bytes_per_step == pytest.approx(40 * MIB, rel=0.1)
@@ -124,7 +123,9 @@ def test_staircase_of_longer_batches_is_fragmentation():
     found = classify(rows_of(**staircase(tokens, expandable=False)))
     assert [growth.cause for growth in found] == ["fragmentation", "length"]
     assert found[0].growth_bytes > found[1].growth_bytes > GIB
-    assert [one.cause for one in classify(rows_of(**staircase(tokens, expandable=True)))] == ["length"]
+    for seed in range(3):
+        tokens = lengths(np.random.default_rng(seed))[:200]
+        assert causes_reported(rows_of(**staircase(tokens, expandable=True))) <= {"length"}
 
 
 def test_fragmentation_of_flat_memory_is_found_on_cuda_only():
@@ -135,12 +136,6 @@ def test_fragmentation_of_flat_memory_is_found_on_cuda_only():
     assert growth.cause == "fragmentation"
     assert growth.slope_bytes_per_step == pytest.approx(5 * MIB, rel=0.3)
     assert main_cause([{**row, "alloc_retries": None} for row in rows]) == "steady"
-
-
-def test_expandable_segments_are_not_called_fragmented():
-    for seed in range(5):
-        tokens = lengths(np.random.default_rng(seed))[:200]
-        assert causes_reported(rows_of(**staircase(tokens, expandable=True))) <= {"length"}
 
 
 def test_short_runs_are_too_short():

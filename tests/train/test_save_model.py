@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES, model_address
 from lean_finetune.step.data_parallel import DataParallelModel
-from lean_finetune.train.save_model import Base, Merge, save_tuned
+from lean_finetune.train.save_model import Merge, save_tuned
 from tests.processes import run_bounded
 from tests.small_model import CPU, base_of, spec_of
 
@@ -89,17 +90,13 @@ def test_saved_model_loads_with_its_template_from_any_directory(method, tmp_path
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.01
+    tokenizer_files = [one for one in TOKENIZER_FILES if (TINY_DIRECTORY / one).exists()]
     for name, lock, template in (
         ("named", {"kind": "directory", "name": "models/mine"}, tmp_path / "mine.jinja"),
         ("tiny", {"kind": "tiny"}, None),
     ):
-        base = Base(
-            address=model_address(lock),
-            revision=None,
-            directory=TINY_DIRECTORY,
-            tokenizer_files=[one for one in TOKENIZER_FILES if (TINY_DIRECTORY / one).exists()],
-            chat_template=template,
-        )
+        known = base_of(TINY_DIRECTORY, *tokenizer_files)
+        base = replace(known, address=model_address(lock), chat_template=template)
         merge = Merge(spec=spec, files=["config.json", "model.safetensors"]) if method == "lora" else None
         save_tuned(DataParallelModel(model), base, tmp_path / name, merge)
         with monkeypatch.context() as patch:
@@ -122,13 +119,8 @@ def test_adapter_config_names_a_base_that_outlives_the_run(small_llama: Path, tm
     assert model_address({"kind": "directory", "name": "mine"}) == str(checkout / "mine")
     assert model_address({"kind": "directory", "name": str(copy / "mine")}) == str(copy / "mine")
     assert model_address({"kind": "tiny"}) == str(checkout / "lean_finetune/tiny")
-    hub = Base(
-        address=model_address({"kind": "hub", "name": "org/model"}),
-        revision="0123abcd",
-        directory=small_llama,
-        tokenizer_files=[],
-        chat_template=None,
-    )
+    address = model_address({"kind": "hub", "name": "org/model"})
+    hub = replace(base_of(small_llama), address=address, revision="0123abcd")
     save_tuned(DataParallelModel(load_model(small_llama, spec_of(method="lora"), CPU)), hub, tmp_path / "tuned")
     config = json.loads((tmp_path / "tuned/adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "0123abcd")
