@@ -136,7 +136,5 @@ def _planning(rows: int, known: np.ndarray) -> tuple[list[Row], list[Bar]]:
     ]
 
 
-main = benchmark("batching", measure)
-
 if __name__ == "__main__":
-    main()
+    benchmark("batching", measure)()

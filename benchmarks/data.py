@@ -276,7 +276,5 @@ def _size(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and not file.is_symlink())
 
 
-main = benchmark("data", measure)
-
 if __name__ == "__main__":
-    main()
+    benchmark("data", measure)()

@@ -120,7 +120,5 @@ def _cpu_row(row: Row) -> Row:
     }
 
 
-main = benchmark("estimate", measure)
-
 if __name__ == "__main__":
-    main()
+    benchmark("estimate", measure)()

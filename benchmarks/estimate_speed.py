@@ -135,7 +135,5 @@ def measure(quick: bool) -> Measured:
     return Measured(rows=rows, bars=bars)
 
 
-main = benchmark("estimate_speed", measure)
-
 if __name__ == "__main__":
-    main()
+    benchmark("estimate_speed", measure)()

@@ -266,7 +266,5 @@ def _equal(found: list[tuple[torch.Tensor, ...]], wanted: list[tuple[torch.Tenso
     return all(all(map(torch.equal, one, other)) for one, other in pairs)
 
 
-main = benchmark("loader", measure)
-
 if __name__ == "__main__":
-    main()
+    benchmark("loader", measure)()

@@ -169,7 +169,5 @@ def kept_bytes(monitor: MemoryMonitor, steps: int) -> int:
         tracemalloc.stop()
 
 
-main = benchmark("monitor", measure)
-
 if __name__ == "__main__":
-    main()
+    benchmark("monitor", measure)()

@@ -67,7 +67,5 @@ def _no_op_seconds(clone: Path, environment: dict[str, str]) -> float:
     return seconds
 
 
-main = benchmark("pipeline", measure)
-
 if __name__ == "__main__":
-    main()
+    benchmark("pipeline", measure)()

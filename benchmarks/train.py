@@ -178,7 +178,5 @@ def _trl_bars(speeds: Mapping[str, list[float]], peaks: Mapping[str, Peak], like
             yield at_most(f"peak, {like} / {name}", smaller, PEAK_LIMITS[name])
 
 
-main = benchmark("train", measure)
-
 if __name__ == "__main__":
-    main()
+    benchmark("train", measure)()

@@ -1,13 +1,12 @@
 """A child process that does not end fails its test with its output, and is killed with its children."""
 
 import ast
-import subprocess
 
 import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import killed_after, run_bounded
+from tests.processes import run_bounded
 
 
 def test_a_hanging_child_is_killed_with_its_children():
@@ -16,14 +15,6 @@ def test_a_hanging_child_is_killed_with_its_children():
     child = int(str(failure.value).split()[-1])
     if psutil.pid_exists(child):  # A zombie until its parent waits for it.
         psutil.Process(child).wait(10)
-
-
-def test_a_process_whose_pipe_is_read_is_killed_after_the_timeout():
-    with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None
-        with killed_after(process, 0.2):
-            assert process.stdout.read() == b""
-    assert process.returncode == -9
 
 
 def test_every_test_runs_child_processes_with_a_timeout():

@@ -9,8 +9,8 @@ from typing import Any
 
 from click import Command
 from click.testing import CliRunner, Result
-from ruamel.yaml import YAML
 
+from benchmarks.processes import write_params
 from lean_finetune.core.atomic_files import FIGURES, write_json
 from tests.conftest import ROOT
 from tests.processes import run_bounded
@@ -18,14 +18,8 @@ from tests.processes import run_bounded
 
 def lay_out(directory: Path, **values: Any) -> Path:
     """Write params.yaml into a directory with some values changed. `train__lr` is train.lr."""
-    yaml = YAML(typ="rt")
-    params = yaml.load((ROOT / "params.yaml").read_text())
-    params["run"]["progress"] = False
-    for dotted, value in values.items():
-        section, key = dotted.split("__")
-        params[section][key] = value
-    with open(directory / "params.yaml", "w") as file:
-        yaml.dump(params, file)
+    changes = {key.replace("__", "."): value for key, value in values.items()}
+    write_params(directory, {"run.progress": False, **changes})
     return directory
 
 

@@ -1,4 +1,6 @@
-"""A workspace in which data is pinned."""
+"""Workspaces in which data or a model is pinned."""
+
+from pathlib import Path
 
 import pytest
 
@@ -7,17 +9,23 @@ from tests.workspace import invoke, lay_out
 
 
 @pytest.fixture
-def pin(tmp_path, monkeypatch):
-    """A workspace's directory, and a function that sets data values and pins."""
+def workspace(tmp_path, monkeypatch) -> Path:
+    """An empty directory as the working directory, outside DVC."""
     directory = tmp_path / "checkout"
     directory.mkdir()
     monkeypatch.chdir(directory)
     monkeypatch.delenv("DVC_STAGE", raising=False)
     monkeypatch.delenv("DVC_ROOT", raising=False)
+    return directory
+
+
+@pytest.fixture
+def pin(workspace):
+    """A function that sets data values and pins the data."""
 
     def run(source, **values):
         given = source if isinstance(source, list) else str(source)
-        lay_out(directory, data__source=given, **{f"data__{key}": value for key, value in values.items()})
+        lay_out(workspace, data__source=given, **{f"data__{key}": value for key, value in values.items()})
         return invoke(main, "data")
 
     return run

@@ -20,24 +20,20 @@ LINK = Path("locks/watched-model")
 
 
 @pytest.fixture
-def pin(tmp_path, monkeypatch):
-    """A function that sets model values and pins, in a fresh working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DVC_STAGE", raising=False)
-    monkeypatch.delenv("DVC_ROOT", raising=False)
+def pin(workspace):
+    """A function that sets model values and pins the model."""
 
     def run(name, revision=None):
-        lay_out(tmp_path, model__name=str(name), model__revision=revision)
+        lay_out(workspace, model__name=str(name), model__revision=revision)
         return invoke(main, "model")
 
     return run
 
 
 @pytest.fixture
-def own(tmp_path, tiny_dir) -> Path:
+def own(workspace, tiny_dir) -> Path:
     """A copy of the shipped model that a test may damage."""
-    shutil.copytree(tiny_dir, tmp_path / "own")
-    return tmp_path / "own"
+    return shutil.copytree(tiny_dir, workspace / "own")
 
 
 def test_tiny_is_pinned_by_content_and_read_from_the_package(pin, tiny_dir):

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from ruamel.yaml import YAML
 
+from benchmarks.processes import write_params
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -70,20 +70,8 @@ class Clone:
 
     def set_params(self, **values: Any) -> None:
         """Change params.yaml. `train__lr` is train.lr."""
-        self._write_params({key.replace("__", "."): value for key, value in values.items()})
-
-    def _write_params(self, values: dict[str, Any]) -> None:
-        yaml = YAML(typ="rt")
-        path = self.root / "params.yaml"
-        params = yaml.load(path.read_text())
-        for dotted, value in values.items():
-            *sections, key = dotted.split(".")
-            section = params
-            for name in sections:
-                section = section[name]
-            section[key] = value
-        with open(path, "w") as file:
-            yaml.dump(params, file)
+        changes = {key.replace("__", "."): value for key, value in values.items()}
+        write_params(self.root, changes, self.root / "params.yaml")
 
     def processes(self) -> list[psutil.Process]:
         """Running processes of this clone, daemons included. Their home directory is unique."""
@@ -133,7 +121,7 @@ def make_clone(root: Path) -> Clone:
         "HF_HUB_OFFLINE": "1",
     }
     clone = Clone(root, environment)
-    clone._write_params(SMALL_RUN)
+    write_params(root, SMALL_RUN, root / "params.yaml")
     clone.run("git", "init", "-q", "-b", "main")
     clone.run("git", "add", "-A")
     clone.run("git", "commit", "-q", "-m", "clone", env=IDENTITY)

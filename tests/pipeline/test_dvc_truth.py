@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -128,7 +127,7 @@ def test_a_comment_reruns_nothing_and_a_constant_the_stages_that_use_it(clone: C
 
 
 @pytest.mark.slow
-def test_temporary_and_queued_runs_use_the_code_of_their_copy(clone: Clone):
+def test_a_temporary_run_uses_the_code_of_its_copy(clone: Clone):
     """The installed package is another checkout, whose code an experiment must not run."""
     before = clone.json("metrics/estimate.json")["peak_gib_predicted"]
     units = clone.root / "lean_finetune/core/units.py"
@@ -139,11 +138,9 @@ def test_temporary_and_queued_runs_use_the_code_of_their_copy(clone: Clone):
         refs = clone.run("git", "for-each-ref", "--format=%(refname)", "refs/exps").split()
         (temporary,) = (ref for ref in refs if ref.endswith("/edited-temp"))
         metrics = json.loads(clone.run("git", "show", f"{temporary}:metrics/estimate.json"))
-        queued = queued_metric(clone, {"edited-queue": ["-S", "seed=9"]}, "estimate", "peak_gib_predicted")
     finally:
         clone.run("git", "reset", "--hard", "HEAD~1")
     assert metrics["peak_gib_predicted"] > 1.5 * before
-    assert queued["edited-queue"] > 1.5 * before
 
 
 @pytest.mark.slow
@@ -275,14 +272,6 @@ def test_plots_render(clone: Clone, tmp_path: Path):
     clone.dvc("plots", "show", "-o", str(tmp_path))
     page = (tmp_path / "index.html").read_text()
     assert "loss" in page and "predicted" in page.lower()
-
-
-def test_model_card_names_base_data_and_metrics(finished: tuple[Clone, FirstRun]):
-    clone, _ = finished
-    card = (clone.root / "data/train/MODEL_CARD.md").read_text()
-    for needed in ("base_model: tiny", "sample.jsonl", '"method": "qlora"', "peak_bytes_measured"):
-        assert needed in card
-    assert all(math.isfinite(float(loss)) for loss in losses(clone))
 
 
 def test_nothing_is_left_untracked(finished: tuple[Clone, FirstRun]):
