@@ -1,4 +1,4 @@
-"""What dvc.yaml declares is what the stages read: otherwise an edit leaves a stale result in the cache."""
+"""dvc.yaml declares exactly what the stages read. Otherwise DVC would reuse a stale result."""
 
 import shlex
 from pathlib import Path
@@ -21,7 +21,7 @@ UNPINNED = {
     "lean_finetune/report/compare_experiments.py",
     "lean_finetune/train/monitor/recorded_curves.py",
 }
-"""What no stage runs: of the command `lean-finetune` and of `make compare`."""
+"""Modules that no stage runs: those of the command `lean-finetune` and of `make compare`."""
 
 
 def entry_of(stage: str) -> str:
@@ -61,5 +61,5 @@ def test_every_module_and_file_of_the_library_is_pinned_by_a_stage():
 
 def test_packages_are_empty():
     """Code in __init__.py would be in no hash."""
-    packages = [path for room in ("lean_finetune", "stages") for path in (ROOT / room).rglob("__init__.py")]
+    packages = [path for name in ("lean_finetune", "stages") for path in (ROOT / name).rglob("__init__.py")]
     assert [str(path) for path in packages if path.read_text().strip()] == []

@@ -18,7 +18,6 @@ def test_a_hanging_child_is_killed_with_its_children():
 
 
 def test_every_test_runs_child_processes_with_a_timeout():
-    """One such wait once kept the whole suite for 90 minutes."""
     waits = {"run", "call", "check_call", "check_output"}
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

@@ -16,9 +16,9 @@ class AdapterStart:
     reason: str = ""
     """Why it works with no other method, for the message that refuses one."""
     changes_frozen_weights: bool = False
-    """The first A and B are then kept in host memory, to save an adapter for the original weights."""
+    """The initial A and B then stay in host memory, to save an adapter for the original weights."""
     fp32_copies: int = 0
-    """Copies of an adapted weight in fp32 that exist at once, the weight itself included."""
+    """fp32 copies of an adapted weight that exist at the same time, including the weight itself."""
 
 
 ADAPTER_STARTS: dict[str, AdapterStart] = {

@@ -32,7 +32,7 @@ class OptimizerEntry:
     factored: bool = False
     """A matrix keeps fp32 sums of its rows and of its columns (Adafactor); `state` is empty."""
     step_count: Literal["device", "host"] | None = None
-    """Where each trained tensor's step count lies, an fp32 tensor; None where the count is a Python number."""
+    """Device of the step count of each trained tensor, an fp32 tensor; None: the count is a Python number."""
     paged: bool = False
     """On CUDA, large state tensors are managed memory, which moves to the host when the GPU is full."""
     foreach: bool = False
@@ -44,12 +44,12 @@ class OptimizerEntry:
 
     @property
     def values_per_trained_value(self) -> int:
-        """State values kept for each trained value."""
+        """State values per trained value."""
         return sum(self.state.values())
 
     @property
     def has_state(self) -> bool:
-        """Whether it keeps anything from step to step."""
+        """Whether it has any state."""
         return bool(self.state) or self.factored
 
 

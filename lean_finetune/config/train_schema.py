@@ -109,7 +109,7 @@ class Train(Section):
     max_grad_norm: PositiveFloat | None
     """Clip gradients to this global L2 norm. None disables clipping."""
     loss_chunk: PositiveInt | None
-    """Supervised tokens per chunk of the loss. Only one chunk's logits exist at a time. None: the whole micro-batch."""
+    """Supervised tokens per chunk of the loss. Only one chunk's logits exist at a time. None: all tokens at once."""
     heldout_every_steps: PositiveInt | None
     """Optimizer steps between held-out losses. None disables them during training."""
     heldout_rows: PositiveInt

@@ -1,4 +1,4 @@
-"""Progress reports of long work within a process, so that a watchdog does not take it for hung.
+"""Progress reports of long work within a process, so that a watchdog does not think that it hangs.
 
 Code that reads, writes, hashes or quantizes much data calls `report` after each part, from any thread.
 """

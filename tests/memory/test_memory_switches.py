@@ -71,7 +71,7 @@ def test_a_new_switch_is_swept_priced_advised_documented_and_refused_by_its_rule
     smaller = next(candidate for candidate in offered if candidate.flags == ("train.lora.rank=2",))
     assert smaller.slowdown == pytest.approx(1.25, rel=0.01)
     assert smaller.run.setting == replace(run.setting, model=replace(run.setting.model, lora_rank=2))
-    assert "| rank | `train.lora.rank` | trains other weights |" in switch_table()
+    assert "| rank | `train.lora.rank` | trains different weights |" in switch_table()
     with pytest.raises(UserError, match=r"^train\.lora\.rank: must be even; got 7; add 1$"):
         with_flags(PARAMS, ["train.lora.rank=7"])
 

@@ -43,7 +43,7 @@ def test_advice_fits_and_the_least_harmful_comes_first():
     usable = int(peak_of(run) * 0.9)
     found = advice_for(run, usable)
     assert found and all(remedy.peak_bytes <= usable for remedy in found)
-    assert found[0].effect == "changes nothing that is learnt"
+    assert found[0].effect == "same training result"
     effects = [EFFECTS.index(remedy.effect) for remedy in found]
     assert effects == sorted(effects)
     assert not any(changes(other) < changes(one) for one in found for other in found)

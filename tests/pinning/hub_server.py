@@ -21,7 +21,7 @@ class Hub:
     repositories: dict[str, dict[str, bytes]]
     """`models/org/name` or `datasets/org/name` → path → content."""
     url: str = ""
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     sends: dict[str, bytes] = field(default_factory=dict)
     """By route of a file: other content to send."""
 
@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def log_message(self, *arguments) -> None:
-        """Stay silent."""
+        """Log nothing."""
 
     def do_HEAD(self) -> None:
         self.answer()
@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
-        self.hub.asked.append(path)
+        self.hub.requests.append(path)
         if path.startswith("api/"):
             self.answer_api(path.removeprefix("api/"))
         else:

@@ -267,7 +267,7 @@ def test_faults_in_a_list_name_the_entry(pin, tmp_path):
 
 
 def test_any_number_of_directories_is_watched(pin, tmp_path):
-    """Directories without a link of their own have a link for each file, and a note says what DVC does not notice."""
+    """Further directories have a link for each file, and a note names what DVC does not notice."""
     for k in range(6):
         write_rows(tmp_path / f"{k}/rows.jsonl", ROWS)
     result = pin([{"source": str(tmp_path / f"{k}")} for k in range(6)])

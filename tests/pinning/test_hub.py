@@ -130,7 +130,7 @@ def test_hub_model_and_data_are_pinned_by_commit_and_tokenized(hub, tmp_path):
     ]
     metrics = read_json(tmp_path / "data/tokens/figures.json")
     assert metrics["train_rows"] + metrics["heldout_rows"] == 49
-    assert not any("safetensors" in path for path in hub.asked), "neither pinning nor tokenizing needs weights"
+    assert not any("safetensors" in path for path in hub.requests), "neither pinning nor tokenizing needs weights"
     assert not list((tmp_path / "cache").rglob("a.jsonl")), "rows are streamed, not stored"
     [refusal] = call(tmp_path, NOWHERE, ("tokenize", values))
     assert refusal.startswith("data.source: the Hugging Face Hub cannot be reached for org/rows")

@@ -20,7 +20,7 @@ def without_rights_of_root() -> list[str]:
     if os.geteuid() != 0:
         return []
     if shutil.which("setpriv") is None:
-        pytest.skip("root may read everything here: setpriv, which takes that right away, is not installed")
+        pytest.skip("root may read everything, and setpriv, which removes that right, is not installed")
     return ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--inh-caps", "-all"]
 
 
@@ -61,7 +61,7 @@ def test_unusual_names_and_files_are_refused(pin, tmp_path):
 
 @pytest.mark.parametrize("given", ["rows", "rows/**/*.jsonl"])
 def test_a_temporary_run_reads_a_partly_tracked_directory_completely(pin, monkeypatch, given):
-    """Its copy of the checkout has the tracked files alone; the others would be lost silently."""
+    """Its copy of the checkout has only the tracked files; the others would be silently missing."""
     checkout = Path.cwd()
     for name in ("rows/tracked.jsonl", "rows/deep/mine.jsonl"):
         write_rows(Path(name), ROWS)
@@ -75,6 +75,6 @@ def test_a_temporary_run_reads_a_partly_tracked_directory_completely(pin, monkey
     assert pinned("files") == [["deep/mine.jsonl", "tracked.jsonl"]]
     lock = read_json(Path("locks/data.json"))
     assert [file.path for file in data_files(lock)] == [checkout / "rows" / name for name in pinned("files")[0]]
-    (checkout / "rows/deep/mine.jsonl").unlink()  # then the copy is as whole as the checkout, and as it was queued
+    (checkout / "rows/deep/mine.jsonl").unlink()  # Now the copy has all files of the checkout.
     assert invoke(main, "data").exit_code == 0
     assert [file.path for file in data_files(read_json(Path("locks/data.json")))] == [Path("rows/tracked.jsonl")]

@@ -278,10 +278,10 @@ def test_nothing_is_left_untracked(finished: tuple[Clone, FirstRun]):
     """Untracked outputs would be committed by mistake; .gitignore files must name them."""
     clone, _ = finished
     assert clone.run("git", "status", "--porcelain").strip() == ""
-    # A finished training's checkpoint stays until the next training begins.
-    kept = {path.parent for path in (clone.root / "scratch/train").glob("*/finished")}
+    # The checkpoint of a finished run stays until the next run begins.
+    finished_runs = {path.parent for path in (clone.root / "scratch/train").glob("*/finished")}
     left = [path for path in (clone.root / "scratch").rglob("*") if path.is_file()]
-    assert [path for path in left if not kept & set(path.parents)] == []
+    assert [path for path in left if not finished_runs & set(path.parents)] == []
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ Values = Mapping[str, Any]
 """Values by dotted key of params.yaml."""
 SAME, ROUNDED, UNCLIPPED, SMALLER_STEPS, OTHER_WEIGHTS, LESS_DATA = range(6)
 EFFECTS = (
-    "changes nothing that is learnt",
-    "rounds otherwise: the loss may differ a little",
-    "gradients are not clipped",
-    "steps of fewer rows, whose gradients are not clipped",
-    "trains other weights",
-    "rows are cut shorter",
+    "same training result",
+    "different rounding: the loss may differ slightly",
+    "no gradient clipping",
+    "smaller optimizer steps without gradient clipping",
+    "trains different weights",
+    "rows are truncated to fewer tokens",
 )
 """Effects on learning, the least harmful first."""
 
