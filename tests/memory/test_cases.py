@@ -6,32 +6,23 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.switches import weights_on_host
-from lean_finetune.memory.devices import precision_on, resolve_gpu
-from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.devices import resolve_gpu
+from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import host_state_bytes
 from lean_finetune.memory.trace.fake_distributed import Sharing
-from tests.memory.common import LLAMA_3_1_8B, gpu_target, setting_of, shape
+from tests.memory.common import LLAMA_3_1_8B, LLAMA_3_1_70B, gpu_target, llama, setting_of, shape
 
-LLAMA_2_7B = LlamaConfig(
+LLAMA_2_7B = llama(
     hidden_size=4096,
     intermediate_size=11008,
     num_hidden_layers=32,
     num_attention_heads=32,
     num_key_value_heads=32,
     vocab_size=32000,
-)
-LLAMA_3_1_70B = LlamaConfig(
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    vocab_size=128256,
 )
 QLORA: dict[str, Any] = {
     "method": "qlora",
@@ -116,14 +107,43 @@ def test_qlora_70b_fits_one_48_gb_card_up_to_a_length():
     assert peaks[1] < memory_gib("A6000") < peaks[2]
 
 
-def test_bf16_on_a_p4_is_refused():
-    """7B in 4 bits with bf16 on 8 GB cards, which only emulate bf16 and take hours longer."""
-    with pytest.raises(UserError, match="got bf16 for P4; set train.precision to fp16"):
-        precision_on(resolve_gpu("P4")[0], "bf16")
-
-
 @pytest.mark.slow
 def test_qlora_7b_fits_a_p4_in_fp32():
     """A refusal without a remedy: in fp32, with the weights in 4 bits, the card is large enough."""
     peak = peak_gib(LLAMA_2_7B, setting_of(precision="fp32", **QLORA), "P4", 512)
     assert round(peak, 1) == 4.9 and peak < memory_gib("P4")
+
+
+def predicted(**changes: Any) -> Prediction:
+    """LoRA in bf16 on one H100, one row of 2048 tokens."""
+    setting = setting_of(precision="bf16", loss_chunk=512, **changes)
+    return predict(LLAMA_3_1_8B, setting, ((shape(1, 2048, 2047),),), gpu_target("H100"))
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+def test_policies_lie_between_keeping_everything_and_keeping_nothing(method: str):
+    """A policy that costs time and saves nothing."""
+    saved, every_4th, every_2nd, selective, full = (
+        predicted(method=method, **changes).peak.bytes
+        for changes in (
+            {},
+            {"grad_ckpt": True, "grad_ckpt_policy": "every_n", "grad_ckpt_every": 4},
+            {"grad_ckpt": True, "grad_ckpt_policy": "every_n"},
+            {"grad_ckpt": True, "grad_ckpt_policy": "selective"},
+            {"grad_ckpt": True},
+        )
+    )
+    assert saved > every_4th > every_2nd > full
+    assert saved > selective > full
+    assert saved - every_2nd == pytest.approx((saved - full) / 2, rel=0.1)
+
+
+def test_offload_takes_the_inputs_of_recomputed_layers_off_the_device():
+    """Offloaded activations counted on the device, or not counted on the host."""
+    stay, away = (predicted(method="qlora", grad_ckpt=True, offload_activations=where) for where in ("none", "cpu"))
+    hidden_bytes = 2048 * 4096 * 2
+    final_norm_bytes = 2 * hidden_bytes  # In fp32, beside the inputs of 32 layers; and what has a value per token.
+    assert stay.offloaded_bytes == 0
+    assert 0 <= away.offloaded_bytes - (32 * hidden_bytes + final_norm_bytes) < 1 << 20
+    assert stay.peak.bytes - away.peak.bytes == pytest.approx(31 * hidden_bytes, rel=0.1)

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from lean_finetune.memory.predict import peak as module
 from lean_finetune.memory.predict.layer_structure import Repetition, find_repetition, with_layers
-from lean_finetune.memory.predict.peak import Prediction, predict
-from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_shapes import TracedSteps
-from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.traced_shapes import TracedSteps, only
+from lean_finetune.memory.predict.traced_step import trace_steps
+from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from tests.memory.common import CPU_TARGET, gpu_target, joined, setting_of, shape
 from tests.small_model import spec_of
 
@@ -38,14 +37,6 @@ def gemma(layers: int = 20) -> PretrainedConfig:
     return Gemma3TextConfig(num_hidden_layers=layers, layer_types=kinds, sliding_window=64, head_dim=16, **SMALL)
 
 
-def of_all_layers(
-    config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> Prediction:
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "find_repetition", lambda *given: (None, "all of them"))
-        return predict(config, setting, steps, target)
-
-
 CASES: dict[str, Any] = {
     "qlora, recomputed, padded": (llama, PADDED, H100, {"method": "qlora", "precision": "bf16", "grad_ckpt": True}),
     "lora, every other layer recomputed": (
@@ -71,15 +62,14 @@ FAST = ("qlora, recomputed, padded", "two kinds of layers")
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
-def test_peaks_from_shallow_models_equal_those_of_all_layers_to_the_byte(case, monkeypatch):
+def test_peaks_from_shallow_models_equal_those_of_all_layers_to_the_byte(case):
     """A peak that moves to another instant with depth, or a list of all layers whose size is rounded."""
     make, steps, target, changes = CASES[case]
     config, setting = make(), setting_of(**changes)
     found = predict(config, setting, steps, target)
-    complete = of_all_layers(config, setting, steps, target, monkeypatch)
-    assert found.layers_traced.startswith("models of ") and complete.layers_traced == "all of them"
-    assert found.by_phase == complete.by_phase
-    assert found.steps_of_peak == complete.steps_of_peak
+    complete, position = trace_steps(MemoryTrace, config, setting, steps, target)
+    assert found.layers_traced.startswith("models of ")
+    assert found.by_phase == complete.peaks() and found.steps_of_peak == only(steps, *position)
 
 
 def test_layers_that_differ_are_all_traced():
@@ -108,18 +98,16 @@ def test_depths_end_as_the_model_does():
 
 
 @pytest.mark.slow
-def test_traces_that_contradict_each_other_are_given_up_and_it_is_said(monkeypatch):
+def test_traces_that_contradict_each_other_are_replaced_by_one_of_all_layers(monkeypatch):
     """A line drawn through peaks that do not lie on one."""
     real = with_layers
 
     def other(config: PretrainedConfig, count: int) -> PretrainedConfig:
         shallow = real(config, count)
-        if count == 4:
-            shallow.intermediate_size += 32
+        shallow.intermediate_size += 32 * (count == 4)
         return shallow
 
-    monkeypatch.setattr(module, "with_layers", other)
+    monkeypatch.setattr("lean_finetune.memory.predict.peak.with_layers", other)
     found = predict(llama(13), setting_of(), WINDOWED, CPU_TARGET)
     assert found.layers_traced.startswith("all 13 layers: tensors of ")
-    monkeypatch.undo()
-    assert found.by_phase == predict(llama(13), setting_of(), WINDOWED, CPU_TARGET).by_phase
+    assert found.by_phase == trace_steps(MemoryTrace, llama(13), setting_of(), WINDOWED, CPU_TARGET)[0].peaks()

@@ -97,20 +97,9 @@ def test_a_model_that_does_not_exist_is_one_line(workspace):
     assert error(invoke(fit, "--model", "absent")).startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": ...}, "missing hidden_size"),
-        ({"hidden_size": None}, "hidden_size"),
-        ({"hidden_act": "nosuch"}, "hidden_act must be an activation function of transformers; got 'nosuch'"),
-        ({"rope_theta": None, "rope_parameters": {"rope_theta": None}}, "rope_theta must be a number; got None"),
-        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, ""),
-    ],
-)
-def test_a_config_that_is_no_model_is_one_line(workspace: Path, changes: dict[str, Any], message: str):
-    """Code of the model executed, sizes invented, or Python's names for a wrong value."""
+def test_a_config_that_is_no_model_is_one_line(workspace: Path):
+    """Python's names for a wrong value, or a traceback."""
     path = workspace / "model" / "config.json"
-    values = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": None}))
     refusal = error(invoke(fit, "--model", "model", "--gpu", "H100"))
-    assert refusal.startswith("model.name: ") and message in refusal and "Error" not in refusal
+    assert refusal.startswith("model.name: ") and "hidden_size" in refusal and "Error" not in refusal

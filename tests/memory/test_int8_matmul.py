@@ -3,14 +3,14 @@
 import pytest
 
 from lean_finetune.memory.predict.peak import predict
-from tests.memory.common import gpu_target, setting_of, shape
-from tests.memory.test_state_formulas import llama
+from tests.memory.common import gpu_target, llama, setting_of, shape
 
+SIZES = llama(hidden_size=264, intermediate_size=520, num_hidden_layers=3, vocab_size=1000)
 STEPS = ((shape(16, 256, 100),),)
 
 
 def peak(*, gpu: str = "H100", **model) -> int:
-    return predict(llama(tied=False), setting_of(precision="bf16", **model), STEPS, gpu_target(gpu)).peak.bytes
+    return predict(SIZES, setting_of(precision="bf16", **model), STEPS, gpu_target(gpu)).peak.bytes
 
 
 @pytest.mark.parametrize("grad_ckpt", [False, True])

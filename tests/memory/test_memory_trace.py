@@ -5,26 +5,16 @@ import gc
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig, MixtralConfig
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.trace.memory_trace import LOGITS, WORKSPACE, MemoryTrace, OpRules
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.loss import summed_loss
-from tests.memory.common import CPU_TARGET, gpu_target, joined, setting_of, shape
+from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, joined, llama, setting_of, shape
 
 ONE_STEP = ((shape(2, 96, 100), shape(2, 96, 100)),)
-WIDE = LlamaConfig(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=1024,
-    tie_word_embeddings=True,
-)
-"""A model that exists as a config alone: no weight is ever made."""
+WIDE = llama(hidden_size=256, intermediate_size=512, num_hidden_layers=3, vocab_size=1024, tie_word_embeddings=True)
 
 
 def predicted(target=CPU_TARGET, **setting) -> Prediction:
@@ -52,13 +42,7 @@ def test_switches_lower_the_peak_in_the_known_order():
     assert chunked < unchunked / 4
 
 
-def test_a_later_micro_batch_needs_more_than_the_first_of_its_shape():
-    """Gradients between micro-batches not counted."""
-    alone = predict(WIDE, setting_of(method="full"), ((shape(2, 96, 100),),), CPU_TARGET)
-    assert predicted(method="full").peak.bytes > alone.peak.bytes
-
-
-def test_the_micro_batch_that_sets_the_peak_is_told():
+def test_the_micro_batch_that_sets_the_peak_is_found():
     """Switches compared over shapes that do not matter."""
     steps = ((shape(1, 64, 20), shape(4, 128, 200), shape(1, 8, 4)), (shape(1, 16, 8),))
     found = predict(WIDE, setting_of(), steps, CPU_TARGET)
@@ -96,8 +80,8 @@ def test_joined_rows_on_a_gpu_need_no_more_than_one_long_row_but_for_tiles():
     assert abs(joined_rows.peak.bytes - one_row.peak.bytes) < tiles + 2**20
 
 
-def test_a_storage_lives_from_its_making_to_its_last_reference():
-    """Views counted as copies, or memory never given back."""
+def test_a_storage_lives_until_its_last_reference():
+    """Views counted as copies, or memory never freed."""
     trace = MemoryTrace(granularity_bytes=512, rules=OpRules(), vocab_size=-1)
     with FakeTensorMode(), trace.recording(), trace.phase("forward"):
         first = torch.empty(100, dtype=torch.float32)
@@ -110,12 +94,6 @@ def test_a_storage_lives_from_its_making_to_its_last_reference():
         del view, second
         assert trace.current_bytes == 0
     assert trace.peaks()["forward"].bytes == 1024
-
-
-def test_experts_are_refused_rather_than_guessed():
-    """A wrong number for a model whose memory depends on the data."""
-    with pytest.raises(UserError, match="mixtral routes tokens to 8 experts"):
-        predict(MixtralConfig(), setting_of(), ONE_STEP, CPU_TARGET)
 
 
 def test_a_step_that_reads_values_is_refused_in_one_line(monkeypatch):
@@ -133,21 +111,13 @@ def test_a_step_that_reads_values_is_refused_in_one_line(monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "gib"),
     [
-        ({"method": "full", "precision": "bf16", "loss_chunk": None}, 60.13),
-        ({"method": "full", "precision": "bf16", "loss_chunk": None, "grad_ckpt": True}, 59.85),
-        ({"method": "lora", "precision": "bf16", "loss_chunk": None, "grad_ckpt": True, "lora_rank": 16}, 18.89),
+        ({"method": "full"}, 60.13),
+        ({"method": "full", "grad_ckpt": True}, 59.85),
+        ({"method": "lora", "grad_ckpt": True, "lora_rank": 16}, 18.89),
     ],
 )
-def test_llama_8b_needs_what_an_independent_prototype_found(setting, gib):
-    """The step drifting from the figures this project was designed with; cuBLAS' workspaces are ours alone."""
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    )
-    micro_batch = shape(1, 2048, 2047)
-    found = predict(config, setting_of(**setting), ((micro_batch,),), gpu_target("H100"))
+def test_llama_8b_takes_what_an_independent_prototype_found(setting, gib):
+    """The step drifting from the figures this project was designed with, which have no cuBLAS workspaces."""
+    setting = setting_of(precision="bf16", loss_chunk=None, **setting)
+    found = predict(LLAMA_3_1_8B, setting, ((shape(1, 2048, 2047),),), gpu_target("H100"))
     assert (found.peak.bytes - 2 * 32 * 2**20) / 2**30 == pytest.approx(gib, abs=0.01)

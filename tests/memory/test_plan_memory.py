@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lean_finetune.core.units import GIB, MIB
+from lean_finetune.core.units import GIB, MIB, readable_size
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.verdict import judge, other_segments
 from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan, replay_steps
+from lean_finetune.memory.allocator.replay import replay
 from lean_finetune.memory.allocator.sampled_steps import MAX_MICRO_BATCHES, MIN_MICRO_BATCHES, sample_steps
 from lean_finetune.memory.gpus import context_of
 from lean_finetune.memory.predict.peak import predict
@@ -18,7 +19,7 @@ from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.step.batches import BatchShape
 from tests.memory.common import card, gpu_target, llama, plan_of, setting_of, shape
 from tests.plan.common import batch_settings_of, index_of
-from tests.plan.common import plan_of as cut_plan
+from tests.plan.common import plan_of as full_plan
 
 CONFIG = llama(hidden_size=256, intermediate_size=512, vocab_size=1024)
 SETTING = setting_of(method="lora", precision="bf16", loss_chunk=256)
@@ -60,31 +61,44 @@ def test_the_replayed_tensors_are_those_of_the_prediction(memory, prediction):
     assert reserved_bytes(memory, "native") >= reserved_bytes(memory, "expandable") >= prediction.peak.bytes
 
 
-def test_rows_metrics_and_tiers_agree(memory):
-    """A plot whose highest point is not the reported figure."""
-    rows, metrics, tiers = memory.rows(), memory.metrics(), memory.tiers()
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    for column, kind in (("reserved_gib", "native"), ("reserved_expandable_gib", "expandable")):
-        highest = max(row[column] for row in rows)
-        tier = tiers[kind]
-        assert highest == pytest.approx(tier["reserved_bytes"] / GIB, abs=1e-6)
-        assert max(tier["reserved_by_phase"].values()) == tier["reserved_bytes"] == reserved_bytes(memory, kind)
-        assert tier["process_bytes"] == tier["reserved_bytes"] + CONTEXT.bytes
-        assert tier["process_margin_bytes"] == CONTEXT.margin_bytes > 0
-        assert metrics[f"retries_predicted_{kind}"] == tier["retries"] == 0
-        assert metrics[f"out_of_memory_step_{kind}"] is tier["out_of_memory"] is None
+STEPS = ((shape(2, 240, 300), shape(2, 256, 300)), (shape(4, 512, 1400),), (shape(1, 64, 30),))
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return trace_origins(CONFIG, SETTING, STEPS, H100)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_every_step_has_its_own_peaks(trace, expandable):
+    """A step's events counted in the next one, or the reserved bytes of a phase taken from another."""
+    replayed = replay(trace, STEPS, expandable=expandable, capacity_bytes=None)
+    allocated = [step.allocated_peak_bytes for step in replayed.steps]
+    assert allocated[1] == max(allocated) > allocated[0] > allocated[2]
+    reserved = [step.reserved_bytes for step in replayed.steps]
+    assert reserved[0] < reserved[1] == reserved[2] == replayed.reserved_peak_bytes
+    assert replayed.out_of_memory is None and replayed.retries == 0 and replayed.settled_step == 1
+    assert max(replayed.reserved_by_phase.values()) == replayed.reserved_peak_bytes
+    for phase, peak in predict(CONFIG, SETTING, STEPS, H100).by_phase.items():
+        assert peak.bytes <= replayed.reserved_by_phase[phase]
+
+
+def test_out_of_memory_names_the_step_and_the_phase(trace):
+    """A plan that fails in its second step reported as fitting, or as failing in its first."""
+    first = replay(trace, STEPS, expandable=True, capacity_bytes=None).steps[0].reserved_peak_bytes
+    found = replay(trace, STEPS, expandable=True, capacity_bytes=first)
+    assert len(found.steps) == 1 and found.failed_phase in ("forward", "backward")
+    assert str(found.out_of_memory).endswith(f"reserved of {readable_size(first)}")
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
-def test_memory_for_blocks_ends_where_the_cuda_context_may_begin(capability):
+def test_memory_for_blocks_ends_where_the_cuda_context_may_begin(trace, capability):
     """Blocks predicted to fit in memory that the CUDA context of the GPU's generation takes."""
-    steps = ((shape(4, 600, 900), shape(6, 400, 700)),)
-    trace = trace_origins(CONFIG, SETTING, steps, H100)
     device = card(80 * GIB, capability=capability)
-    unlimited = replay_steps(trace, steps, expandable=True, device=device)
+    unlimited = replay_steps(trace, STEPS, expandable=True, device=device)
     needed = reserved_bytes(unlimited, "expandable") + context_of(capability).max_bytes
     enough, short = (
-        replay_steps(trace, steps, expandable=True, device=replace(device, memory_bytes=size)).limited["expandable"]
+        replay_steps(trace, STEPS, expandable=True, device=replace(device, memory_bytes=size)).limited["expandable"]
         for size in (needed, needed - 2 * MIB)
     )
     assert enough.out_of_memory is None and enough.retries == 0
@@ -138,7 +152,7 @@ def test_a_refusal_names_the_step_whose_tensors_do_not_fit(memory, prediction):
 
 def random_plan(rows: int, *, mode: str = "bucketed"):
     lengths = np.random.default_rng(5).integers(24, 700, rows)
-    return cut_plan(index_of(lengths), batch_settings_of(mode=mode, max_tokens=4096), tokens_per_step=4500), lengths
+    return full_plan(index_of(lengths), batch_settings_of(mode=mode, max_tokens=4096), tokens_per_step=4500), lengths
 
 
 @pytest.mark.parametrize(("layers", "most"), [(4, MAX_MICRO_BATCHES), (32, 4), (80, MIN_MICRO_BATCHES)])
@@ -170,7 +184,7 @@ def test_several_gpus_are_not_replayed_and_say_so(prediction):
     ("rows", "mode"),
     [(36, "bucketed"), pytest.param(36, "packed", marks=SLOW), pytest.param(300, "bucketed", marks=SLOW)],
 )
-def test_reserved_memory_of_a_cut_plan_settles_in_its_first_step(rows, mode):
+def test_reserved_memory_of_a_plan_settles_in_its_first_step(rows, mode):
     """Memory that grows while a run goes on, and ends it hours after its start."""
     plan, lengths = random_plan(rows, mode=mode)
     steps = traced_steps(plan, lengths, tiled=True, windowed=False)
@@ -181,7 +195,7 @@ def test_reserved_memory_of_a_cut_plan_settles_in_its_first_step(rows, mode):
     assert found is not None and len(found.steps) >= 3, description
     sampled = f" of {len(plan)} micro-batches in {len(found.steps)} of {len(plan.steps)} steps replayed: "
     assert f"all {len(plan.steps)} steps replayed" == description if rows == 36 else sampled in description
-    for kind, replay in found.unlimited.items():
-        reserved = [step.reserved_bytes for step in replay.steps]
+    for kind, steps_of_kind in found.unlimited.items():
+        reserved = [step.reserved_bytes for step in steps_of_kind.steps]
         assert max(reserved) - reserved[0] <= 20 * MIB, f"{kind}: one large segment at most"
-        assert len({step.allocated_peak_bytes for step in replay.steps}) >= 3, "although steps differ"
+        assert len({step.allocated_peak_bytes for step in steps_of_kind.steps}) >= 3, "although steps differ"

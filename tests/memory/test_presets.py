@@ -1,16 +1,14 @@
 """The presets of docs/memory-switches.md: lines that are accepted, with the peaks that stand beside them."""
 
-import copy
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from ruamel.yaml import YAML
 
 from benchmarks.estimate_cpu import count, without_onednn
-from lean_finetune.config.load import parse_params
+from lean_finetune.config.load import load_params
+from lean_finetune.config.overrides import with_flags
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
@@ -39,17 +37,7 @@ def documented(name: str) -> tuple[list[str], list[float]]:
 
 def setting_of_flags(flags: list[str]) -> Setting:
     """The shipped params.yaml with `-S` flags."""
-    yaml = YAML(typ="safe")
-    values: dict[str, Any] = copy.deepcopy(yaml.load((ROOT / "params.yaml").read_text()))
-    for flag in flags:
-        dotted, _, value = flag.partition("=")
-        *sections, key = dotted.split(".")
-        section = values
-        for name in sections:
-            section = section[name]
-        assert key in section, dotted
-        section[key] = yaml.load(value)
-    params = parse_params(values)
+    params = with_flags(load_params(ROOT / "params.yaml"), flags)
     assert params.train.precision != "auto"
     return Setting.from_params(params, params.train.precision, accumulates_gradients=False)
 

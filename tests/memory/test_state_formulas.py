@@ -1,5 +1,7 @@
 """The closed form of training state equals the trace."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,35 +22,18 @@ from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.master_weights import MasterWeights
 from lean_finetune.step.optimizers import device_state
 from lean_finetune.step.run_optimizer import build_optimizer
-from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
+from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, llama, setting_of, shape
 from tests.small_model import CPU
 
 OTHER_OPTIMIZERS = [name for name in OPTIMIZERS if name not in ("adamw", "adamw_8bit")]
 STATES = ("weights", "quantisation_state", "adapters", "gradients", "optimizer")
 
 
-def llama(*, tied: bool) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=264,  # Not a multiple of 64 × 256: the last block of scales is not full.
-        intermediate_size=520,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=1000,
-        tie_word_embeddings=tied,
-        attention_bias=not tied,
+def uneven(**changes: Any) -> LlamaConfig:
+    """Sizes that are not a multiple of 64 × 256: the last block of scales is not full."""
+    return llama(
+        **{"hidden_size": 264, "intermediate_size": 520, "num_hidden_layers": 3, "vocab_size": 1000, **changes}
     )
-
-
-LLAMA_3_1_8B = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    tie_word_embeddings=False,
-)
 
 
 SETTINGS = [
@@ -83,7 +68,8 @@ PAIRS = [
 @pytest.mark.parametrize(("changes", "gpu"), PAIRS, ids=str)
 def test_the_closed_form_is_what_the_trace_counts(changes, gpu):
     """A rule of the closed form, or a category of the trace, that is off by a byte."""
-    config, setting = llama(tied=changes["method"] == "lora"), setting_of(**changes)
+    tied = changes["method"] == "lora"
+    config, setting = uneven(tie_word_embeddings=tied, attention_bias=not tied), setting_of(**changes)
     target = CPU_TARGET if gpu is None else gpu_target(gpu)
     traced = predict(config, setting, ((shape(2, 32, 40),),), target).by_phase["clip"].by_category
     lines = state_lines(model_shapes(config), setting, cuda=target.foreach)
@@ -94,7 +80,7 @@ def test_the_closed_form_is_what_the_trace_counts(changes, gpu):
 def test_adapters_of_named_layers():
     """Targets that end alike taken for each other, or the head adapted."""
     setting = setting_of(method="lora", lora_targets=("q_proj", "down_proj"))
-    closed = state_bytes(state_lines(model_shapes(llama(tied=False)), setting, cuda=False), granularity_bytes=1)
+    closed = state_bytes(state_lines(model_shapes(uneven()), setting, cuda=False), granularity_bytes=1)
     assert closed["adapters"] == 4 * 3 * setting.model.lora_rank * ((264 + 264) + (264 + 520))
 
 

@@ -11,7 +11,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.plan.worst_micro_batches import memory_figures, worst_micro_batches, worst_steps
 from lean_finetune.step.batches import BatchShape, refuse_other_tokens
-from tests.memory.common import CPU_TARGET, joined, plan_of, setting_of, shape
+from tests.memory.common import CPU_TARGET, joined, micro_batch, plan_of, setting_of, shape
 
 PLAN = plan_of(
     [
@@ -52,13 +52,6 @@ def test_positions_of_the_plan_are_kept_in_the_trace():
     assert steps == ((shape(2, 128, 60), shape(3, 80, 40), shape(8, 24, 120)), (shape(4, 64, 90),))
 
 
-def test_a_plan_of_one_micro_batch_is_enough():
-    """The smallest run refused."""
-    plan = plan_of([[(1, 8, 4)]])
-    assert traced_steps(plan, LENGTHS, tiled=True, windowed=False) == ((shape(1, 8, 4),),)
-    assert worst_steps(plan, LENGTHS) == [0]
-
-
 def test_halving_keeps_the_longest_row_and_never_predicts_too_little():
     """A remedy promised for shapes smaller than the plan could give."""
     assert halved(((shape(1, 128, 60),),)) is None
@@ -78,32 +71,17 @@ def test_second_in_every_figure_can_be_the_worst():
 )
 def test_no_other_micro_batch_needs_more_than_the_traced_ones(small_llama, setting):
     """A run that is predicted to fit and fails: every micro-batch of a plan, in its position, is traced."""
-    config = read_config(small_llama)
-    everything = tuple(tuple(shape(len(m.rows), m.length, m.supervised) for m in step) for step in PLAN.steps)
-    worst = predict(config, setting_of(**setting), everything, CPU_TARGET).peak.bytes
-    traced = predict(
-        config, setting_of(**setting), traced_steps(PLAN, LENGTHS, tiled=False, windowed=False), CPU_TARGET
-    ).peak.bytes
+    everything = tuple(tuple(map(shape_of, step)) for step in PLAN.steps)
+    worst, traced = (
+        predict(read_config(small_llama), setting_of(**setting), steps, CPU_TARGET).peak.bytes
+        for steps in (everything, traced_steps(PLAN, LENGTHS, tiled=False, windowed=False))
+    )
     assert traced == pytest.approx(worst, rel=1e-3)
 
 
 def flat_plan(*steps: list[tuple[list[int], int, int]]) -> Plan:
     """A plan of joined rows from (row numbers, length, supervised) of each step's micro-batches."""
-    return Plan.of(
-        [
-            MicroBatch(
-                epoch=0,
-                step=number,
-                rows=np.array(rows, np.int32),
-                length=length,
-                supervised=supervised,
-                rank=0,
-                flat=True,
-            )
-            for number, step in enumerate(steps)
-            for rows, length, supervised in step
-        ]
-    )
+    return Plan.of([micro_batch(number, *one, flat=True) for number, step in enumerate(steps) for one in step])
 
 
 def test_joined_rows_are_traced_with_the_rows_of_the_plan():

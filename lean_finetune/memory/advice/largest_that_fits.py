@@ -79,13 +79,8 @@ def smallest_gpu(run: Workload, headroom_percent: float, known: Mapping[tuple[bo
 def longest_row(run: Workload, target: Target, usable: int, positions: int | None, near: Mapping[int, int]) -> Largest:
     """The longest row that fits alone in a micro-batch. `near` as for `largest_micro_batch`."""
     most = (positions or 10**6) // LENGTH_STEP
-
-    def peak_of(count: int) -> int:
-        length = count * LENGTH_STEP
-        return _peak(run, target, length, max_tokens=length, rows=1)
-
     hints = {tokens / LENGTH_STEP: size for tokens, size in near.items()}
-    found = largest_fitting(peak_of, usable, most, hints)
+    found = largest_fitting(lambda count: _peak(run, target, count * LENGTH_STEP, rows=1), usable, most, hints)
     limit = f"the model's {positions} positions" if positions is not None and found == most else None
     return Largest(value=found * LENGTH_STEP, limit=limit)
 
@@ -96,18 +91,14 @@ def largest_micro_batch(run: Workload, target: Target, usable: int, near: Mappin
     `near` are peaks by the tokens of micro-batches of other shapes: where to start.
     """
     most = max(1, int(run.tokens_per_step // run.longest))
-
-    def peak_of(rows: int) -> int:
-        return _peak(run, target, run.longest, max_tokens=rows * run.longest, rows=rows)
-
     hints = {tokens / run.longest: size for tokens, size in near.items()}
-    found = largest_fitting(peak_of, usable, most, hints)
+    found = largest_fitting(lambda rows: _peak(run, target, run.longest, rows=rows), usable, most, hints)
     return Largest(value=found * run.longest, limit="train.tokens_per_step" if found == most else None)
 
 
-def _peak(run: Workload, target: Target, length: int, *, max_tokens: int, rows: int) -> int:
+def _peak(run: Workload, target: Target, length: int, *, rows: int) -> int:
     """The predicted peak with micro-batches of such rows."""
-    shape = full_batch(run.mode, length, max_tokens=max_tokens, fixed_rows=rows)
+    shape = full_batch(run.mode, length, max_tokens=rows * length, fixed_rows=rows)
     steps = largest_steps(shape, several=run.micro_batches_per_step > 1)
     return predict(run.config, run.setting, steps, target).peak.bytes
 
@@ -123,7 +114,7 @@ def largest_fitting(peak_of: Callable[[int], int], usable: int, most: int, hints
     for _ in range(MOST_TRACES):
         if high - low <= 1 + low // PRECISION:
             break
-        points: Mapping[float, int] = {**hints, **known} if len(known) < 2 else dict(known)
+        points = {**hints, **known} if len(known) < 2 else known
         guess = min(max(_guess(points, usable, low), low + 1), high - 1)
         known[guess] = peak_of(guess)
         if known[guess] <= usable:

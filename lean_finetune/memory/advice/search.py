@@ -10,7 +10,7 @@ besides states that a traced combination needs, less what it can save of it, in 
 micro-batch.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,12 +142,13 @@ class _Search:
         fitting = [candidate for candidate in self._strongest(wanted) if fastest is None and self._fits(candidate)]
         if fastest is None and not fitting:
             return
-        least_of = _strongest_by_states(candidates)
+        # By states, the strongest candidate: if it does not fit, no other one with these states does.
+        least_of = {_states(c): c for c in sorted(reversed(candidates), key=lambda c: c.total_strength)}
         before, last = len(self._fitting), self._traces + MOST_TRACES_IN_GROUP
         for candidate in wanted:
             if not self.open or self._traces >= last or len(self._fitting) - before >= MOST_FOUND_IN_GROUP:
                 break
-            possible = self._may_fit(candidate) and self._fits(least_of[_state_strengths(candidate)])
+            possible = self._may_fit(candidate) and self._fits(least_of[_states(candidate)])
             if possible and self._adds(candidate, self._fitting[before:]) and self._fits(candidate):
                 self._offer(candidate)
                 last = min(self._traces + TRACES_BEYOND, MOST_TRACES)
@@ -157,15 +158,11 @@ class _Search:
             if self._adds(strongest, self._fitting[before:]):
                 self._offer(strongest)
 
-    def _strongest(self, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
+    def _strongest(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
         """The candidates with the least states: one without updates in backward, and one with them."""
-        best: dict[int, tuple[tuple[int, int], Candidate]] = {}
-        for candidate in candidates:
-            key = (self._costs.least_bytes(candidate.run.setting), -candidate.total_strength)
-            branch = candidate.strength("in_backward")
-            if branch not in best or key < best[branch][0]:
-                best[branch] = key, candidate
-        return [candidate for _, candidate in best.values()]
+        for branch in dict.fromkeys(c.strength("in_backward") for c in candidates):
+            alike = (c for c in candidates if c.strength("in_backward") == branch)
+            yield min(alike, key=lambda c: (self._costs.least_bytes(c.run.setting), -c.total_strength))
 
     def _lightened(self, candidate: Candidate, candidates: Sequence[Candidate], last: int) -> Candidate:
         """A candidate that fits, without its unnecessary switches. The slowest ones are removed first.
@@ -243,19 +240,9 @@ REFUSED = Peak(bytes=1 << 62, by_category={})
 """The peak of a candidate that cannot be traced: it fits no device."""
 
 
-def _state_strengths(candidate: Candidate) -> tuple[int, ...]:
+def _states(candidate: Candidate) -> tuple[int, ...]:
     """Strengths of the switches that change weights, gradients or optimizer state."""
     return tuple(candidate.strength(switch.name) for switch in SWITCHES if switch.changes_states)
-
-
-def _strongest_by_states(candidates: Iterable[Candidate]) -> dict[tuple[int, ...], Candidate]:
-    """The strongest of the candidates with equal states. If it does not fit, none of them does."""
-    found: dict[tuple[int, ...], Candidate] = {}
-    for candidate in candidates:
-        best = found.setdefault(_state_strengths(candidate), candidate)
-        if candidate.total_strength > best.total_strength:
-            found[_state_strengths(candidate)] = candidate
-    return found
 
 
 def _bounds(other: Candidate, candidate: Candidate) -> bool:

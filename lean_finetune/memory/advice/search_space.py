@@ -148,7 +148,7 @@ def _options_of(switch: Switch, run: Workload, support: Support) -> Iterator[Opt
 
 
 def _compatible(options: Sequence[Option]) -> bool:
-    """Whether the options can be combined: no switch excludes another, and no parameter has two values."""
+    """Whether no switch excludes another, and no parameter has two values."""
     chosen = {name for name, option in zip(switch_names(), options, strict=True) if option.flags}
     if any(switch.name in chosen and chosen & switch.excludes for switch in SWITCHES):
         return False

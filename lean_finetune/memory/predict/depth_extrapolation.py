@@ -148,17 +148,13 @@ class WindowTrace(MemoryTrace):
 
     def windows(self) -> dict[tuple[int, int], Window]:
         """Windows by (index of the phase, layer), in the order of the run."""
-        wanted: dict[int, list[tuple[int, int]]] = {}
-        for key, (_, place, _) in self._fullest.items():
-            wanted.setdefault(place, []).append(key)
         contents: dict[tuple[int, int], Contents] = {}
         live: Contents = Counter()
-        for place in range(len(self._events) + 1):
-            for key in wanted.get(place, ()):
-                contents[key] = +live
-            if place < len(self._events):
-                storage, change = self._events[place]
+        done = 0
+        for key, (_, end, _) in sorted(self._fullest.items(), key=lambda item: item[1][1]):
+            for storage, change in self._events[done:end]:
                 live[self.label(storage), self._raw_bytes[storage]] += 1 if change > 0 else -1
+            contents[key], done = +live, end
         return {
             key: Window(phase=self._visits[key[0]], micro_batch=micro_batch, contents=contents[key])
             for key, (_, _, micro_batch) in self._fullest.items()

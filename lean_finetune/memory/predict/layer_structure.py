@@ -58,7 +58,7 @@ def find_repetition(
         return None, f"all {count} layers: they are few"
     signatures = _signatures(config)
     if signatures is None or len(signatures) != count:
-        return None, f"all {count} layers: they stand in no list of their own"
+        return None, f"all {count} layers: the model has no single list of layers"
     alike = next((p for p in range(1, count) if signatures[p:] == signatures[:-p]), count)
     period = math.lcm(alike, spec.recomputed_every if spec.grad_ckpt else 1)
     repetition = Repetition(layers=count, period=period)

@@ -18,6 +18,7 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import (
     FP32_BYTES,
     PACKED_BITS,
+    ModelShapes,
     ParameterShape,
     adapted_weights,
     model_shapes,
@@ -53,7 +54,6 @@ UNSHARDED = "whole_weights"
 LOADING = "loading"
 """Category of temporary memory that quantising one weight needs."""
 HALF_BYTES = 2
-"""Bytes of a 16-bit value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +119,17 @@ def other_phases(
     """
     if setting.sharing is not None:
         return _sharded_phases(config, setting, around, target, update)
-    unsharded = replace(setting, offload="none", optimizer_in_backward=False)
-    lines = state_lines(model_shapes(config), unsharded, cuda=target.foreach)
+    shapes, on_device = model_shapes(config), replace(setting, offload="none", optimizer_in_backward=False)
+    lines = state_lines(shapes, on_device, cuda=target.foreach)
     states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
     states.pop(GRADIENTS)
     optimizer_bytes = states.pop(OPTIMIZER, 0)
+    end = _peak({**states, OPTIMIZER: optimizer_bytes})
     return {
-        LOAD: _load(config, setting, around.stored_dtype, target, states, optimizer_bytes),
+        LOAD: _load(shapes, setting.model, around.stored_dtype, target, states, end),
         HELDOUT: _heldout(config, setting, around, target, optimizer_bytes),
         **_evaluation(config, setting, around, target),
-        SAVE: _peak({**states, OPTIMIZER: optimizer_bytes}),
+        SAVE: end,
     }
 
 
@@ -201,21 +202,14 @@ def _peak(by_category: Mapping[str, int]) -> Peak:
 
 
 def _load(
-    config: PretrainedConfig,
-    setting: Setting,
-    stored: torch.dtype,
-    target: Target,
-    states: Mapping[str, int],
-    optimizer_bytes: int,
+    shapes: ModelShapes, spec: ModelSpec, stored: torch.dtype, target: Target, states: Mapping[str, int], end: Peak
 ) -> Peak:
-    """Peak of loading: while weights are read, or at the end with the optimizer's state.
+    """Peak of loading: while weights are read, or at the `end` with the optimizer's state.
 
     Weights are read, converted and quantised one at a time, in the order of their names. A GPU gets each in its final
     type, or in 16 or 32 bits if it quantises it there.
     """
-    end = _peak({**states, OPTIMIZER: optimizer_bytes})
-    spec, placed, moments = setting.model, 0, [end]
-    shapes = model_shapes(config)
+    placed, moments = 0, [end]
 
     def final_bytes(parameter: ParameterShape) -> int:
         """Bytes of a weight in its final type, with its scales."""

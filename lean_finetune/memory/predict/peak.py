@@ -95,12 +95,7 @@ def _extrapolated(
     repetition: Repetition,
     reason: str,
 ) -> tuple[Prediction, Extrapolation]:
-    """The prediction from traces of the model with fewer layers.
-
-    Raises:
-        NotRepeated: memory is not linear in depth.
-        UserError: PyTorch cannot trace an operation.
-    """
+    """The prediction from traces of the model with fewer layers; NotRepeated if memory is not linear in depth."""
     setting = setting.for_fewer_layers(config)
     traces = [trace_steps(kind, with_layers(config, depth), setting, steps, target)[0] for depth in repetition.depths]
     windows = deep_windows(traces, repetition, target.granularity_bytes)

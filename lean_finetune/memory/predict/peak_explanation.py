@@ -7,7 +7,6 @@ windows; between the windows of the first and the last layers, those of the othe
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,6 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     BEFORE,
     INSIDE,
     Label,
-    Place,
-    Window,
     WindowTrace,
     peak_of,
 )
@@ -139,8 +136,7 @@ def _largest_groups(allocations: Iterable[tuple[AllocationKind, int, int]]) -> t
 
 def _timeline_of_trace(trace: OriginTrace, changes: np.ndarray, phases: np.ndarray) -> list[Mapping[str, Any]]:
     """Bytes by category at the highest instant of each of `TIMELINE_POINTS` equal intervals of the steps."""
-    rows_of = {category: row for row, category in enumerate(CATEGORIES)}
-    category = np.array([rows_of[trace.category(storage)] for storage, _ in trace.events])
+    category = np.array([CATEGORIES.index(trace.category(storage)) for storage, _ in trace.events])
     bytes_CE = np.zeros((len(CATEGORIES), len(changes)), dtype=np.int64)  # C categories, E events.
     bytes_CE[category, np.arange(len(changes))] = changes
     bytes_CE = bytes_CE.cumsum(axis=1)
@@ -185,25 +181,20 @@ def _timeline_of_windows(
     deep: Extrapolation, shown: Mapping[tuple[bool, int], bool], granularity_bytes: int
 ) -> Iterator[tuple[str, Mapping[str, int]]]:
     """Phase, and bytes by category, of every window of the shown micro-batches, in the order of the steps."""
-
-    def visit_of(item: tuple[Place, Window]) -> int:
-        return item[0][0]
-
     windows, repetition = deep
-    for _, group in groupby(sorted(windows.items(), key=visit_of), key=visit_of):
-        visit = dict(group)
-        phase, micro_batch = next((window.phase, window.micro_batch) for window in visit.values())
+    for visit in sorted({place[0] for place in windows}):
+        of_visit = {place[1:]: window for place, window in windows.items() if place[0] == visit}
+        phase, micro_batch = next((window.phase, window.micro_batch) for window in of_visit.values())
         if not shown[phase in UPDATE_PHASES, micro_batch]:
             continue
-        sizes = {place[1:]: peak_of(window.contents, granularity_bytes).by_category for place, window in visit.items()}
+        sizes = {end: peak_of(window.contents, granularity_bytes).by_category for end, window in of_visit.items()}
         for by_category in _in_order(sizes, repetition, backward=phase == "backward"):
             yield phase, by_category
 
 
 def _shown_micro_batches(prediction: Prediction, steps: TracedSteps) -> Mapping[tuple[bool, int], bool]:
     """By (is update, number of the micro-batch): whether it is the first one, or has the shape that set the peak."""
-    worst = prediction.steps_of_peak[-1][-1]
-    later = len(prediction.steps_of_peak[-1]) > 1
+    worst, later = prediction.steps_of_peak[-1][-1], len(prediction.steps_of_peak[-1]) > 1
     shown: dict[tuple[bool, int], bool] = {}
     number = 0
     for shapes in steps:

@@ -30,20 +30,19 @@ class Setting:
     def from_params(cls, params: Params, precision: Precision, *, accumulates_gradients: bool) -> "Setting":
         """Read `train`, `seed` and `hardware.num_gpus`.
 
-        Args:
-            params: parameters of the run.
-            precision: what train.precision resolves to on the device.
-            accumulates_gradients: whether a GPU accumulates gradients over several micro-batches.
+        `precision` is what train.precision resolves to on the device. `accumulates_gradients`: over several
+        micro-batches on one GPU.
         """
+        train = params.train
         return cls(
             model=ModelSpec.from_params(params, precision),
-            optimizer=params.train.optimizer,
-            loss_chunk=params.train.loss_chunk,
-            max_grad_norm=params.train.max_grad_norm,
-            master_weights=params.train.master_weights,
-            offload_activations=params.train.offload_activations,
-            offload=params.train.offload,
-            optimizer_in_backward=params.train.optimizer_in_backward,
+            optimizer=train.optimizer,
+            loss_chunk=train.loss_chunk,
+            max_grad_norm=train.max_grad_norm,
+            master_weights=train.master_weights,
+            offload_activations=train.offload_activations,
+            offload=train.offload,
+            optimizer_in_backward=train.optimizer_in_backward,
             sharing=Sharing.from_params(params, accumulates_gradients=accumulates_gradients),
         )
 
@@ -61,9 +60,8 @@ class Setting:
         Raises:
             UserError: the GPUs cannot share the model so.
         """
-        return (
-            self if self.sharing is None else replace(self, sharing=self.sharing.for_fewer_layers(config, self.model))
-        )
+        sharing = self.sharing and self.sharing.for_fewer_layers(config, self.model)
+        return replace(self, sharing=sharing)
 
     @property
     def optim_spec(self) -> OptimSpec:

@@ -16,11 +16,8 @@ def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool
     The first step has the plan's first micro-batch and the worst of all that follow another one in their step, where
     gradients exist already. Each further step has one micro-batch that is the first of its step.
 
-    Args:
-        plan: the micro-batches.
-        lengths: tokens of every training row.
-        tiled: the device's attention works in tiles of tokens.
-        windowed: the model creates masks, or saves attention scores.
+    `lengths` are the tokens of every training row. `tiled`: the device's attention works in tiles of tokens.
+    `windowed`: the model creates masks, or saves attention scores.
     """
     first, later = worst_micro_batches(plan, lengths, tiled=tiled, windowed=windowed)
     starts = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in first))
@@ -47,14 +44,9 @@ def halved(steps: TracedSteps) -> TracedSteps | None:
 
     Supervised tokens are an upper bound, so the prediction is never too low.
     """
-    if all(_row_count(shape) < 2 for step in steps for shape in step):
+    if all(len(shape.joined_lengths or (0,) * shape.rows) < 2 for step in steps for shape in step):
         return None
-    return tuple(tuple(_halved(shape) for shape in step) for step in steps)
-
-
-def _row_count(shape: BatchShape) -> int:
-    """Rows of a micro-batch, padded or joined."""
-    return shape.rows if shape.joined_lengths is None else len(shape.joined_lengths)
+    return tuple(tuple(map(_halved, step)) for step in steps)
 
 
 def _halved(shape: BatchShape) -> BatchShape:
