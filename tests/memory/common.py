@@ -1,11 +1,14 @@
 """What the tests of memory share: settings, shapes, models, devices and plans."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import LlamaConfig
 
+from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.devices import cpu_device, resolve_gpu
 from lean_finetune.memory.gpus import BF16_CAPABILITY, Device, context_of
@@ -87,3 +90,10 @@ def micro_batch(step: int, rows: Iterable[int], length: int, supervised: int, **
 def plan_of(steps: Iterable[Iterable[tuple[int, int, int]]]) -> Plan:
     """A plan from (rows, length, supervised) of each step's micro-batches."""
     return Plan.of([micro_batch(n, range(one[0]), *one[1:]) for n, step in enumerate(steps) for one in step])
+
+
+def pin(workspace: Path, model: Path) -> None:
+    """Write the lock of a model's directory, as stage pin does."""
+    lock: dict[str, Any] = {"kind": "directory", "name": str(model), "revision": None, "tokenizer_files": []}
+    lock["files"] = {"config.json": sha256_file(model / "config.json")}
+    (workspace / "model.json").write_text(json.dumps(lock))

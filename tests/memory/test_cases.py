@@ -1,6 +1,5 @@
 """Published out-of-memory cases on one GPU, each with its predicted peak: the cases this project started from."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,17 +23,16 @@ LLAMA_2_7B = llama(
     num_key_value_heads=32,
     vocab_size=32000,
 )
-QLORA: dict[str, Any] = {
-    "method": "qlora",
-    "grad_ckpt": True,
-    "optimizer": "adamw_8bit",
-    "lora_rank": 16,
-    "loss_chunk": 512,
-}
+FULL: dict[str, Any] = {"method": "full", "precision": "bf16", "grad_ckpt": True}
+COPIES = {**FULL, "master_weights": True}
+IN_4_BITS: dict[str, Any] = {"method": "qlora", "lora_rank": 16, "loss_chunk": 512}
+QLORA = {**IN_4_BITS, "grad_ckpt": True, "optimizer": "adamw_8bit"}
+IN_BACKWARD = {**COPIES, "max_grad_norm": None, "optimizer_in_backward": True, "offload": "optimizer"}
+SHARING = Sharing(spec=ShardSpec(mode="zero3"), gpus=8, accumulates_gradients=False)
 
 
 def peak_gib(config: LlamaConfig, setting: Setting, gpu: str, length: int) -> float:
-    """Return the predicted peak of tensors for one row of a length, half of it trained."""
+    """The predicted peak of tensors for one row of a length, half of it trained."""
     return predict(config, setting, ((shape(1, length, length // 2),),), gpu_target(gpu)).peak.bytes / GIB
 
 
@@ -42,76 +40,52 @@ def memory_gib(gpu: str) -> float:
     return resolve_gpu(gpu)[0].memory_bytes / GIB
 
 
-def test_llama_8b_full_fits_80_gb_in_bf16_alone_and_not_with_fp32_copies():
-    """OpenRLHF's run, out of memory at 128 tokens: 16 bytes a parameter take 119.7 GiB, however short the rows."""
-    fp32, bf16 = (
-        peak_gib(LLAMA_3_1_8B, setting_of(method="full", precision=p, grad_ckpt=True), "A100-80GB", 128)
-        for p in ("fp32", "bf16")
-    )
-    assert round(fp32, 1) == 119.7 and fp32 > memory_gib("A100-80GB")
-    assert round(bf16, 1) == 59.9 and bf16 < memory_gib("A100-80GB")
+SHARDS = {**FULL, "sharing": SHARING}
+UNCHUNKED = {"method": "full", "loss_chunk": None}
+# Model, GPU, tokens of the row, GiB, whether they fit, setting.
+CASES: list[tuple[LlamaConfig, str, int, float, bool, dict[str, Any]]] = [
+    # OpenRLHF's run, out of memory at 128 tokens: 16 bytes a parameter, however short the rows.
+    (LLAMA_3_1_8B, "A100-80GB", 128, 119.7, False, {**FULL, "precision": "fp32"}),
+    (LLAMA_3_1_8B, "A100-80GB", 128, 59.9, True, FULL),
+    # With updates in backward the GPU has the weights and the largest gradient.
+    (LLAMA_3_1_8B, "RTX-4090", 128, 17.9, True, IN_BACKWARD),
+    # bf16, checkpointing and an 8-bit optimizer save more than half.
+    (LLAMA_3_1_8B, "A100-80GB", 2048, 119.7, False, {**UNCHUNKED, "precision": "fp32"}),
+    (LLAMA_3_1_8B, "A100-80GB", 2048, 45.1, True, {**FULL, **UNCHUNKED, "optimizer": "adamw_8bit"}),
+]
+SLOW_CASES: list[tuple[LlamaConfig, str, int, float, bool, dict[str, Any]]] = [
+    # OpenRLHF's run with offload: of 16 bytes a parameter 4 stay on the GPU and 12 go to the host.
+    (LLAMA_3_1_8B, "A100-80GB", 128, 121.6, False, COPIES),
+    (LLAMA_3_1_8B, "A100-80GB", 128, 29.9, True, {**COPIES, "offload": "optimizer"}),
+    # FSDP2 with CPU offload: a GPU has the running layers, activations and logits.
+    (LLAMA_3_1_8B, "A100-80GB", 2048, 5.9, True, SHARDS),
+    (LLAMA_3_1_70B, "A6000", 2048, 41.8, True, {**QLORA, "precision": "bf16"}),
+    (LLAMA_2_7B, "P4", 512, 4.9, True, QLORA),
+]
 
 
-@pytest.mark.slow
-def test_llama_8b_full_with_fp32_copies_fits_80_gb_with_its_optimizer_on_the_host():
-    """OpenRLHF's run with offload: of 16 bytes a parameter 4 stay on the GPU and 12 go to the host."""
-    setting = setting_of(method="full", precision="bf16", grad_ckpt=True, master_weights=True)
-    without, on_host = (
-        peak_gib(LLAMA_3_1_8B, replace(setting, offload=place), "A100-80GB", 128) for place in ("none", "optimizer")
-    )
-    assert round(without, 1) == 121.6 and without > memory_gib("A100-80GB")
-    assert round(on_host, 1) == 29.9 and on_host < memory_gib("A100-80GB")
-    host_gib = host_state_bytes(LLAMA_3_1_8B, replace(setting, offload="optimizer")) / GIB
+@pytest.mark.parametrize(
+    ("config", "gpu", "length", "gib", "fits", "changes"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+)
+def test_a_published_case_is_predicted(config, gpu, length, gib, fits, changes):
+    """A run predicted to fit that runs out of memory, or the reverse."""
+    setting = setting_of(**changes)
+    peak = peak_gib(config, weights_on_host(setting) if setting.sharing else setting, gpu, length)
+    assert peak == pytest.approx(gib, abs=0.06) and (peak < memory_gib(gpu)) is fits
+
+
+def test_an_optimizer_on_the_host_takes_12_bytes_a_parameter_there():
+    host_gib = host_state_bytes(LLAMA_3_1_8B, setting_of(**COPIES, offload="optimizer")) / GIB
     assert round(host_gib, 1) == 91.8 and round(host_gib - 12 * 8_030_261_248 / GIB, 1) == 2.0
-
-
-def test_llama_8b_full_fits_24_gb_with_updates_in_backward_on_the_host():
-    """Gradients and optimizer state counted on the GPU, which only holds the weights and the largest gradient."""
-    setting = setting_of(
-        method="full",
-        precision="bf16",
-        grad_ckpt=True,
-        master_weights=True,
-        max_grad_norm=None,
-        optimizer_in_backward=True,
-        offload="optimizer",
-    )
-    assert 17.9 < peak_gib(LLAMA_3_1_8B, setting, "RTX-4090", 128) < 18.0 < memory_gib("RTX-4090")
-
-
-@pytest.mark.slow
-def test_llama_8b_full_takes_6_gib_of_each_gpu_with_its_shards_on_the_host():
-    """FSDP2 with CPU offload: shards counted on a GPU, which only holds the running layers, activations and logits."""
-    one_gpu = setting_of(method="full", precision="bf16", grad_ckpt=True)
-    spec = ShardSpec(mode="zero3")
-    shared = replace(one_gpu, sharing=Sharing(spec=spec, gpus=8, accumulates_gradients=False))
-    assert round(peak_gib(LLAMA_3_1_8B, weights_on_host(shared), "A100-80GB", 2048), 1) == 5.9
-
-
-def test_bf16_checkpointing_and_an_8_bit_optimizer_save_more_than_half():
-    """Three common switches recommended for a saving that they do not have."""
-    start = setting_of(method="full", precision="fp32", loss_chunk=None)
-    basic = setting_of(method="full", precision="bf16", grad_ckpt=True, optimizer="adamw_8bit", loss_chunk=None)
-    before, after = (peak_gib(LLAMA_3_1_8B, setting, "A100-80GB", 2048) for setting in (start, basic))
-    assert round(before, 1) == 119.7 and round(after, 1) == 45.1
-    assert after < 0.5 * before
 
 
 @pytest.mark.slow
 def test_qlora_70b_fits_one_48_gb_card_up_to_a_length():
     """A 70B predicted to fit a card that runs out of memory in the middle of a run."""
     setting = setting_of(precision="bf16", **QLORA)
-    lengths = (2048, 5376, 5632)
-    peaks = [peak_gib(LLAMA_3_1_70B, setting, "A6000", length) for length in lengths]
-    assert round(peaks[0], 1) == 41.8
-    assert peaks[1] < memory_gib("A6000") < peaks[2]
-
-
-@pytest.mark.slow
-def test_qlora_7b_fits_a_p4_in_fp32():
-    """A refusal without a remedy: in fp32, with the weights in 4 bits, the card is large enough."""
-    peak = peak_gib(LLAMA_2_7B, setting_of(precision="fp32", **QLORA), "P4", 512)
-    assert round(peak, 1) == 4.9 and peak < memory_gib("P4")
+    low, high = (peak_gib(LLAMA_3_1_70B, setting, "A6000", length) for length in (5376, 5632))
+    assert low < memory_gib("A6000") < high
 
 
 def predicted(**changes: Any) -> Prediction:

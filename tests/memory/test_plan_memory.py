@@ -8,9 +8,15 @@ import pytest
 from lean_finetune.core.units import GIB, MIB, readable_size
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.verdict import judge, other_segments
-from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan, replay_steps
+from lean_finetune.memory.allocator.plan_memory import (
+    MAX_MICRO_BATCHES,
+    MIN_MICRO_BATCHES,
+    PlanMemory,
+    replay_plan,
+    replay_steps,
+    sample_steps,
+)
 from lean_finetune.memory.allocator.replay import replay
-from lean_finetune.memory.allocator.sampled_steps import MAX_MICRO_BATCHES, MIN_MICRO_BATCHES, sample_steps
 from lean_finetune.memory.gpus import context_of
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.peak_explanation import trace_origins

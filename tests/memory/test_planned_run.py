@@ -10,16 +10,15 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
-from lean_finetune.core.atomic_files import sha256_file
-from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun
 from lean_finetune.plan.batch_plan import read_plan
-from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import read_index
 from stages.bucket import main as bucket
 from stages.estimate import main as estimate
-from tests.memory.common import card, card_for, llama, setting_of
+from tests.memory.common import card, card_for, llama, pin, setting_of
+from tests.memory.workloads import workload
+from tests.plan.common import batch_settings_of
 from tests.token_files import write_index
 from tests.workspace import invoke, lay_out
 
@@ -35,11 +34,14 @@ def index(tmp_path: Path) -> Path:
 
 def fit_check(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setting: Any) -> FitCheck:
     """The check of a run on a card of this size, with a plan as stage bucket makes it."""
-    cutting = MicroBatchSettings(
-        mode=mode, max_tokens=1024, pad_multiple=8, constant_shape=False, fixed_rows=4, ranks=1
+    settings = PlanSettings(
+        micro_batches=batch_settings_of(mode=mode, max_tokens=1024, fixed_rows=4),
+        seed=1,
+        epochs=2,
+        tokens_per_step=1200,
+        weights=(1.0,),
     )
-    run_cut = PlanSettings(micro_batches=cutting, seed=1, epochs=2, tokens_per_step=1200, weights=(1.0,))
-    plan = run_cut.plan(read_index(index, (1.0,)))
+    plan = settings.plan(read_index(index, (1.0,)))
     planned = PlannedRun(
         plan=plan,
         lengths=np.array(LENGTHS, np.int32),
@@ -50,19 +52,8 @@ def fit_check(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setti
         expandable=False,
         stored=torch.bfloat16,
     )
-    run = Workload(
-        config=CONFIG,
-        setting=planned.setting,
-        steps=(),
-        mode=mode,
-        max_tokens=1024,
-        fixed_rows=4,
-        longest=256,
-        tokens_per_step=1200.0,
-        micro_batches_per_step=2.0,
-        unpadded_tokens_per_step=1200,
-    )
-    return FitCheck(planned=planned, run=run, plan_settings=run_cut, index=index, headroom_percent=0.0)
+    run = replace(workload(config=CONFIG, mode=mode, tokens_per_step=1200, **setting), steps=())
+    return FitCheck(planned=planned, run=run, plan_settings=settings, index=index, headroom_percent=0.0)
 
 
 @pytest.mark.parametrize(("mode", "changes"), [("bucketed", {"max_tokens": 512}), ("fixed", {"fixed_rows": 2})])
@@ -84,14 +75,14 @@ def test_a_smaller_budget_is_judged_by_the_plan_that_it_leads_to(index, tmp_path
     assert len(made) > len(check.planned.plan)
 
 
-def test_a_row_that_no_micro_batch_holds_is_no_way_to_fit(index):
-    """A line that stage bucket refuses."""
+def test_a_budget_below_the_longest_row_does_not_fit(index):
+    """Advice that stage bucket refuses."""
     check = fit_check(index, memory_bytes=2**30)
     assert check(replace(check.run, steps=((),), max_tokens=128)) is None
 
 
-def test_blocks_that_do_not_fit_are_no_way_to_fit(index):
-    """A line offered for its tensors, refused for what lies between them when it is run."""
+def test_a_run_whose_blocks_do_not_fit_does_not_fit(index):
+    """Advice whose tensors fit, but not the blocks that the allocator reserves for them."""
     setting = {"method": "lora", "loss_chunk": None}
     roomy = fit_check(index, memory_bytes=2**30, **setting)
     peak_bytes = roomy(roomy.run)
@@ -102,12 +93,10 @@ def test_blocks_that_do_not_fit_are_no_way_to_fit(index):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spare", [0.99, 0.8, 0.6])
-def test_the_stage_lets_through_what_it_advised(index, tmp_path, small_llama, monkeypatch, spare):
-    """A line that fits in the search and not in the stage."""
+def test_the_stage_accepts_what_it_advised(index, tmp_path, small_llama, monkeypatch, spare):
+    """Advice that fits in the search and not in the stage."""
     monkeypatch.chdir(tmp_path)
-    lock: dict[str, Any] = {"kind": "directory", "name": str(small_llama), "revision": None, "tokenizer_files": []}
-    lock["files"] = {"config.json": sha256_file(small_llama / "config.json")}
-    (tmp_path / "model.json").write_text(json.dumps(lock))
+    pin(tmp_path, small_llama)
     write_index(index, [([3] * length, [1, length], None) for length in LENGTHS * 20])
     limits = {"bucket__max_tokens": 32768, "train__tokens_per_step": 40000}  # Much beside a context on the card.
     values = {"train__method": "full", "train__loss_chunk": None, "train__expandable_segments": False, **limits}

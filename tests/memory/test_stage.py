@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from lean_finetune.config.schema import Bucket
-from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.one_change_sweep import halving_flag
 from lean_finetune.plan.batch_plan import Plan, write_plan
 from stages.estimate import main
-from tests.memory.common import card_for, llama, micro_batch, plan_of
+from tests.memory.common import card_for, llama, micro_batch, pin, plan_of
 from tests.token_files import write_index
 from tests.workspace import error, invoke, lay_out
 
@@ -30,13 +29,6 @@ def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch
     pin(tmp_path, small_llama)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def pin(workspace: Path, model: Path) -> None:
-    """Have a directory's model be the one that is estimated."""
-    lock: dict[str, Any] = {"kind": "directory", "name": str(model), "revision": None, "tokenizer_files": []}
-    lock["files"] = {"config.json": sha256_file(model / "config.json")}
-    (workspace / "model.json").write_text(json.dumps(lock))
 
 
 def run(**options: str):

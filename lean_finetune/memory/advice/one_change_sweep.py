@@ -1,7 +1,6 @@
 """Predict the peak of every setting that differs from the run in one switch, for switches.csv and advice.json."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -16,28 +15,21 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import halved
 from lean_finetune.memory.trace.cuda_kernels import Target
 
+SweepPoint = tuple[tuple[str, ...], int]
+"""Overrides for `dvc exp run -S` (none for the run itself), and the predicted peak in bytes."""
 
-@dataclass(frozen=True, kw_only=True)
-class SweepPoint:
-    """One setting and its predicted peak."""
 
-    label: str
-    flags: tuple[str, ...]
-    """Overrides for `dvc exp run -S`. Empty for the run itself."""
-    peak_bytes: int
-
-    def as_row(self) -> dict[str, Any]:
-        """Its line in switches.csv."""
-        return {"switch": self.label, "peak_gib": round(self.peak_bytes / GIB, 6)}
+def as_rows(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
+    """The lines of switches.csv."""
+    labels = [" ".join(flags).partition(".")[2] or "current" for flags, _ in points]
+    peaks = [round(peak_bytes / GIB, 6) for _, peak_bytes in points]
+    return [{"switch": label, "peak_gib": peak} for label, peak in zip(labels, peaks, strict=True)]
 
 
 def as_advice(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
     """`single_changes` in advice.json."""
-    return [
-        {"command": " ".join(["dvc exp run", *(f"-S {flag}" for flag in point.flags)]), "peak_bytes": point.peak_bytes}
-        for point in points
-        if point.flags
-    ]
+    commands = [(" ".join(f"-S {flag}" for flag in flags), peak_bytes) for flags, peak_bytes in points if flags]
+    return [{"command": f"dvc exp run {options}", "peak_bytes": peak_bytes} for options, peak_bytes in commands]
 
 
 def sweep_switches(
@@ -60,11 +52,9 @@ def sweep_switches(
     fewer = halved(steps)
     if fewer is not None and smaller_batch is not None and not setting.optimizer_in_backward:
         changes.insert(0, ((smaller_batch,), setting, fewer))
-    points = [SweepPoint(label="current", flags=(), peak_bytes=current.peak.bytes)]
-    for flags, changed, shapes in tqdm(changes, "estimate", unit=" switches", disable=not progress):
-        peak_bytes = predict(config, changed, shapes, target).peak.bytes
-        points.append(SweepPoint(label=" ".join(flags).partition(".")[2], flags=flags, peak_bytes=peak_bytes))
-    return points
+    bar = tqdm(changes, "estimate", unit=" switches", disable=not progress)
+    peaks = [(flags, predict(config, changed, shapes, target).peak.bytes) for flags, changed, shapes in bar]
+    return [((), current.peak.bytes), *peaks]
 
 
 def halving_flag(bucket: Bucket, longest: int) -> str | None:

@@ -130,14 +130,9 @@ def answer(
 ) -> Answer:
     """Compare the prediction for a run with a device, and search for changes if the run does not fit.
 
-    Args:
-        run: the run.
-        prediction: of its peak.
-        device: that it has to fit.
-        p: the parameters.
-        memory: the allocator's behaviour over the plan, if known. If only fragmentation makes the run fail, the other
-            kind of segments is the first remedy, because it costs no time.
-        confirm: returns the peak of a changed run that the caller accepts. Without it, tensors alone decide.
+    `memory` is the allocator's behaviour over the plan, if known. If only fragmentation makes the run fail, the other
+    kind of segments is the first remedy, because it costs no time. `confirm` returns the peak of a changed run that the
+    caller accepts. Without it, tensors alone decide.
     """
     headroom, enforce = p.estimate.headroom_percent, p.estimate.enforce
     usable, target = device.usable_bytes(headroom), target_of(device)

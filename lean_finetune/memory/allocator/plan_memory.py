@@ -1,11 +1,15 @@
 """Predict what the caching allocator reserves over a plan, and the optimizer step in which memory would run out.
 
-A GPU holds more than tensors (torch.cuda.max_memory_allocated): they lie in blocks that the caching allocator reserves
+A GPU holds more than tensors (torch.cuda.max_memory_allocated): they are in blocks that the caching allocator reserves
 (max_memory_reserved), and the process has a CUDA context besides, which only nvidia-smi counts. Reserved memory is
 found by tracing a sample of the plan's steps and replaying their allocations by the allocator's rules.
+
+A bounded sample is enough: reserved memory hardly grows after the first step, because the plan puts its largest
+micro-batch there. The sample has micro-batches of the first step, the one that sets the peak, and those of further
+steps at even distances.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +18,6 @@ from transformers import PretrainedConfig
 
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.allocator.replay import Replay, replay
-from lean_finetune.memory.allocator.sampled_steps import sample_steps
 from lean_finetune.memory.gpus import Device, Figure
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.peak_explanation import trace_origins
@@ -23,9 +26,14 @@ from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.allocation_origins import OriginTrace
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.plan.batch_plan import Plan
+from lean_finetune.step.batches import BatchShape
 
 ALLOCATORS = {"native": False, "expandable": True}
 """The kinds of segments, and whether they expand (train.expandable_segments)."""
+MAX_MICRO_BATCHES = 12
+MAX_TRACED_LAYERS = 128
+"""Layers that are traced, over all micro-batches together: 4 micro-batches of an 8B model."""
+MIN_MICRO_BATCHES = 2
 RESERVED_COLUMNS = ("step", "allocated_gib", "reserved_gib", "reserved_expandable_gib", "retries")
 
 
@@ -167,4 +175,51 @@ def replay_steps(
         unlimited=unlimited,
         limited=limited,
         context=device.context,
+    )
+
+
+def sample_steps(
+    plan: Plan, lengths: np.ndarray, steps_of_peak: TracedSteps, *, layers: int
+) -> dict[int, tuple[BatchShape, ...]]:
+    """Choose micro-batches of what one GPU computes; return their shapes by optimizer step, in the plan's order."""
+    most = max(MIN_MICRO_BATCHES, min(MAX_MICRO_BATCHES, MAX_TRACED_LAYERS // layers))
+    numbers: Sequence[int] = range(len(plan))
+    if len(plan) > most:
+        numbers = _sample(plan, _peak_number(plan, lengths, steps_of_peak), most)
+    sampled: dict[int, tuple[BatchShape, ...]] = {}
+    for number in numbers:
+        micro_batch = plan.micro_batch(number)
+        sampled[micro_batch.step] = (*sampled.get(micro_batch.step, ()), BatchShape.of(micro_batch, lengths))
+    return sampled
+
+
+def _sample(plan: Plan, peak: int, most: int) -> Sequence[int]:
+    """Return about `most` numbers of micro-batches: a quarter of them from the first step, two from each further step.
+
+    A further step is represented by its first micro-batch, which allocates the gradients, and its largest other one,
+    which needs space between them.
+    """
+    bounds, tokens = plan.step_bounds, plan.padded_tokens
+    first_of_peak = int(bounds[plan.step[peak] - plan.step[0]])
+    chosen = {0, first_of_peak, peak, *_evenly(0, bounds[1], most // 4)}
+    for step in _evenly(1, len(bounds) - 1, max(0, most - len(chosen)) // 2):
+        first, end = int(bounds[step]), int(bounds[step + 1])
+        chosen |= {first, max(range(first, end), key=lambda number: (number > first, tokens[number]))}
+    return sorted(chosen)
+
+
+def _evenly(start: int, end: int, count: int) -> list[int]:
+    """Return at most `count` different numbers of range(start, end) at even distances, from its first to its last."""
+    return np.unique(np.linspace(start, end - 1, count).astype(int)).tolist() if start < end else []
+
+
+def _peak_number(plan: Plan, lengths: np.ndarray, steps_of_peak: TracedSteps) -> int:
+    """Return the number of the first micro-batch with the shape and the position in its step that set the peak."""
+    wanted, is_first = steps_of_peak[-1][-1], len(steps_of_peak[-1]) == 1
+    starts = np.isin(np.arange(len(plan)), plan.step_bounds)
+    alike = (plan.length == wanted.length) & (plan.supervised == wanted.supervised) & (starts == is_first)
+    return next(
+        number
+        for number in np.flatnonzero(alike).tolist()
+        if BatchShape.of(plan.micro_batch(number), lengths) == wanted
     )

@@ -12,7 +12,7 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
 from lean_finetune.core.units import GIB, readable_size
 from lean_finetune.memory.advice.largest_that_fits import find_limits
-from lean_finetune.memory.advice.one_change_sweep import as_advice, halving_flag, sweep_switches
+from lean_finetune.memory.advice.one_change_sweep import as_advice, as_rows, halving_flag, sweep_switches
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.verdict import answer, judge
 from lean_finetune.memory.advice.workload import Workload
@@ -89,7 +89,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])
         write_csv(aside / "reserved.csv", RESERVED_COLUMNS, memory.rows() if memory else alone)
         write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
-        write_csv(aside / "switches.csv", ["switch", "peak_gib"], [switch.as_row() for switch in switches])
+        write_csv(aside / "switches.csv", ["switch", "peak_gib"], as_rows(switches))
     write_json(metrics, {name: figures[name] for name in RESULTS})
     if (refusal := found.verdict.refusal) is not None:
         click.echo(f"does not fit: {refusal}", err=True)
