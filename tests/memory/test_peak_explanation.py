@@ -29,30 +29,30 @@ def test_the_peak_is_the_predicted_one():
         assert (found.peak_bytes, found.phase) == (prediction.peak.bytes, prediction.worst_phase)
         by_category: dict[str, int] = {}
         for group in found.top:
-            by_category[group.category] = by_category.get(group.category, 0) + group.bytes
+            by_category[group["category"]] = by_category.get(group["category"], 0) + group["bytes"]
         assert by_category
         assert all(size <= prediction.peak.by_category[category] for category, size in by_category.items())
-        sizes = [group.bytes for group in found.top]
+        sizes = [group["bytes"] for group in found.top]
         assert sizes == sorted(sizes, reverse=True)
 
 
 def test_logits_are_named_with_their_shape_and_the_head():
     """A table of bytes that cannot be found in the model."""
     top = explained(setting_of(method="full", loss_chunk=None), CPU_TARGET).top
-    logits = next(group for group in top if group.category == "logits")
-    assert logits.shape in {(2, 96, 8192), (192, 8192), (3, 80, 8192), (240, 8192)} and logits.dtype == "float32"
-    weights = {group.module: group for group in top if group.category == "weights"}
-    assert weights["lm_head"].operation == EXISTING and weights["lm_head"].bytes == 64 * 8192 * 4
-    assert weights["model.embed_tokens"].count == 1
+    logits = next(group for group in top if group["category"] == "logits")
+    assert logits["shape"] in {(2, 96, 8192), (192, 8192), (3, 80, 8192), (240, 8192)} and logits["dtype"] == "float32"
+    weights = {group["module"]: group for group in top if group["category"] == "weights"}
+    assert weights["lm_head"]["operation"] == EXISTING and weights["lm_head"]["bytes"] == 64 * 8192 * 4
+    assert weights["model.embed_tokens"]["count"] == 1
 
 
 def test_layers_that_are_alike_are_one_line():
     """Ten lines for ten layers, so that everything else is left out."""
     config = llama(num_hidden_layers=3, vocab_size=96)
     top = explain(trace_origins(config, setting_of(method="full"), STEPS, CPU_TARGET)).top
-    products = next(group for group in top if group.module == "model.layers.*.mlp.gate_proj")
-    assert (products.category, products.operation, products.phase) == ("activations", "mm", "forward")
-    assert products.shape == (240, 128) and products.count == 3 and products.bytes == 3 * 240 * 128 * 4
+    products = next(group for group in top if group["module"] == "model.layers.*.mlp.gate_proj")
+    assert (products["category"], products["operation"], products["phase"]) == ("activations", "mm", "forward")
+    assert products["shape"] == (240, 128) and products["count"] == 3 and products["bytes"] == 3 * 240 * 128 * 4
 
 
 def test_the_timeline_reaches_the_peak_and_sums_to_it():

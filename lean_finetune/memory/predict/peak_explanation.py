@@ -6,7 +6,7 @@ windows; between the windows of the first and the last layers, those of the othe
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,20 +38,8 @@ BETWEEN = "between"
 """Phase of events outside any phase: a micro-batch is created, a loss is freed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllocationGroup:
-    """Allocations alive at the peak that are alike but for the layer they belong to."""
-
-    category: str
-    operation: str
-    """The operation that made them; `held` if they existed before the first step."""
-    module: str
-    """Path of the module they were made for, with * for a layer's number."""
-    phase: str
-    shape: tuple[int, ...] | None
-    dtype: str | None
-    count: int
-    bytes: int
+AllocationGroup = Mapping[str, Any]
+"""Allocations alive at the peak that are alike but for their layer: the fields of their kind, `count` and `bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +55,7 @@ class Explanation:
 
     def as_json(self) -> dict[str, Any]:
         """Content of explanation.json, without the states."""
-        return {"peak_bytes": self.peak_bytes, "phase": self.phase, "top": [asdict(group) for group in self.top]}
+        return {"peak_bytes": self.peak_bytes, "phase": self.phase, "top": self.top}
 
 
 class OriginWindowTrace(WindowTrace, OriginTrace):
@@ -129,8 +117,7 @@ def _largest_groups(allocations: Iterable[tuple[AllocationKind, int, int]]) -> t
         sizes[kind] += size
     largest = sorted(sizes.items(), key=lambda item: (-item[1], str(item[0])))[:MAX_GROUPS]
     return tuple(
-        AllocationGroup(**dict(zip(KIND_FIELDS, kind, strict=True)), count=counts[kind], bytes=size)
-        for kind, size in largest
+        {**dict(zip(KIND_FIELDS, kind, strict=True)), "count": counts[kind], "bytes": size} for kind, size in largest
     )
 
 
