@@ -53,7 +53,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5])
-@pytest.mark.parametrize("values", CASES, ids=str)
+@pytest.mark.parametrize("values", CASES)
 @pytest.mark.slow
 def test_a_run_with_the_advised_overrides_fits(workspace: Path, values: dict[str, Any], share: float):
     """Overrides that do not fit in the run that they lead to, or that the command refuses."""
