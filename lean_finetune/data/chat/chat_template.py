@@ -38,14 +38,7 @@ class ChatTemplate:
     """
 
     def __init__(self, own: CompiledTemplate, title: str, control: Set[str], train_on: str):
-        """Check the template on test conversations, and choose the method by its renderings of them.
-
-        Args:
-            own: the template.
-            title: its name in the reason.
-            control: the tokenizer's control tokens.
-            train_on: data.train_on.
-        """
+        """Check the template, which reasons call `title`, on test conversations, and choose the method by them."""
         self._own, self._train_on, self._bundled = own, train_on, None
         self._omitted = omitted_parts(own)
         check_roles(own, self._omitted, own.name, train_on)
@@ -162,17 +155,9 @@ class ChatTemplate:
 def load_template(
     chat_template: str, directory: Path, special_tokens: Mapping[str, str], train_on: str, date: str
 ) -> ChatTemplate:
-    """Compile the template that `chat_template` names, and check it on test conversations.
+    """Compile the template `tokenizer`, `chatml`, or that of a text, and check it on test conversations.
 
-    Args:
-        chat_template: `tokenizer`, `chatml`, or the text of a template.
-        directory: the tokenizer's.
-        special_tokens: bos_token, eos_token, ... as text.
-        train_on: data.train_on.
-        date: data.template_date.
-
-    Raises:
-        UserError: there is no such template, it is broken, or the tokenizer lacks a token that it needs.
+    Raises UserError if there is no such template, it is broken, or the tokenizer lacks a token that it needs.
     """
     added = _added_tokens(directory)
     control = {token for token, special in added.items() if special or token in special_tokens.values()}

@@ -180,12 +180,9 @@ class Pad(NamedTuple):
 def choose_pad(
     control: Mapping[int, str], special_tokens: Mapping[str, str], id_of: Callable[[str], int | None]
 ) -> Pad:
-    """The padding token, and the reason.
+    """The padding token: one that is never trained, so that padding cannot be mistaken for an answer.
 
-    Args:
-        control: the tokenizer's control tokens by id.
-        special_tokens: its bos_token, eos_token, pad_token, … as text.
-        id_of: the id of a token, None when it is unknown.
+    `control` has the control tokens by id, `special_tokens` the bos_token, eos_token, pad_token, … as text.
     """
     taken = {special_tokens[role] for role in TRAINED_ROLES if role in special_tokens}
 

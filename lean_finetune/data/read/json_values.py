@@ -108,17 +108,9 @@ class _Window:
 
 
 def read_json_values(read: Read, name: str, block_bytes: int, layout: Layout, before: int) -> Iterator[RowBlock]:
-    """Blocks of complete values of about `block_bytes`, each value with its line.
+    """Blocks of complete values of about `block_bytes`, each value with its line; for the layouts except lines.
 
-    Args:
-        read: reads the file from its start.
-        name: of the file, for refusals.
-        block_bytes: bytes of a block.
-        layout: of `json_layout`, except lines.
-        before: of `json_layout`, bytes before the first row.
-
-    Raises:
-        UserError: the brackets do not match, or there is something else than a comma between two values.
+    Raises UserError if the brackets do not match, or there is something else than a comma between two values.
     """
     window = _Window(read, name, block_bytes, read(before))
     if layout == "array":

@@ -33,14 +33,10 @@ def read_blocks(
 ) -> Iterator[RowBlock]:
     """Every row of the data lock once, in order. The blocks depend on the files' bytes alone.
 
-    Args:
-        lock: the content of locks/data.json. A source with `rows` ends after so many; later files are not opened.
-        max_rows: rows to read, None for all. Rows of held-out sources do not count.
-        progress: called with the bytes read since its last call, before decompression.
-        block_bytes: bytes of a block.
+    A source with `rows` ends after so many; later files are not opened. Rows of held-out sources do not count towards
+    `max_rows`. `progress` is called with the bytes read since its last call, before decompression.
 
-    Raises:
-        UserError: a file is gone, differs from what was pinned, cannot be split into rows, or has too many.
+    Raises UserError if a file is gone, differs from what was pinned, cannot be split into rows, or has too many.
     """
     files = data_files(lock)
     number = 0

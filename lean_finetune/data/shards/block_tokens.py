@@ -109,15 +109,9 @@ def record_batch(
     source_file: int,
     source_rows: np.ndarray,
 ) -> pa.RecordBatch:
-    """The chunks of a block as one record batch.
+    """The chunks of a block as one record batch of `token_schema`.
 
-    Args:
-        schema: of `token_schema`.
-        chunks: what to store.
-        ids: int32, the ids that `chunks.starts` points into.
-        families: of each encoded row.
-        source_file: `RowBlock.file`.
-        source_rows: uint32, the number of each encoded row in its file.
+    `chunks.starts` are indices in `ids`, int32. `families` and `source_rows`, uint32, have one item per encoded row.
     """
     starts, ends = chunks.starts.tolist(), (chunks.starts + chunks.lengths).tolist()
     parts = [ids[start:end] for start, end in zip(starts, ends, strict=True)]

@@ -82,18 +82,10 @@ class TokenizeJob:
 def prepare_job(
     data: Data, engine: str, data_lock: Mapping[str, Any], tokenizer_lock: Mapping[str, Any], directory: Path
 ) -> TokenizeJob:
-    """Read the first rows of each source and make all choices.
+    """Read the first rows of each source and make all choices; `engine` is run.tokenizer_engine.
 
-    Args:
-        data: section `data` of params.yaml.
-        engine: run.tokenizer_engine.
-        data_lock: the content of locks/data.json.
-        tokenizer_lock: the content of locks/tokenizer.json.
-        directory: the tokenizer's.
-
-    Raises:
-        UserError: a source has no rows, its first row has no known format, the requested engine would change ids, or
-            the chat template cannot be used.
+    Raises UserError if a source has no rows, its first row has no known format, the requested engine would change ids,
+    or the chat template cannot be used.
     """
     return_freed_memory()
     names = file_names(data_lock)

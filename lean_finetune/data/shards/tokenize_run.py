@@ -97,17 +97,10 @@ def _tokenize(job: TokenizeJob, run: Execution, root: Path, part: TokenizePart) 
 def make_shards(
     root: Path, key: str, part: TokenizePart, blocks: Iterable[RowBlock], tokenize: TokenizeBlocks
 ) -> tuple[list[Shard], int]:
-    """Make the part's unfinished shards; return all its shards in order, and the number of shards of all parts.
+    """Make the part's unfinished shards below `root`; return all its shards, and the number of all parts' shards.
 
-    Args:
-        root: directory of the shards.
-        key: of everything that decides the bytes; a shard with another key is made again.
-        part: which shards to make.
-        blocks: all blocks of the data.
-        tokenize: gives the tokens of blocks, in order.
-
-    Raises:
-        UserError: a finished shard was made from other bytes than the files have now.
+    `key` is of everything that decides the bytes: a shard with another key is made again. `blocks` are all blocks of
+    the data. Raises UserError if a finished shard was made from other bytes than the files have now.
     """
     shards: dict[int, Shard | None] = {}
 

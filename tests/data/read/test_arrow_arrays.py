@@ -10,7 +10,7 @@ from lean_finetune.data.read.arrow_arrays import from_numpy, from_texts, to_nump
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
-ALL_OF_IT = """
+WORKER = """
 import sys
 import numpy as np
 import pyarrow as pa
@@ -46,12 +46,12 @@ def test_texts_are_those_that_pyarrow_makes(texts):
 
 
 def test_numbers_come_back_from_a_slice_and_from_chunks():
-    whole = pa.array([5, 6, 7, 8], pa.uint16())
-    assert to_numpy(whole[1:3]).tolist() == [6, 7]
-    assert to_numpy(pa.chunked_array([whole, whole[:0], whole[3:]])).tolist() == [5, 6, 7, 8, 8]
+    values = pa.array([5, 6, 7, 8], pa.uint16())
+    assert to_numpy(values[1:3]).tolist() == [6, 7]
+    assert to_numpy(pa.chunked_array([values, values[:0], values[3:]])).tolist() == [5, 6, 7, 8, 8]
     assert len(to_numpy(pa.chunked_array([], pa.int32()))) == 0
 
 
 def test_a_worker_imports_no_pandas():
-    done = run_bounded([sys.executable, "-c", ALL_OF_IT], cwd=ROOT, check=True)
+    done = run_bounded([sys.executable, "-c", WORKER], cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"

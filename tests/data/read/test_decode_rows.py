@@ -69,12 +69,6 @@ def test_faults_are_between_the_rows_in_order():
     assert found == [(3, 10, None), (4, 20, "one"), (5, 30, None), (6, 40, "two")]
 
 
-@pytest.mark.parametrize("digits", ["18446744073709551616", "-9223372036854775809", "123456789012345678901234567890"])
-def test_large_integers_are_not_rounded(digits):
-    [row] = decode(lines(b'{"a": ' + digits.encode() + b"}"))
-    assert row.value == {"a": int(digits)}
-
-
 DOUBLED = pa.StructArray.from_arrays([pa.array([1, 2]), pa.array([1, 2])], names=["a", "a"])
 UNREADABLE = {
     "a time beyond the years": (pa.array([0, 2**62]).cast(pa.timestamp("us")), [None, "out of range"]),

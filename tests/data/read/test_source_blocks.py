@@ -47,9 +47,9 @@ def test_objects_in_an_object_or_over_several_lines_are_read_in_blocks(tmp_path,
     """Pretty-printed objects and wrapped arrays are read completely, wherever a block ends."""
     path = tmp_path / "rows.json"
     rows = [{"": None, **row} for row in rows]  # an object without a key is one line
-    whole = {"version": "1", "data": rows, "end": None}
+    wrapped = {"version": "1", "data": rows, "end": None}
     path.write_text(
-        json.dumps(whole, indent=indent) if is_wrapped else "\n".join(json.dumps(row, indent=indent) for row in rows)
+        json.dumps(wrapped, indent=indent) if is_wrapped else "\n".join(json.dumps(row, indent=indent) for row in rows)
     )
     assert values_of(path, block_bytes=block) == rows
 

@@ -34,30 +34,19 @@ class Family:
 
 
 def _qwen3(answer: str, last: bool) -> str:
-    if "</think>" not in answer:
-        thought, said = "", answer
-    else:
-        thought = answer.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
-        said = answer.split("</think>")[-1].lstrip("\n")
-    start = "<think>\n" + thought.strip("\n") + "\n</think>\n\n" + said.lstrip("\n") if last else said
-    return f"{start}<|im_end|>"
-
-
-def _chatml(answer: str, last: bool) -> str:
-    return f"{answer}<|im_end|>"
-
-
-def _llama(answer: str, last: bool) -> str:
-    return f"{answer.strip()}<|eot_id|>"
+    before, end, content = answer.rpartition("</think>")
+    thought = before.split("</think>")[0].rstrip("\n").split("<think>")[-1].strip("\n") if end else ""
+    content = content.lstrip("\n") if end else answer
+    return (f"<think>\n{thought}\n</think>\n\n" + content.lstrip("\n") if last else content) + "<|im_end|>"
 
 
 IM = ("<|im_start|>", "<|im_end|>")
 FAMILIES = {
-    "chatml": Family(control=IM, eos="<|im_end|>", bos=None, answer=_chatml),
-    "qwen2.5": Family(control=IM, eos="<|im_end|>", bos=None, answer=_chatml),
+    "chatml": Family(control=IM, eos="<|im_end|>", bos=None, answer=lambda text, last: f"{text}<|im_end|>"),
+    "qwen2.5": Family(control=IM, eos="<|im_end|>", bos=None, answer=lambda text, last: f"{text}<|im_end|>"),
     "qwen3": Family(control=IM, eos="<|im_end|>", bos=None, answer=_qwen3),
-    "llama-3": Family(control=LLAMA, eos="<|eot_id|>", answer=_llama),
-    "llama-3.1": Family(control=LLAMA, eos="<|eot_id|>", answer=_llama),
+    "llama-3": Family(control=LLAMA, eos="<|eot_id|>", answer=lambda text, last: f"{text.strip()}<|eot_id|>"),
+    "llama-3.1": Family(control=LLAMA, eos="<|eot_id|>", answer=lambda text, last: f"{text.strip()}<|eot_id|>"),
     "mistral": Family(control=MISTRAL, eos="</s>", answer=lambda text, last: f" {text}</s>"),
     "mistral-tools": Family(
         control=MISTRAL, eos="</s>", answer=lambda text, last: f" {text.strip()}</s>", takes_system=False
@@ -73,7 +62,7 @@ FAMILIES = {
 
 
 def template_source(name: str) -> str:
-    """The family's template as it is published: without generation marks."""
+    """The family's published template, which has no generation marks."""
     return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 

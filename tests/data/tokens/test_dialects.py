@@ -101,7 +101,7 @@ HONOURED: dict[str, tuple[Any, list[str], list[str]]] = {
         ["A"],
         [],
     ),
-    "chosen-whole": (
+    "chosen-conversation": (
         ({"chosen": [USER, ANSWER], "rejected": [USER, BAD]}, {"columns": {"messages": "chosen"}}),
         ["A"],
         [],

@@ -70,7 +70,7 @@ def test_text_on_which_tiktoken_gives_up_is_encoded_all_the_same(engines):
 
 
 def _merge_that_never_happens(spec):
-    """`a` and `bc` make a token of their own, but `abc` is `ab` and `c` by then."""
+    """`a` and `bc` make a token, but `abc` is `ab` and `c` by then."""
     vocabulary, merges = spec["model"]["vocab"], spec["model"]["merges"]
     for left, right in (("~", "^"), ("^", "`"), ("~", "^`")):
         merges.append([left, right])
@@ -161,7 +161,7 @@ def test_probes_contain_every_kind_of_character():
 def test_both_regex_libraries_split_at_every_character_alike():
     """The probes hold only the ends of each run of like characters; here every one is seen.
 
-    Merges that reach over each kind of neighbour show where text was cut.
+    Merges that reach over each kind of neighbour show where text was split.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(letters)}

@@ -182,10 +182,10 @@ def test_train_on_all_trains_every_token_and_last_assistant_the_last_answer(name
     conversation = chat("Q", "A", "R", "B")
     everything = open_family(directories[name], name, "all")
     assert everything.method == "all" and "data.train_on is all" in everything.reason
-    (whole,) = everything.render(conversation)
-    assert whole.trained
+    [segment] = everything.render(conversation)
+    assert segment.trained
     last = open_family(directories[name], name, "last_assistant").render(conversation)
-    assert joined(last) == whole.text
+    assert joined(last) == segment.text
     assert trained(last) == [FAMILIES[name].answer("B", True)]
 
 

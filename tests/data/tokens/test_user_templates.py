@@ -77,11 +77,11 @@ def test_a_template_that_never_ends_is_refused_in_one_line(run_template):
 def test_a_template_that_is_too_large_for_one_row_names_that_row(run_template):
     odd = "{% if 'odd' in messages[0].content %}%s{% endif %}" + LOOP
     rows = [*ROWS, chat_row("An odd one", "Yes")]
-    for fault, said in (
+    for fault, message in (
         ("{{ 'a' * 30000000000 }}", "the chat template needs too much memory for it; correct the template, or remove"),
         (ENDLESS + "{{ f(1) }}", "nested too deep; make the row flatter (or the chat template calls itself"),
     ):
-        assert error(run_template(odd.replace("%s", fault), rows)).startswith(f"rows.jsonl:41: {said}")
+        assert error(run_template(odd.replace("%s", fault), rows)).startswith(f"rows.jsonl:41: {message}")
 
 
 MARKED = LOOP.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
@@ -155,23 +155,19 @@ def test_reasoning_is_trained_where_the_template_shows_it(tiny_dir, field):
     assert trained(template, chat("Q", "A", **{field: ""})) == ["A<|im_end|>"]
 
 
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking", "channel", "refusal"])
-def test_what_the_template_does_not_show_is_a_fault_of_the_row(tiny_dir, field):
-    template = load_template(LOOP, tiny_dir, {}, "assistant", DATE)
+@pytest.mark.parametrize(
+    "source, field, remedy",
+    [
+        *((LOOP, field, "write it into 'content', or") for field in ("reasoning", "thinking", "channel", "refusal")),
+        (REASONING.replace("FIELD", "thinking"), "reasoning_content", "rename it 'thinking', which it shows, or"),
+    ],
+)
+def test_a_key_that_the_template_does_not_show_is_a_fault_of_the_row(tiny_dir, source, field, remedy):
+    template = load_template(source, tiny_dir, {}, "assistant", DATE)
     for answer in ("A", ""):
-        with pytest.raises(
-            RowFault, match=f"does not show '{field}', which the row has; .*, write it into 'content', or"
-        ):
+        with pytest.raises(RowFault, match=f"does not show '{field}', which the row has; .*, {remedy}"):
             template.render(chat("Q", answer, **{field: "analysis"}))
     assert trained(template, chat("Q", "A", **{field: " "})) == ["A<|im_end|>"]
-
-
-def test_reasoning_under_another_key_is_refused_with_the_templates_key(tiny_dir):
-    template = load_template(REASONING.replace("FIELD", "thinking"), tiny_dir, {}, "assistant", DATE)
-    with pytest.raises(
-        RowFault, match="does not show 'reasoning_content', .* rename it 'thinking', which it shows, or"
-    ):
-        template.render(chat("Q", "A", reasoning_content="Hm."))
 
 
 def test_reasoning_of_earlier_answers_is_counted_and_of_the_last_refused(run_template):
