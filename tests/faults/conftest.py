@@ -71,7 +71,10 @@ def mounting(runner: Runner, why_no_mounts: str | None) -> Runner:
 @pytest.fixture(scope="session")
 def quick(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """An undisturbed run of the stages before training; estimate has a stand-in."""
-    root = new_workspace(tmp_path_factory.mktemp("quick"))
+    root = lay_out(tmp_path_factory.mktemp("quick"), **SMALL)
+    with open(ROOT / "data/raw/sample.jsonl") as rows:
+        (root / "rows.jsonl").write_text("".join(islice(rows, ROWS)))
+    (root / "metrics").mkdir()
     write_verdict(root)
     return undisturbed(runner, root, BEFORE_TRAINING)
 
@@ -83,18 +86,10 @@ def trained(runner: Runner, quick: Finished, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="session")
-def finished(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def finished(runner: Runner, quick: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """An undisturbed run of all stages."""
-    return undisturbed(runner, new_workspace(tmp_path_factory.mktemp("finished")), STAGES)
-
-
-def new_workspace(root: Path) -> Path:
-    """Parameters and rows."""
-    lay_out(root, **SMALL)
-    with open(ROOT / "data/raw/sample.jsonl") as rows:
-        (root / "rows.jsonl").write_text("".join(islice(rows, ROWS)))
-    (root / "metrics").mkdir()
-    return root
+    later = [stage for stage in STAGES if stage not in BEFORE_TRAINING]
+    return undisturbed(runner, quick.copy(tmp_path_factory.mktemp("finished")), later, quick)
 
 
 def undisturbed(runner: Runner, root: Path, stages: Iterable[str], before: Finished | None = None) -> Finished:
