@@ -8,9 +8,8 @@ exact run never resumes it.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lean_finetune.config.field_types import Resume
 from lean_finetune.config.schema import Run
@@ -35,16 +34,12 @@ MOST_NAMES = 3
 """Names shown of each kind that differs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnfinishedRun:
-    """A run that was interrupted."""
+class UnfinishedRun(NamedTuple):
+    """A run that was interrupted, its record, and the finished optimizer steps in its newest checkpoint."""
 
     directory: Path
-    fingerprint: Fingerprint
-    earlier: Sequence[Mapping[str, Any]]
-    """As in the record."""
+    record: Mapping[str, Any]
     step: int
-    """Finished optimizer steps in its newest checkpoint."""
 
 
 def resumed_figures(chosen: RunDirectory) -> dict[str, str]:
@@ -66,21 +61,23 @@ def choose_directory(
 
     def distance(other: UnfinishedRun) -> tuple[int, int, int, int]:
         """Order by incompatible kinds, different kinds, different names, then finished steps (more is nearer)."""
-        found = differences(fingerprint, other.fingerprint)
+        found = differences(fingerprint, other.record["parts"])
         return len(found.keys() - COMPATIBLE), len(found), sum(map(len, found.values())), -other.step
 
     nearest = min(others, key=distance)
-    different = differences(fingerprint, nearest.fingerprint)
+    different = differences(fingerprint, nearest.record["parts"])
     which = f"the unfinished training in {nearest.directory} (optimizer step {nearest.step})"
     if resume == "compatible" and not different:
-        return RunDirectory(directory=nearest.directory, record={"parts": fingerprint, "earlier": nearest.earlier})
+        return RunDirectory(
+            directory=nearest.directory, record={"parts": fingerprint, "earlier": nearest.record["earlier"]}
+        )
     if resume == "compatible" and different.keys() <= COMPATIBLE:
         notify(f"note: {which} is resumed although it had other {_kinds(different)}: run.resume is compatible")
         step = {"run": nearest.directory.name, "step": nearest.step, "differs": different}
-        record["earlier"] = [*nearest.earlier, step]
+        record["earlier"] = [*nearest.record["earlier"], step]
         return RunDirectory(directory=root / run_key(record), earlier=nearest.directory, record=record)
     hint = "; -S run.resume=compatible resumes it" if different.keys() <= COMPATIBLE else ""
-    why = _changes(different, fingerprint, nearest.fingerprint) or "it has itself resumed other code or versions"
+    why = _changes(different, fingerprint, nearest.record["parts"]) or "it has itself resumed other code or versions"
     notify(f"note: {which} is not resumed: {why}{hint}")
     return own
 
@@ -101,10 +98,7 @@ def _unfinished(root: Path) -> Iterator[UnfinishedRun]:
     for path in root.glob(f"*/{RECORD}"):
         directory, steps = path.parent, steps_in(path.parent)
         if steps and not (directory / FINISHED).exists():
-            record = json.loads(path.read_text(encoding="utf-8"))
-            yield UnfinishedRun(
-                directory=directory, fingerprint=record["parts"], earlier=record["earlier"], step=steps[-1]
-            )
+            yield UnfinishedRun(directory, json.loads(path.read_text(encoding="utf-8")), steps[-1])
 
 
 def _kinds(different: Mapping[str, Sequence[str]]) -> str:
