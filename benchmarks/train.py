@@ -12,7 +12,6 @@ largest micro-batches (ours: by stage train itself). Each row has its versions. 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -46,28 +45,20 @@ FASTER_LIMITS = {TRL_PLAIN: 1.3, TRL_LENGTH: 1.3, TRL_DEFAULT: 1.3, TRL_PACKED: 
 PEAK_LIMITS = {TRL_PLAIN: 0.7, TRL_DEFAULT: 0.7}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contestant:
-    """A rival, and the name of ours in the same setting."""
-
-    case: TrainerCase
-    like: str
-
-
 def measure(quick: bool) -> Measured:
     """Run every contestant."""
     setups = {name: _prepared(name, quick) for name in ([OURS] if quick else SETTINGS)}
     setup = setups[OURS]
     rivals, skipped = _rivals(quick, setup)
     cases: dict[str, Callable[[], Steps]] = {name: own.ours for name, own in setups.items()}
-    cases |= {name: partial(rival.case.run, setup, setup.steps) for name, rival in rivals.items()}
+    cases |= {name: partial(rival.run, setup, setup.steps) for name, rival in rivals.items()}
     runs = interleaved(
         {name: partial(_run, name, case) for name, case in cases.items()},
         QUICK_ROUNDS if quick else ROUNDS,
         warm_up=False,
     )
     counts: dict[str, Callable[[], Peak]] = {name: own.our_peak for name, own in setups.items()}
-    counts |= {name: partial(rival.case.peak, setup, runs[name][0]) for name, rival in rivals.items()}
+    counts |= {name: partial(rival.peak, setup, runs[name][0]) for name, rival in rivals.items()}
     peaks = {name: _peak(name, count) for name, count in counts.items()}
     speeds = {name: [_supervised_per_second(run) for run in runs[name]] for name in cases}
     likes = {name: rivals[name].like if name in rivals else name for name in cases}
@@ -107,11 +98,11 @@ def _peak(name: str, count: Callable[[], Peak]) -> Peak:
     return peak
 
 
-def _rivals(quick: bool, setup: Setup) -> tuple[dict[str, Contestant], dict[str, str]]:
+def _rivals(quick: bool, setup: Setup) -> tuple[dict[str, TrainerCase], dict[str, str]]:
     """(rivals by name, reason by name of those that cannot run)."""
     accumulated = max(1, round(setup.rows_per_step / TRL_BATCH_ROWS))
     batch = {"per_device_train_batch_size": TRL_BATCH_ROWS, "gradient_accumulation_steps": accumulated}
-    rivals = {HF: Contestant(case=TrainerCase(trainer="hf", arguments=batch), like=OURS)}
+    rivals = {HF: TrainerCase(trainer="hf", arguments=batch, like=OURS)}
     if quick:
         return rivals, {}
     if reason := TRL.prepare():
@@ -132,7 +123,7 @@ def _rivals(quick: bool, setup: Setup) -> tuple[dict[str, Contestant], dict[str,
         (TRL_LENGTH, {**plain, "train_sampling_strategy": "group_by_length"}, OURS),
         (TRL_PACKED, packed, OURS_PACKED),
     ):
-        rivals[name] = Contestant(case=TrainerCase(trainer="trl", arguments=arguments, rival=TRL), like=like)
+        rivals[name] = TrainerCase(trainer="trl", arguments=arguments, rival=TRL, like=like)
     return rivals, {}
 
 

@@ -161,6 +161,8 @@ class TrainerCase:
     trainer: str
     """hf | trl."""
     arguments: Mapping[str, Any]
+    like: str
+    """Name of ours in the same setting."""
     rival: Rival = HF_TRAINER
     """The tool whose environment it runs in."""
 

@@ -68,7 +68,7 @@ def run_case(case: GpuCase, device: torch.device, predicted: Prediction, reserve
         for shapes in LAYOUTS[case.layout]:
             batches = (random_batch(shape, vocabulary, device) for shape in shapes)
             trainer.step(batches, sum(shape.supervised for shape in shapes), meter.phase)
-        process = _device_bytes_in_use(device) if cuda else None
+        free, total = torch.cuda.mem_get_info(device) if cuda else (0, 0)
     peaks = meter.result()
     by_phase = {phase: peaks.peak_bytes_by_phase[phase] for phase in PHASES}
     tensors = max(by_phase.values())
@@ -86,7 +86,7 @@ def run_case(case: GpuCase, device: torch.device, predicted: Prediction, reserve
             "reserved_measured_bytes": peaks.peak_reserved_bytes,
             "reserved_error_percent": _error_percent(reserved_bytes, peaks.peak_reserved_bytes),
             "reserved_after_load_bytes": loaded,
-            "process_measured_bytes": process,
+            "process_measured_bytes": total - free,  # On a machine without other processes on the device.
             "expandable_segments": _expandable(),
         }
     return found
@@ -114,12 +114,6 @@ def _this_device(device: torch.device) -> Device:
     if device.type == "cuda":
         return resolve_gpu("auto")[0]
     return Device(name="cpu", kind="cpu", memory_bytes=psutil.virtual_memory().total, compute_capability=(0, 0))
-
-
-def _device_bytes_in_use(device: torch.device) -> int:
-    """Memory in use on the device: that of this process alone, on a machine without other processes."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
 
 
 def _expandable() -> bool:

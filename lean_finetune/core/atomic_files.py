@@ -16,6 +16,12 @@ from lean_finetune.core.file_locks import clear, lock_directory, unlock_director
 from lean_finetune.core.signals import defer_signals
 
 READ_BLOCK_BYTES = 1 << 20
+REMEDIES: Mapping[int | None, str] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change permissions or write elsewhere"),
+    errno.ENOENT: "do not remove files while a stage runs",
+}
+"""Remedies of errors that writing raises."""
 FIGURES = "figures.json"
 """A stage's file of all its figures, in its output directory. metrics/ has only those that compare runs."""
 
@@ -87,21 +93,10 @@ def write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason, remedy = error.strerror or str(error), REMEDIES.get(error.errno, "correct that")
         # The error is often about another file: one that is read, or one inside the directory.
         where = "" if error.filename is None or str(error.filename) == str(path) else f": {error.filename}"
-        raise UserError(f"{path}: cannot be written ({reason}{where}); {_remedy(error)}, then rerun") from error
-
-
-def _remedy(error: OSError) -> str:
-    """The remedy for an error."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "free space"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "change permissions or write elsewhere"
-    if error.errno == errno.ENOENT:
-        return "do not remove files while a stage runs"
-    return "correct that"
+        raise UserError(f"{path}: cannot be written ({reason}{where}); {remedy}, then rerun") from error
 
 
 @contextmanager

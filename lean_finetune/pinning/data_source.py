@@ -90,14 +90,13 @@ def _pin_hub(parameter: str, source: Source) -> dict[str, Any]:
         raise UserError(f"{parameter}: a hub data set is {HUB_PREFIX}org/name; got {source.source!r}")
     commit, everything = list_files(parameter, repo_id, "dataset", source.revision)
     split, paths = split_files(parameter, repo_id, commit, source.config, source.split)
-    by_path = {file.path: file for file in everything}
     for path in paths:
-        if path not in by_path or file_kind(path) is None:
+        if path not in everything or file_kind(path) is None:
             raise UserError(
                 f"{parameter}: {source.source} at {commit[:12]} has split {split!r} in {path}, which is not one of its "
                 f"files of a known kind ({KNOWN_NAMES}); download and convert it, then name that file"
             )
-    files = [{"path": path, "bytes": by_path[path].size_bytes, "blob_id": by_path[path].blob_id} for path in paths]
+    files = [{"path": path, "bytes": everything[path][0], "blob_id": everything[path][1]} for path in paths]
     return _entry(source, "hub", files, split=split, revision=commit)
 
 

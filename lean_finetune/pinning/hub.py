@@ -4,7 +4,6 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
@@ -12,17 +11,6 @@ from lean_finetune.core.errors import UserError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 RepoType = Literal["model", "dataset"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubFile:
-    """A file of one commit."""
-
-    path: str
-    """Inside the repository."""
-    size_bytes: int
-    blob_id: str
-    """Hex sha256 of the content for a large file (LFS), else git's blob sha1."""
 
 
 @contextmanager
@@ -75,8 +63,12 @@ def _is_transport_fault(error: Exception) -> bool:
     return any(kind.__module__.split(".")[0] in ("httpx", "httpx2") for kind in type(error).__mro__)
 
 
-def list_files(parameter: str, repo_id: str, repo_type: RepoType, revision: str | None) -> tuple[str, list[HubFile]]:
-    """The current commit of `revision` (None: main), and its files in order of path.
+def list_files(
+    parameter: str, repo_id: str, repo_type: RepoType, revision: str | None
+) -> tuple[str, dict[str, tuple[int, str]]]:
+    """The current commit of `revision` (None: main), and its files: (size in bytes, blob id) by path, sorted.
+
+    The blob id is the hex sha256 of the content for a large file (LFS), else git's blob sha1.
 
     Raises:
         UserError: the hub cannot be reached, or has no such repository or revision.
@@ -84,17 +76,12 @@ def list_files(parameter: str, repo_id: str, repo_type: RepoType, revision: str 
     from huggingface_hub import HfApi
 
     with hub_errors(parameter, repo_id):
-        ask = HfApi().model_info if repo_type == "model" else HfApi().dataset_info
-        info = ask(repo_id, revision=revision, files_metadata=True)
-    files = [
-        HubFile(
-            path=file.rfilename,
-            size_bytes=int(file.size or 0),
-            blob_id=str(file.lfs.sha256 if file.lfs else file.blob_id),
-        )
-        for file in info.siblings or []
-    ]
-    return str(info.sha), sorted(files, key=lambda file: file.path)
+        info_of = HfApi().model_info if repo_type == "model" else HfApi().dataset_info
+        info = info_of(repo_id, revision=revision, files_metadata=True)
+    files = sorted(info.siblings or [], key=lambda file: file.rfilename)
+    return str(info.sha), {
+        file.rfilename: (int(file.size or 0), str(file.lfs.sha256 if file.lfs else file.blob_id)) for file in files
+    }
 
 
 def download(parameter: str, repo_id: str, repo_type: RepoType, commit: str, paths: Sequence[str]) -> Path:

@@ -67,7 +67,7 @@ def _pin_hub(name: str, revision: str | None) -> tuple[str, dict[str, str], dict
             f"model.name: must be {TINY}, an existing directory, or a hub id org/name; got {name!r}; check the path"
         )
     commit, everything = list_files("model.name", name, "model", revision)
-    blobs = {file.path: file.blob_id for file in everything}
+    blobs = {path: blob_id for path, (_, blob_id) in everything.items()}
     _check_names(set(blobs), f"{name} at {commit[:12]}")
     small = [file for file in (*CONFIG_FILES, INDEX, *TOKENIZER_FILES) if file in blobs]
     directory = download("model.name", name, "model", commit, small)

@@ -11,14 +11,10 @@ from click.testing import CliRunner
 from benchmarks.estimate_cpu import without_onednn
 from benchmarks.gpu import memory, run, speed
 from benchmarks.gpu.cases import (
-    BIG,
-    LAYOUTS,
     LORA_4096,
-    MODELS,
     QLORA_LEAST,
     SMALL_SPEED_CASES,
     SPEED_CASES,
-    cases,
     small_cases,
 )
 from benchmarks.gpu.random_model import random_model
@@ -84,15 +80,6 @@ def test_speed_is_timed_without_trl():
     row = speed.compare(SMALL_SPEED_CASES[0], CPU, "/bin/false", steps=speed.WARM_UP_STEPS + 2)
     assert len(row["seconds"]) == 2 and row["tokens_per_s"] > 0 and row["mfu_percent"] >= 0
     assert row["trl"] == "no output" and "trl_tokens_per_s" not in row
-
-
-def test_the_matrix_has_every_model_method_and_layout():
-    wanted = list(cases())
-    assert len({case.name for case in wanted}) == len(wanted) == 65
-    assert {case.model for case in wanted} == set(BIG)
-    assert {case.method for case in wanted} == {"full", "lora", "qlora", "int8_lora"}
-    assert {case.layout for case in wanted} < set(LAYOUTS)
-    assert all(case.model in MODELS and case.setting for case in wanted)
 
 
 def test_flops_of_a_token_are_those_counted_by_hand():
