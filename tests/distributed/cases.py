@@ -45,19 +45,18 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run left."""
+    """Results of a run."""
 
     losses: list[float]
     norms: list[float]
     parallel: DataParallelModel
     optimizer: torch.optim.Optimizer
-    skipped: int | None
     sent_bytes: int
-    """Of activations, to the file."""
+    """Of offloaded activations."""
 
 
 class CountingStore(DiskStore):
-    """Adds up what is sent."""
+    """Counts the bytes that are stored."""
 
     sent_bytes = 0
 
@@ -67,8 +66,8 @@ class CountingStore(DiskStore):
         return super().put(values)
 
 
-def dealt(case: Case, world: World) -> tuple[list[Batch], int]:
-    """The micro-batches of one process, each turn one, and the trained tokens of them all."""
+def divided(case: Case, world: World) -> tuple[list[Batch], int]:
+    """The micro-batches of one process, and the trained tokens of all processes."""
     batches, start = [], 0
     for size in case.sizes:
         group = rows()[start : start + size]
@@ -83,8 +82,8 @@ def dealt(case: Case, world: World) -> tuple[list[Batch], int]:
 def learn(case: Case, world: World) -> Outcome:
     """Train as the case says."""
     model_spec = spec_of(**case.model)
-    away = case.optim.get("offload") == "parameters"
-    sharing = ShardSpec(mode=case.mode, group_gpus=case.group_gpus, offload_weights=away)  # type: ignore[arg-type]
+    offload_weights = case.optim.get("offload") == "parameters"
+    sharing = ShardSpec(mode=case.mode, group_gpus=case.group_gpus, offload_weights=offload_weights)  # type: ignore[arg-type]
     directory = Path(case.directory)
     if sharing.reads_weights(world, model_spec.method):
         model = load_model(directory, model_spec, CPU)
@@ -95,7 +94,7 @@ def learn(case: Case, world: World) -> Outcome:
     torch.manual_seed(0)
     scaler = LossScaler() if model_spec.scales_loss else None
     store = CountingStore(CPU, Path(tempfile.gettempdir()))
-    batches, supervised = dealt(case, world)
+    batches, supervised = divided(case, world)
     results = [
         training_step(
             parallel.owned,
@@ -118,6 +117,5 @@ def learn(case: Case, world: World) -> Outcome:
         norms=[result.grad_norm.item() for result in results],
         parallel=parallel,
         optimizer=optimizer,
-        skipped=None if scaler is None else scaler.skipped_steps,
         sent_bytes=store.sent_bytes,
     )

@@ -1,7 +1,7 @@
-"""Entry of one process of a run in which something goes wrong: stages.train with a fault that the environment names.
+"""One process of a run with a fault: stages.train, and the fault of environment variable LEAN_FINETUNE_FAULT.
 
-`LEAN_FINETUNE_FAULT` is `KIND RANK STEP`. The process of that rank meets it when it begins that optimizer step, in the
-first run alone: a file beside the checkpoints says that it has.
+It is `KIND RANK STEP`: the process of that rank fails when it begins that optimizer step, in the first run alone, and
+creates a file.
 """
 
 import os
@@ -50,14 +50,14 @@ def _with_fault(step: Any) -> Any:
     return faulty
 
 
-def _nccl_finds_out(device: torch.device) -> Any:
-    """In place of NCCL's watchdog: who waits for the one that hangs is told so of the group, which waits on."""
+def _watchdog(device: torch.device) -> Any:
+    """Imitate NCCL's watchdog, which reports a timeout of the group while the main thread still waits."""
     kind, rank, _ = os.environ[VARIABLE].split()
     waits = kind == "nccl" and os.environ["RANK"] != rank
     return (lambda: ["SUCCESS", "TIMEOUT" if waits and MET.exists() else "SUCCESS"]) if kind == "nccl" else None
 
 
-def _come_late() -> None:
+def _join_late() -> None:
     """The fault `absent`: the process does not join the others."""
     kind, rank, _ = os.environ[VARIABLE].split()
     if kind == "absent" and os.environ["RANK"] == rank and not MET.exists():
@@ -66,8 +66,8 @@ def _come_late() -> None:
 
 
 if __name__ == "__main__":
-    _come_late()
+    _join_late()
     OomHandler.step = _with_fault(OomHandler.step)  # type: ignore[method-assign]
     if not MET.exists():
-        ranks.nccl_errors = _nccl_finds_out
+        ranks.nccl_errors = _watchdog
     runpy.run_module("stages.train", run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""A group of processes that lives for many cases: starting one takes seconds, a case parts of one."""
+"""A group of processes for many cases: starting one takes seconds, a case less than one."""
 
 import json
 import os
@@ -25,16 +25,16 @@ class Group:
     """Processes that wait for cases."""
 
     def __init__(self, processes: list[subprocess.Popen[str]], directory: Path):
-        """Speak with `processes`, whose results and logs are in `directory`."""
+        """`directory` has the results and logs of `processes`."""
         self.processes, self.directory = processes, directory
 
     def learn(self, case: Case) -> dict[str, Any]:
-        """Run a case: what rank 0 says, and the trained tensors as `weights`."""
+        """Run a case: the answer of rank 0, with the trained tensors as `weights`."""
         answer = self.ask("learn", asdict(case))
         return {**answer, "weights": load_file(answer["weights"])}
 
     def ask(self, task: str, arguments: dict[str, Any]) -> Any:
-        """Have every process call a function of tests.distributed.worker; what rank 0 returns."""
+        """Call a function of tests.distributed.worker in every process; returns the result of rank 0."""
         with ExitStack() as stack:
             for process in self.processes:
                 stack.enter_context(killed_after(process, ANSWER_SECONDS))
@@ -43,7 +43,7 @@ class Group:
     def _ask(self, task: str, arguments: dict[str, Any]) -> Any:
         for process in self.processes:
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # It ended: told below, with what it said.
+            with suppress(BrokenPipeError):  # It ended: reported below with its log.
                 process.stdin.write(json.dumps({"task": task, "arguments": arguments}) + "\n")
                 process.stdin.flush()
         answers = []

@@ -55,7 +55,7 @@ class PartOfRun:
 
 
 def job_of(part: PartOfRun, world: World) -> TrainJob:
-    """The run, its micro-batches dealt in turns, of which the last may be without rows."""
+    """The run with its micro-batches divided among the processes; the last may be without rows."""
     tokens = Path(part.directory) / f"tokens-{world.size}-{world.rank}"
     options: dict[str, Any] = {"method": part.method, "optim": {"name": part.optimizer}}
     job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
@@ -74,7 +74,7 @@ def sharing_of(mode: str) -> ShardSpec:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process may have more than a few bytes inside."""
+    """No file of this process may have more than a few bytes."""
     before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, most))
     try:
@@ -85,7 +85,7 @@ def full_disk() -> Iterator[None]:
 
 @contextmanager
 def slow_disk() -> Iterator[None]:
-    """A part of a checkpoint is still written when a process that cannot write has long given up."""
+    """A part of a checkpoint is still being written long after another process failed to write its own."""
 
     def file_by_file(path: Path, tensors: Any) -> None:
         end = time.monotonic() + SLOW_SECONDS
@@ -98,14 +98,14 @@ def slow_disk() -> Iterator[None]:
 
 
 def disk_of(part: PartOfRun, rank: int) -> AbstractContextManager[None]:
-    """As the case has it for this process: a full one, that of another process's fellow, or a good one."""
+    """The disk of this process: full, slow while another process's is full, or ordinary."""
     if part.full_disk_rank is None:
         return nullcontext()
     return full_disk() if part.full_disk_rank == rank else slow_disk()
 
 
 def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
-    """Run it; what the process said, and what came of it where it came to its end."""
+    """Run it; the messages and, if the run ended, its losses and weights."""
     directory, messages, stop = Path(part.directory), list[str](), StopRequest()
 
     class StoppedByRank(Checkpointer):
@@ -117,7 +117,7 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
         def is_due(self) -> bool:
             return part.every_step
 
-    store = CheckpointStore(directory / "kept", 2, messages.append, ControlChannel(world, CPU))
+    store = CheckpointStore(directory / "checkpoints", 2, messages.append, ControlChannel(world, CPU))
     checkpoints = StoppedByRank(
         store,
         seconds=None,
@@ -133,9 +133,9 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
             checkpoints.wait()
     except Stopped:
         checkpoints.wait()
-        return {"first_step": first_step, "said": messages, "stopped_at": store.last_step()}
+        return {"first_step": first_step, "messages": messages, "stopped_at": store.last_step()}
     except UserError as error:
-        return {"first_step": first_step, "said": messages, "error": str(error)}
+        return {"first_step": first_step, "messages": messages, "error": str(error)}
     weights = {name: tensor.clone() for name, tensor in result.parallel.full_parameters()}
     path = directory / f"weights-{part.stop_after}-{world.size}.safetensors"
     if world.is_first:
@@ -143,8 +143,8 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
     losses = [row["loss"] for row in result.curves]
     return {
         "first_step": first_step,
-        "said": messages,
+        "messages": messages,
         "losses": losses,
         "weights": str(path),
-        "kept": store.last_step(),
+        "last_step": store.last_step(),
     }

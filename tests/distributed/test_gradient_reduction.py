@@ -45,7 +45,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_small_gradients_of_a_layer_travel_together():
+def test_small_gradients_of_a_layer_share_a_bucket():
     """A message per small tensor is slow; copying large ones into buckets doubles their memory."""
     sent = [[name for name, _ in parts] for parts in gradient_buckets(named_trained(Tower()))]
     assert sent == [
@@ -58,18 +58,18 @@ def test_small_gradients_of_a_layer_travel_together():
     ]
 
 
-def test_gradients_are_those_of_one_process_and_large_ones_stay_where_they_are(group: None):
-    """Parts of a packed message that belong to another tensor; a second copy of what is large."""
+def test_gradients_are_those_of_one_process_and_large_ones_are_not_copied(group: None):
+    """Parts of a bucket that belong to another tensor; a second copy of a large gradient."""
     model, alone = Tower(), Tower()
-    sums = GradientReducer(named_trained(model))
+    reducer = GradientReducer(named_trained(model))
     for turn in range(2):
         alone(head=True).backward()
         if turn == 0:
             model(head=True).backward()
             places = {name: gradient_of(parameter).data_ptr() for name, parameter in named_trained(model)}
         else:
-            with sums.reducing():
-                model(head=False).backward()  # What an earlier turn reached is sent as well.
+            with reducer.reducing():
+                model(head=False).backward()  # The head has a gradient of the earlier turn.
                 gradient_of(alone.head).sub_(1)
     for (name, found), (_, wanted) in zip(named_trained(model), named_trained(alone), strict=True):
         assert torch.equal(gradient_of(found), gradient_of(wanted))
@@ -77,9 +77,9 @@ def test_gradients_are_those_of_one_process_and_large_ones_stay_where_they_are(g
 
 
 def test_a_tensor_that_gets_no_gradient_is_refused(group: None):
-    """Others would wait for it for ever, or take the next one for it."""
+    """Other processes would wait forever, or take the next gradient for it."""
     model = Tower()
-    sums = GradientReducer(named_trained(model))
+    reducer = GradientReducer(named_trained(model))
     with pytest.raises(UserError, match="ddp and zero1 sum the gradients of all trained tensors; head got none"):
-        with sums.reducing():
+        with reducer.reducing():
             model(head=False).backward()

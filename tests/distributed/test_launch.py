@@ -26,43 +26,40 @@ def world(rank: int) -> World:
     return World(rank=rank, size=4, local_rank=rank, local_size=4)
 
 
-def test_another_launch_leaves_what_this_one_says_alone(tmp_path: Path):
-    """It may be refused while this one goes on: its fault is not this one's."""
+def test_logs_of_a_launch_stay_while_it_runs_and_until_the_next(tmp_path: Path):
+    """A second launch, which may be refused, must neither remove them nor add its own error."""
     with _locked(tmp_path / "ranks", "first", shared=False) as first:
         (first / "1.log").write_text("a traceback")
         with _locked(tmp_path / "ranks", "second", shared=False) as second:
             (second / "0.fault").write_text("one process at a time may train the same run")
             assert _first_fault(first, 2) is None and (first / "1.log").exists()
-    assert (first / "1.log").exists(), "it is read after the end"
+    assert (first / "1.log").exists(), "users read it after the end"
     with _locked(tmp_path / "ranks", "third", shared=False) as third:
         assert list((tmp_path / "ranks").iterdir()) == [third]
 
 
-@pytest.mark.parametrize("said", [GLOO_LATE, STORE_LATE])
-def test_who_waited_too_long_is_told_where(said: str):
-    with pytest.raises(WaitTimedOut, match="process 2 of 4 waited 12 s in phase backward; "):
-        with explain_timeouts(world(2), 12.0, lambda: "in phase backward"):
-            raise RuntimeError(said)
-
-
-def test_a_broken_link_is_no_fault_of_the_one_that_waited():
-    with pytest.raises(ConnectionLost), explain_timeouts(world(1), 12.0):
-        raise RuntimeError(GLOO_CLOSED)
-
-
-def test_other_faults_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="mat1 and mat2"), explain_timeouts(world(1), 12.0):
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+@pytest.mark.parametrize(
+    ("message", "kind", "shown"),
+    [
+        (GLOO_LATE, WaitTimedOut, "process 2 of 4 waited 12 s in phase backward; "),
+        (STORE_LATE, WaitTimedOut, "process 2 of 4 waited 12 s in phase backward; "),
+        (GLOO_CLOSED, ConnectionLost, "Connection closed by peer"),
+        ("mat1 and mat2 shapes cannot be multiplied", RuntimeError, "mat1 and mat2"),
+    ],
+)
+def test_timeouts_and_lost_connections_are_distinguished(message: str, kind: type[Exception], shown: str):
+    """The process that waited is not at fault, and no other error is about waiting."""
+    with pytest.raises(kind, match=shown), explain_timeouts(world(2), 12.0, lambda: "in phase backward"):
+        raise RuntimeError(message)
 
 
 def test_only_those_that_did_not_come_are_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of four, the last hangs. One loses its patience, which breaks the link of the others, who waited too."""
+    """Of four, the last hangs. One times out, which breaks the connections of the others, which waited too."""
     monkeypatch.setenv(RANKS_DIRECTORY, str(tmp_path))
-    for rank, said in ((2, GLOO_LATE), (1, GLOO_CLOSED)):
-        # Only the first process's streams stay as they are: what this test needs.
-        monkeypatch.setattr("os.dup2", lambda *_: None)
+    monkeypatch.setattr("os.dup2", lambda *_: None)  # Ranks above 0 send their output to a log.
+    for rank, message in ((2, GLOO_LATE), (1, GLOO_CLOSED)):
         with pytest.raises(SystemExit), report_faults_once(world(rank), tmp_path), explain_timeouts(world(rank), 12.0):
-            raise RuntimeError(said)
+            raise RuntimeError(message)
     (tmp_path / f"0{LOST}").touch()
     fault = _first_fault(tmp_path, 4)
     assert isinstance(fault, UserError) and str(fault).endswith("; the one that did not come: process 3")

@@ -19,7 +19,7 @@ MIB = 2**20
 @pytest.mark.multiprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-water mark is Linux's")
 @pytest.mark.parametrize(("method", "precision"), [("full", "bf16"), ("lora", "fp32")])
-def test_the_first_process_holds_all_weights_until_they_are_handed_out(tmp_path: Path, method: str, precision: str):
+def test_the_first_process_has_all_weights_until_they_are_broadcast(tmp_path: Path, method: str, precision: str):
     """A host said to need 32 GiB for a model whose 131 GiB one process reads before any GPU has them."""
     files = write_checkpoint(large_llama(4, vocabulary=8000), tmp_path, 4)
     with group_of(2) as group:
@@ -29,6 +29,6 @@ def test_the_first_process_holds_all_weights_until_they_are_handed_out(tmp_path:
     host = on_host(read_config(tmp_path), setting, torch.bfloat16, batch_tokens=0)
     all_weights, moving = host["model"].bytes, host["loading"].bytes
     assert all_weights > 350 * MIB and found["first"] == pytest.approx(all_weights, abs=moving + 32 * MIB)
-    assert found["other"] < 0.75 * all_weights  # Its half, and the largest part before it is cut.
+    assert found["other"] < 0.75 * all_weights  # Its half, and the largest part before it is sharded.
     for path in files:
         path.unlink()

@@ -13,25 +13,19 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.distributed.processes import SINGLE_PROCESS
 from tests.distributed.cases import Case, learn
 from tests.distributed.group import Group, group_of
+from tests.step.common import slow
 
 pytestmark = pytest.mark.multiprocess
 
-LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4
-"""Largest differences after 20 steps in fp32, that of the weights as a share of what was learnt."""
+EXACT, NORM = (1e-5, 1e-4), 1e-4
+"""Largest differences in fp32: of losses, of weights as a share of what was learnt; and of gradient norms."""
 
 MODES = ("ddp", "zero1", "zero2", "zero3")
 METHODS = ("full", "lora", "qlora")
 IDLE = (2, 1, 2, 2, 1)
-"""Five micro-batches: of two processes one has nothing to do in the last turn, of four three have."""
+"""Rows of five micro-batches: one of two processes, or three of four, have no work in the last turn."""
 
 Single = Callable[[Case], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Group]:
-    """Two processes."""
-    with group_of(2) as group:
-        yield group
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +43,7 @@ def single() -> Single:
     def of(case: Case) -> dict[str, Any]:
         key = repr(case)
         if key not in known:
-            threads = torch.get_num_threads()
-            torch.set_num_threads(1)
             outcome = learn(case, SINGLE_PROCESS)
-            torch.set_num_threads(threads)
             weights = {name: tensor.clone() for name, tensor in outcome.parallel.full_parameters()}
             known[key] = {"losses": outcome.losses, "norms": outcome.norms, "weights": weights}
         return known[key]
@@ -66,21 +57,35 @@ def plain_of(case: Case) -> Case:
     return replace(case, mode="none", sizes=(8,), flat=False, chunk=None, model=model, group_gpus=None)
 
 
-def assert_alike(found: dict[str, Any], plain: dict[str, Any], start: dict[str, torch.Tensor]) -> None:
-    """Losses, norms and weights agree; and something was learnt."""
-    assert plain["losses"][-1] < plain["losses"][0] - 0.1
-    assert found["losses"] == pytest.approx(plain["losses"], abs=LOSS, rel=0)
-    assert found["norms"] == pytest.approx(plain["norms"], abs=NORM, rel=0)
-    assert found["weights"].keys() == plain["weights"].keys() == start.keys()
-    apart = torch.stack([(found["weights"][name] - plain["weights"][name]).norm() for name in start]).norm()
-    learnt = torch.stack([(plain["weights"][name] - start[name]).norm() for name in start]).norm()
-    assert apart <= WEIGHTS * learnt
+def same_batches(case: Case) -> Case:
+    """One process, the same micro-batches: with few bits another division rounds differently."""
+    return replace(plain_of(case), sizes=case.sizes, chunk=case.chunk)
 
 
-def check(group: Group, single: Single, case: Case) -> None:
-    plain = plain_of(case)
-    start = single(replace(plain, steps=0))["weights"]
-    assert_alike(group.learn(case), single(plain), start)
+def differences(found: dict[str, Any], expected: dict[str, Any], start: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Largest difference of a loss; norm of the difference of the weights, as a share of what was learnt."""
+    assert found["weights"].keys() == expected["weights"].keys() == start.keys()
+    losses = max(abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=True))
+    weights = expected["weights"]
+    apart = torch.stack([(found["weights"][name] - weights[name]).float().norm() for name in start]).norm()
+    learnt = torch.stack([(weights[name] - start[name]).float().norm() for name in start]).norm()
+    assert learnt > 0
+    return losses, (apart / learnt).item()
+
+
+def check(group: Group, single: Single, case: Case, plain: Case, bounds: tuple[float, float]) -> dict[str, Any]:
+    """Compare a case with one process; returns the results of both."""
+    found, expected, start = group.learn(case), single(plain), single(replace(plain, steps=0))
+    assert all(a <= b for a, b in zip(differences(found, expected, start["weights"]), bounds, strict=True))
+    return {"found": found, "expected": expected}
+
+
+def check_exact_parity(group: Group, single: Single, case: Case) -> None:
+    """The case learns, and the same as one process without memory switches; gradient norms agree too."""
+    results = check(group, single, case, plain_of(case), EXACT)
+    losses = results["expected"]["losses"]
+    assert losses[-1] < losses[0] - 0.1
+    assert results["found"]["norms"] == pytest.approx(results["expected"]["norms"], abs=NORM, rel=0)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -108,13 +113,13 @@ def case_of(directory: Path, mode: str, method: str, option: str) -> Case:
     ],
 )
 def test_two_processes_learn_what_one_learns(small_llama: Path, pair: Group, single: Single, mode, method, option):
-    check(pair, single, case_of(small_llama, mode, method, option))
+    check_exact_parity(pair, single, case_of(small_llama, mode, method, option))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "method", "option"), list(product(MODES, METHODS, OPTIONS)))
 def test_every_mode_method_and_switch(small_llama: Path, pair: Group, single: Single, mode, method, option):
-    check(pair, single, case_of(small_llama, mode, method, option))
+    check_exact_parity(pair, single, case_of(small_llama, mode, method, option))
 
 
 @pytest.mark.slow
@@ -128,47 +133,30 @@ def test_every_mode_method_and_switch(small_llama: Path, pair: Group, single: Si
 def test_four_processes_learn_what_one_learns(
     small_llama: Path, four: Group, single: Single, mode, group_gpus, method, option
 ):
-    """Of four, three have nothing to do in the last turn; with rank 4, each holds a row of an adapter's A."""
-    check(four, single, replace(case_of(small_llama, mode, method, option), group_gpus=group_gpus))
+    """Three of four have no work in the last turn; with LoRA rank 4, each has a row of an adapter's A."""
+    check_exact_parity(four, single, replace(case_of(small_llama, mode, method, option), group_gpus=group_gpus))
 
 
 @pytest.mark.slow
-def test_a_process_that_makes_progress_is_waited_for(small_llama: Path, pair: Group):
+def test_others_wait_for_a_process_that_makes_progress(small_llama: Path, pair: Group):
     """Quantising 70B weights on one CPU takes longer than the timeout for a process that hangs."""
     case = asdict(Case(directory=str(small_llama), mode="zero3", steps=1, model={"method": "qlora"}))
     arguments = {"case": case, "timeout_seconds": 3, "seconds_a_tensor": 0.25}
     found = pair.ask("slow_first_process", arguments)
-    assert found["load_seconds"] > 4 and found["told"] == 1
+    assert found["load_seconds"] > 4 and found["reports"] == 1
 
 
 @pytest.mark.slow
-def test_groups_wait_no_longer_than_asked(small_llama: Path):
-    """A stopped process of one group: the others hung for PyTorch's 30 minutes."""
+def test_groups_of_hsdp_wait_no_longer_than_the_timeout(small_llama: Path):
+    """With a hanging process in one group, the others waited for PyTorch's 30 minutes."""
     with group_of(4) as broken:
         waited = broken.ask("wait_in_vain", {"model": str(small_llama), "timeout_seconds": 2})
     assert 1 < waited < 5
 
 
-def distance(group: Group, single: Single, case: Case, plain: Case | None = None) -> tuple[float, float]:
-    """Largest difference of a loss; norm of the difference of what was learnt by its norm."""
-    plain = plain or plain_of(case)
-    start, alone, found = single(replace(plain, steps=0))["weights"], single(plain), group.learn(case)
-    losses = max(abs(a - b) for a, b in zip(alone["losses"], found["losses"], strict=True))
-    apart = torch.stack([(found["weights"][name] - alone["weights"][name]).float().norm() for name in start]).norm()
-    learnt = torch.stack([(alone["weights"][name] - start[name]).float().norm() for name in start]).norm()
-    assert learnt > 0
-    return losses, (apart / learnt).item()
-
-
-def same_cut(case: Case) -> Case:
-    """One process, the same micro-batches: with few bits another division rounds differently."""
-    return replace(plain_of(case), sizes=case.sizes, chunk=case.chunk)
-
-
 RATES = {"sgd": 0.05, "lion": 5e-4, "lion_8bit": 5e-4}
-EXACT = (LOSS, WEIGHTS)
-OF_PARTS = {str(name): (0.005, 0.1) for name in OPTIMIZERS if "8bit" in name} | {"adafactor": (0.03, 0.3)}
-"""Bounds where the state of a part is not a part of the state: blocks of 8 bits, sums of rows and columns."""
+OF_SHARDS = {str(name): (0.005, 0.1) for name in OPTIMIZERS if "8bit" in name} | {"adafactor": (0.03, 0.3)}
+"""Bounds where the state of a shard is not a shard of the state: blocks of 8 bits, sums of rows and columns."""
 
 
 def optimizer_case(directory: Path, mode: str, name: str) -> Case:
@@ -176,19 +164,11 @@ def optimizer_case(directory: Path, mode: str, name: str) -> Case:
     return Case(directory=str(directory), mode=mode, sizes=(4, 4), chunk=16, model={"method": "full"}, optim=optim)
 
 
-def test_8_bit_state_of_parts(small_llama: Path, pair: Group, single: Single):
-    """The library of bitsandbytes knows no DTensor: it sees plain parts."""
-    case = optimizer_case(small_llama, "zero3", "adamw_8bit")
-    found = distance(pair, single, case, same_cut(case))
-    assert all(a <= b for a, b in zip(found, OF_PARTS["adamw_8bit"], strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name if name == "adamw_8bit" else slow(name) for name in OPTIMIZERS])
 def test_every_optimizer_under_zero3(small_llama: Path, pair: Group, single: Single, name: str):
+    """Bitsandbytes does not support DTensor: it sees plain shards."""
     case = optimizer_case(small_llama, "zero3", name)
-    found = distance(pair, single, case, same_cut(case))
-    assert all(a <= b for a, b in zip(found, OF_PARTS.get(name, EXACT), strict=True))
+    check(pair, single, case, same_batches(case), OF_SHARDS.get(name, EXACT))
 
 
 @pytest.mark.slow
@@ -196,10 +176,9 @@ def test_every_optimizer_under_zero3(small_llama: Path, pair: Group, single: Sin
 def test_every_optimizer_is_exact_under_zero1(small_llama: Path, pair: Group, single: Single, name: str):
     """Each tensor has one owner, so blocks, rows and columns are scaled as in one process; no owner has all state."""
     case = optimizer_case(small_llama, "zero1", name)
-    assert distance(pair, single, case, same_cut(case)) == (0.0, 0.0)
-    everything = pair.learn(replace(case, mode="ddp"))["state_bytes"]
-    # Owners share values, and small tensors keep wider ones.
-    assert pair.learn(case)["state_bytes"] <= 0.75 * everything
+    found = check(pair, single, case, same_batches(case), (0.0, 0.0))["found"]
+    # Half of it, but small tensors have wider state.
+    assert found["state_bytes"] <= 0.75 * pair.learn(replace(case, mode="ddp"))["state_bytes"]
 
 
 BF16, FP16 = (0.005, 0.05), (0.001, 0.01)
@@ -228,31 +207,30 @@ BF16, FP16 = (0.005, 0.05), (0.001, 0.01)
 )
 def test_precisions_and_adapters(small_llama: Path, pair: Group, single: Single, mode, model, optim, bounds):
     case = Case(directory=str(small_llama), mode=mode, sizes=IDLE, chunk=16, steps=12, model=model, optim=optim)
-    found = distance(pair, single, case, same_cut(case))
-    assert all(a <= b for a, b in zip(found, bounds, strict=True))
+    check(pair, single, case, same_batches(case), bounds)
 
 
 @pytest.mark.parametrize(
     ("mode", "method", "ckpt"),
     [
-        ("zero3", "full", False),
-        *(
-            pytest.param(mode, method, ckpt, marks=pytest.mark.slow)
-            for mode, method, ckpt in product(("ddp", "zero2", "zero3"), ("full", "qlora"), (False, True))
-            if (mode, method, ckpt) != ("zero3", "full", False)
-        ),
+        case if case == ("zero3", "full", False) else slow(*case)
+        for case in product(("ddp", "zero2", "zero3"), ("full", "qlora"), (False, True))
     ],
 )
 def test_activations_in_a_file_change_no_bit(small_llama: Path, pair: Group, mode, method, ckpt):
     """Gathered weights, which exist only while a layer computes, must not be offloaded with its activations."""
     model = {"method": method, "grad_ckpt": ckpt}
     case = Case(directory=str(small_llama), mode=mode, sizes=(4, 4), chunk=16, steps=5, model=model)
-    kept, sent = pair.learn(case), pair.learn(replace(case, offload=True))
-    assert sent["losses"] == kept["losses"] and sent["norms"] == kept["norms"]
-    assert all(torch.equal(sent["weights"][name], weight) for name, weight in kept["weights"].items())
+    plain, found = pair.learn(case), pair.learn(replace(case, offload=True))
+    assert_same_bits(found, plain)
     alone = learn(replace(case, mode="none", sizes=(4, 4), offload=True), SINGLE_PROCESS).sent_bytes
     other = pair.ask("sent_by_all", {**asdict(replace(case, offload=True))})
     assert other == alone > 0
+
+
+def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == expected["losses"] and found["norms"] == expected["norms"]
+    assert all(torch.equal(found["weights"][name], weight) for name, weight in expected["weights"].items())
 
 
 HOST_CASES = [
@@ -263,14 +241,10 @@ HOST_CASES = [
 
 @pytest.mark.parametrize(
     ("mode", "method", "place"),
-    [
-        case if case == ("zero3", "full", "parameters") else pytest.param(*case, marks=pytest.mark.slow)
-        for case in HOST_CASES
-    ],
+    [case if case == ("zero3", "full", "parameters") else slow(*case) for case in HOST_CASES],
 )
 def test_the_host_changes_no_bit(small_llama: Path, pair: Group, mode, method, place):
-    """Updates of parts, or parts and their gradients, that lose something on the way to the host."""
+    """Shards or gradients that lose bits on the way to the host."""
     case = Case(directory=str(small_llama), mode=mode, sizes=IDLE, steps=5, model={"method": method, "grad_ckpt": True})
     here, there = pair.learn(case), pair.learn(replace(case, optim={"offload": place}))
-    assert there["losses"] == here["losses"] and there["norms"] == here["norms"]
-    assert all(torch.equal(there["weights"][name], weight) for name, weight in here["weights"].items())
+    assert_same_bits(there, here)

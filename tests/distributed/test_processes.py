@@ -1,13 +1,9 @@
 """Ranks, owners of tensors, and refusals before training."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.launch import _first_fault
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World, check_size
 from lean_finetune.distributed.replicated import assign_owners
 from lean_finetune.step.data_parallel import DataParallelModel
@@ -27,23 +23,13 @@ def test_processes_that_do_not_match_the_plan_are_refused(monkeypatch: pytest.Mo
 
 
 def test_owners_share_the_state_evenly():
-    """One owner of most tensors would hold the state that zero1 is to divide."""
+    """With one owner of most tensors, zero1 would divide no state."""
     sizes = [50, 7, 7, 30, 20, 1, 1]
     owners = assign_owners(sizes, 2)
     load = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in (0, 1)]
     assert sorted(load) == [58, 58]
     with pytest.raises(UserError, match=r"zero1 gives each GPU whole tensors .* got 7 trained tensors for 8 GPUs; use"):
         assign_owners(sizes, 8)
-
-
-def test_the_first_fault_is_told(tmp_path: Path):
-    """The others fail because the first one ended: their messages would hide the cause."""
-    assert _first_fault(tmp_path, 2) is None
-    for name, text, seconds in (("0", "later", 2), ("1", "the cause", 1)):
-        (tmp_path / f"{name}.fault").write_text(f"{text}\nmore of it")
-        os.utime(tmp_path / f"{name}.fault", (seconds, seconds))
-    fault = _first_fault(tmp_path, 2)
-    assert fault is not None and str(fault) == "the cause" and fault.details == ("more of it",)
 
 
 class Pair(DataParallelModel):

@@ -1,6 +1,5 @@
 """A stopped run on several GPUs resumes as if it had not stopped, also on another number of GPUs."""
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 from lean_finetune.distributed.processes import SINGLE_PROCESS
 from tests.distributed.group import Group, group_of
 from tests.distributed.part_of_run import PartOfRun, run_part
+from tests.step.common import slow
 from tests.train.interrupted import STEPS
 
 pytestmark = pytest.mark.multiprocess
@@ -20,85 +20,64 @@ LOSS = 1e-5
 """Largest difference of a loss where the number of processes changes."""
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Group]:
-    with group_of(2) as group:
-        yield group
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A sum over threads may take another order in each run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Runner:
     """Runs parts of one run on one process or several."""
 
     def __init__(self, model: Path, directory: Path, **options: Any):
         self._options = {"model": str(model), "directory": str(directory), **options}
 
-    def part(self, group: Group | None, mode: str, stop_after: int | None = None, **more: Any) -> dict[str, Any]:
-        """Run until a step, or to the end, from whatever was kept."""
+    def part(self, group: Group, mode: str, stop_after: int | None = None, **more: Any) -> dict[str, Any]:
+        """Resume from the last checkpoint and run until a step, or to the end; mode `none` runs in this process."""
         part = PartOfRun(**{**self._options, **more, "mode": mode, "stop_after": stop_after})
         Path(part.directory).mkdir(parents=True, exist_ok=True)
-        return run_part(part, SINGLE_PROCESS) if group is None else group.ask("run_part", asdict(part))
+        return run_part(part, SINGLE_PROCESS) if mode == "none" else group.ask("run_part", asdict(part))
 
 
 def learnt(ended: dict[str, Any]) -> dict[str, torch.Tensor]:
     return load_file(ended["weights"])
 
 
+def check_exact(group: Group, model: Path, directory: Path, mode: str, **options: Any) -> None:
+    """A run that stops twice learns the same as one that does not, to the bit."""
+    alone = Runner(model, directory / "alone", **options).part(group, mode)
+    parts = Runner(model, directory / "parts", **options)
+    assert parts.part(group, mode, stop_after=1) == {"first_step": 0, "messages": [], "stopped_at": 1}
+    assert parts.part(group, mode, stop_after=3)["stopped_at"] == 3
+    ended = parts.part(group, mode)
+    assert ended["first_step"] == 3 and len(ended["messages"]) == 1
+    assert ended["losses"] == alone["losses"] and len(alone["losses"]) == STEPS
+    found, expected = learnt(ended), learnt(alone)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "method", "optimizer"),
-    [
-        ("zero3", "full", "adamw_8bit"),
-        pytest.param("ddp", "lora", "adamw", marks=pytest.mark.slow),
-        pytest.param("zero1", "full", "adafactor", marks=pytest.mark.slow),
-    ],
+    [("zero3", "full", "adamw_8bit"), ("ddp", "lora", "adamw"), ("zero1", "full", "adafactor")],
 )
-@pytest.mark.slow
-def test_the_same_processes_go_on_to_the_bit(small_llama: Path, tmp_path: Path, pair: Group, mode, method, optimizer):
+def test_the_same_processes_resume_to_the_bit(small_llama: Path, tmp_path: Path, pair: Group, mode, method, optimizer):
     """Weights, state, and what dropout draws in each process."""
-    options = {"method": method, "optimizer": optimizer, "dropout": 0.1 if method == "lora" else 0.0}
-    whole = Runner(small_llama, tmp_path / "whole", **options).part(pair, mode)
-    parts = Runner(small_llama, tmp_path / "parts", **options)
-    assert parts.part(pair, mode, stop_after=1) == {"first_step": 0, "said": [], "stopped_at": 1}
-    assert parts.part(pair, mode, stop_after=3)["stopped_at"] == 3
-    ended = parts.part(pair, mode)
-    assert ended["first_step"] == 3 and len(ended["said"]) == 1
-    assert ended["losses"] == whole["losses"] and len(whole["losses"]) == STEPS
-    found, expected = learnt(ended), learnt(whole)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    dropout = 0.1 if method == "lora" else 0.0
+    check_exact(pair, small_llama, tmp_path, mode, method=method, optimizer=optimizer, dropout=dropout)
 
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [
-        ("zero3", "none"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("none", "zero3"), ("ddp", "zero1"), ("zero1", "none"))
-        ),
-    ],
+    [("zero3", "none"), *(slow(*case) for case in (("none", "zero3"), ("ddp", "zero1"), ("zero1", "none")))],
 )
-def test_another_number_of_processes_goes_on(small_llama: Path, tmp_path: Path, pair: Group, first: str, then: str):
-    """Each reads the rows that it holds, however they were cut when they were kept."""
-    check_recut(
-        small_llama, tmp_path, (pair if first != "none" else None, first), (pair if then != "none" else None, then)
-    )
+def test_another_number_of_processes_resumes(small_llama: Path, tmp_path: Path, pair: Group, first: str, then: str):
+    """Each reads its own rows, however a checkpoint divides them."""
+    check_reshard(small_llama, tmp_path, (pair, first), (pair, then))
 
 
-def check_recut(model: Path, directory: Path, first: tuple[Group | None, str], then: tuple[Group | None, str]) -> None:
-    alone = Runner(model, directory / "alone").part(None, "none")
+def check_reshard(model: Path, directory: Path, first: tuple[Group, str], then: tuple[Group, str]) -> None:
+    """Mode `none` runs in this process."""
+    alone = Runner(model, directory / "alone").part(first[0], "none")
     parts = Runner(model, directory / "parts")
     assert parts.part(*first, stop_after=2)["stopped_at"] == 2
     ended = parts.part(*then)
     assert ended["first_step"] == 2
-    assert len(ended["said"]) == 2 and ended["said"][1].startswith("note: the checkpoint is of ")
+    assert len(ended["messages"]) == 2 and ended["messages"][1].startswith("note: the checkpoint is of ")
     assert ended["losses"] == pytest.approx(alone["losses"], abs=LOSS, rel=0)
     found, expected = learnt(ended), learnt(alone)
     for name, tensor in expected.items():
@@ -106,36 +85,20 @@ def check_recut(model: Path, directory: Path, first: tuple[Group | None, str], t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then", ["zero2", "none"])
-def test_four_processes_give_way_to_fewer(small_llama: Path, tmp_path: Path, pair: Group, then: str):
+def test_four_processes_resume_to_the_bit_or_on_fewer(small_llama: Path, tmp_path: Path, pair: Group):
+    """Under hsdp several processes have each row, and the first group saves it."""
     with group_of(4) as four:
-        check_recut(small_llama, tmp_path, (four, "zero3"), (pair if then != "none" else None, then))
+        check_exact(four, small_llama, tmp_path / "hsdp", "hsdp")
+        for mode, then in (("zero3", "zero2"), ("hsdp", "zero3"), ("hsdp", "ddp"), ("hsdp", "none")):
+            check_reshard(small_llama, tmp_path / mode / then, (four, mode), (pair, then))
 
 
-def test_state_that_is_a_parts_alone_is_refused_elsewhere(small_llama: Path, tmp_path: Path, pair: Group):
-    """Blocks of 8 bits begin with each part: read as another's they would be garbage."""
+def test_8_bit_state_is_refused_on_another_number_of_processes(small_llama: Path, tmp_path: Path, pair: Group):
+    """Blocks of 8 bits begin with each shard: read into other shards they would be garbage."""
     parts = Runner(small_llama, tmp_path, optimizer="adamw_8bit")
     assert parts.part(pair, "zero3", stop_after=2)["stopped_at"] == 2
-    told = parts.part(None, "none")["error"]
-    assert told.startswith("hardware.num_gpus: a checkpoint of ") and "got 1 for 2; use the same number" in told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("then", ["hsdp", "zero3", "ddp", "none"])
-def test_groups_that_hold_the_same_go_on(small_llama: Path, tmp_path: Path, pair: Group, then: str):
-    """Each row is kept once, by the first group; the same four processes go on to the bit, fewer to rounding."""
-    with group_of(4) as four:
-        if then != "hsdp":
-            fewer = pair if then != "none" else None
-            check_recut(small_llama, tmp_path, (four, "hsdp"), (fewer, then))
-            return
-        whole = Runner(small_llama, tmp_path / "whole").part(four, "hsdp")
-        parts = Runner(small_llama, tmp_path / "parts")
-        assert parts.part(four, "hsdp", stop_after=2)["stopped_at"] == 2
-        ended = parts.part(four, "hsdp")
-    assert ended["first_step"] == 2 and ended["losses"] == whole["losses"]
-    found, expected = learnt(ended), learnt(whole)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    error = parts.part(pair, "none")["error"]
+    assert error.startswith("hardware.num_gpus: a checkpoint of ") and "got 1 for 2; use the same number" in error
 
 
 @pytest.mark.slow
@@ -145,6 +108,6 @@ def test_a_full_disk_of_one_process_costs_a_checkpoint_only(small_llama: Path, t
     parts = Runner(small_llama, tmp_path)
     assert parts.part(pair, "zero3", stop_after=2)["stopped_at"] == 2
     ended = parts.part(pair, "zero3", every_step=True, full_disk_rank=rank)
-    assert len(ended["losses"]) == STEPS and ended["kept"] == 2
-    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"step-000000002"}
-    assert any("no checkpoint was made, earlier ones are kept" in line for line in ended["said"])
+    assert len(ended["losses"]) == STEPS and ended["last_step"] == 2
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-000000002"}
+    assert any("no checkpoint was made, earlier ones are kept" in line for line in ended["messages"])

@@ -44,7 +44,6 @@ def do_learn(world: World, directory: Path, arguments: dict[str, Any]) -> dict[s
     return {
         "losses": outcome.losses,
         "norms": outcome.norms,
-        "skipped": outcome.skipped,
         "sent_bytes": outcome.sent_bytes,
         "state_bytes": sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
         "weights": str(path),
@@ -52,7 +51,7 @@ def do_learn(world: World, directory: Path, arguments: dict[str, Any]) -> dict[s
 
 
 def do_sent_by_all(world: World, directory: Path, arguments: dict[str, Any]) -> int:
-    """Train a case; bytes of activations that all processes sent away."""
+    """Train a case; bytes of activations that all processes offloaded."""
     outcome = learn(Case(**arguments), world)
     return int(outcome.parallel.sum_over_ranks(torch.tensor(outcome.sent_bytes)).item())
 
@@ -63,7 +62,7 @@ def do_run_part(world: World, directory: Path, arguments: dict[str, Any]) -> dic
 
 
 def do_wait_in_vain(world: World, directory: Path, arguments: dict[str, Any]) -> float:
-    """Share a model by hsdp; the first process then waits for the second: after how many seconds it gave up."""
+    """Share a model by hsdp; return the seconds that the first process then waits for the second."""
     seconds = arguments["timeout_seconds"]
     model = load_model(Path(arguments["model"]), spec_of(method="full"), CPU)
     parallel = make_parallel(model, world, ShardSpec(mode="hsdp", group_gpus=2, timeout_seconds=seconds), CPU)
@@ -77,9 +76,9 @@ def do_wait_in_vain(world: World, directory: Path, arguments: dict[str, Any]) ->
 
 
 def do_slow_first_process(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Share a model whose loading takes the first process longer than the others may wait, then have it hang.
+    """Share a model that the first process loads for longer than the others may wait; then the first process hangs.
 
-    How long loading took, and how many processes told that the first one did not come once it hung.
+    Returns the seconds of loading, and how many processes reported that the first one hung.
     """
     seconds, start = arguments["timeout_seconds"], time.monotonic()
     read = StoredTensor.read
@@ -104,7 +103,7 @@ def do_slow_first_process(world: World, directory: Path, arguments: dict[str, An
     finally:
         _set_pg_timeout(timedelta(seconds=TIMEOUT_SECONDS))
     dist.all_reduce(reports)
-    return {"load_seconds": took, "told": reports.item()}
+    return {"load_seconds": took, "reports": reports.item()}
 
 
 def do_load_peaks(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, int]:
@@ -137,7 +136,7 @@ TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {
 
 def main() -> None:
     """Join the group and work until standard input ends."""
-    ignore_output_errors()  # As the entry of train; in some cases no file of this process can grow, its log included.
+    ignore_output_errors()  # As train does: in some cases no file of this process can grow, not even its log.
     directory = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Whatever prints must not be taken for an answer.

@@ -1,0 +1,65 @@
+"""Start `python -m stages.train` on several processes as a user does."""
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+from stages.bucket import main as bucket
+from tests.conftest import ROOT
+from tests.processes import kill_group, killed_after
+from tests.workspace import invoke
+
+
+def change(root: Path, **values: object) -> None:
+    """Write values into params.yaml: `train__lr` is train.lr."""
+    yaml = YAML()
+    params = yaml.load((root / "params.yaml").read_text())
+    for dotted, value in values.items():
+        section, key = dotted.split("__")
+        params[section][key] = value
+    with open(root / "params.yaml", "w") as file:
+        yaml.dump(params, file)
+
+
+def planned(root: Path, gpus: int, sharding: str, **values: object) -> None:
+    """Change parameters, and plan the batches of so many GPUs."""
+    change(root, hardware__num_gpus=gpus, train__sharding=sharding, **values)
+    assert invoke(bucket).exit_code == 0
+
+
+def curve(root: Path) -> list[dict[str, str]]:
+    with open(root / "data/train/curves.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@contextmanager
+def running(root: Path, *command: str, **environment: object) -> Iterator[subprocess.Popen[bytes]]:
+    """A run, or Python with other arguments, which is killed at the end of the block; `errors_of` has its errors."""
+    given: dict[str, object] = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1, **environment}
+    given.pop("DVC_STAGE", None)
+    with open(root / "stderr", "w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, *(command or ("-m", "stages.train"))],
+            cwd=root,
+            env={name: str(value) for name, value in given.items()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+    with killed_after(process):
+        try:
+            yield process
+        finally:
+            kill_group(process)
+
+
+def errors_of(root: Path) -> list[str]:
+    """Lines on standard error of the last run."""
+    return (root / "stderr").read_text().splitlines()
