@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.generate import Prompt, greedy_answers, stop_ids
@@ -114,29 +113,26 @@ def _evaluate(
     progress: bool,
 ) -> ModelOutputs:
     """Compute losses and answers of one model."""
-    with tqdm(total=len(evaluated.loss_rows), desc=f"{name} loss", unit=" rows", disable=not progress) as bar:
-        losses = row_losses(
-            model,
-            spec,
-            evaluated.rows,
-            evaluated.loss_rows,
-            max_tokens=limits.max_tokens,
-            logits_chunk=limits.logits_chunk,
-            pad_id=evaluated.pad_id,
-            device=device,
-            progress=bar,
-        )
-    with tqdm(total=len(evaluated.prompts), desc=f"{name} answers", unit=" rows", disable=not progress) as bar:
-        answers = greedy_answers(
-            model,
-            spec,
-            evaluated.prompts,
-            stops=stop_ids(model, evaluated.eos_id, evaluated.prompts, evaluated.special),
-            limits=limits,
-            pad_id=evaluated.pad_id,
-            device=device,
-            progress=bar,
-        )
+    losses = row_losses(
+        model,
+        spec,
+        evaluated.rows,
+        evaluated.loss_rows,
+        limits,
+        pad_id=evaluated.pad_id,
+        device=device,
+        progress=f"{name} loss" if progress else None,
+    )
+    answers = greedy_answers(
+        model,
+        spec,
+        evaluated.prompts,
+        stops=stop_ids(model, evaluated.eos_id, evaluated.prompts, evaluated.special),
+        limits=limits,
+        pad_id=evaluated.pad_id,
+        device=device,
+        progress=f"{name} answers" if progress else None,
+    )
     if not np.isfinite(losses).all():
         row = evaluated.loss_rows[int(np.flatnonzero(~np.isfinite(losses))[0])]
         raise UserError(

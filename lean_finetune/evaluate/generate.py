@@ -104,11 +104,11 @@ def greedy_answers(
     limits: EvaluationLimits,
     pad_id: int,
     device: torch.device,
-    progress: tqdm,
+    progress: str | None = None,
 ) -> list[list[int]]:
     """Return the greedy answer to each prompt, without its stop token and up to `limits.max_new_tokens`.
 
-    Prompts of similar length are decoded together, longest first. `progress` advances by one per prompt.
+    Prompts of similar length are decoded together, longest first. `progress` is the title of a progress bar.
     """
     lm: Any = causal_lm(model)
     # Replaces the model's config, whose sampling or repetition settings greedy decoding must not use.
@@ -124,20 +124,21 @@ def greedy_answers(
     lm.get_output_embeddings().weight.requires_grad_(True)
     answers: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].ids), number))
-    while order:
-        at_once = limits.prompts_at_once(len(prompts[order[0]].ids))
-        numbers, order = order[:at_once], order[at_once:]
-        length = len(prompts[numbers[0]].ids)
-        ids_BT = torch.full((len(numbers), length), pad_id)
-        mask_BT = torch.zeros_like(ids_BT)
-        for row, number in enumerate(numbers):
-            start = length - len(prompts[number].ids)  # Padded on the left.
-            ids_BT[row, start:] = torch.tensor(prompts[number].ids)
-            mask_BT[row, start:] = 1
-        with spec.autocast(device.type):
-            output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device))
-        for number, tokens in zip(numbers, output[:, length:].tolist(), strict=True):
-            end = next((index for index, token in enumerate(tokens) if token in stops), len(tokens))
-            answers[number] = tokens[:end]
-        progress.update(len(numbers))
+    with tqdm(total=len(prompts), desc=progress, unit=" rows", disable=progress is None) as bar:
+        while order:
+            at_once = limits.prompts_at_once(len(prompts[order[0]].ids))
+            numbers, order = order[:at_once], order[at_once:]
+            length = len(prompts[numbers[0]].ids)
+            ids_BT = torch.full((len(numbers), length), pad_id)
+            mask_BT = torch.zeros_like(ids_BT)
+            for row, number in enumerate(numbers):
+                start = length - len(prompts[number].ids)  # Padded on the left.
+                ids_BT[row, start:] = torch.tensor(prompts[number].ids)
+                mask_BT[row, start:] = 1
+            with spec.autocast(device.type):
+                output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device))
+            for number, tokens in zip(numbers, output[:, length:].tolist(), strict=True):
+                end = next((index for index, token in enumerate(tokens) if token in stops), len(tokens))
+                answers[number] = tokens[:end]
+            bar.update(len(numbers))
     return [answers[number] for number in range(len(prompts))]

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.batches import collate
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import token_losses
 from lean_finetune.step.token_rows import TokenRows
 
@@ -43,26 +44,26 @@ def row_losses(
     spec: WeightsSpec,
     rows: TokenRows,
     numbers: Sequence[int],
+    limits: EvaluationLimits,
     *,
-    max_tokens: int,
-    logits_chunk: int,
     pad_id: int,
     device: torch.device,
-    progress: tqdm,
+    progress: str | None = None,
 ) -> np.ndarray:
     """Return the summed cross-entropy of each row of `numbers`, in this order, float64.
 
-    At most `logits_chunk` × vocabulary logits exist at a time. `progress` advances by one per row.
+    At most `limits.logits_chunk` × vocabulary logits exist at a time. `progress` is the title of a progress bar.
     """
     lengths = rows.lengths
     losses: dict[int, float] = {}
-    for batch_numbers in batch_rows(lengths, numbers, max_tokens):
-        length = int(lengths[batch_numbers[0]])
-        batch = collate(rows.gather(np.array(batch_numbers)), length, pad_id)
-        with spec.autocast(device.type):
-            losses_N = token_losses(model, batch.to(device), logits_chunk).double().cpu()
-        sums_B = torch.zeros(len(batch_numbers), dtype=torch.float64)
-        sums_B.index_add_(0, batch.supervised_index_N // length, losses_N)
-        losses.update(zip(batch_numbers, sums_B.tolist(), strict=True))
-        progress.update(len(batch_numbers))
+    with tqdm(total=len(numbers), desc=progress, unit=" rows", disable=progress is None) as bar:
+        for batch_numbers in batch_rows(lengths, numbers, limits.max_tokens):
+            length = int(lengths[batch_numbers[0]])
+            batch = collate(rows.gather(np.array(batch_numbers)), length, pad_id)
+            with spec.autocast(device.type):
+                losses_N = token_losses(model, batch.to(device), limits.logits_chunk).double().cpu()
+            sums_B = torch.zeros(len(batch_numbers), dtype=torch.float64)
+            sums_B.index_add_(0, batch.supervised_index_N // length, losses_N)
+            losses.update(zip(batch_numbers, sums_B.tolist(), strict=True))
+            bar.update(len(batch_numbers))
     return np.array([losses[row] for row in numbers])

@@ -5,7 +5,6 @@ import tracemalloc
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from lean_finetune.evaluate.generate import Prompt, choose_prompts, greedy_answers, special_ids, stop_ids
 from lean_finetune.model.load_model import load_base
@@ -35,10 +34,7 @@ def answer(model, prompts, stops=(), batch_rows=4, pad_id=PAD, max_tokens=10_000
     limits = EvaluationLimits(
         max_tokens=max_tokens, logits_chunk=64, max_new_tokens=NEW_TOKENS, generate_batch_rows=batch_rows
     )
-    with tqdm(disable=True) as bar:
-        return greedy_answers(
-            model, spec_of("full"), prompts, stops=stops, limits=limits, pad_id=pad_id, device=CPU, progress=bar
-        )
+    return greedy_answers(model, spec_of("full"), prompts, stops=stops, limits=limits, pad_id=pad_id, device=CPU)
 
 
 @torch.no_grad()

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from tqdm import tqdm
 
 from lean_finetune.evaluate.row_losses import batch_rows, row_losses, spread_rows
 from lean_finetune.model.load_model import load_base
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from tests.evaluate.conftest import CPU, PAD, spec_of
 
 VOCABULARY = 1536
@@ -19,9 +19,8 @@ VOCABULARY = 1536
 
 def losses_of(model, rows, max_tokens=128, logits_chunk=16, numbers=None):
     numbers = list(range(len(rows))) if numbers is None else numbers
-    limits = {"max_tokens": max_tokens, "logits_chunk": logits_chunk}
-    with tqdm(disable=True) as bar:
-        return row_losses(model, spec_of("full"), rows, numbers, **limits, pad_id=PAD, device=CPU, progress=bar)
+    limits = EvaluationLimits(max_tokens=max_tokens, logits_chunk=logits_chunk, max_new_tokens=1, generate_batch_rows=1)
+    return row_losses(model, spec_of("full"), rows, numbers, limits, pad_id=PAD, device=CPU)
 
 
 @pytest.fixture(scope="module")

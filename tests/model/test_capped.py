@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.estimate_cpu import FAMILIES, SMALL, WINDOW
@@ -65,17 +64,15 @@ def test_answers_to_padded_prompts_are_those_of_transformers(saved):
     """Padding on the left seen, or turned into NaN."""
     model, reference = load_base(saved, spec_of(method="full"), CPU, generation_attention(GEMMA)).eval(), eager(saved)
     prompts = [Prompt(family="all", ids=list(range(3, 3 + size)), answer_ids=[]) for size in (60, 7, 20)]
-    with tqdm(disable=True) as bar:
-        found = greedy_answers(
-            model,
-            spec_of(method="full"),
-            prompts,
-            stops=(),
-            limits=EvaluationLimits(max_tokens=1024, logits_chunk=64, max_new_tokens=6, generate_batch_rows=3),
-            pad_id=0,
-            device=CPU,
-            progress=bar,
-        )
+    found = greedy_answers(
+        model,
+        spec_of(method="full"),
+        prompts,
+        stops=(),
+        limits=EvaluationLimits(max_tokens=1024, logits_chunk=64, max_new_tokens=6, generate_batch_rows=3),
+        pad_id=0,
+        device=CPU,
+    )
     for prompt, answer in zip(prompts, found, strict=True):
         ids = list(prompt.ids)
         for _ in range(6):
