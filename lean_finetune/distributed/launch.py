@@ -202,11 +202,7 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
 
 @contextmanager
 def _reported(world: World, directory: Path, terminal: int) -> Iterator[None]:
-    """Leave files that record how this process ended; print the fault if no `launch` will.
-
-    Raises:
-        SystemExit: with code 1 after any fault, and with 128 + its number after a signal.
-    """
+    """Leave files that record how this process ended; print the fault if no `launch` will. Raises SystemExit."""
     marker = directory / str(world.rank)
     launched = RANKS_DIRECTORY in os.environ
     try:

@@ -17,12 +17,9 @@ def open_batches(
 ) -> list[pa.RecordBatch]:
     """Memory-map an Arrow IPC file and check its schema.
 
-    Arrays of the batches are views of the file's pages, unless the file is compressed.
-
-    Args:
-        path: the file.
-        columns: allowed types of each column that the caller reads; other columns are ignored.
-        check_values: check list offsets and nulls too. Only strings may be null. This does not read the tokens.
+    Arrays of the batches are views of the file's pages, unless the file is compressed. `columns` lists the allowed
+    types of each column that the caller reads. `check_values` checks list offsets and nulls too, without reading the
+    tokens.
 
     Raises:
         UserError: the file is missing, truncated, damaged, or of another schema.

@@ -58,10 +58,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Micro-batches in execution order, as columns, so that millions of them need no Python objects.
-
-    The first `ranks` micro-batches of a step run at the same time, then the next `ranks`, and so on.
-    """
+    """Micro-batches in execution order as columns; `ranks` of a step at a time run concurrently."""
 
     epoch: np.ndarray
     """Pass over the training rows of each micro-batch, int32."""

@@ -29,13 +29,8 @@ def cheapest_splits(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int) -> 
     cheapest split of every prefix. As lengths descend, a start that loses to a later one at j also loses afterwards, so
     the window of candidates only shrinks from the left. Splits fall between groups of rows (`_group_starts`).
 
-    Args:
-        padded: padded lengths, int64, descending within each step, none above `cap_tokens`.
-        bounds: where each step begins in `padded`, and the end.
-        cap_tokens: largest number of padded tokens of a micro-batch.
-
-    Returns:
-        Whether a micro-batch begins at each row, bool.
+    Returns whether a micro-batch begins at each row, bool. `padded` are padded lengths, int64, descending within each
+    step and none above `cap_tokens`; `bounds` where each step begins in `padded`, and the end.
     """
     firsts = _group_starts(padded, bounds, cap_tokens)
     group_bounds = np.searchsorted(firsts, bounds)
@@ -97,15 +92,8 @@ def even_splits(padded: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, rank
     number of micro-batches, a bisection finds the least size at which all rows fit. Numbers are tried from the least
     upwards while the cost falls.
 
-    Args:
-        padded: padded lengths, int64, descending within each step, none above `cap_tokens`.
-        bounds: where each step begins in `padded`, and the end.
-        cap_tokens: largest number of padded tokens of a micro-batch.
-        ranks: GPUs.
-        done: micro-batches of each step that exist already and count towards the multiple.
-
-    Returns:
-        Whether a micro-batch begins at each row.
+    Arguments and result as of `cheapest_splits`; each step has `done` micro-batches already, which count towards the
+    multiple.
     """
     rows_S = np.diff(bounds)
     tokens_S = np.add.reduceat(padded, bounds[:-1])

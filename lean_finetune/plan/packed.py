@@ -19,15 +19,9 @@ def pack_steps(lengths: np.ndarray, bounds: np.ndarray, cap_tokens: int, *, rank
     for each other. If a bin overflows, best fit is tried (the fullest bin with room, Johnson 1973), and then one more
     bin for every GPU.
 
-    Args:
-        lengths: tokens of rows, int64, descending within each step, none above `cap_tokens`.
-        bounds: where each step begins in `lengths`, and the end.
-        cap_tokens: capacity of a bin.
-        ranks: GPUs.
-        done: micro-batches of each step that exist already and count towards the multiple.
-
-    Returns:
-        Bin of each row within its step.
+    Returns the bin of each row within its step. `lengths` are tokens, int64, descending within each step and none above
+    `cap_tokens`; `bounds` where each step begins in `lengths`, and the end. Each step has `done` micro-batches already,
+    which count towards the multiple.
     """
     rows_S = np.diff(bounds)
     tokens_S = np.add.reduceat(lengths, bounds[:-1])
@@ -100,15 +94,9 @@ def _best_fit(
 
 
 def fill_first(lengths: np.ndarray, cap_tokens: int, most_rows: int) -> np.ndarray:
-    """Rows of the run's first micro-batch: the longest, then every one that still fits.
+    """Whether the run's first micro-batch takes each row: the longest, then every one that still fits.
 
-    Args:
-        lengths: tokens of the first step's rows, descending.
-        cap_tokens: its capacity.
-        most_rows: largest number of rows.
-
-    Returns:
-        Whether each row is taken.
+    `lengths` are the tokens of the first step's rows, descending.
     """
     taken = np.zeros(len(lengths), bool)
     room, rows = cap_tokens, most_rows

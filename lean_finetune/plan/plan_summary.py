@@ -27,12 +27,7 @@ def summarise(plan: Plan, lengths: np.ndarray, *, mode: str) -> dict[str, Any]:
 
 
 def straggler_percent(padded_tokens: np.ndarray, ranks: int) -> float:
-    """Share of the GPUs' time spent waiting for the largest of the concurrent micro-batches.
-
-    Args:
-        padded_tokens: of the micro-batches in execution order, `ranks` of them at a time.
-        ranks: GPUs.
-    """
+    """Share of the GPUs' time spent waiting for the largest of the `ranks` concurrent micro-batches."""
     turns = padded_tokens.reshape(-1, ranks)
     return round(100 * (1 - int(turns.sum()) / (ranks * int(turns.max(axis=1).sum()))), 3)
 
@@ -41,11 +36,8 @@ def randomness(lengths: np.ndarray, bounds: np.ndarray) -> float | None:
     """Spread of the steps' mean log-length relative to independent draws: 1 means fully random.
 
     Sorting or packing across steps separates short from long rows and makes this figure ten times larger. None for a
-    single step or rows of equal length.
-
-    Args:
-        lengths: tokens of the rows, step after step.
-        bounds: start of each step, and the end of the last one.
+    single step or rows of equal length. `lengths` are the rows' tokens, step after step; `bounds` start and end of
+    steps.
     """
     counts = np.bincount(lengths)
     known = np.flatnonzero(counts)

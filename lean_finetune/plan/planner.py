@@ -34,11 +34,7 @@ class PlanSettings:
         )
 
     def parts(self, index: RowIndex) -> Iterator[Plan]:
-        """The plan in consecutive parts.
-
-        Raises:
-            UserError: the longest row does not fit in a micro-batch, or there is no row.
-        """
+        """The plan in consecutive parts; raises UserError if the longest row does not fit, or there is no row."""
         steps = run_steps(index, seed=self.seed, epochs=self.epochs, tokens_per_step=self.tokens_per_step)
         return split_steps(steps, index, self.micro_batches)
 

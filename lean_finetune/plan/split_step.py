@@ -14,12 +14,7 @@ def split_micro_batches(
     """Halve micro-batches until each has at most `max_tokens` padded tokens or a single row.
 
     Rows keep their order. Halves of a padded micro-batch keep its length; halves of joined rows have no padding.
-
-    Args:
-        micro_batches: of one step.
-        max_tokens: padding included.
-        lengths: tokens of every training row.
-        supervised: trained tokens of every training row.
+    `lengths` and `supervised` are the tokens and trained tokens of every training row.
     """
     found: list[MicroBatch] = []
     for one in micro_batches:

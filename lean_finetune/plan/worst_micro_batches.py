@@ -21,11 +21,9 @@ ATTENTION_TILE_TOKENS = 128
 def memory_figures(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool) -> np.ndarray:
     """The figures of each micro-batch that memory grows with: padded, supervised, and tiled tokens, and length.
 
-    Args:
-        plan: the run.
-        lengths: tokens of every training row.
-        tiled: attention works in tiles, as on GPUs. Each joined row, rows of padding included, needs up to a tile more.
-        windowed: the model makes masks. It never does for joined rows.
+    `lengths` are the tokens of every training row. With `tiled`, attention works in tiles, as on GPUs: each joined row,
+    rows of padding included, needs up to a tile more. With `windowed`, the model makes masks, though never for joined
+    rows.
     """
     figures = [plan.padded_tokens, plan.supervised]
     if tiled and plan.flat:

@@ -26,18 +26,12 @@ def load(
 ) -> Generator[Batch]:
     """Yield the batches of one rank in the plan's order.
 
-    Order and bytes do not depend on `threads`. A fault is raised at the batch that has it. Close the iterator to end
-    its threads early.
-
-    Args (those that their types do not explain):
-        start_step: first optimizer step; nothing before it is read.
-        rank: whose micro-batches. One without rows becomes a row of padding.
-        pin_memory: allocate batches in page-locked memory.
-        threads: threads that read ahead; 0 makes each batch when it is needed.
-        max_tokens: micro-batches with more padded tokens are split.
+    Order and bytes do not depend on `threads`, which read ahead; with 0 each batch is made when it is needed. Nothing
+    before `start_step` is read. Micro-batches of more than `max_tokens` padded tokens are split. A micro-batch without
+    rows becomes a row of padding. Close the iterator to end its threads early.
 
     Raises:
-        UserError: the plan was made for other tokens, or the tokens are damaged.
+        UserError: at the batch concerned: the plan was made for other tokens, or the tokens are damaged.
     """
     planned = _planned(tokens, plan, start_step, rank, max_tokens)
     if threads:

@@ -125,9 +125,7 @@ def _empty(shape: tuple[int, ...], pin_memory: bool, dtype: type[np.integer] = n
 def _supervised_index(spans: Sequence[np.ndarray], starts: np.ndarray) -> np.ndarray:
     """Flat positions that predict trained tokens, ascending, int64.
 
-    Args:
-        spans: of each row, (spans, 2).
-        starts: flat position of each row's first token.
+    `spans` are those of each row, (spans, 2); `starts` the flat position of each row's first token.
     """
     shifts = np.repeat(starts, [len(pairs) for pairs in spans])
     pairs = np.concatenate(spans).astype(np.int64)

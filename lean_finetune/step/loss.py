@@ -97,11 +97,7 @@ def _chunk_loss(model: PreTrainedModel, hidden_CD: torch.Tensor, targets_C: torc
 
 @torch.no_grad()
 def check_head(model: nn.Module, device: torch.device) -> None:
-    """Check on a few tokens that `head_logits` equals the model's own logits and that no token sees later ones.
-
-    Raises:
-        UserError: the model changes its logits in another way, or is not causal, so that right padding would matter.
-    """
+    """Raise UserError if `head_logits` differs from the model's own logits, or a token sees later ones (few tokens)."""
     lm = causal_lm(model)
     training = lm.training
     lm.eval()
@@ -122,11 +118,7 @@ def check_head(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def check_joined_rows(model: nn.Module, device: torch.device) -> None:
-    """Check on two joined rows that each sees only itself, at positions from 0.
-
-    Raises:
-        UserError: a layer looks past a row's bounds, or computes positions itself.
-    """
+    """Raise UserError if one of two joined rows sees the other, or has positions that do not begin at 0."""
     lm = causal_lm(model)
     name = lm.config.model_type
     remedy = "set bucket.mode=bucketed, or choose another model"

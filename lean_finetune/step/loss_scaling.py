@@ -39,11 +39,7 @@ class LossScaler:
         torch._foreach_mul_(list(gradients), 1.0 / self.scale)
 
     def take(self, grad_norm: torch.Tensor) -> bool:
-        """Whether to apply the update, given the gradient norm; adapts the scale.
-
-        Raises:
-            UserError: gradients overflow at any scale.
-        """
+        """Whether to apply the update; adapts the scale. Raises UserError if gradients overflow at any scale."""
         if self._finite(grad_norm):
             self.good_steps += 1
             if self.good_steps == GROWTH_STEPS:

@@ -30,14 +30,9 @@ class MasterWeights(torch.optim.Optimizer):
         dtype: torch.dtype,
         link: HostTransfer | None = None,
     ):
-        """Copy the weights.
+        """Copy the weights of `groups` to `dtype`.
 
-        Args:
-            groups: parameter groups of the trained weights.
-            lr: learning rate.
-            build: makes the optimizer of the copies.
-            dtype: type of the copies.
-            link: transfers to the host, where copies and update then are; None = on the device of the weights.
+        `build` makes the optimizer of the copies. With `link`, copies and update are on the host, else on the device.
         """
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         self.link = link

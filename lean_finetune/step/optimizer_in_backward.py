@@ -49,14 +49,9 @@ def total_norm(parameters: list[nn.Parameter], norms: Norms) -> torch.Tensor:
 
 
 def refuse_in_backward(spec: ModelSpec, micro_batches: Sequence[int] | np.ndarray) -> None:
-    """Refuse updates in backward if a step's gradients are not complete after one backward pass.
+    """Raise UserError for updates in backward if a step has several micro-batches, or gradients are scaled.
 
-    Args:
-        spec: of the model, with its precision resolved for the device.
-        micro_batches: number in each optimizer step.
-
-    Raises:
-        UserError: a step has several micro-batches, or gradients are scaled.
+    `micro_batches` is their number in each optimizer step; the precision of `spec` is resolved for the device.
     """
     if spec.scales_loss:
         raise UserError(
