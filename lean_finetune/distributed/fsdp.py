@@ -18,13 +18,27 @@ from torch.nn.utils import get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.forward_wrapper import ForwardWrapper, LocalParameters
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
 from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, Result, ShardSlice, named_trained
 
 SHARD, REPLICATE = "shard", "replicate"
 """Dimensions of the mesh."""
+
+
+class _Root(nn.Module):
+    """The root module of FSDP2, whose forward calls a function with the model.
+
+    FSDP2 gathers weights when a module's call begins, and sums gradients when its backward ends. The loss reads the
+    head's weight outside of the model's own forward (chunk by chunk, and again in backward), so one call must have all.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[nn.Module], Result]) -> Result:
+        return compute(self.model)
 
 
 class ShardedModel(DataParallelModel):
@@ -73,7 +87,7 @@ class ShardedModel(DataParallelModel):
             broadcast_weights(layer, device)
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
         # The root (embedding, last norm, head) stays gathered from forward to backward, which begins with it.
-        root = ForwardWrapper(broadcast_weights(model, device))
+        root = _Root(broadcast_weights(model, device))
         self._root = fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
         modules = cast(nn.Module, self._root).modules()
         self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
@@ -83,7 +97,7 @@ class ShardedModel(DataParallelModel):
         self._dtensors = [(name, tensor) for name, tensor in named_trained(model) if isinstance(tensor, DTensor)]
         self._local = [(name, nn.Parameter(cast(DTensor, t.detach()).to_local())) for name, t in self._dtensors]
         # A tensor with fewer rows than processes leaves some of them without any.
-        self.owned = LocalParameters([shard for _, shard in self._local if shard.numel()])
+        self.owned = nn.ParameterList([shard for _, shard in self._local if shard.numel()])
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
         """See DataParallelModel."""

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.forward_wrapper import LocalParameters
 from lean_finetune.distributed.gradient_reduction import GradientReducer
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
@@ -35,7 +34,7 @@ class ReplicatedModel(DataParallelModel):
         self._owners = assign_owners([p.numel() for _, p in self._trained], world.size) if owners else None
         if self._owners is not None:
             pairs = zip(self._trained, self._owners, strict=True)
-            self.owned = LocalParameters([p for (_, p), owner in pairs if owner == world.rank])
+            self.owned = nn.ParameterList([p for (_, p), owner in pairs if owner == world.rank])
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
         """See DataParallelModel."""

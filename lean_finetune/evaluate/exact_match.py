@@ -1,17 +1,15 @@
 """Compare generated with expected answers: exact match of final answers."""
 
-ANSWER_MARKERS = ("Answer: ", "答案：")
+import re
+
+ANSWER_MARKER = re.compile(r"^(?:Answer: |答案：)", re.MULTILINE)
 """Start of the line with the final answer after worked steps."""
 
 
 def final_answer(text: str) -> str | None:
     """Return the text after the last answer marker at the start of a line; None without one."""
-    lines = text.strip().split("\n")
-    for number in reversed(range(len(lines))):
-        for marker in ANSWER_MARKERS:
-            if lines[number].startswith(marker):
-                return "\n".join(lines[number:]).removeprefix(marker).strip()
-    return None
+    before, *answers = ANSWER_MARKER.split(text.strip())
+    return answers[-1].strip() if answers else None
 
 
 def is_exact_match(expected: str, generated: str) -> bool:

@@ -25,7 +25,6 @@ from transformers import PretrainedConfig
 from lean_finetune.config.schema import Params
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.distributed import fsdp, replicated
-from lean_finetune.distributed.forward_wrapper import LocalParameters
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import assign_owners
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
@@ -159,7 +158,7 @@ class _ShallowOwner(replicated.ReplicatedModel):
             parts = [nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape, dtype in owned]
             self._summed = [torch.empty_like(part) for part in parts]
         trace.ignore((*parts, *self._summed))
-        self.owned = LocalParameters(parts)
+        self.owned = nn.ParameterList(parts)
 
     def trained_parameters(self) -> NamedParameters:
         """See DataParallelModel; gradients are reduced."""
