@@ -51,18 +51,18 @@ class Outcome:
     norms: list[float]
     parallel: DataParallelModel
     optimizer: torch.optim.Optimizer
-    sent_bytes: int
+    offloaded_bytes: int
     """Of offloaded activations."""
 
 
 class CountingStore(DiskStore):
     """Counts the bytes that are stored."""
 
-    sent_bytes = 0
+    offloaded_bytes = 0
 
     def put(self, values: torch.Tensor) -> Any:
         """See ActivationStore."""
-        self.sent_bytes += values.nbytes
+        self.offloaded_bytes += values.nbytes
         return super().put(values)
 
 
@@ -117,5 +117,5 @@ def learn(case: Case, world: World) -> Outcome:
         norms=[result.grad_norm.item() for result in results],
         parallel=parallel,
         optimizer=optimizer,
-        sent_bytes=store.sent_bytes,
+        offloaded_bytes=store.offloaded_bytes,
     )

@@ -63,3 +63,10 @@ def running(root: Path, *command: str, **environment: object) -> Iterator[subpro
 def errors_of(root: Path) -> list[str]:
     """Lines on standard error of the last run."""
     return (root / "stderr").read_text().splitlines()
+
+
+def only_error_of(root: Path) -> str:
+    """The only line on standard error of the last run."""
+    lines = errors_of(root)
+    assert len(lines) == 1, lines
+    return lines[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.distributed.launched import change, errors_of, planned, running
+from tests.distributed.launched import change, errors_of, only_error_of, planned, running
 from tests.processes import run_bounded
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -34,7 +34,7 @@ def test_nodes_with_different_settings_are_refused(copy: Path):
         assert [node.wait() for node in nodes] == [1, 1]
     host = platform.node()
     for root in (copy, other):
-        [line] = errors_of(root)
+        line = only_error_of(root)
         assert line.startswith("error: train.lr: must be the same in all processes of a run; ")
         values = f"got 0.003 in process 0 on {host}; 0.001 in process 1 on {host}; 1 more differ (train.weight_dec"
         assert values in line

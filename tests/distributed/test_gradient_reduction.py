@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.gradient_reduction import PACKED_BYTES, GradientReducer, gradient_buckets
+from lean_finetune.distributed.gradient_reduction import PACKED_BYTES, GradientReducer
 from lean_finetune.step.data_parallel import named_trained
 
 LARGE = PACKED_BYTES // 4 + 1
@@ -43,19 +43,6 @@ def group() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
-
-
-def test_small_gradients_of_a_layer_share_a_bucket():
-    """A message per small tensor is slow; copying large ones into buckets doubles their memory."""
-    sent = [[name for name, _ in parts] for parts in gradient_buckets(named_trained(Tower()))]
-    assert sent == [
-        ["layers.1.0"],
-        ["layers.1.2", "layers.1.1"],
-        ["layers.0.0"],
-        ["layers.0.2", "layers.0.1"],
-        ["embedding"],
-        ["head"],
-    ]
 
 
 def test_gradients_are_those_of_one_process_and_large_ones_are_not_copied(group: None):

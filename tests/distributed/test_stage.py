@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages.train import main as train
-from tests.distributed.launched import curve, errors_of, planned, running
+from tests.distributed.launched import curve, only_error_of, planned, running
 from tests.processes import wait_for
 from tests.workspace import invoke, run_module
 
@@ -91,8 +91,13 @@ def test_a_user_error_is_printed_once(copy: Path):
 
 
 def processes_of(launcher: subprocess.Popen[bytes], root: Path) -> list[psutil.Process]:
-    """The processes of a run once each has opened its log and trains."""
-    wait_for(lambda: list(root.glob("scratch/train/ranks/*/1.log")), launcher)
+    """The processes of a run that has made a step. Before, a process may still be importing."""
+
+    def has_made_a_step() -> bool:
+        files = root.glob("scratch/train/running/*/last_step.json")
+        return any(json.loads(file.read_text())["step"] for file in files)
+
+    wait_for(has_made_a_step, launcher)
     return psutil.Process(launcher.pid).children(recursive=True)
 
 
@@ -104,7 +109,7 @@ def test_a_signal_ends_all_with_one_line(copy: Path):
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(ENDS_SECONDS)
         assert not psutil.wait_procs(ranks, timeout=ENDS_SECONDS)[1]
-    [line] = errors_of(copy)
+    line = only_error_of(copy)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert line.removeprefix("train: ").startswith("stopped by SIGTERM")
 
@@ -114,17 +119,11 @@ def test_a_signal_to_one_process_stops_all_in_order(copy: Path):
     planned(copy, 2, "zero3", train__epochs=200)
     with running(copy) as launcher:
         ranks = processes_of(launcher, copy)
-        wait_for(lambda: has_begun_a_step(copy), launcher)
         ranks[1].send_signal(signal.SIGTERM)
         launcher.wait(ENDS_SECONDS)
-    [line] = errors_of(copy)
+    line = only_error_of(copy)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert re.fullmatch(r"train: stopped by SIGTERM; the checkpoint of optimizer step \d+ is kept: .*", line)
-
-
-def has_begun_a_step(root: Path) -> bool:
-    files = root.glob("scratch/train/running/*/last_step.json")
-    return any(json.loads(file.read_text())["step"] for file in files)
 
 
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
@@ -139,5 +138,5 @@ def test_nothing_outlives_a_killed_process(copy: Path, victim: str):
         assert not alive
         launcher.wait(ENDS_SECONDS)
     if victim == "rank":
-        [line] = errors_of(copy)
+        line = only_error_of(copy)
         assert launcher.returncode == 1 and "ended by SIGKILL" in line

@@ -44,16 +44,10 @@ def do_learn(world: World, directory: Path, arguments: dict[str, Any]) -> dict[s
     return {
         "losses": outcome.losses,
         "norms": outcome.norms,
-        "sent_bytes": outcome.sent_bytes,
+        "offloaded_bytes": int(outcome.parallel.sum_over_ranks(torch.tensor(outcome.offloaded_bytes)).item()),
         "state_bytes": sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
         "weights": str(path),
     }
-
-
-def do_sent_by_all(world: World, directory: Path, arguments: dict[str, Any]) -> int:
-    """Train a case; bytes of activations that all processes offloaded."""
-    outcome = learn(Case(**arguments), world)
-    return int(outcome.parallel.sum_over_ranks(torch.tensor(outcome.sent_bytes)).item())
 
 
 def do_run_part(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +119,6 @@ def do_load_peaks(world: World, directory: Path, arguments: dict[str, Any]) -> d
 
 TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {
     "learn": do_learn,
-    "sent_by_all": do_sent_by_all,
     "peaks": do_peaks,
     "load_peaks": do_load_peaks,
     "run_part": do_run_part,

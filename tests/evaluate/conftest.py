@@ -67,7 +67,7 @@ def heldout_rows() -> list[Row]:
 
 
 def questions_of(rows: TokenRows, prompts: int) -> EvaluationRows:
-    """All rows for their loss, and so many of them for their answers."""
+    """All rows for the loss, and this number of prompts."""
     chosen, too_long = choose_prompts(
         rows, prompts, max_length=64, max_prompt_tokens=None, max_new_tokens=4, special={EOS}
     )
@@ -107,7 +107,7 @@ def base_dir(tmp_path_factory, tiny_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tokens_dir(tmp_path_factory) -> Path:
-    """What stage tokenize leaves, as far as evaluate reads it."""
+    """The outputs of stage tokenize that evaluate reads."""
     directory = tmp_path_factory.mktemp("tokens")
     write_tokens(directory, heldout_rows(), "heldout")
     write_json(directory / "meta.json", {"eos_id": EOS, "pad_id": PAD, "max_length": 64})
@@ -123,16 +123,9 @@ def rows(tokens_dir: Path) -> TokenRows:
 def locks_dir(tmp_path_factory, base_dir: Path) -> Path:
     """Pins of the base, as stage pin writes them."""
     directory = tmp_path_factory.mktemp("locks")
-    weights = ("config.json", "generation_config.json", "model.safetensors")
-    lock = {
-        "kind": "directory",
-        "name": str(base_dir),
-        "revision": None,
-        "files": {name: sha256_file(base_dir / name) for name in weights},
-        "tokenizer_files": sorted(TOKENIZER_FILES),
-    }
-    write_json(directory / "model.json", lock)
-    write_json(
-        directory / "tokenizer.json", {"files": {name: sha256_file(base_dir / name) for name in TOKENIZER_FILES}}
-    )
+    hashes = {path.name: sha256_file(path) for path in base_dir.iterdir()}
+    tokenizer = {name: hashes.pop(name) for name in TOKENIZER_FILES}
+    lock = {"kind": "directory", "name": str(base_dir), "revision": None, "files": hashes}
+    write_json(directory / "model.json", {**lock, "tokenizer_files": sorted(tokenizer)})
+    write_json(directory / "tokenizer.json", {"files": tokenizer})
     return directory

@@ -173,20 +173,6 @@ def test_out_of_memory_names_the_parameters_that_help(
     assert line.startswith("evaluate.max_tokens: the base model ran out of memory") and "generate_batch_rows=32" in line
 
 
-def test_a_base_that_changed_since_it_was_pinned_is_refused(place, tokens_dir, locks_dir, adapter, base_dir, tmp_path):
-    """Judging another base than the one trained on would be a made-up comparison."""
-    other, locks = tmp_path / "other", tmp_path / "locks"
-    shutil.copytree(base_dir, other)
-    locks.mkdir()
-    lock = json.loads((locks_dir / "model.json").read_text())
-    (locks / "model.json").write_text(json.dumps({**lock, "name": str(other)}))
-    shutil.copy(locks_dir / "tokenizer.json", locks)
-    weights = bytearray((other / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (other / "model.safetensors").write_bytes(weights)
-    assert "changed since it was pinned" in error(evaluate(tokens_dir, locks, adapter))
-
-
 def metrics_without_prompts(rows: TokenRows, **losses: list[float]) -> dict[str, Any]:
     """Metrics of models with these losses of all rows."""
     outputs = {name: ModelOutputs(row_losses=np.array(values), answers=[]) for name, values in losses.items()}
