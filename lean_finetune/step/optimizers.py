@@ -1,4 +1,4 @@
-"""Build an optimizer of `config.optimizers`, make its state before the first step, and find where that state lies."""
+"""Build an optimizer of `config.optimizers`, make its state before the first step, and find its state on the device."""
 
 import warnings
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ def is_paged(name: OptimizerName, values: int, *, cuda: bool) -> bool:
 
 
 def device_state(optimizer: torch.optim.Optimizer, name: OptimizerName, *, cuda: bool) -> Iterator[torch.Tensor]:
-    """The state tensors that the device's allocator counts; `cuda` says whether that device is a GPU."""
+    """The state tensors that the device's allocator counts; `cuda`: that device is a GPU."""
     if isinstance(optimizer, MasterWeights):
         if optimizer.link is not None:
             return

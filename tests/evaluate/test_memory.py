@@ -1,4 +1,4 @@
-"""Asking, saving and merging a model never takes more memory than training it did, as PyTorch's allocator counts."""
+"""Evaluating, saving and merging a model takes no more memory than training it, as PyTorch's allocator counts."""
 
 import gc
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.small_model import base_of
 from tests.small_model import spec_of as model_spec_of
 
 MAX_TOKENS = 128
-"""Padded tokens of a micro-batch, and of every batch that is asked."""
+"""Padded tokens of a micro-batch, and of every evaluation batch."""
 NUMBERS = OptimSpec(name="adamw", lr=1e-3, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
 
 
@@ -93,7 +93,7 @@ def test_evaluation_and_saving_need_no_more_memory_than_training(
             limits,
             device=CPU,
             progress=False,
-            merged=spec.method == "lora",  # The merged model of 4-bit weights is not in 4 bits: estimate says so.
+            merged=spec.method == "lora",  # The merged model of 4-bit weights is not in 4 bits, which estimate counts.
         )
     assert len(answers) == (3 if spec.method == "lora" else 2)
     assert meter.result().peak_bytes_by_phase["evaluate"] <= trained
@@ -114,7 +114,7 @@ def test_full_model_is_saved_without_a_copy(base_dir: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_merging_needs_memory_for_one_weight(base_dir: Path, tmp_path: Path, method: str):
-    """A file of weights as a whole in memory, or two."""
+    """All weights of a file in memory, or of two."""
     adapter = save_random_adapter(base_dir, method, tmp_path / "tuned")
     (tmp_path / MERGED).mkdir()
     files = [path.name for path in base_dir.iterdir()]

@@ -44,7 +44,7 @@ def test_empty_cells_are_filtered_out(name):
 
 
 def test_memory_starts_at_zero():
-    """A cut axis shows a prediction 0.1 % off as if it were twofold."""
+    """On an axis that does not start at zero, an error of 0.1 % looks large."""
     spec = filled("memory", "step,measured_gib,predicted_gib\n0,1.0,1.1\n", x="step", y="measured_gib")
     assert spec["layer"][0]["encoding"]["y"]["scale"]["zero"] is True
     assert spec["layer"][1]["encoding"]["y"]["field"] == "predicted_gib"
