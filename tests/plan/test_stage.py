@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from click.testing import CliRunner
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.plan.row_index import COLUMNS, read_index
 from stages.bucket import main
-from tests.conftest import ROOT
 from tests.plan.common import all_batches, log_normal_lengths, rows_by_step, write_index
+from tests.workspace import error, invoke, lay_out
 
 INDEX = Path("data/tokens/train-index.arrow")
 NAMES = tuple(COLUMNS)
@@ -24,47 +23,30 @@ def workspace(tmp_path, monkeypatch) -> Path:
     """A directory with params.yaml and an index of 300 rows, as `tokenize` leaves it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DVC_STAGE", raising=False)
-    text = (ROOT / "params.yaml").read_text().replace("progress: true", "progress: false")
-    (tmp_path / "params.yaml").write_text(text)
     lengths = np.minimum(log_normal_lengths(300), 512)
     write_index(tmp_path / INDEX, lengths, lengths // 2)
-    return tmp_path
-
-
-def run_stage(*arguments: str):
-    return CliRunner().invoke(main, list(arguments), catch_exceptions=False)
-
-
-def change(before: str, after: str) -> None:
-    """Edit params.yaml."""
-    text = Path("params.yaml").read_text()
-    assert before in text
-    Path("params.yaml").write_text(text.replace(before, after))
+    return lay_out(tmp_path)
 
 
 def test_the_stage_writes_the_same_bytes_twice_and_other_rows_for_another_seed(workspace):
-    assert run_stage().exit_code == 0
+    assert invoke(main).exit_code == 0
     plan, metrics = Path("data/batches/plan.arrow"), Path("data/batches/figures.json")
     first = plan.read_bytes(), metrics.read_bytes()
-    assert run_stage().exit_code == 0
+    assert invoke(main).exit_code == 0
     assert (plan.read_bytes(), metrics.read_bytes()) == first
     before = rows_by_step(read_plan(plan))
-    change("seed: 17", "seed: 18")
-    assert run_stage().exit_code == 0
+    text = Path("params.yaml").read_text()
+    Path("params.yaml").write_text(text.replace("seed: 17", "seed: 18"))
+    assert invoke(main).exit_code == 0
     assert rows_by_step(read_plan(plan)) != before
 
 
 @pytest.mark.parametrize("mode", ["bucketed", "packed", "fixed"])
 def test_the_figures_are_those_of_the_plan(workspace, mode):
-    change("mode: bucketed", f"mode: {mode}")
-    change("num_gpus: 1", "num_gpus: 2")
-    change("sharding: none", "sharding: ddp")
-    change("tokens_per_step: 2048", "tokens_per_step: 8192")
-    assert run_stage().exit_code == 0
-    metrics, plan = (
-        json.loads(Path("data/batches/figures.json").read_text()),
-        read_plan(Path("data/batches/plan.arrow")),
-    )
+    lay_out(workspace, bucket__mode=mode, hardware__num_gpus=2, train__sharding="ddp", train__tokens_per_step=8192)
+    assert invoke(main).exit_code == 0
+    metrics = json.loads(Path("data/batches/figures.json").read_text())
+    plan = read_plan(Path("data/batches/plan.arrow"))
     batches = all_batches(plan)
     assert (metrics["mode"], plan.flat, plan.ranks) == (mode, mode == "packed", 2)
     assert metrics["optimizer_steps"] == len(plan.steps)
@@ -80,10 +62,9 @@ def test_the_figures_are_those_of_the_plan(workspace, mode):
 
 def test_duplicates_and_weights_reach_the_plan(workspace):
     write_index(INDEX, [20] * 60, [5] * 60, sources=[0, 1] * 30, dropped=[True] + [False] * 59)
-    listed = "source:\n  - source: a.jsonl\n  - source: b.jsonl\n    weight: 2"
-    change("source: data/raw/sample.jsonl", listed)
-    change("epochs: 2", "epochs: 1")
-    assert run_stage().exit_code == 0
+    sources = [{"source": "a.jsonl"}, {"source": "b.jsonl", "weight": 2}]
+    lay_out(workspace, data__source=sources, train__epochs=1)
+    assert invoke(main).exit_code == 0
     counts = np.bincount(read_plan(Path("data/batches/plan.arrow")).rows, minlength=60)
     assert counts.tolist() == [0, 2] + [1, 2] * 29
 
@@ -113,19 +94,15 @@ def test_a_truncated_index_ends_in_one_line_and_writes_nothing(workspace, keep_b
 
 
 def test_a_missing_index_ends_in_one_line_and_keeps_the_last_plan(workspace):
-    run_stage()
+    invoke(main)
     before = Path("data/batches/plan.arrow").read_bytes()
     INDEX.unlink()
-    result = run_stage()
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert f"{INDEX}: file is missing" in result.stderr
+    assert f"{INDEX}: file is missing" in error(invoke(main))
     assert Path("data/batches/plan.arrow").read_bytes() == before
 
 
 def assert_refused(message: str) -> None:
-    result = run_stage()
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert message in result.stderr
+    assert message in error(invoke(main))
     assert not list(Path("data").glob("*batches*")) and not Path("metrics").exists()
 
 
