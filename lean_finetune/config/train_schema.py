@@ -10,6 +10,7 @@ from lean_finetune.config.field_types import (
     AnyPrecision,
     AttentionName,
     GradCkptPolicy,
+    LoraExperts,
     LoraInit,
     Method,
     NonNegativeFloat,
@@ -19,6 +20,7 @@ from lean_finetune.config.field_types import (
     PositiveFloat,
     PositiveInt,
     QuantType,
+    Router,
     Section,
     Sharding,
     Share,
@@ -59,6 +61,10 @@ class Lora(Section):
     """Train the magnitude of each weight row separately from its direction (Liu et al. 2024)."""
     init: LoraInit
     """Initial adapters: zero output, the weight's largest singular vectors, or those of the 4-bit error."""
+    experts: LoraExperts
+    """Mixtures of experts: adapters of no expert, or of both projections of every expert."""
+    expert_rank: PositiveInt
+    """Rank of the experts' adapters, with experts=all. Their scale is that of the other adapters."""
 
 
 class Train(Section):
@@ -72,6 +78,10 @@ class Train(Section):
     """Data type of weights and arithmetic. Adapters are fp32 except with pure_bf16."""
     master_weights: bool
     """Method full in bf16: update an fp32 copy of the weights."""
+    router: Router
+    """Method full: train the routers of a mixture of experts, or leave them as they are."""
+    router_aux_loss: NonNegativeFloat
+    """Mixtures of experts: weight of the loss that balances how many tokens each expert gets. 0 disables it."""
     grad_ckpt: bool
     """Recompute activations layer by layer in the backward pass."""
     grad_ckpt_policy: GradCkptPolicy
@@ -222,6 +232,28 @@ TRAIN_RULES = [
         lambda p: p.train.lora.dora and (p.train.method not in ("lora", "qlora") or p.train.lora.init != "default"),
         "needs train.method=lora or qlora (peft drops the scales of 8-bit weights) and train.lora.init=default; got "
         "{train.method}, {train.lora.init}; set it to false",
+    ),
+    Rule(
+        "train.lora.experts",
+        lambda p: p.train.lora.experts != "none" and p.train.method == "full",
+        "has an effect only with adapters; got {train.lora.experts} with train.method=full; set it to none, or use "
+        "train.method=lora",
+    ),
+    Rule(
+        "train.lora.experts",
+        lambda p: (
+            p.train.lora.experts != "none"
+            and (p.train.lora.dropout > 0 or p.train.lora.dora or p.train.lora.init != "default" or p.train.merge)
+        ),
+        "adapters of experts work without train.lora.dropout, dora, another init than default, and train.merge; got "
+        "{train.lora.experts} with {train.lora.dropout}, {train.lora.dora}, {train.lora.init}, {train.merge}; set them "
+        "to 0.0, false, default and false, or train.lora.experts to none",
+    ),
+    Rule(
+        "train.router",
+        lambda p: p.train.router != "frozen" and p.train.method != "full",
+        f"has an effect only with train.method=full; got {{train.router}} with {METHOD}; set it to frozen, or use "
+        "train.method=full",
     ),
     Rule(
         "train.lora.targets",

@@ -17,6 +17,13 @@ from lean_finetune.config.train_schema import ALL_LINEAR
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import ADAPTER, adapted_layers, first_adapters, on_original_weights
+from lean_finetune.model.experts.expert_adapters import (
+    linear_targets,
+    multiply_by_rows,
+    names_of_experts,
+    target_experts,
+)
+from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 
@@ -30,8 +37,13 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
     Raises:
         UserError: train.lora.targets names layers that cannot have adapters.
     """
+    mixture = has_experts(model)
     if spec.peft_targets != ALL_LINEAR:
         _refuse_targets(model, spec.lora_targets)
+    if spec.lora_experts == "all" and not mixture:
+        raise UserError(
+            f"train.lora.experts: {model.config.model_type} has no experts that can have adapters; got all; use none"
+        )
     known = _linear_names(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -39,11 +51,13 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
         r=spec.lora_rank,
         lora_alpha=spec.lora_alpha,
         lora_dropout=spec.lora_dropout,
-        target_modules=spec.peft_targets,
+        target_modules=_mixture_targets(model) if mixture and spec.peft_targets == ALL_LINEAR else spec.peft_targets,
         use_rslora=spec.lora_rslora,
         use_dora=spec.lora_dora,
         task_type="CAUSAL_LM",
     )
+    if spec.lora_experts == "all":
+        target_experts(config, model, spec.lora_expert_rank)
     torch.manual_seed(spec.seed)
     try:
         with _without_peft_warnings():
@@ -54,8 +68,16 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
             f"train.lora.targets: must be layers that can have adapters; got {list(spec.lora_targets)} "
             f"({reason}); name others of {', '.join(sorted(known))}"
         ) from None
+    multiply_by_rows(adapted)
     _cast_adapters(adapted, spec)
     return adapted
+
+
+def _mixture_targets(model: PreTrainedModel) -> list[str]:
+    """What `all-linear` means in a mixture of experts."""
+    head = model.get_output_embeddings()
+    modules = model.named_modules()
+    return linear_targets(model, {path: m for path, m in modules if isinstance(m, nn.Linear) and m is not head})
 
 
 def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
@@ -72,6 +94,11 @@ def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
                 f"train.lora.targets: {target} shares its weight with the embedding, and a change of it cannot be "
                 f"merged; got {list(targets)}; leave it out"
             )
+    if renamed := names_of_experts(model).intersection(target.rpartition(".")[2] for target in targets):
+        raise UserError(
+            f"train.lora.targets: peft takes {sorted(renamed)[0]} of {model.config.model_type} for its experts; got "
+            f"{list(targets)}; leave it out, and set train.lora.experts=all for adapters of the experts"
+        )
     if wrong:
         known = ", ".join(sorted(_linear_names(model)))
         raise UserError(
@@ -144,6 +171,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> 
         # The second line of torch's message names the first weight that does not fit.
         reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
         raise UserError(f"{directory}: adapter cannot be loaded ({reason}); delete it and run `dvc repro`") from None
+    multiply_by_rows(adapted)
     keep_trainable_on_cpu(adapted)
     _cast_adapters(adapted, spec)
     return adapted

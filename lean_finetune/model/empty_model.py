@@ -1,11 +1,15 @@
 """Build models without weights from their config."""
 
+from typing import Any
+
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.models.auto.auto_factory import _get_model_class
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.model.experts.experts_forward import experts_option
 
 
 def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
@@ -18,6 +22,7 @@ def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
     Raises:
         UserError: transformers cannot build a model from these values, or does not support `options`.
     """
+    options = {**experts_option(causal_class(config)), **options}
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
@@ -29,6 +34,11 @@ def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
         model.tie_weights()
     refuse_other_heads(model)
     return model
+
+
+def causal_class(config: PretrainedConfig) -> Any:
+    """The class of the causal language model of a config."""
+    return _get_model_class(config, AutoModelForCausalLM._model_mapping)
 
 
 def refuse_other_heads(model: PreTrainedModel) -> None:

@@ -13,9 +13,8 @@ from safetensors import SafetensorError
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
@@ -24,7 +23,9 @@ from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing
-from lean_finetune.model.empty_model import meta_model, refuse_other_heads
+from lean_finetune.model.empty_model import causal_class, meta_model, refuse_other_heads
+from lean_finetune.model.experts.experts_forward import experts_option
+from lean_finetune.model.experts.router import freeze_routers
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta
@@ -53,6 +54,8 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
     if spec.adapted:
         adapted = add_adapters(model, spec, on_meta=False)
         start_adapters(adapted, spec, directory)
+    elif spec.router == "frozen":
+        freeze_routers(model)
     enable_checkpointing(model, spec)
     return adapted.train()
 
@@ -78,6 +81,7 @@ def load_base(
                 config=own_config,
                 dtype=spec.dtype,
                 attn_implementation=attention or training_attention(config),
+                **experts_option(kind),
                 device_map={"": device},
                 output_loading_info=True,
                 **quantized,
@@ -119,7 +123,7 @@ def _threads_on_gpu_only(device: torch.device) -> Iterator[None]:
 
 def _causal_kind(config: PretrainedConfig) -> tuple[Any, PretrainedConfig]:
     """The class of a causal model and its config; of a multimodal model, those of the text part."""
-    kind = _get_model_class(config, AutoModelForCausalLM._model_mapping)
+    kind = causal_class(config)
     text = config.sub_configs.get("text_config")
     return kind, config.get_text_config() if text is not None and kind.config_class == text else config
 
@@ -159,6 +163,8 @@ def uninitialized_model(config: PretrainedConfig, spec: ModelSpec, device: torch
         if quantisation(spec) is not None:
             quantize_on_meta(model, spec)
         adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=True)
+        if spec.method == "full" and spec.router == "frozen":
+            freeze_routers(model)
     enable_checkpointing(model, spec)
     keep_trainable_on_cpu(adapted)
     _materialize(adapted, spec, device)

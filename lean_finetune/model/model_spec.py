@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
-from lean_finetune.config.field_types import AttentionName, GradCkptPolicy, LoraInit, Method, Precision, QuantType
+from lean_finetune.config.field_types import AttentionName, GradCkptPolicy, LoraExperts, LoraInit, Method, Precision, QuantType, Router
 from lean_finetune.config.schema import Params
 from lean_finetune.config.train_schema import ALL_LINEAR
 
@@ -97,6 +97,10 @@ class ModelSpec(WeightsSpec):
     lora_rslora: bool = False
     lora_dora: bool = False
     lora_init: LoraInit = "default"
+    lora_experts: LoraExperts = "none"
+    lora_expert_rank: int = 1
+    """Read with lora_experts all."""
+    router: Router = "frozen"
     seed: int
 
     @classmethod
@@ -116,6 +120,9 @@ class ModelSpec(WeightsSpec):
             lora_rslora=lora.rslora,
             lora_dora=lora.dora,
             lora_init=lora.init,
+            lora_experts=lora.experts,
+            lora_expert_rank=lora.expert_rank,
+            router=train.router,
             seed=params.seed,
         )
 

@@ -8,36 +8,102 @@ import torch
 from bitsandbytes.functional import QuantState
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps
 from transformers.integrations import replace_with_bnb_linear
+from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
+from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, is_grouped
 from lean_finetune.model.model_spec import WeightsSpec
+from lean_finetune.model.experts.packed_weights import (
+    BLOCK_WEIGHTS,
+    BYTE_LEVELS,
+    INT8,
+    INT8_LARGEST,
+    LEVELS_4BIT,
+    NESTED_BLOCK_VALUES,
+    pack_parameter,
+    packed_modules,
+    packing_of,
+)
 
 # It warns for every type but fp16 that 8-bit products use fp16 inputs; docs/memory-switches.md says so too.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
-# bitsandbytes' own constants: weights per absmax, and absmax values per second-level absmax.
-BLOCK_WEIGHTS = 64
-NESTED_BLOCK_VALUES = 256
-LEVELS_4BIT = 16
-BYTE_LEVELS = 256
-INT8_LARGEST = 127
+QUANTIZER_4BIT, QUANTIZER_8BIT = "lean_bitsandbytes_4bit", "lean_bitsandbytes_8bit"
+"""Names of our quantizers for transformers."""
 OUTLIER_THRESHOLD = 6.0
 """Input columns with a larger value are multiplied in 16 bits (LLM.int8(), section 3.2)."""
 
 
 def quantisation(spec: WeightsSpec) -> BitsAndBytesConfig | None:
     """The quantisation config of the frozen weights; None without quantisation."""
+    config = None
     if spec.method == "int8_lora":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER_THRESHOLD)
-    if spec.method == "qlora":
-        return BitsAndBytesConfig(
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER_THRESHOLD)
+    elif spec.method == "qlora":
+        config = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=spec.quant_type,
             bnb_4bit_use_double_quant=spec.double_quant,
             bnb_4bit_compute_dtype=spec.dtype,
         )
-    return None
+    if config is not None:
+        config.quant_method = QUANTIZER_8BIT if config.load_in_8bit else QUANTIZER_4BIT
+    return config
+
+
+class _PackExperts:
+    """Makes a bitsandbytes quantizer of transformers pack experts too, each projection as soon as it is read."""
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether a parameter is quantised while loading."""
+        return _is_expert(model, param_name) or super().param_needs_quantization(model, param_name, **kwargs)  # type: ignore[misc]
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The operation that quantises a parameter."""
+        return _Quantize(super().get_quantize_ops(), self.quantization_config)  # type: ignore[misc, attr-defined]
+
+
+class _Quantize(ConversionOps):
+    """Quantise a parameter that was read: experts by `pack_parameter`, others by transformers."""
+
+    def __init__(self, of_linear: ConversionOps, config: BitsAndBytesConfig):
+        self._of_linear, self._config = of_linear, config
+
+    def convert(self, input_dict: dict[str, Any], *, model: PreTrainedModel, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The quantised parameters by name."""
+        found = {}
+        for name, value in input_dict.items():
+            if not _is_expert(model, name):
+                found.update(self._of_linear.convert({name: value}, model=model, **kwargs))
+                continue
+            module, _, parameter = name.rpartition(".")
+            experts = model.get_submodule(module)
+            kind = INT8 if self._config.load_in_8bit else self._config.bnb_4bit_quant_type
+            weight = value[0] if isinstance(value, list) else value
+            pack_parameter(experts, parameter, weight, kind, double_quant=self._config.bnb_4bit_use_double_quant)
+            found[name] = experts.get_parameter(parameter)
+        return found
+
+
+def _is_expert(model: PreTrainedModel, name: str) -> bool:
+    """Whether a parameter is a projection of all experts of a layer."""
+    module, _, parameter = name.rpartition(".")
+    experts = model.get_submodule(module)
+    return is_grouped(experts) and parameter in expert_parameters(experts)
+
+
+@register_quantizer(QUANTIZER_4BIT)
+class _Quantizer4Bit(_PackExperts, Bnb4BitHfQuantizer):
+    """transformers' 4-bit quantizer, with experts."""
+
+
+@register_quantizer(QUANTIZER_8BIT)
+class _Quantizer8Bit(_PackExperts, Bnb8BitHfQuantizer):
+    """transformers' 8-bit quantizer, with experts."""
 
 
 def keep_trainable_on_cpu(model: nn.Module) -> None:
@@ -52,10 +118,14 @@ def keep_trainable_on_cpu(model: nn.Module) -> None:
 
 
 def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
-    """Replace the linear layers of a meta model as transformers would, with hand-made quantisation states.
+    """Replace the linear layers of a meta model as transformers would, with hand-made quantisation states; pack experts.
 
     The same layers are skipped (head and tied weights), so shapes and bytes equal those of a quantised model.
     """
+    for _, experts in expert_modules(model):
+        for name in expert_parameters(experts):
+            kind = INT8 if spec.method == "int8_lora" else spec.quant_type
+            pack_parameter(experts, name, getattr(experts, name), kind, double_quant=spec.double_quant)
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation(spec))
     # peft chooses adapters for quantised layers by these attributes.
     attributes: Any = model
@@ -129,4 +199,8 @@ def quantisation_tensors(model: nn.Module) -> list[torch.Tensor]:
         elif isinstance(module, bnb.nn.Linear8bitLt):  # Its first forward moves the scales to the layer.
             scales = (getattr(module.weight, "SCB", None), module.state.SCB)
             tensors += [scale for scale in scales if scale is not None]
+    for module in packed_modules(model):
+        for name in expert_parameters(module):
+            packing = packing_of(module, name)
+            tensors += [] if packing is None else packing.state
     return tensors

@@ -17,7 +17,6 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     deep_windows,
     offloaded_bytes,
 )
-from lean_finetune.memory.predict.experts import refuse_experts
 from lean_finetune.memory.predict.layer_structure import Repetition, find_repetition, with_layers
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps, only
@@ -67,7 +66,6 @@ def predict_from(
     kind: type[WindowTrace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
 ) -> tuple[Prediction, Extrapolation | None]:
     """`predict`, with shallow models traced by `kind`; and their extrapolation, None if all layers were traced."""
-    refuse_experts(config)
     repetition, reason = find_repetition(config, setting.model, setting.all_layers_reason)
     if repetition is not None:
         try:

@@ -21,10 +21,14 @@ from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.trace.int8_matmul import int8_expansions, int8_training_as_on_cuda
 from lean_finetune.memory.trace.memory_trace import OpRules
 from lean_finetune.model.attention import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
+from lean_finetune.model.experts import grouped_products  # noqa: F401 (registers the operation named below)
+from lean_finetune.model.experts.packed_weights import unpacked_bytes
 from lean_finetune.plan.worst_micro_batches import ATTENTION_TILE_TOKENS
 
 aten = torch.ops.aten
 bnb = torch.ops.bitsandbytes
+
+PACKED_GROUPED_MM = torch.ops.lean_finetune.packed_grouped_mm.default
 
 CUDA_BLOCK_BYTES = 512
 """The caching allocator rounds every request up to a multiple of this (kMinBlockSize)."""
@@ -84,6 +88,7 @@ def target_of(device: Device) -> Target:
     if device.kind == "cpu":
         inside: dict[Any, Callable[..., int]] = {
             aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes,
+            PACKED_GROUPED_MM: packed_grouped_bytes,
             **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), mixed_cpu_bytes),
         }
         rules = OpRules(expansions=_cpu_expansions(), workspaces=inside)
@@ -141,6 +146,7 @@ def _cuda_workspaces() -> dict[Any, Callable[..., int]]:
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward_bytes,
         aten.embedding_dense_backward.default: embedding_backward_bytes,
         aten._foreach_norm.Scalar: foreach_norm_bytes,
+        PACKED_GROUPED_MM: packed_grouped_bytes,
     }
     if hasattr(bnb, "gemm_4bit"):
         workspaces[bnb.gemm_4bit.default] = gemm_4bit_bytes
@@ -198,6 +204,13 @@ def gemm_4bit_bytes(inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[
         return 0
     scales = kwargs.get("absmax_8bit")
     return math.prod(shape) * inputs.element_size() + (0 if scales is None else 2 * scales.numel() * 4)
+
+
+def packed_grouped_bytes(
+    rows_SK: torch.Tensor, packed: torch.Tensor, state: list[torch.Tensor], ends_E: torch.Tensor, shape: list[int], *rest: Any
+) -> int:
+    """The unpacked weight of one expert, and its fp32 block scales."""
+    return unpacked_bytes(state, shape, rows_SK.dtype)
 
 
 def embedding_backward_bytes(grad: torch.Tensor, indices: torch.Tensor, *rest: Any, **kwargs: Any) -> int:

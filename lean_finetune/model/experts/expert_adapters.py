@@ -1,0 +1,87 @@
+"""LoRA adapters of experts: peft's parameters and files, with products of rows in place of its sum of weights.
+
+peft adapts the stacked weight of all experts by `target_parameters`: its forward adds B_e A_e to every expert's weight
+and keeps the sum for backward. Here its modules hold the parameters, and the forward of the experts multiplies rows by
+A_e, then by B_e. A saved adapter is peft's in every byte that peft reads.
+
+Shape legend: E experts, R rank, K inputs, N outputs.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import transformers_weight_conversion
+from torch import nn
+
+from lean_finetune.model.experts.experts_forward import ADAPTERS, expert_modules, expert_parameters
+from lean_finetune.model.experts.router import gates
+
+
+class GroupedAdapter(ParamWrapper):
+    """peft's wrapper of an experts' parameter; while it runs, the experts' forward knows the adapter."""
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        experts: Any = self.get_base_layer()
+        (adapter,) = active_adapters
+        A_ERK = self.lora_A[adapter].weight.unflatten(0, (self.num_experts, -1))
+        B_ENR = self.lora_B[adapter].weight.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        before = getattr(experts, ADAPTERS, {})
+        setattr(experts, ADAPTERS, {**before, self.parameter_name: (A_ERK, B_ENR, self.scaling[adapter])})
+        try:
+            yield
+        finally:
+            setattr(experts, ADAPTERS, before)
+
+
+def multiply_by_rows(model: nn.Module) -> None:
+    """Replace the forward of peft's wrappers of experts by ours."""
+    for module in model.modules():
+        if type(module) is ParamWrapper:
+            module.__class__ = GroupedAdapter
+
+
+def target_experts(config: LoraConfig, model: nn.Module, rank: int) -> None:
+    """Add the experts of a model to the targets of an adapter, with a rank of their own and the scale of the others."""
+    config.target_parameters = sorted(
+        {f"{path.rpartition('.')[2]}.{name}" for path, module in expert_modules(model) for name in expert_parameters(module)}
+    )
+    share = (rank / config.r) ** (0.5 if config.use_rslora else 1.0)
+    for name in config.target_parameters:
+        config.rank_pattern[name], config.alpha_pattern[name] = rank, config.lora_alpha * share
+
+
+def linear_targets(model: Any, linear: dict[str, nn.Module]) -> list[str]:
+    """What `all-linear` names in a mixture of experts: linear layers apart from the head and the routers.
+
+    Where peft takes the name of a layer for that of experts in older files (`gate_proj` in Qwen2-MoE), the layer gets
+    no adapter: peft would load it as an adapter of all experts.
+
+    Args:
+        model: with experts.
+        linear: its linear layers by path, without the head.
+    """
+    left_out = gates(model)
+    names = {path.rpartition(".")[2] for path in linear if path not in left_out}
+    return sorted(names - names_of_experts(model))
+
+
+def names_of_experts(model: Any) -> set[str]:
+    """Names of layers that peft takes for those of experts in this model's family."""
+    family = transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, "")
+    return set(transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING.get(family, ()))
+
+
+def trained_counts(model: nn.Module) -> dict[str, int]:
+    """Trained values by part: attention and other layers, experts, adapters of experts."""
+    counts: dict[str, int] = {}
+    experts = tuple(path for path, _ in expert_modules(model))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            part = "experts" if any(f".{path.rpartition('.')[2]}." in f".{name}" for path in experts) else "other layers"
+            counts[part] = counts.get(part, 0) + parameter.numel()
+    return counts

@@ -1,0 +1,42 @@
+"""The router of a mixture of experts: which parameters it has, and which layers beside it take no adapter."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from lean_finetune.model.experts.experts_forward import expert_modules
+
+
+def mixture_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Each module that has experts as a child: its name, itself, and its number of experts."""
+    modules = dict(model.named_modules())
+    for name, experts in expert_modules(model):
+        parent = name.rpartition(".")[0]
+        yield parent, modules[parent], experts.num_experts
+
+
+def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of the routers by name: those beside the experts with one row for each expert."""
+    found = {}
+    for name, block, experts in mixture_blocks(model):
+        inside = {id(parameter) for _, module in expert_modules(block) for parameter in module.parameters()}
+        for path, parameter in block.named_parameters():
+            if id(parameter) not in inside and parameter.ndim <= 2 and len(parameter) == experts:
+                found[f"{name}.{path}"] = parameter
+    return found
+
+
+def gates(model: nn.Module) -> set[str]:
+    """Names of linear layers that choose or weigh experts: direct children of a module with experts."""
+    return {
+        f"{name}.{child}"
+        for name, block, _ in mixture_blocks(model)
+        for child, module in block.named_children()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def freeze_routers(model: nn.Module) -> None:
+    """Leave the routers as they are in training."""
+    for parameter in router_parameters(model).values():
+        parameter.requires_grad_(False)
