@@ -179,8 +179,9 @@ def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> 
 
 @contextmanager
 def _without_peft_warnings() -> Iterator[None]:
-    """Ignore two warnings of peft: its use of a deprecated property, and its own handling of GPT-2's layout."""
+    """Ignore warnings of peft: a deprecated property, GPT-2's layout, and ranks of parameters that it does use."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
         yield

@@ -25,6 +25,7 @@ from lean_finetune.model.attention import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing
 from lean_finetune.model.empty_model import causal_class, meta_model, refuse_other_heads
 from lean_finetune.model.experts.experts_forward import experts_option
+from lean_finetune.model.experts.packed_weights import register_scales
 from lean_finetune.model.experts.router import freeze_routers
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
@@ -99,6 +100,7 @@ def load_base(
                 f"first {sorted(info[fault])[0]}; the weights do not belong to config.json"
             )
     refuse_other_heads(model)
+    register_scales(model)
     model.generation_config = _generation_config(directory)
     keep_trainable_on_cpu(model)
     return model

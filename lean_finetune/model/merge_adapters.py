@@ -17,9 +17,10 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.experts.packed_weights import INT8_LARGEST
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import WeightsSpec
-from lean_finetune.model.quantize import INT8_LARGEST, quantisation, quantize_on_meta
+from lean_finetune.model.quantize import quantisation, quantize_on_meta
 from lean_finetune.model.safetensors_files import StoredTensor, TensorSpec, stored_tensors, write_tensors
 
 SUFFIX = ".safetensors"

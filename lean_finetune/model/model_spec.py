@@ -6,7 +6,16 @@ from typing import Any
 import torch
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
-from lean_finetune.config.field_types import AttentionName, GradCkptPolicy, LoraExperts, LoraInit, Method, Precision, QuantType, Router
+from lean_finetune.config.field_types import (
+    AttentionName,
+    GradCkptPolicy,
+    LoraExperts,
+    LoraInit,
+    Method,
+    Precision,
+    QuantType,
+    Router,
+)
 from lean_finetune.config.schema import Params
 from lean_finetune.config.train_schema import ALL_LINEAR
 

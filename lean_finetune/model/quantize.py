@@ -16,18 +16,18 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, is_grouped
-from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.experts.packed_weights import (
     BLOCK_WEIGHTS,
     BYTE_LEVELS,
     INT8,
-    INT8_LARGEST,
     LEVELS_4BIT,
     NESTED_BLOCK_VALUES,
     pack_parameter,
     packed_modules,
     packing_of,
+    register_scales,
 )
+from lean_finetune.model.model_spec import WeightsSpec
 
 # It warns for every type but fp16 that 8-bit products use fp16 inputs; docs/memory-switches.md says so too.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -118,7 +118,7 @@ def keep_trainable_on_cpu(model: nn.Module) -> None:
 
 
 def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
-    """Replace the linear layers of a meta model as transformers would, with hand-made quantisation states; pack experts.
+    """Replace the linear layers of a meta model as transformers would, with hand-made states, and pack its experts.
 
     The same layers are skipped (head and tied weights), so shapes and bytes equal those of a quantised model.
     """
@@ -126,6 +126,7 @@ def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
         for name in expert_parameters(experts):
             kind = INT8 if spec.method == "int8_lora" else spec.quant_type
             pack_parameter(experts, name, getattr(experts, name), kind, double_quant=spec.double_quant)
+    register_scales(model)
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation(spec))
     # peft chooses adapters for quantised layers by these attributes.
     attributes: Any = model

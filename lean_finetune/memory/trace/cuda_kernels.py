@@ -207,7 +207,12 @@ def gemm_4bit_bytes(inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[
 
 
 def packed_grouped_bytes(
-    rows_SK: torch.Tensor, packed: torch.Tensor, state: list[torch.Tensor], ends_E: torch.Tensor, shape: list[int], *rest: Any
+    rows_SK: torch.Tensor,
+    packed: torch.Tensor,
+    state: list[torch.Tensor],
+    ends_E: torch.Tensor,
+    shape: list[int],
+    *rest: Any,
 ) -> int:
     """The unpacked weight of one expert, and its fp32 block scales."""
     return unpacked_bytes(state, shape, rows_SK.dtype)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import transformers_weight_conversion
@@ -48,7 +47,11 @@ def multiply_by_rows(model: nn.Module) -> None:
 def target_experts(config: LoraConfig, model: nn.Module, rank: int) -> None:
     """Add the experts of a model to the targets of an adapter, with a rank of their own and the scale of the others."""
     config.target_parameters = sorted(
-        {f"{path.rpartition('.')[2]}.{name}" for path, module in expert_modules(model) for name in expert_parameters(module)}
+        {
+            f"{path.rpartition('.')[2]}.{name}"
+            for path, module in expert_modules(model)
+            for name in expert_parameters(module)
+        }
     )
     share = (rank / config.r) ** (0.5 if config.use_rslora else 1.0)
     for name in config.target_parameters:
@@ -82,6 +85,8 @@ def trained_counts(model: nn.Module) -> dict[str, int]:
     experts = tuple(path for path, _ in expert_modules(model))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            part = "experts" if any(f".{path.rpartition('.')[2]}." in f".{name}" for path in experts) else "other layers"
+            part = (
+                "experts" if any(f".{path.rpartition('.')[2]}." in f".{name}" for path in experts) else "other layers"
+            )
             counts[part] = counts.get(part, 0) + parameter.numel()
     return counts

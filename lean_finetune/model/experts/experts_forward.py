@@ -46,9 +46,7 @@ def experts_forward(
     return combine(down, weights_TC, order_S, row_of_S).to(hidden_TD.dtype)
 
 
-def _linear(
-    module: Any, name: str, rows: torch.Tensor, experts_S: torch.Tensor, ends_E: torch.Tensor
-) -> torch.Tensor:
+def _linear(module: Any, name: str, rows: torch.Tensor, experts_S: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """One projection of all experts, with its adapter and bias."""
     weights, packing = getattr(module, name), packing_of(module, name)
     dtype = _compute_dtype(rows, weights)

@@ -15,8 +15,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lean_finetune.model.experts.packed_weights import PackedWeights, unpack_expert
 
 GROUPED_KERNEL_MAJORS = (9, 10)
-"""Major compute capabilities on which PyTorch has a grouped kernel for bf16 (Hopper and data-centre Blackwell); elsewhere
-experts are multiplied one after the other (aten/src/ATen/native/cuda/GroupedBlas.cpp)."""
+"""Major compute capabilities on which PyTorch has a grouped kernel for bf16: Hopper and data-centre Blackwell.
+
+Elsewhere experts are multiplied one after the other (aten/src/ATen/native/cuda/GroupedBlas.cpp)."""
 GROUPED_KERNEL_ALIGNMENT = 8
 """The grouped kernel needs sizes that are multiples of 16 bytes."""
 
@@ -138,9 +139,7 @@ def _product(
         return cast(torch.Tensor, grouped_mm(rows_SK, weights.transpose(1, 2) if transpose else weights, ends_E))
     return cast(
         torch.Tensor,
-        packed_grouped_mm(
-            rows_SK, weights, packing.state, ends_E, list(packing.shape), packing.quant_type, transpose
-        ),
+        packed_grouped_mm(rows_SK, weights, packing.state, ends_E, list(packing.shape), packing.quant_type, transpose),
     )
 
 

@@ -25,6 +25,8 @@ INT8 = "int8"
 INT8_LARGEST = 127
 PACKINGS = "_packings"
 """Attribute of a module: how its packed parameters are packed, by name."""
+SCALES = "_scales_to_register"
+"""Attribute of a module: scales that are not yet buffers, by name."""
 STATE_NAMES = ("scales", "scale_offset", "scale_scales", "scale_levels")
 """Buffers of a packed parameter, after its name: scales of blocks or rows; and, if these are quantised too, their
 offset, the scales of their blocks, and the values of their levels."""
@@ -68,6 +70,8 @@ def packing_of(module: nn.Module, name: str) -> PackedWeights | None:
 def pack_parameter(module: nn.Module, name: str, weight: torch.Tensor, quant_type: str, *, double_quant: bool) -> None:
     """Replace a parameter by its packed form; expert by expert, so that temporary memory stays small.
 
+    Call `register_scales` when all parameters of the model are there.
+
     Args:
         module: of the experts.
         name: of the parameter.
@@ -80,12 +84,18 @@ def pack_parameter(module: nn.Module, name: str, weight: torch.Tensor, quant_typ
     parameter: Any = nn.Parameter(packed, requires_grad=False)
     parameter.ds_shape = weight.shape  # peft reads the shape of a parameter that is not there in full from this name.
     buffers = tuple(f"{name}_{suffix}" for suffix in STATE_NAMES[: len(state)])
-    for buffer, tensor in zip(buffers, state, strict=True):
-        module.register_buffer(buffer, tensor, persistent=False)
     packings = {**getattr(module, PACKINGS, {})}
     packings[name] = _Format(shape=tuple(weight.shape), quant_type=quant_type, buffers=buffers)
     setattr(module, PACKINGS, packings)
+    setattr(module, SCALES, {**getattr(module, SCALES, {}), **dict(zip(buffers, state, strict=True))})
     module._parameters[name] = parameter
+
+
+def register_scales(model: nn.Module) -> None:
+    """Make the scales of packed parameters buffers, once a model is loaded: transformers empties those it did not read."""
+    for module in packed_modules(model):
+        for name, tensor in module.__dict__.pop(SCALES, {}).items():
+            module.register_buffer(name, tensor, persistent=False)
 
 
 Packed = tuple[torch.Tensor, list[torch.Tensor]]
