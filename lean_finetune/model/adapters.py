@@ -74,10 +74,16 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
 
 
 def _mixture_targets(model: PreTrainedModel) -> list[str]:
-    """What `all-linear` means in a mixture of experts."""
+    """What `all-linear` names in a mixture of experts."""
     head = model.get_output_embeddings()
     modules = model.named_modules()
     return linear_targets(model, {path: m for path, m in modules if isinstance(m, nn.Linear) and m is not head})
+
+
+def adaptable_layers(model: PreTrainedModel) -> list[nn.Linear]:
+    """The layers of a mixture of experts that `all-linear` adapts."""
+    names = set(_mixture_targets(model))
+    return [m for path, m in model.named_modules() if isinstance(m, nn.Linear) and path.rpartition(".")[2] in names]
 
 
 def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:

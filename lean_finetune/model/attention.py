@@ -85,6 +85,11 @@ def _attention(
     if softcap is not None:
         assert joined_rows is None  # `refuse_joined_rows` refuses such models.
         return _by_scores(module, query, key, value, attention_mask, softcap=softcap, **kwargs), None
+    if (padding := query.shape[-1] - value.shape[-1]) > 0:
+        # Fused kernels need values of the query's size (DeepSeek's are shorter); without them all scores would exist.
+        padded = F.pad(value, (0, padding))
+        out, _ = _attention(module, query, key, padded, attention_mask, joined_rows=joined_rows, **kwargs)
+        return out[..., :-padding], None
     capability = _capability(query)
     flash = capability is not None and takes_flash(query, capability)
     if joined_rows is not None and flash and VARLEN_READY and not kwargs.get("dropout"):

@@ -19,7 +19,6 @@ from lean_finetune.memory.advice.verdict import answer, describe, judge
 from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
 from lean_finetune.memory.devices import attention_on, precision_on, resolve_gpu
 from lean_finetune.memory.gpus import Device
-from lean_finetune.memory.predict.experts import refuse_experts
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import host_state_bytes
@@ -54,7 +53,6 @@ def fit_report(p: Params, gpu: str | None, model: Path | None, *, shorten: bool 
     refuse_offloaded_state(p.train.offload, device.kind)
     directory = find_model(p.model.name if model is None else str(model))
     config = read_config(directory)
-    refuse_experts(config)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])

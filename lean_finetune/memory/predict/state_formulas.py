@@ -19,8 +19,11 @@ from lean_finetune.memory.predict.optimizer_states import FP32_BYTES, PAGED, Lin
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
+from lean_finetune.model.adapters import adaptable_layers
 from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, has_experts
 from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
+from lean_finetune.model.experts.router import router_parameters
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.host_transfer import STAGING_BYTES
 
@@ -39,12 +42,25 @@ class ParameterShape:
     name: str
     shape: tuple[int, ...]
     linear: bool
-    """The weight of a linear layer other than the head: it is quantised, and adapted by "all-linear"."""
+    """The weight of a linear layer other than the head: it is quantised."""
+    adaptable: bool
+    """The weight of a layer that `all-linear` adapts."""
+    experts: int = 0
+    """Number of experts whose weights this is: a projection of all experts of a layer, (E, N, K) or (E, K, N)."""
+    transposed: bool = False
+    """Whether the weights of experts are (E, K, N)."""
+    router: bool = False
+    """A parameter of a router."""
 
     @property
     def values(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def packable(self) -> bool:
+        """Whether methods qlora and int8_lora quantise it."""
+        return self.linear or self.experts > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +83,20 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
     layers = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
     linear = {id(layer.weight) for layer in layers}
     transposed = {id(layer.weight) for layer in layers if isinstance(layer, Conv1D)}  # GPT-2's are inputs × outputs.
+    adaptable = linear if not has_experts(model) else {id(layer.weight) for layer in adaptable_layers(model)}
+    experts = {
+        id(getattr(module, name)): module for _, module in expert_modules(model) for name in expert_parameters(module)
+    }
+    routers = {id(parameter) for parameter in router_parameters(model).values()}
     parameters = tuple(
         ParameterShape(
             name=name,
             shape=tuple(parameter.shape[::-1] if id(parameter) in transposed else parameter.shape),
             linear=id(parameter) in linear,
+            adaptable=id(parameter) in adaptable,
+            experts=len(parameter) if id(parameter) in experts else 0,
+            transposed=id(parameter) in experts and experts[id(parameter)].is_transposed,
+            router=id(parameter) in routers,
         )
         for name, parameter in model.named_parameters()
     )
@@ -145,7 +170,8 @@ def trained_values(shapes: ModelShapes, spec: ModelSpec) -> int:
 def _trained(shapes: ModelShapes, spec: ModelSpec) -> tuple[list[tuple[int, ...]], int]:
     """Shapes of the trained tensors, and bytes of each of their values."""
     if spec.method == "full":
-        return [parameter.shape for parameter in shapes.parameters], spec.dtype.itemsize
+        trained = (p for p in shapes.parameters if spec.router == "trained" or not p.router)
+        return [parameter.shape for parameter in trained], spec.dtype.itemsize
     return list(_adapter_shapes(shapes, spec)), spec.adapter_dtype.itemsize
 
 
@@ -188,11 +214,11 @@ def _buffers(shapes: ModelShapes) -> Line:
 def weight_lines(shapes: ModelShapes, spec: ModelSpec) -> list[Line]:
     """Parameters in the type of `train.precision`, quantised ones with their scales, and buffers; without adapters."""
     bits = PACKED_BITS.get(spec.method)
-    plain = [p for p in shapes.parameters if bits is None or not p.linear]
+    plain = [p for p in shapes.parameters if bits is None or not p.packable]
     what, size = f"{DTYPE_NAMES[spec.dtype]}, {spec.dtype.itemsize} bytes a value", spec.dtype.itemsize
     lines = [Line.of(WEIGHTS, what, (p.values * size for p in plain))]
     if bits is not None:
-        packed = [p for p in shapes.parameters if p.linear]
+        packed = [p for p in shapes.parameters if p.packable]
         what = f"{spec.quant_type.upper()}, half a byte a value" if bits == NF4_BITS else "int8, a byte a value"
         lines.append(Line.of(WEIGHTS, what, (-(-p.values * bits // 8) for p in packed)))
     return [*lines, _buffers(shapes), *_quantisation_lines(shapes, spec)]
@@ -201,27 +227,40 @@ def weight_lines(shapes: ModelShapes, spec: ModelSpec) -> list[Line]:
 def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
     """Scales of 4-bit weights (Dettmers 2023, arXiv 2305.14314, section 3) and 8-bit ones (2022, arXiv 2208.07339)."""
     if spec.method == "int8_lora":
-        rows = (p.shape[0] * FP32_BYTES for p in shapes.parameters if p.linear)
+        packable = (p for p in shapes.parameters if p.packable)
+        rows = (math.prod(p.shape[:-1] if p.experts else p.shape[:1]) * FP32_BYTES for p in packable)
         yield Line.of(QUANTISATION_STATE, "scales, fp32 per row of a weight", rows)
     if spec.method != "qlora":
         return
-    blocks = [-(-p.values // BLOCK_WEIGHTS) for p in shapes.parameters if p.linear]
+    # (number of weights in a tensor, blocks of each, shape): all experts of a projection are in one.
+    packed = [
+        (p.experts or 1, -(-p.values // (p.experts or 1) // BLOCK_WEIGHTS), p) for p in shapes.parameters if p.packable
+    ]
+    linear = [p for _, _, p in packed if p.linear]
     if not spec.double_quant:
         scales = f"scales, fp32 per {BLOCK_WEIGHTS} values"
-        yield Line.of(QUANTISATION_STATE, scales, (count * FP32_BYTES for count in blocks))
-        yield Line.of(QUANTISATION_STATE, "code books, fp32", (LEVELS_4BIT * FP32_BYTES for _ in blocks))
+        yield Line.of(QUANTISATION_STATE, scales, (count * blocks * FP32_BYTES for count, blocks, _ in packed))
+        yield Line.of(QUANTISATION_STATE, "code books, fp32", (LEVELS_4BIT * FP32_BYTES for _ in linear))
         return
-    nested = [-(-count // NESTED_BLOCK_VALUES) for count in blocks]
-    yield Line.of(QUANTISATION_STATE, f"scales, a byte per {BLOCK_WEIGHTS} values", blocks)
+    yield Line.of(
+        QUANTISATION_STATE, f"scales, a byte per {BLOCK_WEIGHTS} values", (n * blocks for n, blocks, _ in packed)
+    )
     scales = f"scales of scales, fp32 per {NESTED_BLOCK_VALUES} scales"
-    yield Line.of(QUANTISATION_STATE, scales, (count * FP32_BYTES for count in nested))
-    books = (levels * FP32_BYTES for levels in (LEVELS_4BIT, BYTE_LEVELS, 1) for _ in blocks)
-    yield Line.of(QUANTISATION_STATE, "code books and an offset per layer, fp32", books)
+    nested = (count * -(-blocks // NESTED_BLOCK_VALUES) * FP32_BYTES for count, blocks, _ in packed)
+    yield Line.of(QUANTISATION_STATE, scales, nested)
+    books = [LEVELS_4BIT * FP32_BYTES for _ in linear] + [BYTE_LEVELS * FP32_BYTES for _ in packed]
+    offsets = (count * FP32_BYTES for count, _, _ in packed)
+    yield Line.of(QUANTISATION_STATE, "code books and an offset per weight, fp32", (*books, *offsets))
 
 
 def _adapter_shapes(shapes: ModelShapes, spec: ModelSpec) -> Iterator[tuple[int, ...]]:
     """Shapes of A (rank × inputs), B (outputs × rank) of each adapted layer (Hu et al. 2021, arXiv 2106.09685)."""
     for parameter in adapted_weights(shapes, spec):
+        if parameter.experts:
+            outputs, inputs = parameter.shape[:0:-1] if parameter.transposed else parameter.shape[1:]
+            yield spec.lora_expert_rank * parameter.experts, inputs
+            yield outputs, spec.lora_expert_rank * parameter.experts
+            continue
         outputs, inputs = parameter.shape
         yield spec.lora_rank, inputs
         yield outputs, spec.lora_rank
@@ -234,5 +273,6 @@ def adapted_weights(shapes: ModelShapes, spec: ModelSpec) -> Iterator[ParameterS
     for parameter in shapes.parameters:
         layer = parameter.name.removesuffix(".weight")
         named = any(layer == target or layer.endswith(f".{target}") for target in spec.lora_targets)
-        if named or (parameter.linear and spec.lora_targets == (ALL_LINEAR,)):
+        all_linear = parameter.adaptable and spec.lora_targets == (ALL_LINEAR,)
+        if named or all_linear or (parameter.experts and spec.lora_experts == "all"):
             yield parameter
