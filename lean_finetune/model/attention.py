@@ -23,10 +23,12 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from lean_finetune.config.field_types import AttentionName
+from lean_finetune.model.attention_sinks import sink_attention
+from lean_finetune.model.empty_model import causal_class
 
 ATTENTION = "lean_sdpa"
 CAPPED_ATTENTION = "lean_capped"
-"""The same function; transformers refuses models with capped scores under other names."""
+"""The same function; under a name with sdpa, transformers refuses models whose attention PyTorch's sdpa lacks."""
 EAGER_ATTENTION = "lean_eager"
 """Computes all length × length scores with plain matrix products."""
 FLASH_ATTENTION = "lean_fa2"
@@ -79,19 +81,22 @@ def _attention(
     *,
     joined_rows: JoinedRows | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of one layer; shapes as in transformers' attention interface."""
+    """Attention of one layer; shapes as in transformers' attention interface, which calls the sinks `s_aux`."""
     if softcap is not None:
         assert joined_rows is None  # `refuse_joined_rows` refuses such models.
         return _by_scores(module, query, key, value, attention_mask, softcap=softcap, **kwargs), None
     if (padding := query.shape[-1] - value.shape[-1]) > 0:
         # Fused kernels need values of the query's size (DeepSeek's are shorter); without them all scores would exist.
         padded = F.pad(value, (0, padding))
-        out, _ = _attention(module, query, key, padded, attention_mask, joined_rows=joined_rows, **kwargs)
+        out, _ = _attention(module, query, key, padded, attention_mask, joined_rows=joined_rows, s_aux=s_aux, **kwargs)
         return out[..., :-padding], None
     capability = _capability(query)
     flash = capability is not None and takes_flash(query, capability)
+    if s_aux is not None:
+        return _with_sinks(query, key, value, attention_mask, joined_rows, s_aux, flash, kwargs), None
     if joined_rows is not None and flash and VARLEN_READY and not kwargs.get("dropout"):
         return _all_rows_at_once(query, key, value, joined_rows, kwargs.get("scaling")), None
     if capability is not None and not flash:
@@ -102,6 +107,27 @@ def _attention(
         return _kernel(module, query, key, value, attention_mask, **kwargs)
     rows = zip(*(tensor.split(joined_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([_kernel(module, *row, None, **kwargs)[0] for row in rows], dim=1), None
+
+
+def _with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    joined_rows: JoinedRows | None,
+    sinks_H: torch.Tensor,
+    flash: bool,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention with sinks, (B, H, T, D) → (B, T, H, D); joined rows one after the other."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    kernel = "cpu" if _capability(query) is None else "flash" if flash and mask is None else "efficient"
+    lengths = (query.shape[2],) if joined_rows is None else joined_rows.lengths
+    rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    scale = options.get("scaling")
+    done = [sink_attention(*row, mask, sinks_H, scale, kernel=kernel) for row in rows]
+    return done[0] if joined_rows is None else torch.cat(done, dim=1)
 
 
 def _eager_attention(
@@ -136,6 +162,7 @@ def _by_scores(
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Attention with explicit scores, capped to ±softcap if given (Gemma 2), which no fused kernel supports.
@@ -153,7 +180,12 @@ def _by_scores(
         attention_mask = torch.ones(scores_BHTT.shape[-2:], dtype=torch.bool, device=query.device).tril()
     # Not -inf: a padding token on the left attends to nothing, which must not give NaN.
     scores_BHTT = scores_BHTT.masked_fill(attention_mask.logical_not(), torch.finfo(scores_BHTT.dtype).min)
+    if s_aux is not None:
+        sinks_BHT1 = s_aux.to(scores_BHTT.dtype)[None, :, None, None].expand(*scores_BHTT.shape[:3], 1)
+        scores_BHTT = torch.cat([scores_BHTT, sinks_BHT1], dim=-1)
     weights_BHTT = F.softmax(scores_BHTT, dim=-1, dtype=torch.float32).to(query.dtype)
+    if s_aux is not None:
+        weights_BHTT = weights_BHTT[..., :-1]
     weights_BHTT = F.dropout(weights_BHTT, p=dropout, training=module.training)
     return torch.matmul(weights_BHTT, value).transpose(1, 2).contiguous()
 
@@ -172,15 +204,24 @@ def training_attention(config: PretrainedConfig, choice: AttentionName = "auto")
     """The registered name of a model's attention in training; `choice` is train.attention."""
     if caps_scores(config):
         return CAPPED_ATTENTION
-    return {"eager": EAGER_ATTENTION, "flash_attention_2": FLASH_ATTENTION}.get(choice, ATTENTION)
+    fused = CAPPED_ATTENTION if _has_sinks(config) else ATTENTION
+    return {"eager": EAGER_ATTENTION, "flash_attention_2": FLASH_ATTENTION}.get(choice, fused)
+
+
+def _has_sinks(config: PretrainedConfig) -> bool:
+    """Whether transformers says that PyTorch's sdpa cannot compute a model's attention, though fused kernels can."""
+    kind = causal_class(config)
+    return kind._supports_attention_backend and not kind._supports_sdpa
 
 
 def generation_attention(config: PretrainedConfig) -> str:
     """The registered name of a model's attention in generation, which pads on the left and so uses a mask.
 
-    It is transformers' sdpa, unless the model caps scores, which sdpa ignores.
+    It is transformers' sdpa, unless the model caps scores or has sinks, which sdpa ignores.
     """
-    return CAPPED_ATTENTION if caps_scores(config) else "sdpa"
+    if caps_scores(config):
+        return CAPPED_ATTENTION
+    return EAGER_ATTENTION if _has_sinks(config) else "sdpa"
 
 
 def _capability(query: torch.Tensor) -> tuple[int, int] | None:

@@ -232,7 +232,7 @@ def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
         yield Line.of(QUANTISATION_STATE, "scales, fp32 per row of a weight", rows)
     if spec.method != "qlora":
         return
-    # (number of weights in a tensor, blocks of each, shape): all experts of a projection are in one.
+    # (weights in a tensor, blocks of each, shape): all experts of a projection are in one.
     packed = [
         (p.experts or 1, -(-p.values // (p.experts or 1) // BLOCK_WEIGHTS), p) for p in shapes.parameters if p.packable
     ]

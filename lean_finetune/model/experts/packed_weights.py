@@ -92,7 +92,7 @@ def pack_parameter(module: nn.Module, name: str, weight: torch.Tensor, quant_typ
 
 
 def register_scales(model: nn.Module) -> None:
-    """Make the scales of packed parameters buffers, after loading: transformers empties buffers that it did not read."""
+    """Make the scales of packed parameters buffers, after loading: transformers empties buffers it did not read."""
     for module in packed_modules(model):
         for name, tensor in module.__dict__.pop(SCALES, {}).items():
             module.register_buffer(name, tensor, persistent=False)

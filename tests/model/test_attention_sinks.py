@@ -1,0 +1,42 @@
+"""Attention with sinks: fused kernels scaled by the sinks equal all scores with one more column."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig
+
+from benchmarks.estimate_cpu import SMALL
+from lean_finetune.model.attention import CAPPED_ATTENTION, EAGER_ATTENTION
+
+CONFIG = GptOssConfig(
+    **SMALL,
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=16,
+    rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
+)
+
+
+def logits_and_gradients(attention: str, length: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(CONFIG, attn_implementation=attention)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    tokens = torch.arange(2 * length).view(2, length) % 200
+    result = model(input_ids=tokens, labels=tokens, use_cache=False)
+    result.loss.backward()
+    return result.logits, {name: p.grad for name, p in model.named_parameters() if "self_attn" in name}
+
+
+@pytest.mark.parametrize("length", [12, 40], ids=["in the window", "with a mask"])
+@pytest.mark.parametrize("ours", [CAPPED_ATTENTION, EAGER_ATTENTION])
+def test_sinks_equal_transformers_scores(ours, length):
+    """Logits, and gradients of queries, keys, values and sinks; without sinks both would be wrong in silence."""
+    expected, gradients = logits_and_gradients("eager", length)
+    logits, found = logits_and_gradients(ours, length)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert any(name.endswith("sinks") for name in found)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=1e-6, msg=name)
