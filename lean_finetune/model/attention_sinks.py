@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 aten = torch.ops.aten
+IS_TENSOR = object()
+"""Stands for a saved tensor."""
 BIAS_MULTIPLE = 16
 """The memory-efficient kernel reads its bias in whole tiles of this many tokens."""
 
@@ -38,10 +40,9 @@ class _SinkAttention(torch.autograd.Function):
         T = query.shape[2]
         with_sink = torch.logaddexp(lse, sinks_H.float()[None, :, None])
         out = out * torch.exp(lse - with_sink)[:, :, :T, None].to(out.dtype)
-        ctx.save_for_backward(
-            query, key, value, sinks_H, bias, out, with_sink, *(r for r in rest if torch.is_tensor(r))
-        )
-        ctx.plain = [None if torch.is_tensor(r) else r for r in rest]
+        # Random state and offsets: tensors, numbers, or None, by kernel.
+        ctx.save_for_backward(query, key, value, sinks_H, bias, out, with_sink, *filter(torch.is_tensor, rest))
+        ctx.rest = [IS_TENSOR if torch.is_tensor(one) else one for one in rest]
         ctx.causal, ctx.scale, ctx.kernel = causal, scale, kernel
         return out
 
@@ -50,7 +51,7 @@ class _SinkAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         query, key, value, sinks_H, bias, out, with_sink, *tensors = ctx.saved_tensors
         left = iter(tensors)
-        rest = [next(left) if plain is None else plain for plain in ctx.plain]
+        rest = [next(left) if one is IS_TENSOR else one for one in ctx.rest]
         grad_sinks = None
         if ctx.needs_input_grad[3]:
             shares = torch.exp(sinks_H.float()[None, :, None] - with_sink[:, :, : out.shape[2]])
