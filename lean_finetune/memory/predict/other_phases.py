@@ -219,13 +219,43 @@ def _load(
 
     for parameter in sorted(shapes.parameters, key=lambda parameter: dot_natural_key(parameter.name)):
         own = final_bytes(parameter)
-        for file_bytes, loading_bytes in _temporary_bytes(parameter, spec, stored, on_cpu=target.capability is None):
-            moments.append(_peak({WEIGHTS: placed + own, FILE: file_bytes, LOADING: loading_bytes}))
+        on_cpu = target.capability is None
+        if parameter.experts:
+            moments += _loading_experts(
+                parameter, spec, stored, placed, own, by_expert=shapes.stored_by_expert, on_cpu=on_cpu
+            )
+        else:
+            for file_bytes, loading_bytes in _temporary_bytes(parameter, spec, stored, on_cpu=on_cpu):
+                moments.append(_peak({WEIGHTS: placed + own, FILE: file_bytes, LOADING: loading_bytes}))
         placed += own
     if spec.adapted and (spec.lora_dora or spec.lora_init != "default"):
         adapted = max(adapted_weights(shapes, spec), key=lambda parameter: parameter.values)
         moments.append(_peak({**states, LOADING: _adapter_init_bytes(adapted, spec, final_bytes(adapted))}))
     return highest(moments)
+
+
+def _loading_experts(
+    parameter: ParameterShape,
+    spec: ModelSpec,
+    stored: torch.dtype,
+    placed: int,
+    own: int,
+    *,
+    by_expert: bool,
+    on_cpu: bool,
+) -> Iterator[Peak]:
+    """Moments of loading a projection of all experts, beside `placed` bytes of other weights.
+
+    If files have a tensor for each expert, all of them and their stack exist at the same time; else the stack as read,
+    and converted. Then the stack is packed, expert by expert.
+    """
+    stacked = parameter.values * spec.dtype.itemsize
+    as_read = stacked if by_expert else parameter.values * stored.itemsize if on_cpu and stored != spec.dtype else 0
+    yield _peak({WEIGHTS: placed, FILE: as_read, LOADING: stacked})
+    if spec.method in PACKED_BITS:
+        one = parameter.values // parameter.experts
+        packing = int(one * _quantising_bytes(spec, on_cpu=on_cpu))
+        yield _peak({WEIGHTS: placed + own, LOADING: stacked + packing})
 
 
 def _adapter_init_bytes(weight: ParameterShape, spec: ModelSpec, final_bytes: int) -> int:

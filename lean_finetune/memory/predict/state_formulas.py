@@ -21,7 +21,7 @@ from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from lean_finetune.model.adapters import adaptable_layers
 from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, has_experts
+from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, has_experts, stored_by_expert
 from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.experts.router import router_parameters
 from lean_finetune.model.model_spec import ModelSpec
@@ -69,6 +69,8 @@ class ModelShapes:
 
     parameters: tuple[ParameterShape, ...]
     buffer_bytes: tuple[int, ...]
+    stored_by_expert: bool = False
+    """Whether the model's files have a tensor for each expert."""
 
     @property
     def values(self) -> int:
@@ -101,7 +103,7 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
         for name, parameter in model.named_parameters()
     )
     buffers = tuple(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    return ModelShapes(parameters=parameters, buffer_bytes=buffers)
+    return ModelShapes(parameters=parameters, buffer_bytes=buffers, stored_by_expert=stored_by_expert(config))
 
 
 def state_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[Line, ...]:

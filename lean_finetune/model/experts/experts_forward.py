@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import MergeModulelist
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lean_finetune.model.experts.grouped_products import combine, dispatch, grouped_linear
@@ -88,6 +90,13 @@ def is_grouped(module: nn.Module) -> bool:
 def expert_parameters(module: Any) -> tuple[str, str]:
     """Names of the two projections of a module of experts."""
     return UP_PROJECTIONS[0 if module.has_gate else 1], DOWN_PROJECTION
+
+
+def stored_by_expert(config: PretrainedConfig) -> bool:
+    """Whether a family's files have a tensor for each expert, which transformers stacks while loading."""
+    conversions = get_checkpoint_conversion_mapping(config.get_text_config().model_type) or ()
+    operations = (operation for one in conversions for operation in getattr(one, "operations", ()))
+    return any(isinstance(operation, MergeModulelist) for operation in operations)
 
 
 def experts_option(kind: type[PreTrainedModel]) -> dict[str, str]:
