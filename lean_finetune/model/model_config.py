@@ -12,8 +12,14 @@ from transformers.activations import ACT2CLS
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import caps_scores
 
-# Each changes the logits after the head, which our loss would ignore.
-UNSUPPORTED_HEADS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap")
+# Changes the logits after the head, which our loss would ignore.
+UNSUPPORTED_HEADS = ("logits_soft_cap",)
+LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
+"""Names of what a family multiplies its logits by: Cohere, Falcon-H1."""
+LOGIT_DIVISOR = "logits_scaling"
+"""What Granite and MiniCPM-3 divide their logits by."""
+MULTIPLIES = {"hyperclovax"}
+"""Families that multiply by `LOGIT_DIVISOR`."""
 
 SIZES = ("hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Sizes that config.json must have if its family has them: transformers replaces missing ones by those of the family's
@@ -125,6 +131,16 @@ def layer_settings(config: PretrainedConfig, name: str) -> list[Any]:
     if getattr(text, "is_heterogeneous", False):
         each = list(text.per_layer_config)
     return [getattr(layer, name, None) for layer in each]
+
+
+def logit_factor(config: PretrainedConfig) -> float:
+    """What a model multiplies the head's output by; 1 for most."""
+    text = config.get_text_config()
+    factor = float(getattr(text, LOGIT_DIVISOR, None) or 1.0)
+    factor = factor if text.model_type in MULTIPLIES else 1.0 / factor
+    for name in LOGIT_FACTORS:
+        factor *= float(getattr(text, name, None) or 1.0)
+    return factor
 
 
 def largest_head_size(config: PretrainedConfig) -> int:

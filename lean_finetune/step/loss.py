@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import JoinedRows, joined_forward
+from lean_finetune.model.model_config import logit_factor
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, join_rows
 
@@ -32,8 +33,10 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits in fp32 of hidden states (..., D) → (..., V), with the model's soft cap where it has one (Gemma 2)."""
+    """Logits in fp32 of hidden states (..., D) → (..., V), with the model's factor (Granite) and soft cap (Gemma 2)."""
     logits = model.get_output_embeddings()(hidden).float()
+    if (factor := logit_factor(model.config)) != 1.0:
+        logits *= factor
     cap = getattr(model.config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
