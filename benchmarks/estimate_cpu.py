@@ -16,24 +16,31 @@ import bitsandbytes as bnb
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Starcoder2Config,
 )
 
 from benchmarks.harness import Row
 from benchmarks.specs import Trainer, joined, model_spec, padded, random_batch
-from lean_finetune.config.field_types import Method, OptimizerName, Precision
+from lean_finetune.config.field_types import LoraExperts, Method, OptimizerName, Precision
 from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
@@ -60,6 +67,8 @@ SMALL: Mapping[str, Any] = {
     "pad_token_id": 0,
 }
 """Configuration that all small models share."""
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 WINDOW = 48
 """Tokens of a sliding window: shorter than the rows, so that masks are needed."""
 
@@ -78,6 +87,26 @@ FAMILIES: Mapping[str, PretrainedConfig] = {
     "OPT": OPTConfig(**SMALL, ffn_dim=128, word_embed_proj_dim=32, do_layer_norm_before=False, dropout=0.0),
     "GPT-NeoX": GPTNeoXConfig(**SMALL),
     "StarCoder 2": Starcoder2Config(**SMALL, residual_dropout=0.0, embedding_dropout=0.0),
+    "Granite": GraniteConfig(**SMALL, logits_scaling=8.0, embedding_multiplier=12.0, attention_multiplier=0.0156),
+    "Command-R": CohereConfig(**SMALL),
+    "Mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "Qwen3-MoE": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16, num_experts=8),
+    "Qwen2-MoE": Qwen2MoeConfig(**SMALL, **EXPERTS, num_experts=8, shared_expert_intermediate_size=64),
+    "GPT-OSS": GptOssConfig(
+        **SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, rope_parameters=ROPE
+    ),
+    "DeepSeek-V3": DeepseekV3Config(
+        **{**SMALL, **EXPERTS, "num_key_value_heads": 4},
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+    ),
 }
 """A small model of each family: the defaults of its configuration class, apart from sizes."""
 
@@ -103,12 +132,13 @@ class Case:
     grad_ckpt: bool = False
     loss_chunk: int | None = 32
     layout: str = "padded"
+    experts: LoraExperts = "none"
 
     @property
     def setting(self) -> Setting:
         """The setting that is traced and trained."""
         return Setting(
-            model=model_spec(self.method, self.precision, rank=4, grad_ckpt=self.grad_ckpt),
+            model=model_spec(self.method, self.precision, rank=4, grad_ckpt=self.grad_ckpt, lora_experts=self.experts),
             optimizer=self.optimizer,
             loss_chunk=self.loss_chunk,
             max_grad_norm=1.0,
