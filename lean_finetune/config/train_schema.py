@@ -250,6 +250,12 @@ TRAIN_RULES = [
         "to 0.0, false, default and false, or train.lora.experts to none",
     ),
     Rule(
+        "train.router_aux_loss",
+        lambda p: p.train.router_aux_loss > 0 and p.train.grad_ckpt and p.train.method == "int8_lora",
+        "has no gradient where int8_lora recomputes layers; got {train.router_aux_loss}; set it to 0.0, or "
+        "train.grad_ckpt=false",
+    ),
+    Rule(
         "train.router",
         lambda p: p.train.router != "frozen" and p.train.method != "full",
         f"has an effect only with train.method=full; got {{train.router}} with {METHOD}; set it to frozen, or use "

@@ -197,15 +197,23 @@ def caps_scores(config: PretrainedConfig) -> bool:
 
 def materializes_scores(config: PretrainedConfig, choice: AttentionName) -> bool:
     """Whether all length × length scores exist in training."""
-    return choice == "eager" or caps_scores(config)
+    return choice == "eager" or caps_scores(config) or computes_own_attention(config)
 
 
 def training_attention(config: PretrainedConfig, choice: AttentionName = "auto") -> str:
     """The registered name of a model's attention in training; `choice` is train.attention."""
     if caps_scores(config):
         return CAPPED_ATTENTION
+    if computes_own_attention(config):
+        return "eager"
     fused = CAPPED_ATTENTION if _has_sinks(config) else ATTENTION
     return {"eager": EAGER_ATTENTION, "flash_attention_2": FLASH_ATTENTION}.get(choice, fused)
+
+
+def computes_own_attention(config: PretrainedConfig) -> bool:
+    """Whether a family's own code computes attention, with all length × length scores (BLOOM, MPT)."""
+    kind = causal_class(config)
+    return not kind._supports_attention_backend and not kind._supports_sdpa
 
 
 def _has_sinks(config: PretrainedConfig) -> bool:
@@ -221,6 +229,8 @@ def generation_attention(config: PretrainedConfig) -> str:
     """
     if caps_scores(config):
         return CAPPED_ATTENTION
+    if computes_own_attention(config):
+        return "eager"
     return EAGER_ATTENTION if _has_sinks(config) else "sdpa"
 
 

@@ -110,6 +110,8 @@ class ModelSpec(WeightsSpec):
     lora_expert_rank: int = 1
     """Read with lora_experts all."""
     router: Router = "frozen"
+    router_aux_loss: float = 0.0
+    """Weight of the loss that balances the experts."""
     seed: int
 
     @classmethod
@@ -132,6 +134,7 @@ class ModelSpec(WeightsSpec):
             lora_experts=lora.experts,
             lora_expert_rank=lora.expert_rank,
             router=train.router,
+            router_aux_loss=train.router_aux_loss,
             seed=params.seed,
         )
 

@@ -5,7 +5,7 @@ Shapes: B rows, T padded tokens, D hidden size, V vocabulary, N trained tokens.
 
 import inspect
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import JoinedRows, joined_forward
+from lean_finetune.model.experts.router import balancing_loss
 from lean_finetune.model.model_config import logit_factor
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, join_rows
@@ -45,23 +46,45 @@ def decoder_hidden(
     lm: PreTrainedModel, input_ids_BT: torch.Tensor, joined_rows: JoinedRows | None = None
 ) -> torch.Tensor:
     """The last hidden states (B, T, D), computed without a mask and without a KV cache."""
+    return _decoder_output(lm, input_ids_BT, joined_rows).last_hidden_state
+
+
+def _decoder_output(
+    lm: PreTrainedModel, input_ids_BT: torch.Tensor, joined_rows: JoinedRows | None, **more: bool
+) -> Any:
+    """The decoder's output, computed without a mask and without a KV cache; `more` are arguments for it."""
     decoder = lm.get_decoder()
     with joined_forward(joined_rows) as arguments:
-        return decoder(input_ids=input_ids_BT, use_cache=False, **arguments).last_hidden_state
+        return decoder(input_ids=input_ids_BT, use_cache=False, **arguments, **more)
 
 
 def summed_loss(
-    model: nn.Module, batch: Batch, chunk: int | None, offload: ActivationOffload | None = None
+    model: nn.Module,
+    batch: Batch,
+    chunk: int | None,
+    offload: ActivationOffload | None = None,
+    router_aux_loss: float = 0.0,
 ) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of a micro-batch, an fp32 scalar.
 
     With `chunk`, only trained positions reach the head, `chunk` of them at a time, and backward recomputes their
     logits: at most chunk × V logits exist. Without it, the logits of all B × T positions exist at once. `offload` takes
-    what the decoder saves for backward, but no logits, since backward begins with them.
+    what the decoder saves for backward, but no logits, since backward begins with them. `router_aux_loss` times the
+    balancing loss of a mixture of experts is added for each trained token.
     """
     lm = causal_lm(model)
+    if router_aux_loss:
+        with nullcontext() if offload is None else offload.saving(lm):
+            output = _decoder_output(lm, batch.input_ids_BT, batch.joined_rows, output_router_logits=True)
+        balance = router_aux_loss * len(batch.supervised_index_N) * balancing_loss(lm, output.router_logits)
+        return balance + _cross_entropy(lm, output.last_hidden_state, batch, chunk)
     with nullcontext() if offload is None else offload.saving(lm):
         hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
+    return _cross_entropy(lm, hidden_BTD, batch, chunk)
+
+
+def _cross_entropy(lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch, chunk: int | None) -> torch.Tensor:
+    """Summed cross-entropy of the trained tokens of a micro-batch."""
     if chunk is None:
         logits_MV = head_logits(lm, hidden_BTD).flatten(0, 1)
         return F.cross_entropy(logits_MV, batch.targets_BT.flatten(), reduction="sum", ignore_index=-100)

@@ -80,7 +80,8 @@ def training_step(
     number = 0
     for batch in batches:  # enumerate would keep a batch alive while the next one is made.
         number += 1
-        compute = partial(summed_loss, batch=batch, chunk=spec.loss_chunk, offload=offload)
+        options = {"chunk": spec.loss_chunk, "offload": offload, "router_aux_loss": model_spec.router_aux_loss}
+        compute = partial(summed_loss, batch=batch, **options)  # type: ignore[arg-type]
         with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type):
             loss = parallel.run(compute) / supervised_tokens
         del batch, compute

@@ -1,9 +1,14 @@
 """The router of a mixture of experts: which parameters it has, and which layers beside it take no adapter."""
 
+import sys
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import expert_modules
 
 
@@ -34,6 +39,28 @@ def gates(model: nn.Module) -> set[str]:
         for child, module in block.named_children()
         if isinstance(module, nn.Linear)
     }
+
+
+def balancing_loss(lm: PreTrainedModel, router_logits: Any) -> torch.Tensor:
+    """Transformers' auxiliary loss of a family (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6).
+
+    It is least, and the number of chosen experts, when all experts get equally many tokens. Padding counts as tokens.
+
+    Args:
+        lm: the model.
+        router_logits: those of each layer, (T, E), as its decoder returns them.
+
+    Raises:
+        UserError: the family has no such loss.
+    """
+    loss = getattr(sys.modules[type(lm).__module__], "load_balancing_loss_func", None)
+    if loss is None or not isinstance(router_logits, tuple) or not router_logits:
+        raise UserError(
+            f"train.router_aux_loss: transformers has none for {lm.config.model_type}; set train.router_aux_loss=0.0"
+        )
+    experts = next(module.num_experts for _, module in expert_modules(lm))
+    balance: torch.Tensor = loss(router_logits, experts, lm.config.get_text_config().num_experts_per_tok)
+    return balance
 
 
 def freeze_routers(model: nn.Module) -> None:
