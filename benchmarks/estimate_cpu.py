@@ -16,6 +16,7 @@ import bitsandbytes as bnb
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     CohereConfig,
     DeepseekV3Config,
     Gemma2Config,
@@ -67,8 +68,8 @@ SMALL: Mapping[str, Any] = {
     "pad_token_id": 0,
 }
 """Configuration that all small models share."""
-EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+EXPERTS: Mapping[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 WINDOW = 48
 """Tokens of a sliding window: shorter than the rows, so that masks are needed."""
 
@@ -87,13 +88,19 @@ FAMILIES: Mapping[str, PretrainedConfig] = {
     "OPT": OPTConfig(**SMALL, ffn_dim=128, word_embed_proj_dim=32, do_layer_norm_before=False, dropout=0.0),
     "GPT-NeoX": GPTNeoXConfig(**SMALL),
     "StarCoder 2": Starcoder2Config(**SMALL, residual_dropout=0.0, embedding_dropout=0.0),
+    "BLOOM": BloomConfig(**{**SMALL, "n_layer": 2, "n_head": 4}),
     "Granite": GraniteConfig(**SMALL, logits_scaling=8.0, embedding_multiplier=12.0, attention_multiplier=0.0156),
     "Command-R": CohereConfig(**SMALL),
     "Mixtral": MixtralConfig(**SMALL, num_local_experts=4),
-    "Qwen3-MoE": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16, num_experts=8),
+    "Qwen3-MoE": Qwen3MoeConfig(**{**SMALL, **EXPERTS, "head_dim": 16}, num_experts=8),
     "Qwen2-MoE": Qwen2MoeConfig(**SMALL, **EXPERTS, num_experts=8, shared_expert_intermediate_size=64),
     "GPT-OSS": GptOssConfig(
-        **SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, rope_parameters=ROPE
+        **SMALL,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        rope_parameters={**ROPE},
     ),
     "DeepSeek-V3": DeepseekV3Config(
         **{**SMALL, **EXPERTS, "num_key_value_heads": 4},

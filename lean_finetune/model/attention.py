@@ -124,9 +124,9 @@ def _with_sinks(
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     kernel = "cpu" if _capability(query) is None else "flash" if flash and mask is None else "efficient"
     lengths = (query.shape[2],) if joined_rows is None else joined_rows.lengths
-    rows = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    rows = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     scale = options.get("scaling")
-    done = [sink_attention(*row, mask, sinks_H, scale, kernel=kernel) for row in rows]
+    done = [sink_attention(q, k, v, mask, sinks_H, scale, kernel=kernel) for q, k, v in rows]
     return done[0] if joined_rows is None else torch.cat(done, dim=1)
 
 

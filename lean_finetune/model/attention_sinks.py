@@ -48,7 +48,7 @@ class _SinkAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks_H, bias, out, with_sink, *tensors = ctx.saved_tensors
         left = iter(tensors)
         rest = [next(left) if one is IS_TENSOR else one for one in ctx.rest]

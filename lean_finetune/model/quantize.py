@@ -51,7 +51,8 @@ def quantisation(spec: WeightsSpec) -> BitsAndBytesConfig | None:
             bnb_4bit_compute_dtype=spec.dtype,
         )
     if config is not None:
-        config.quant_method = QUANTIZER_8BIT if config.load_in_8bit else QUANTIZER_4BIT
+        attributes: Any = config
+        attributes.quant_method = QUANTIZER_8BIT if config.load_in_8bit else QUANTIZER_4BIT
     return config
 
 
@@ -75,7 +76,7 @@ class _Quantize(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], *, model: PreTrainedModel, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The quantised parameters by name."""
-        found = {}
+        found: dict[str, Any] = {}
         for name, value in input_dict.items():
             if not _is_expert(model, name):
                 found.update(self._of_linear.convert({name: value}, model=model, **kwargs))

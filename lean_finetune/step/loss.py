@@ -76,7 +76,9 @@ def summed_loss(
     if router_aux_loss:
         with nullcontext() if offload is None else offload.saving(lm):
             output = _decoder_output(lm, batch.input_ids_BT, batch.joined_rows, output_router_logits=True)
-        balance = router_aux_loss * len(batch.supervised_index_N) * balancing_loss(lm, output.router_logits)
+        balance = (
+            router_aux_loss * len(batch.supervised_index_N) * balancing_loss(lm, getattr(output, "router_logits", None))
+        )
         return balance + _cross_entropy(lm, output.last_hidden_state, batch, chunk)
     with nullcontext() if offload is None else offload.saving(lm):
         hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)

@@ -15,7 +15,7 @@ CONFIG = GptOssConfig(
     num_local_experts=4,
     num_experts_per_tok=2,
     sliding_window=16,
-    rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
+    rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
 )
 
 

@@ -9,44 +9,21 @@ import torch
 from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV3Config,
-    GptOssConfig,
-    MixtralConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
 )
 
-from benchmarks.estimate_cpu import SMALL as SIZES
+from benchmarks.estimate_cpu import save_small
+from benchmarks.specs import padded, random_batch
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.experts.expert_adapters import GroupedAdapter
 from lean_finetune.model.experts.experts_forward import expert_modules
 from lean_finetune.model.experts.packed_weights import packing_of, unpack_expert
+from lean_finetune.model.experts.router import router_parameters
 from lean_finetune.model.load_model import load_base, load_model
+from lean_finetune.step.loss import summed_loss
 from tests.small_model import CPU, spec_of
 
-MIXTURES: dict[str, Any] = {
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
-    "gpt_oss": GptOssConfig(**SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None),
-    "deepseek_v3": DeepseekV3Config(
-        **{**SIZES, "num_key_value_heads": 4},
-        moe_intermediate_size=32,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-    ),
-    "qwen2_moe": Qwen2MoeConfig(
-        **SIZES, moe_intermediate_size=32, shared_expert_intermediate_size=64, num_experts=8, num_experts_per_tok=2
-    ),
-}
+MIXTURES = ("Qwen3-MoE", "Mixtral", "GPT-OSS", "DeepSeek-V3", "Qwen2-MoE")
 TOKENS = torch.arange(24).view(2, 12) % 60
 
 
@@ -58,8 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def directory_of(family: str) -> Path:
         directory = root / family
         if not directory.exists():
-            torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(MIXTURES[family]).save_pretrained(directory)
+            save_small(family, directory)
         return directory
 
     return directory_of
@@ -75,7 +51,7 @@ def changed_adapters(model: Any) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral", "Qwen2-MoE"])
 def test_experts_compute_what_transformers_computes_one_by_one(family, saved):
     """Logits and gradients of all weights, against transformers' loop over experts."""
     ours: Any = load_model(saved(family), spec_of(method="full", router="trained"), CPU)
@@ -89,7 +65,7 @@ def test_experts_compute_what_transformers_computes_one_by_one(family, saved):
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral"])
 @pytest.mark.parametrize("experts", ["none", "all"])
 def test_a_saved_adapter_loads_in_peft_with_equal_logits(family, experts, saved, tmp_path):
     """Adapters that peft reads in another layout, or adds to other layers than we trained."""
@@ -113,14 +89,15 @@ def test_a_saved_adapter_loads_in_peft_with_equal_logits(family, experts, saved,
 def test_packed_experts_compute_with_the_weights_they_hold(method, saved):
     """A block of scales of another expert, or a transposed weight."""
     spec = spec_of(method=method, lora_experts="all", lora_expert_rank=2)
-    packed: Any = changed_adapters(load_model(saved("qwen3_moe"), spec, CPU))
+    packed: Any = changed_adapters(load_model(saved("Qwen3-MoE"), spec, CPU))
     plain: Any = changed_adapters(
-        load_model(saved("qwen3_moe"), spec_of(method="lora", lora_experts="all", lora_expert_rank=2), CPU)
+        load_model(saved("Qwen3-MoE"), spec_of(method="lora", lora_experts="all", lora_expert_rank=2), CPU)
     )
     experts = dict(expert_modules(plain))
     for name, module in expert_modules(packed):
         for projection in ("gate_up_proj", "down_proj"):
-            packing, weight = packing_of(module, projection), getattr(experts[name], projection)
+            packing: Any = packing_of(module, projection)
+            weight = getattr(experts[name], projection)
             values = module.get_parameter(projection)
             assert values.numel() * values.element_size() == weight.numel() // (2 if method == "qlora" else 1)
             for number in range(module.num_experts):
@@ -135,8 +112,8 @@ def test_packed_experts_compute_with_the_weights_they_hold(method, saved):
                     assert (weight[number] - exact).abs().max() < 0.01 * exact.abs().max()
     hidden = torch.randn(10, 64, requires_grad=True)
     chosen, weights = torch.randint(8, (10, 2)), torch.rand(10, 2)
-    one, other = (next(m for m in model.modules() if type(m) is GroupedAdapter) for model in (packed, plain))
-    results = [module(hidden, chosen, weights) for module in (one, other)]
+    one, another = (next(m for m in model.modules() if type(m) is GroupedAdapter) for model in (packed, plain))
+    results = [module(hidden, chosen, weights) for module in (one, another)]
     torch.testing.assert_close(*results)
     grads = [torch.autograd.grad(result.square().sum(), hidden)[0] for result in results]
     torch.testing.assert_close(*grads)
@@ -145,10 +122,45 @@ def test_packed_experts_compute_with_the_weights_they_hold(method, saved):
 def test_a_target_that_peft_takes_for_experts_is_refused(saved):
     """In DeepSeek-V3 peft loads an adapter of the shared expert's gate_proj as one of all experts."""
     with pytest.raises(UserError, match=r"train\.lora\.targets: peft takes gate_proj of deepseek_v3 for its experts"):
-        load_model(saved("deepseek_v3"), spec_of(method="lora", lora_targets=("gate_proj",)), CPU)
+        load_model(saved("DeepSeek-V3"), spec_of(method="lora", lora_targets=("gate_proj",)), CPU)
 
 
 def test_adapters_of_experts_need_experts(small_llama):
     """A switch without effect."""
     with pytest.raises(UserError, match=r"train\.lora\.experts: llama has no experts"):
         load_model(small_llama, spec_of(method="lora", lora_experts="all"), CPU)
+
+
+def test_the_balancing_loss_is_that_of_transformers(saved):
+    """Another scale, or a loss that does not reach the routers."""
+    ours: Any = load_model(saved("Qwen3-MoE"), spec_of(method="full", router="trained"), CPU)
+    batch = random_batch(padded(2, 12, 20), 60)
+    both, plain = (summed_loss(ours, batch, None, router_aux_loss=weight) for weight in (0.1, 0.0))
+    theirs: Any = AutoModelForCausalLM.from_pretrained(saved("Qwen3-MoE"))
+    expected = 0.1 * 20 * theirs(input_ids=batch.input_ids_BT, output_router_logits=True).aux_loss
+    torch.testing.assert_close(both - plain, expected, rtol=1e-4, atol=1e-4)
+    (both - plain).backward()
+    routers: Any = router_parameters(ours).values()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in routers)
+
+
+def test_a_balancing_loss_needs_a_family_that_has_one(small_llama):
+    """A switch without effect."""
+    with pytest.raises(UserError, match=r"train\.router_aux_loss: transformers has none for llama"):
+        summed_loss(
+            load_model(small_llama, spec_of(), CPU), random_batch(padded(1, 8, 4), 60), None, router_aux_loss=0.1
+        )
+
+
+def test_routers_are_trained_by_full_training_alone_when_it_says_so(saved):
+    """A router that fine-tuning on few rows would change."""
+    for family in MIXTURES:
+        frozen, trained = (
+            load_model(saved(family), spec_of(method="full", router=r), CPU) for r in ("frozen", "trained")
+        )
+        routers = set(router_parameters(trained))
+        assert len(routers) >= 1, family
+        changed = {n for n, p in trained.named_parameters() if p.requires_grad} - {
+            n for n, p in frozen.named_parameters() if p.requires_grad
+        }
+        assert changed == routers, family

@@ -9,8 +9,9 @@ Shape legend: E experts, R rank, K inputs, N outputs.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import transformers_weight_conversion
@@ -27,8 +28,9 @@ class GroupedAdapter(ParamWrapper):
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         experts: Any = self.get_base_layer()
         (adapter,) = active_adapters
-        A_ERK = self.lora_A[adapter].weight.unflatten(0, (self.num_experts, -1))
-        B_ENR = self.lora_B[adapter].weight.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        A, B = (cast(torch.Tensor, layers[adapter].weight) for layers in (self.lora_A, self.lora_B))
+        A_ERK = A.unflatten(0, (self.num_experts, -1))
+        B_ENR = B.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
         before = getattr(experts, ADAPTERS, {})
         setattr(experts, ADAPTERS, {**before, self.parameter_name: (A_ERK, B_ENR, self.scaling[adapter])})
         try:
@@ -54,8 +56,8 @@ def target_experts(config: LoraConfig, model: nn.Module, rank: int) -> None:
         }
     )
     share = (rank / config.r) ** (0.5 if config.use_rslora else 1.0)
-    for name in config.target_parameters:
-        config.rank_pattern[name], config.alpha_pattern[name] = rank, config.lora_alpha * share
+    config.rank_pattern = dict.fromkeys(config.target_parameters, rank)
+    config.alpha_pattern = dict.fromkeys(config.target_parameters, config.lora_alpha * share)
 
 
 def linear_targets(model: Any, linear: dict[str, nn.Module]) -> list[str]:

@@ -10,7 +10,7 @@ Shape legend: S rows (tokens × chosen experts), E experts, K inputs, N outputs.
 from typing import Any, cast
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from lean_finetune.model.experts.packed_weights import PackedWeights, unpack_expert
 
@@ -119,7 +119,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grads_SN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grads_SN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows_SK, weights, ends_E = ctx.saved_tensors
         grads_SN = grads_SN.contiguous()
         grad_rows = grad_weights = None
@@ -174,7 +174,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grads_SD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grads_SD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (row_of_S,) = ctx.saved_tensors
         grads_TCD = grads_SD.index_select(0, row_of_S).view(ctx.tokens, -1, grads_SD.shape[1])
         return grads_TCD.sum(1), None, None
@@ -185,15 +185,15 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, rows_SD: torch.Tensor, weights_TC: torch.Tensor, order_S: torch.Tensor, row_of_S: torch.Tensor
+        ctx: Any, rows_SD: torch.Tensor, weights_TC: torch.Tensor, order_S: torch.Tensor, row_of_S: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows_SD, weights_TC, order_S, row_of_S)  # type: ignore[attr-defined]
+        ctx.save_for_backward(rows_SD, weights_TC, order_S, row_of_S)
         rows_TCD = rows_SD.index_select(0, row_of_S).view(*weights_TC.shape, -1)
         return torch.bmm(weights_TC[:, None], rows_TCD)[:, 0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grads_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grads_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows_SD, weights_TC, order_S, row_of_S = ctx.saved_tensors
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[1]:
