@@ -99,8 +99,8 @@ def test_a_storage_lives_until_its_last_reference():
 def test_a_step_that_reads_values_is_refused_in_one_line(monkeypatch):
     """A number made up where the trace could not follow."""
 
-    def loss_that_looks(model, batch, chunk, offload):
-        return summed_loss(model, batch, chunk, offload) * batch.input_ids_BT.sum().item()
+    def loss_that_looks(model, batch, **options):
+        return summed_loss(model, batch, **options) * batch.input_ids_BT.sum().item()
 
     monkeypatch.setattr("lean_finetune.step.training_step.summed_loss", loss_that_looks)
     with pytest.raises(UserError, match="model.name: the step of llama cannot be traced .DataDependentOutputException"):

@@ -112,8 +112,8 @@ def test_packed_experts_compute_with_the_weights_they_hold(method, saved):
                     assert (weight[number] - exact).abs().max() < 0.01 * exact.abs().max()
     hidden = torch.randn(10, 64, requires_grad=True)
     chosen, weights = torch.randint(8, (10, 2)), torch.rand(10, 2)
-    one, another = (next(m for m in model.modules() if type(m) is GroupedAdapter) for model in (packed, plain))
-    results = [module(hidden, chosen, weights) for module in (one, another)]
+    pair: Any = [next(m for m in model.modules() if type(m) is GroupedAdapter) for model in (packed, plain)]
+    results = [module(hidden, chosen, weights) for module in pair]
     torch.testing.assert_close(*results)
     grads = [torch.autograd.grad(result.square().sum(), hidden)[0] for result in results]
     torch.testing.assert_close(*grads)
