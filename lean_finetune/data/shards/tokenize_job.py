@@ -102,7 +102,7 @@ def prepare_job(
         files=len(names),
         chat_template=_template_text(data.chat_template, data_lock),
         engine=chosen.name,
-        **data.model_dump(include=SAME_SETTINGS),
+        **{name: getattr(data, name) for name in sorted(SAME_SETTINGS)},
     )
     tokenizer = BlockTokenizer(settings, chosen.engine)
     return TokenizeJob(
