@@ -13,6 +13,9 @@ from lean_finetune.core.memory_limits import memory_limits
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.memory.gpus import BF16_CAPABILITY, GPUS, Device, context_of
 from lean_finetune.model.attention_choice import choose_attention
+from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.experts.experts_forward import has_experts
+from lean_finetune.model.experts.grouped_products import has_grouped_kernel
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.precision import choose_precision
 
@@ -113,6 +116,18 @@ def attention_on(device: Device, config: PretrainedConfig, spec: ModelSpec, *, m
         config, spec, kind=device.kind, capability=device.compute_capability, masked=masked
     )
     return f"{kernels}: {reason}"
+
+
+def experts_on(device: Device, config: PretrainedConfig, spec: ModelSpec) -> str | None:
+    """How a device multiplies rows by their experts; None for a model without experts."""
+    if not has_experts(meta_model(config)):
+        return None
+    if spec.method in ("qlora", "int8_lora"):
+        return "one after the other, each unpacked for its rows: one expert's 16-bit weights exist at a time"
+    dtype = spec.autocast_dtype or spec.dtype
+    if device.kind == "cuda" and has_grouped_kernel(dtype, device.compute_capability):
+        return "all in one kernel: PyTorch's grouped product"
+    return "one after the other: PyTorch's grouped kernel needs bf16 and compute capability 9 or 10; the same memory"
 
 
 def precision_on(device: Device, requested: AnyPrecision) -> tuple[Precision, str]:

@@ -6,7 +6,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.attention import FLASH_CAPABILITY, FLASH_MAX_HEAD_SIZE, caps_scores
+from lean_finetune.model.attention import FLASH_CAPABILITY, FLASH_MAX_HEAD_SIZE, caps_scores, computes_own_attention
 from lean_finetune.model.model_config import largest_head_size
 from lean_finetune.model.model_spec import ModelSpec
 
@@ -43,6 +43,10 @@ def choose_attention(
         raise UserError(
             f"train.attention: {config.model_type} caps its scores, which no fused kernel does; got {choice}; use auto"
         )
+    if computes_own_attention(config):
+        if choice not in ("auto", "eager"):
+            raise UserError(f"train.attention: {config.model_type} computes its own attention; got {choice}; use auto")
+        return "eager", "the family's own code computes all scores"
     no_flash = _no_flash(config, spec, kind, capability, masked)
     if choice == "flash_attention_2" and no_flash:
         raise UserError(f"train.attention: flash_attention_2 {no_flash}; got flash_attention_2; use auto")

@@ -84,6 +84,7 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
 def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
     """Describe model, data, plan and parameters."""
     tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
+    in_experts = train.get("trained_expert_parameters")
     reasons = ", ".join(f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name])
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
     waiting = f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens"
@@ -108,6 +109,7 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
         ("padding", f"{bucket['padding_percent']:.1f} % of the tokens computed"),
         *([("waiting", waiting)] if settings["hardware.num_gpus"] > 1 else []),
         ("trained parameters", f"{train['trained_parameters']:,}"),
+        *([("of these in experts", f"{in_experts:,}")] if in_experts is not None else []),
         ("trained on", train["device"]),
         ("speed", f"{train['tokens_per_second']:,.0f} tokens/s"),
         *((name, str(value).lower() if isinstance(value, bool) else value) for name, value in settings.items()),

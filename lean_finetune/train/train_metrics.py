@@ -5,6 +5,8 @@ from typing import Any
 import torch
 
 from lean_finetune.core.units import GIB
+from lean_finetune.model.experts.expert_adapters import trained_in_experts
+from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.step.run_optimizer import trained_parameters
 from lean_finetune.train.monitor.growth import classify
 from lean_finetune.train.monitor.growth_advice import growth_line
@@ -34,6 +36,7 @@ def train_metrics(result: TrainResult, measured: MeasuredPeaks, device: torch.de
         "supervised_tokens_per_second": sum(row["supervised_tokens"] for row in timed) / seconds,
         "train_seconds": sum(row["seconds"] for row in curves),
         "trained_parameters": sum(p.numel() for p in trained_parameters(result.model)),
+        **({"trained_expert_parameters": trained_in_experts(result.model)} if has_experts(result.model) else {}),
         **skipped,
         **splits,
         "peak_bytes_measured": peak,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.estimate_cpu import save_small
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.distributed.processes import SINGLE_PROCESS
 from tests.distributed.cases import Case, learn
@@ -208,6 +209,22 @@ BF16, FP16 = (0.005, 0.05), (0.001, 0.01)
 def test_precisions_and_adapters(small_llama: Path, pair: Group, single: Single, mode, model, optim, bounds):
     case = Case(directory=str(small_llama), mode=mode, sizes=IDLE, chunk=16, steps=12, model=model, optim=optim)
     check(pair, single, case, same_batches(case), bounds)
+
+
+EXPERT_CASES = [
+    ("zero3", {"method": "qlora", "lora_experts": "all"}),
+    ("zero3", {"method": "full"}),
+    ("zero2", {"method": "lora", "lora_experts": "all"}),
+    ("ddp", {"method": "full", "router": "trained"}),
+    ("ddp", {"method": "int8_lora", "lora_experts": "all", "grad_ckpt": True}),
+]
+
+
+@pytest.mark.parametrize(("mode", "model"), [EXPERT_CASES[0], *(slow(*case) for case in EXPERT_CASES[1:])])
+def test_experts_shared_by_processes_learn_the_same(tmp_path, pair: Group, single: Single, mode, model):
+    """Packed experts sharded without their scales, or rows sent to the experts of another process's weights."""
+    case = Case(directory=str(save_small("Qwen3-MoE", tmp_path)), mode=mode, sizes=IDLE, chunk=16, steps=8, model=model)
+    check(pair, single, case, same_batches(case), EXACT)
 
 
 @pytest.mark.parametrize(

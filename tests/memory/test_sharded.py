@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.estimate_cpu import save_small
 from lean_finetune.memory.advice.switches import weights_on_host
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import closed_form, model_shapes
@@ -53,6 +54,20 @@ ALL = list(product(MODES, ("full", "lora", "qlora"), STEPS))
 def test_prediction_equals_what_processes_count(small_llama: Path, pair: Group, mode, method, steps):
     """A buffer of DDP or FSDP2 traced wrong, or a shard counted as the full tensor."""
     check(pair, 2, small_llama, mode, steps, method=method)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [
+        ("zero3", {"method": "qlora", "lora_experts": "all"}),
+        pytest.param("zero3", {"method": "full"}, marks=pytest.mark.slow),
+        pytest.param("zero2", {"method": "lora", "lora_experts": "all"}, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_are_predicted_as_processes_count_them(tmp_path, pair: Group, mode, changes):
+    """Scales of packed experts, which every process has, divided among them."""
+    check(pair, 2, save_small("Qwen3-MoE", tmp_path), mode, "two turns", **changes)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest, 
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.verdict import answer, describe, judge
 from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
-from lean_finetune.memory.devices import attention_on, precision_on, resolve_gpu
+from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
 from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
@@ -132,6 +132,8 @@ def _run_lines(p: Params, run: Workload, device: Device) -> Iterator[str]:
     text = f"{model.method}, {model.precision}, {train.optimizer}, grad_ckpt={grad_ckpt}, loss_chunk={chunk}"
     yield labelled("run", f"{text}, micro-batches of {describe(run.steps[-1][-1])}")
     yield labelled("attention", attention)
+    if (experts := experts_on(device, run.config, model)) is not None:
+        yield labelled("experts", experts)
     for note in environment_notes(train.expandable_segments) if device.kind == "cuda" else ():
         yield labelled("note", note)
 

@@ -194,7 +194,7 @@ def _figures(
         "gpu": planned.device.name,
         "gpu_reason": planned.reasons["gpu"],
         "capacity_gib": round(planned.device.memory_bytes / GIB, 2),
-        "attention": planned.reasons["attention"],
+        **{name: planned.reasons[name] for name in ("attention", "experts") if name in planned.reasons},
         "host_bytes_predicted": process and process["host_needed_bytes"],
         **tiers_metrics(documents["tiers.json"], expandable=planned.expandable),
     }

@@ -18,7 +18,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.verdict import judge
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan
-from lean_finetune.memory.devices import attention_on, precision_on, resolve_gpu
+from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
 from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.other_phases import stored_dtype
 from lean_finetune.memory.predict.peak import Prediction
@@ -121,7 +121,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
     refuse_offloaded_state(p.train.offload, device.kind)
     setting = Setting.from_params(p, precision, accumulates_gradients=accumulates_gradients(plan))
     beyond_window = longest >= (attention_window(config) or math.inf)
-    segments = segments_from_environment()
+    segments, experts = segments_from_environment(), experts_on(device, config, setting.model)
     planned = PlannedRun(
         plan=plan,
         lengths=lengths,
@@ -135,6 +135,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
             "gpu": device_reason,
             "precision": precision_reason,
             "attention": attention_on(device, config, setting.model, masked=beyond_window and not plan.flat),
+            **({} if experts is None else {"experts": experts}),
         },
     )
     if setting.optimizer_in_backward:

@@ -17,7 +17,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import transformers_weight_conversion
 from torch import nn
 
-from lean_finetune.model.experts.experts_forward import ADAPTERS, expert_modules, expert_parameters
+from lean_finetune.model.experts.experts_forward import ADAPTERS, expert_modules, expert_parameters, is_grouped
 from lean_finetune.model.experts.router import gates
 
 
@@ -81,14 +81,8 @@ def names_of_experts(model: Any) -> set[str]:
     return set(transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING.get(family, ()))
 
 
-def trained_counts(model: nn.Module) -> dict[str, int]:
-    """Trained values by part: attention and other layers, experts, adapters of experts."""
-    counts: dict[str, int] = {}
-    experts = tuple(path for path, _ in expert_modules(model))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            part = (
-                "experts" if any(f".{path.rpartition('.')[2]}." in f".{name}" for path in experts) else "other layers"
-            )
-            counts[part] = counts.get(part, 0) + parameter.numel()
-    return counts
+def trained_in_experts(model: nn.Module) -> int:
+    """Trained values of experts and of their adapters."""
+    parts = (module for module in model.modules() if is_grouped(module) or isinstance(module, GroupedAdapter))
+    trained = {id(p): p.numel() for part in parts for p in part.parameters() if p.requires_grad}
+    return sum(trained.values())

@@ -94,7 +94,8 @@ def pack_parameter(module: nn.Module, name: str, weight: torch.Tensor, quant_typ
 def register_scales(model: nn.Module) -> None:
     """Make the scales of packed parameters buffers, after loading: transformers empties buffers it did not read."""
     for module in packed_modules(model):
-        for name, tensor in module.__dict__.pop(SCALES, {}).items():
+        # In one order, whatever the order of reading: processes send them to each other in it.
+        for name, tensor in sorted(module.__dict__.pop(SCALES, {}).items()):
             module.register_buffer(name, tensor, persistent=False)
 
 
