@@ -12,11 +12,13 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from safetensors.torch import load_file
+from transformers import PretrainedConfig
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.packed_weights import INT8_LARGEST
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import WeightsSpec
@@ -69,6 +71,19 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
     if unmerged:
         raise UserError(
             f"train.merge: {base} has no weight for {sorted(unmerged)[0]}, which has an adapter; set train.merge=false"
+        )
+
+
+def refuse_merge(config: PretrainedConfig, spec: WeightsSpec) -> None:
+    """Refuse to merge into a mixture whose experts training packs: the merged files would have them unpacked.
+
+    Raises:
+        UserError: naming the remedy.
+    """
+    if quantisation(spec) is not None and has_experts(meta_model(config)):
+        raise UserError(
+            f"train.merge: experts that train.method={spec.method} packs cannot be merged yet; got true for "
+            f"{config.model_type}; set it to false, or use train.method=lora"
         )
 
 

@@ -14,6 +14,7 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.model.allocator_settings import use_segments
+from lean_finetune.model.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.pinning.locate import model_directory, verify_files
@@ -92,7 +93,10 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
     """
     lock = read_json(paths.model_lock)
     directory = model_directory(lock)
-    check_attention(device, read_config(directory), spec)
+    config = read_config(directory)
+    check_attention(device, config, spec)
+    if params.train.merge:
+        refuse_merge(config, spec)
     if world.local_rank == 0:  # All processes of a node read the same files.
         verify_files(directory, lock["files"])
     plan, rows = _read_plan(params, spec, world, paths)

@@ -20,6 +20,8 @@ from lean_finetune.model.experts.experts_forward import expert_modules
 from lean_finetune.model.experts.packed_weights import packing_of, unpack_expert
 from lean_finetune.model.experts.router import router_parameters
 from lean_finetune.model.load_model import load_base, load_model
+from lean_finetune.model.merge_adapters import refuse_merge
+from lean_finetune.model.model_config import read_config
 from lean_finetune.step.loss import summed_loss
 from tests.small_model import CPU, spec_of
 
@@ -164,3 +166,11 @@ def test_routers_are_trained_by_full_training_alone_when_it_says_so(saved):
             n for n, p in frozen.named_parameters() if p.requires_grad
         }
         assert changed == routers, family
+
+
+def test_packed_experts_are_not_merged(saved):
+    """A merged model whose experts differ from those that the adapters learnt beside."""
+    config = read_config(saved("Mixtral"))
+    with pytest.raises(UserError, match=r"^train\.merge: experts that train\.method=qlora packs"):
+        refuse_merge(config, spec_of(method="qlora"))
+    refuse_merge(config, spec_of(method="lora"))
