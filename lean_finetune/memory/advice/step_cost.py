@@ -121,7 +121,7 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
     # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
     passes = PASSES_FORWARD + (PASSES_BACKWARD if model.method == "full" else 1) + recomputed
     # A token looks its input embedding up: no product.
-    parameters = shapes.values - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
+    parameters = shapes.active_values - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
     # Scores and their product with the values, of width × length each, over the causal half; twice that in backward.
     width = max(layer_settings(config, "num_attention_heads")) * largest_head_size(config)
     scores = 2 * FLOP_PER_PRODUCT * text.num_hidden_layers * width * run.longest * tokens / 2

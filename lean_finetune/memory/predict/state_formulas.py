@@ -69,6 +69,8 @@ class ModelShapes:
 
     parameters: tuple[ParameterShape, ...]
     buffer_bytes: tuple[int, ...]
+    experts_per_token: int | None = None
+    """Of a mixture; None if its config does not say."""
     stored_by_expert: bool = False
     """Whether the model's files have a tensor for each expert."""
 
@@ -76,6 +78,12 @@ class ModelShapes:
     def values(self) -> int:
         """Number of elements of all parameters: the size by which a model is known."""
         return sum(parameter.values for parameter in self.parameters)
+
+    @property
+    def active_values(self) -> int:
+        """Number of elements that a token is multiplied by: of experts, those that its router chooses."""
+        chosen = self.experts_per_token
+        return sum(p.values * (chosen or p.experts) // p.experts if p.experts else p.values for p in self.parameters)
 
 
 def model_shapes(config: PretrainedConfig) -> ModelShapes:
@@ -103,7 +111,12 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
         for name, parameter in model.named_parameters()
     )
     buffers = tuple(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    return ModelShapes(parameters=parameters, buffer_bytes=buffers, stored_by_expert=stored_by_expert(config))
+    return ModelShapes(
+        parameters=parameters,
+        buffer_bytes=buffers,
+        experts_per_token=getattr(config.get_text_config(), "num_experts_per_tok", None),
+        stored_by_expert=stored_by_expert(config),
+    )
 
 
 def state_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[Line, ...]:
