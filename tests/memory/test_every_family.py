@@ -4,11 +4,14 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks.estimate_cpu import Case, compare, worst_share
 from lean_finetune.cli import fit
 from lean_finetune.memory.predict.layer_structure import with_layers
+from tests.memory.small_families import COUNTED, NO_QLORA, tiny_config
 from tests.workspace import lay_out
 
 PARTS = 16
@@ -55,3 +58,17 @@ def test_no_config_ends_in_a_traceback(part, method, tmp_path, monkeypatch):
                 faults.append((family, bool(values), result.exit_code, repr(result.exception), result.stderr[-300:]))
     assert not faults, faults
     assert tried > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("family", COUNTED)
+def test_a_family_is_predicted_as_it_is_counted(family, method, tmp_path):
+    """Experts, Mamba, convolutions or linear attention that are traced unlike they run."""
+    if method == "qlora" and family in NO_QLORA:
+        pytest.skip(f"{family} reads a weight that 4 bits pack")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config(family)).save_pretrained(tmp_path)
+    for grad_ckpt in (False, True):
+        pairs = compare(Case(family=family, method=method, grad_ckpt=grad_ckpt), tmp_path)
+        assert worst_share(pairs) < 1e-3, pairs

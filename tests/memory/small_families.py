@@ -1,0 +1,45 @@
+"""A small model of any family of transformers: its config's defaults with small sizes."""
+
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16},
+    **{"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 256, "pad_token_id": 0},
+    **{"eos_token_id": 2, "bos_token_id": None},
+    # Experts.
+    **{"moe_intermediate_size": 32, "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8},
+    **{"moe_num_experts": 8, "num_experts_per_tok": 2, "moe_k": 2, "n_group": 2, "topk_group": 1},
+    **{"first_k_dense_replace": 1, "num_dense_layers": 1, "n_shared_experts": 1},
+    **{"shared_expert_intermediate_size": 64, "shared_intermediate_size": 64},
+    # Attention with compressed keys and values.
+    **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    # Linear attention, Mamba and convolutions.
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2},
+    **{"conv_dim": 64, "block_ff_dim": 128, "use_mamba_kernels": False},
+}
+COUNTED = (
+    *("afmoe", "bamba", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoehybrid", "hunyuan_v1_moe"),
+    *("jamba", "lfm2", "lfm2_moe", "mimo_v2_flash", "minimax", "minimax_m2", "olmo_hybrid", "olmoe", "phimoe"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "flex_olmo", "granitemoeshared", "solar_open"),
+    *("olmo3", "smollm3", "cohere2", "glm4", "exaone4", "gpt2", "gptj", "codegen", "mpt", "apertus", "seed_oss"),
+    *("helium", "nanochat", "arcee", "stablelm", "persimmon", "ministral3", "internlm3", "hyperclovax"),
+)
+"""Families without a case in benchmarks.estimate_cpu."""
+NO_QLORA = {"jamba"}
+"""Families whose code reads a weight that 4 bits pack."""
+
+
+def tiny_config(family: str) -> PretrainedConfig:
+    """The config of a small model."""
+    kind = CONFIG_MAPPING[family]
+    default = kind()
+    values = {name: value for name, value in SIZES.items() if hasattr(default, name)}
+    heads = getattr(default, "num_attention_heads", None)
+    if heads is not None and getattr(default, "num_key_value_heads", None) == heads:
+        values["num_key_value_heads"] = SIZES["num_attention_heads"]
+    if family == "lfm2_moe":
+        values["layer_types"] = ["conv", "full_attention"] * 2
+    return kind(**values)
