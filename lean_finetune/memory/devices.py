@@ -126,7 +126,7 @@ def experts_on(device: Device, config: PretrainedConfig, spec: ModelSpec) -> str
         return "one after the other, each unpacked for its rows: one expert's 16-bit weights exist at a time"
     dtype = spec.autocast_dtype or spec.dtype
     if device.kind == "cuda" and has_grouped_kernel(dtype, device.compute_capability):
-        return "all in one kernel: PyTorch's grouped product"
+        return "all in one kernel where sizes are multiples of 8; gradients of weights one after the other"
     return "one after the other: PyTorch's grouped kernel needs bf16 and compute capability 9 or 10; the same memory"
 
 

@@ -96,7 +96,7 @@ def _attention(
     capability = _capability(query)
     flash = capability is not None and takes_flash(query, capability)
     if s_aux is not None:
-        return _with_sinks(query, key, value, attention_mask, joined_rows, s_aux, flash, kwargs), None
+        return _with_sinks(module, query, key, value, attention_mask, joined_rows, s_aux, kwargs), None
     if joined_rows is not None and flash and VARLEN_READY and not kwargs.get("dropout"):
         return _all_rows_at_once(query, key, value, joined_rows, kwargs.get("scaling")), None
     if capability is not None and not flash:
@@ -110,19 +110,25 @@ def _attention(
 
 
 def _with_sinks(
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     joined_rows: JoinedRows | None,
     sinks_H: torch.Tensor,
-    flash: bool,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Attention with sinks, (B, H, T, D) → (B, T, H, D); joined rows one after the other."""
-    groups = query.shape[1] // key.shape[1]
+    if options.get("dropout"):
+        return _by_scores(module, query, key, value, mask, s_aux=sinks_H, **options)
+    if torch.is_autocast_enabled(query.device.type):  # Autocast does not reach the kernels, which are called directly.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    groups, capability = query.shape[1] // key.shape[1], _capability(query)
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    kernel = "cpu" if _capability(query) is None else "flash" if flash and mask is None else "efficient"
+    flash = capability is not None and mask is None and takes_flash(query, capability)
+    kernel = "cpu" if capability is None else "flash" if flash else "efficient"
     lengths = (query.shape[2],) if joined_rows is None else joined_rows.lengths
     rows = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     scale = options.get("scaling")

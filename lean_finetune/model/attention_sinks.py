@@ -3,7 +3,8 @@
 PyTorch's fused kernels do not know sinks, so transformers computes all scores. But a fused kernel returns lse, the log
 of the sum of exponentials, and with it a sink is a factor: y = o × exp(lse - lse'), lse' = log(exp(lse) + exp(sink)).
 The kernel's own backward, given y and lse' for o and lse, returns the gradients of queries, keys and values with the
-sink: they depend on the softmax's sum through lse' alone. So memory grows with the length, not with its square.
+sink: they depend on the softmax's sum through lse' alone. So no scores are stored; where rows are longer than a sliding
+window, its mask still is, as in other families.
 
 Shape legend: B rows, H query heads, T tokens, D head size.
 """

@@ -212,10 +212,11 @@ def packed_grouped_bytes(
     state: list[torch.Tensor],
     ends_E: torch.Tensor,
     shape: list[int],
+    quant_type: str,
     *rest: Any,
 ) -> int:
     """The unpacked weight of one expert, and its fp32 block scales."""
-    return unpacked_bytes(state, shape, rows_SK.dtype)
+    return unpacked_bytes(state, shape, quant_type, rows_SK.dtype)
 
 
 def embedding_backward_bytes(grad: torch.Tensor, indices: torch.Tensor, *rest: Any, **kwargs: Any) -> int:

@@ -31,20 +31,24 @@ ADAPTERS = "_expert_adapters"
 def experts_forward(
     module: Any, hidden_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, (T, D) → (T, D)."""
+    """The weighted sum of each token's experts, (T, D) → (T, D); a choice beyond the experts counts for nothing."""
+    weights_TC = weights_TC.masked_fill(experts_TC >= module.num_experts, 0.0)
+    experts_TC = experts_TC.clamp(max=module.num_experts - 1)
     experts_S, order_S = experts_TC.flatten().sort(stable=True)
     row_of_S = torch.empty_like(order_S)
     row_of_S[order_S] = torch.arange(len(order_S), device=order_S.device)
     all_experts = torch.arange(module.num_experts, device=experts_S.device)
     ends_E = torch.searchsorted(experts_S, all_experts, right=True, out_int32=True)
-    rows = dispatch(hidden_TD, order_S, row_of_S)
-    up = _linear(module, UP_PROJECTIONS[0 if module.has_gate else 1], rows, experts_S, ends_E)
+    up_name, _ = expert_parameters(module)
+    dtype = _compute_dtype(hidden_TD, getattr(module, up_name))
+    rows = dispatch(hidden_TD.to(dtype), order_S, row_of_S)
+    up = _linear(module, up_name, rows, experts_S, ends_E)
     del rows
     activated = module._apply_gate(up) if module.has_gate else module.act_fn(up)
     del up
     down = _linear(module, DOWN_PROJECTION, activated, experts_S, ends_E)
     if module.has_post_expert_norm:
-        down = module.post_expert_norm(down)
+        down = module.post_expert_norm(down).to(down.dtype)
     return combine(down, weights_TC, order_S, row_of_S).to(hidden_TD.dtype)
 
 

@@ -35,7 +35,7 @@ def grouped_mm(rows_SK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.T
     out_SN = rows_SK.new_empty(len(rows_SK), weights_EKN.shape[2])
     for expert, (start, end) in enumerate(_bounds(ends_E)):
         torch.mm(rows_SK[start:end], weights_EKN[expert], out=out_SN[start:end])
-    return _without_rest(out_SN, ends_E)
+    return out_SN
 
 
 @grouped_mm.register_fake
@@ -75,7 +75,7 @@ def packed_grouped_mm(
         weight = unpack_expert(packed, state, expert, shape, quant_type, rows_SK.dtype)
         torch.mm(rows_SK[start:end], weight.t() if transpose else weight, out=out_SN[start:end])
         del weight
-    return _without_rest(out_SN, ends_E)
+    return out_SN
 
 
 @packed_grouped_mm.register_fake
@@ -89,12 +89,6 @@ def _(
     transpose: bool,
 ) -> torch.Tensor:
     return rows_SK.new_empty(len(rows_SK), shape[1 if transpose else 2])
-
-
-def _without_rest(out_SN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """The output with zeros in rows that no expert has: some routers choose to skip the experts."""
-    out_SN[int(ends_E[-1]) :] = 0
-    return out_SN
 
 
 def _bounds(ends_E: torch.Tensor) -> list[tuple[int, int]]:

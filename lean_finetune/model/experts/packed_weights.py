@@ -21,6 +21,7 @@ BLOCK_WEIGHTS = 64
 NESTED_BLOCK_VALUES = 256
 LEVELS_4BIT = 16
 BYTE_LEVELS = 256
+FP32_BYTES = 4
 INT8 = "int8"
 INT8_LARGEST = 127
 PACKINGS = "_packings"
@@ -142,7 +143,7 @@ def unpack_expert(
 ) -> torch.Tensor:
     """The weight of one expert."""
     if quant_type == INT8:
-        return packed[expert].to(dtype).mul_((state[0][expert] / INT8_LARGEST).to(dtype)[:, None])
+        return packed[expert].float().mul_((state[0][expert] / INT8_LARGEST)[:, None]).to(dtype)
     scales = state[0][expert]
     if len(state) > 1:
         nested = QuantState(absmax=state[2][expert], code=state[3], blocksize=NESTED_BLOCK_VALUES, dtype=torch.float32)
@@ -153,10 +154,12 @@ def unpack_expert(
     return bnb.functional.dequantize_4bit(packed[expert][:, None], quantised)
 
 
-def unpacked_bytes(state: list[torch.Tensor], shape: list[int], dtype: torch.dtype) -> int:
-    """Temporary bytes of `unpack_expert`: the weight, and its scales in fp32."""
-    scales = 4 * state[0].shape[1] if len(state) > 1 else 0
-    return prod(shape[1:]) * dtype.itemsize + scales
+def unpacked_bytes(state: list[torch.Tensor], shape: list[int], quant_type: str, dtype: torch.dtype) -> int:
+    """Temporary bytes of `unpack_expert`: the weight, in 8 bits also in fp32; and its scales in fp32."""
+    scales = 4 * state[0].shape[1]
+    if quant_type == INT8:
+        return prod(shape[1:]) * (FP32_BYTES + (dtype.itemsize if dtype != torch.float32 else 0))
+    return prod(shape[1:]) * dtype.itemsize + (scales if len(state) > 1 else 0)
 
 
 def packed_modules(model: nn.Module) -> Iterator[nn.Module]:

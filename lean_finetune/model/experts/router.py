@@ -1,7 +1,6 @@
 """The router of a mixture of experts: which parameters it has, and which layers beside it take no adapter."""
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,34 +10,54 @@ from transformers import PreTrainedModel
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import expert_modules
 
-
-def mixture_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Each module that has experts as a child: its name, itself, and its number of experts."""
-    modules = dict(model.named_modules())
-    for name, experts in expert_modules(model):
-        parent = name.rpartition(".")[0]
-        yield parent, modules[parent], experts.num_experts
+ROUTERS = ("gate", "router")
+"""Names of routers in transformers, beside `experts`."""
 
 
-def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of the routers by name: those beside the experts with one row for each expert."""
-    found = {}
-    for name, block, experts in mixture_blocks(model):
-        inside = {id(parameter) for _, module in expert_modules(block) for parameter in module.parameters()}
-        for path, parameter in block.named_parameters():
-            if id(parameter) not in inside and parameter.ndim <= 2 and len(parameter) == experts:
-                found[f"{name}.{path}"] = parameter
+def router_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The routers by name.
+
+    Raises:
+        UserError: a layer has experts and no router of a known name.
+    """
+    modules, found = dict(model.named_modules()), {}
+    for name, _ in expert_modules(model):
+        block = name.rpartition(".")[0]
+        routers = {
+            f"{block}.{child}": modules[f"{block}.{child}"] for child in ROUTERS if f"{block}.{child}" in modules
+        }
+        if not routers:
+            raise UserError(f"model.name: the router beside {name} is of an unknown kind; choose another model")
+        found.update(routers)
     return found
 
 
-def gates(model: nn.Module) -> set[str]:
-    """Names of linear layers that choose or weigh experts: direct children of a module with experts."""
+def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of the routers by name."""
     return {
-        f"{name}.{child}"
-        for name, block, _ in mixture_blocks(model)
-        for child, module in block.named_children()
+        f"{name}.{path}": parameter
+        for name, router in router_modules(model).items()
+        for path, parameter in router.named_parameters()
+    }
+
+
+def gates(model: nn.Module) -> set[str]:
+    """Paths of linear layers that choose experts, or weigh a shared one: they take no adapter."""
+    modules = dict(model.named_modules())
+    inside = {
+        f"{name}.{path}".removesuffix(".")
+        for name, router in router_modules(model).items()
+        for path, module in router.named_modules()
         if isinstance(module, nn.Linear)
     }
+    blocks = {name.rpartition(".")[0] for name, _ in expert_modules(model)}
+    weighing = {
+        f"{block}.{child}"
+        for block in blocks
+        for child, module in modules[block].named_children()
+        if isinstance(module, nn.Linear) and module.out_features == 1
+    }
+    return inside | weighing
 
 
 def balancing_loss(lm: PreTrainedModel, router_logits: Any) -> torch.Tensor:
@@ -54,12 +73,13 @@ def balancing_loss(lm: PreTrainedModel, router_logits: Any) -> torch.Tensor:
         UserError: the family has no such loss.
     """
     loss = getattr(sys.modules[type(lm).__module__], "load_balancing_loss_func", None)
-    if loss is None or not isinstance(router_logits, tuple) or not router_logits:
+    chosen = getattr(lm.config.get_text_config(), "num_experts_per_tok", None)
+    if loss is None or chosen is None or not isinstance(router_logits, tuple) or not router_logits:
         raise UserError(
             f"train.router_aux_loss: transformers has none for {lm.config.model_type}; set train.router_aux_loss=0.0"
         )
     experts = next(module.num_experts for _, module in expert_modules(lm))
-    balance: torch.Tensor = loss(router_logits, experts, lm.config.get_text_config().num_experts_per_tok)
+    balance: torch.Tensor = loss(router_logits, experts, chosen)
     return balance
 
 
