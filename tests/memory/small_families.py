@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 SIZES: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16},
     **{"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 256, "pad_token_id": 0},
-    **{"eos_token_id": 2, "bos_token_id": None},
+    **{"eos_token_id": 2, "bos_token_id": None, "rotary_dim": 8},
     # Experts.
     **{"moe_intermediate_size": 32, "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8},
     **{"moe_num_experts": 8, "num_experts_per_tok": 2, "moe_k": 2, "n_group": 2, "topk_group": 1},
