@@ -12,7 +12,7 @@ from transformers.integrations import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from lean_finetune.model.adapters import add_adapters
-from lean_finetune.model.attention import training_attention
+from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation

@@ -12,7 +12,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.generate import Prompt, greedy_answers, stop_ids
 from lean_finetune.evaluate.row_losses import row_losses
 from lean_finetune.model.adapters import load_adapter
-from lean_finetune.model.attention import generation_attention
+from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config

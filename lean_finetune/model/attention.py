@@ -18,13 +18,11 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lean_finetune.config.field_types import AttentionName
 from lean_finetune.model.attention_sinks import sink_attention
-from lean_finetune.model.empty_model import causal_class
 
 ATTENTION = "lean_sdpa"
 CAPPED_ATTENTION = "lean_capped"
@@ -93,10 +91,10 @@ def _attention(
         padded = F.pad(value, (0, padding))
         out, _ = _attention(module, query, key, padded, attention_mask, joined_rows=joined_rows, s_aux=s_aux, **kwargs)
         return out[..., :-padding], None
-    capability = _capability(query)
-    flash = capability is not None and takes_flash(query, capability)
     if s_aux is not None:
         return _with_sinks(module, query, key, value, attention_mask, joined_rows, s_aux, kwargs), None
+    capability = _capability(query)
+    flash = capability is not None and takes_flash(query, capability)
     if joined_rows is not None and flash and VARLEN_READY and not kwargs.get("dropout"):
         return _all_rows_at_once(query, key, value, joined_rows, kwargs.get("scaling")), None
     if capability is not None and not flash:
@@ -194,50 +192,6 @@ def _by_scores(
         weights_BHTT = weights_BHTT[..., :-1]
     weights_BHTT = F.dropout(weights_BHTT, p=dropout, training=module.training)
     return torch.matmul(weights_BHTT, value).transpose(1, 2).contiguous()
-
-
-def caps_scores(config: PretrainedConfig) -> bool:
-    """Whether a model caps its attention scores, so that all of them must exist."""
-    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-
-
-def materializes_scores(config: PretrainedConfig, choice: AttentionName) -> bool:
-    """Whether all length × length scores exist in training."""
-    return choice == "eager" or caps_scores(config) or computes_own_attention(config)
-
-
-def training_attention(config: PretrainedConfig, choice: AttentionName = "auto") -> str:
-    """The registered name of a model's attention in training; `choice` is train.attention."""
-    if caps_scores(config):
-        return CAPPED_ATTENTION
-    if computes_own_attention(config):
-        return "eager"
-    fused = CAPPED_ATTENTION if _has_sinks(config) else ATTENTION
-    return {"eager": EAGER_ATTENTION, "flash_attention_2": FLASH_ATTENTION}.get(choice, fused)
-
-
-def computes_own_attention(config: PretrainedConfig) -> bool:
-    """Whether a family's own code computes attention, with all length × length scores (BLOOM, MPT)."""
-    kind = causal_class(config)
-    return not kind._supports_attention_backend and not kind._supports_sdpa
-
-
-def _has_sinks(config: PretrainedConfig) -> bool:
-    """Whether transformers says that PyTorch's sdpa cannot compute a model's attention, though fused kernels can."""
-    kind = causal_class(config)
-    return kind._supports_attention_backend and not kind._supports_sdpa
-
-
-def generation_attention(config: PretrainedConfig) -> str:
-    """The registered name of a model's attention in generation, which pads on the left and so uses a mask.
-
-    It is transformers' sdpa, unless the model caps scores or has sinks, which sdpa ignores.
-    """
-    if caps_scores(config):
-        return CAPPED_ATTENTION
-    if computes_own_attention(config):
-        return "eager"
-    return EAGER_ATTENTION if _has_sinks(config) else "sdpa"
 
 
 def _capability(query: torch.Tensor) -> tuple[int, int] | None:

@@ -5,9 +5,17 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig
 
+from lean_finetune.config.field_types import AttentionName
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.attention import FLASH_CAPABILITY, FLASH_MAX_HEAD_SIZE, caps_scores, computes_own_attention
-from lean_finetune.model.model_config import largest_head_size
+from lean_finetune.model.attention import (
+    ATTENTION,
+    CAPPED_ATTENTION,
+    EAGER_ATTENTION,
+    FLASH_ATTENTION,
+    FLASH_CAPABILITY,
+    FLASH_MAX_HEAD_SIZE,
+)
+from lean_finetune.model.model_config import caps_scores, computes_own_attention, has_sinks, largest_head_size
 from lean_finetune.model.model_spec import ModelSpec
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -73,3 +81,30 @@ def _no_flash(
     if head_size > FLASH_MAX_HEAD_SIZE:
         return f"needs heads of at most {FLASH_MAX_HEAD_SIZE} values, not {head_size}"
     return "takes no mask, which rows longer than the model's window need" if masked else None
+
+
+def materializes_scores(config: PretrainedConfig, choice: AttentionName) -> bool:
+    """Whether all length × length scores exist in training."""
+    return choice == "eager" or caps_scores(config) or computes_own_attention(config)
+
+
+def training_attention(config: PretrainedConfig, choice: AttentionName = "auto") -> str:
+    """The registered name of a model's attention in training; `choice` is train.attention."""
+    if caps_scores(config):
+        return CAPPED_ATTENTION
+    if computes_own_attention(config):
+        return "eager"
+    fused = CAPPED_ATTENTION if has_sinks(config) else ATTENTION
+    return {"eager": EAGER_ATTENTION, "flash_attention_2": FLASH_ATTENTION}.get(choice, fused)
+
+
+def generation_attention(config: PretrainedConfig) -> str:
+    """The registered name of a model's attention in generation, which pads on the left and so uses a mask.
+
+    It is transformers' sdpa, unless the model caps scores or has sinks, which sdpa ignores.
+    """
+    if caps_scores(config):
+        return CAPPED_ATTENTION
+    if computes_own_attention(config):
+        return "eager"
+    return EAGER_ATTENTION if has_sinks(config) else "sdpa"

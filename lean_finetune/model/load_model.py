@@ -21,12 +21,12 @@ from transformers.utils import logging as transformers_logging
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters
-from lean_finetune.model.attention import training_attention
+from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing
 from lean_finetune.model.empty_model import causal_class, meta_model, refuse_other_heads
 from lean_finetune.model.experts.experts_forward import experts_option
 from lean_finetune.model.experts.packed_weights import register_scales
-from lean_finetune.model.experts.router import freeze_routers
+from lean_finetune.model.experts.router import prepare_routers
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta
@@ -55,8 +55,8 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
     if spec.adapted:
         adapted = add_adapters(model, spec, on_meta=False)
         start_adapters(adapted, spec, directory)
-    elif spec.router == "frozen":
-        freeze_routers(model)
+    else:
+        prepare_routers(model, spec.router)
     enable_checkpointing(model, spec)
     return adapted.train()
 
@@ -165,8 +165,8 @@ def uninitialized_model(config: PretrainedConfig, spec: ModelSpec, device: torch
         if quantisation(spec) is not None:
             quantize_on_meta(model, spec)
         adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=True)
-        if spec.method == "full" and spec.router == "frozen":
-            freeze_routers(model)
+        if spec.method == "full":
+            prepare_routers(model, spec.router)
     enable_checkpointing(model, spec)
     keep_trainable_on_cpu(adapted)
     _materialize(adapted, spec, device)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from transformers.activations import ACT2CLS
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.attention import caps_scores
+from lean_finetune.model.empty_model import causal_class
 
 # Changes the logits after the head, which our loss would ignore.
 UNSUPPORTED_HEADS = ("logits_soft_cap",)
@@ -141,6 +141,23 @@ def logit_factor(config: PretrainedConfig) -> float:
     for name in LOGIT_FACTORS:
         factor *= float(getattr(text, name, None) or 1.0)
     return factor
+
+
+def caps_scores(config: PretrainedConfig) -> bool:
+    """Whether a model caps its attention scores, so that all of them must exist."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def computes_own_attention(config: PretrainedConfig) -> bool:
+    """Whether a family's own code computes attention, with all length × length scores (BLOOM, MPT)."""
+    kind = causal_class(config)
+    return not kind._supports_attention_backend and not kind._supports_sdpa
+
+
+def has_sinks(config: PretrainedConfig) -> bool:
+    """Whether transformers says that PyTorch's sdpa cannot compute a model's attention, though fused kernels can."""
+    kind = causal_class(config)
+    return kind._supports_attention_backend and not kind._supports_sdpa
 
 
 def largest_head_size(config: PretrainedConfig) -> int:

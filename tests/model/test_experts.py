@@ -160,6 +160,12 @@ ROUTERS = {"Qwen3-MoE": {"weight"}, "GPT-OSS": {"weight", "bias"}, "hunyuan_v1_m
 """Names of the parameters of a family's router."""
 
 
+def test_routers_need_experts(small_llama):
+    """A parameter without effect, accepted."""
+    with pytest.raises(UserError, match=r"train\.router: llama has no experts; got trained; set train\.router=frozen"):
+        load_model(small_llama, spec_of(method="full", router="trained"), CPU)
+
+
 @pytest.mark.parametrize("family", ROUTERS)
 def test_routers_are_trained_only_where_it_is_asked_for(family):
     """A router that fine-tuning on few rows would change, also one that is a linear layer inside of a module."""

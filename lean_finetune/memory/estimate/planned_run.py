@@ -27,7 +27,7 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import longest_row, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.allocator_settings import segments_from_environment
-from lean_finetune.model.attention import materializes_scores
+from lean_finetune.model.attention_choice import materializes_scores
 from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from lean_finetune.pinning.locate import config_directory
 from lean_finetune.plan.batch_plan import Plan, read_plan

@@ -54,11 +54,6 @@ class _Format:
     buffers: tuple[str, ...]
 
 
-def is_packed(module: nn.Module, name: str) -> bool:
-    """Whether a parameter of this name is packed."""
-    return name in getattr(module, PACKINGS, {})
-
-
 def packing_of(module: nn.Module, name: str) -> PackedWeights | None:
     """How a parameter is packed; None if it is not."""
     packing: _Format | None = getattr(module, PACKINGS, {}).get(name)
@@ -156,7 +151,7 @@ def unpack_expert(
 
 def unpacked_bytes(state: list[torch.Tensor], shape: list[int], quant_type: str, dtype: torch.dtype) -> int:
     """Temporary bytes of `unpack_expert`: the weight, in 8 bits also in fp32; and its scales in fp32."""
-    scales = 4 * state[0].shape[1]
+    scales = FP32_BYTES * state[0].shape[1]
     if quant_type == INT8:
         return prod(shape[1:]) * (FP32_BYTES + (dtype.itemsize if dtype != torch.float32 else 0))
     return prod(shape[1:]) * dtype.itemsize + (scales if len(state) > 1 else 0)

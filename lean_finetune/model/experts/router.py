@@ -1,7 +1,7 @@
 """The router of a mixture of experts: which parameters it has, and which layers beside it take no adapter."""
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -83,7 +83,15 @@ def balancing_loss(lm: PreTrainedModel, router_logits: Any) -> torch.Tensor:
     return balance
 
 
-def freeze_routers(model: nn.Module) -> None:
-    """Leave the routers as they are in training."""
-    for parameter in router_parameters(model).values():
-        parameter.requires_grad_(False)
+def prepare_routers(model: PreTrainedModel, choice: Literal["frozen", "trained"]) -> None:
+    """Freeze the routers unless they are trained.
+
+    Raises:
+        UserError: they are to be trained and the model has none.
+    """
+    routers = router_parameters(model)
+    if choice == "trained" and not routers:
+        raise UserError(f"train.router: {model.config.model_type} has no experts; got trained; set train.router=frozen")
+    if choice == "frozen":
+        for parameter in routers.values():
+            parameter.requires_grad_(False)
