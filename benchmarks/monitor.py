@@ -139,8 +139,8 @@ def _growth_seconds(steps: int) -> tuple[float, list[dict[str, Any]]]:
             "largest_micro_batch_tokens": int(tokens[step]),
             "longest_row": int(tokens[step]),
             "allocated_bytes": int(peaks[step]),
-            "held_bytes": 10**9,
-            "held_reserved_bytes": int(peaks[: step + 1].max()) if step < FIRST_CHECK_STEPS else 6 * 10**9,
+            "live_bytes": 10**9,
+            "reserved_bytes": int(peaks[: step + 1].max()) if step < FIRST_CHECK_STEPS else 6 * 10**9,
             "rss_bytes": 2 * 10**9,
             "rss_own_bytes": 10**9,
         }

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-OF_THE_PROCESS = re.compile(r"(^|_)(seconds|per_second|rss|host|held|reserved|unused|growth)(_|$)")
+OF_THE_PROCESS = re.compile(r"(^|_)(seconds|per_second|rss|host|live|reserved|unused|growth)(_|$)")
 """Metrics and columns that differ between equal runs: times, speeds, and the process's memory. Tensor memory
 (`allocated`, `measured`) is equal."""
 

@@ -26,7 +26,7 @@ for module, *arguments in {commands!r}:
 def test_help_and_cheap_commands_import_no_slow_library(tmp_path: Path):
     """Seven seconds of imports for a page of text."""
     curve = tmp_path / "curve.csv"
-    curve.write_text("step,held_gib\n" + "".join(f"{step},{10 + 0.02 * step}\n" for step in range(20)))
+    curve.write_text("step,live_gib\n" + "".join(f"{step},{10 + 0.02 * step}\n" for step in range(20)))
     commands = [[f"stages.{stage}", "--help"] for stage in ("code", *ENTRIES)]
     for arguments in (["--help"], ["fit", "--help"], ["explain", "--help"], ["fit", "--list-gpus"]):
         commands.append(["lean_finetune.cli", *arguments])
@@ -37,4 +37,4 @@ def test_help_and_cheap_commands_import_no_slow_library(tmp_path: Path):
     texts = done.stdout.split("END\n")[: len(commands)]
     assert all("Usage: " in text and len(text.splitlines()) > 5 for text in texts[:-2])
     assert "H100" in texts[-2] and len(texts[-2].splitlines()) >= 16
-    assert texts[-1].startswith("leak: held_bytes grows steadily")
+    assert texts[-1].startswith("leak: live_bytes grows steadily")

@@ -15,11 +15,11 @@ class AddressLimit:
     """Mapped addresses, with or without physical memory. Libraries and mapped files count."""
 
 
-def address_limit_met(asked_bytes: int | None) -> AddressLimit | None:
+def address_limit_met(requested_bytes: int | None) -> AddressLimit | None:
     """The limit of this process if it caused a refused allocation; None otherwise. Only Linux enforces it.
 
     Linux refuses an allocation only above a limit or above the machine's memory. Memory in use at that time may be free
-    now, because the exception has released the step's tensors. `asked_bytes` is None if the request is unknown.
+    now, because the exception has released the step's tensors. `requested_bytes` is None if the request is unknown.
     """
     if sys.platform != "linux":
         return None
@@ -27,7 +27,7 @@ def address_limit_met(asked_bytes: int | None) -> AddressLimit | None:
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     used = psutil.Process().memory_info().vms
-    beyond_machine = asked_bytes is not None and asked_bytes > psutil.virtual_memory().available
-    if limit == resource.RLIM_INFINITY or (beyond_machine and used + (asked_bytes or 0) <= limit):
+    beyond_machine = requested_bytes is not None and requested_bytes > psutil.virtual_memory().available
+    if limit == resource.RLIM_INFINITY or (beyond_machine and used + (requested_bytes or 0) <= limit):
         return None
     return AddressLimit(limit_bytes=limit, used_bytes=used)

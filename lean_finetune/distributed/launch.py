@@ -33,7 +33,7 @@ TIMED_OUT = ".waited"
 """Suffix of a marker: the error is that this process waited too long for the others."""
 LOST = ".lost"
 """Suffix of a marker: this process waited when the connection to another one broke."""
-REPORTED = ".told"
+REPORTED = ".reported"
 """Suffix of a marker: this process has printed why it ended."""
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Environment variable of torchrun's agent: seconds from a signal until it kills the processes. After a fault of one of
@@ -245,5 +245,5 @@ def _print_fault(world: World, directory: Path, terminal: int) -> None:
     else:
         lines = [f"hardware.num_gpus: process {world.rank} failed; see {marker.with_suffix('.log')}; {RESUMES}"]
     with suppress(OSError):  # Another process printed, or the terminal is closed.
-        os.close(os.open(directory / "told", os.O_CREAT | os.O_EXCL))
+        os.close(os.open(directory / "printed", os.O_CREAT | os.O_EXCL))
         os.write(terminal, "\n  ".join([f"error: {lines[0]}", *lines[1:]]).encode() + b"\n")

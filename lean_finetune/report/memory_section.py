@@ -26,7 +26,7 @@ def memory_section(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
             *by_rank,
             "![Peak memory of each phase](memory.png)",
             "",
-            f"Memory over the run: {inputs.train['growth']['told']}.",
+            f"Memory over the run: {inputs.train['growth']['summary']}.",
             "",
             f"Tensors at the predicted peak ({inputs.estimate['worst_phase']}), by category:",
             "",

@@ -33,7 +33,7 @@ GROUP = {
 PERSISTENT = {
     **GROUP,
     "category": "weights",
-    "operation": "held",
+    "operation": "existing",
     "module": "",
     "phase": "",
     "shape": None,
@@ -111,7 +111,7 @@ def metrics() -> dict[str, dict[str, Any]]:
                 "optimizer": 70 * MIB,
             },
             "peak_measured_how": "torch.profiler memory events",
-            "growth": {"cause": "steady", "told": "steady: held_bytes grows by 0 bytes a step; nothing to do"},
+            "growth": {"cause": "steady", "summary": "steady: live_bytes grows by 0 bytes a step; nothing to do"},
             "device": "cpu",
             "trained_parameters": 184320,
             "tokens_per_second": 4000.5,

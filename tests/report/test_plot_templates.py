@@ -58,6 +58,6 @@ def test_the_prediction_is_a_line_of_its_own():
 
 def test_watched_memory_is_drawn_in_gib():
     """Bytes on an axis labelled GiB."""
-    spec = filled("watched", "step,held_bytes\n0,1073741824\n", x="step", y="held_bytes", y_label="GiB")
-    assert {"calculate": "toNumber(datum['held_bytes']) / 1073741824", "as": "gib"} in spec["transform"]
+    spec = filled("watched", "step,live_bytes\n0,1073741824\n", x="step", y="live_bytes", y_label="GiB")
+    assert {"calculate": "toNumber(datum['live_bytes']) / 1073741824", "as": "gib"} in spec["transform"]
     assert spec["encoding"]["y"]["field"] == "gib" and spec["encoding"]["y"]["title"] == "GiB"

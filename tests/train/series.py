@@ -51,7 +51,7 @@ def jumps(draw: Draw) -> Columns:
     series = LEVEL + draw.normal(0, 2 * MIB, STEPS)
     for _ in range(draw.integers(1, 5)):
         series[draw.integers(STEPS) :] += draw.uniform(20, 400) * MIB
-    return {"held_bytes": series}
+    return {"live_bytes": series}
 
 
 def with_peaks(tokens: np.ndarray, draw: Draw) -> Columns:
@@ -77,8 +77,8 @@ def as_for_the_longest(draw: Draw) -> Columns:
 
 
 NO_LEAK: dict[str, Callable[[Draw], Columns]] = {
-    "flat": lambda draw: {"held_bytes": np.full(STEPS, LEVEL)},
-    "noise": lambda draw: {"held_bytes": LEVEL + draw.normal(0, 50 * MIB, STEPS)},
+    "flat": lambda draw: {"live_bytes": np.full(STEPS, LEVEL)},
+    "noise": lambda draw: {"live_bytes": LEVEL + draw.normal(0, 50 * MIB, STEPS)},
     "noise that remembers 0.5": lambda draw: {"rss_bytes": autoregressive(draw, 0.5)},
     "noise that remembers 0.9": lambda draw: {"rss_bytes": autoregressive(draw, 0.9)},
     "random walk": lambda draw: {"rss_bytes": autoregressive(draw, 1.0)},
@@ -104,12 +104,12 @@ def leaking(kind: str, per_step: float, name: str) -> Callable[[Draw], Columns]:
 
 
 LEAK: dict[str, Callable[[Draw], Columns]] = {
-    "small, under noise": leaking("noise", 3 * MIB, "held_bytes"),
+    "small, under noise": leaking("noise", 3 * MIB, "live_bytes"),
     "under lengths": leaking("random lengths", 4 * MIB, "allocated_bytes"),
     "on a random walk": leaking("random walk", 24 * MIB, "rss_bytes"),
     "on a sawtooth": leaking("sawtooth", 4 * MIB, "rss_bytes"),
     "after a warm-up": leaking("warm-up", 2 * MIB, "rss_bytes"),
-    "in bursts": lambda draw: {"held_bytes": LEVEL + np.cumsum(draw.random(STEPS) < 0.3) * 8.0 * MIB},
+    "in bursts": lambda draw: {"live_bytes": LEVEL + np.cumsum(draw.random(STEPS) < 0.3) * 8.0 * MIB},
 }
 
 
@@ -132,4 +132,4 @@ def staircase(tokens: np.ndarray, *, expandable: bool) -> Columns:
             allocator.free(handle)
         allocated.append(allocator.peak_allocated_bytes)
         reserved.append(allocator.reserved_bytes)
-    return {"tokens": tokens, "allocated_bytes": np.array(allocated), "held_reserved_bytes": np.array(reserved)}
+    return {"tokens": tokens, "allocated_bytes": np.array(allocated), "reserved_bytes": np.array(reserved)}

@@ -51,7 +51,7 @@ def test_leak_is_found_in_noise(kind: str):
 
 
 @pytest.mark.parametrize("noise_bytes", [0, 5 * MIB])
-@pytest.mark.parametrize("column", ["held_bytes", "allocated_bytes"])
+@pytest.mark.parametrize("column", ["live_bytes", "allocated_bytes"])
 def test_leak_of_20_mb_a_step_is_reported_after_20_steps(column: str, noise_bytes: int):
     """Sixty steps of a large model are an hour."""
     for seed in range(20):
@@ -65,22 +65,22 @@ def test_leak_has_the_slope_and_the_steps_of_the_leak():
     assert (leak.cause, leak.series, leak.at_equal_shape) == ("leak", "allocated_bytes", True)
     assert leak.slope_bytes_per_step == pytest.approx(4 * MIB, rel=0.1)
     assert leak.confidence is not None and leak.confidence >= CONFIDENCE
-    plain = classify(rows_of(held_bytes=LINE))[0]
+    plain = classify(rows_of(live_bytes=LINE))[0]
     assert (plain.first_step, plain.last_step, plain.growth_bytes) == (24, 95, 71 * MIB)
 
 
 def test_leak_below_one_mib_is_not_reported():
     """A warning for the 512 bytes of a forgotten scalar per step."""
     steps = np.arange(FIRST_CHECK_STEPS)
-    assert main_cause(rows_of(held_bytes=GIB + MIB * steps)) == "leak"
-    assert main_cause(rows_of(held_bytes=GIB + 512 * steps)) == "steady"
+    assert main_cause(rows_of(live_bytes=GIB + MIB * steps)) == "leak"
+    assert main_cause(rows_of(live_bytes=GIB + 512 * steps)) == "steady"
 
 
 def test_host_memory_that_grows_at_any_length_is_a_leak():
     """Qwen with LoRA and ZeRO-2: memory grows by the same amount every step until the crash."""
     tokens, live = lengths(RNG), np.full(STEPS, 17.0 * GIB)
     rss = 20 * GIB + 40 * MIB * np.arange(STEPS) + 0.2 * MIB * tokens + RNG.normal(0, 60 * MIB, STEPS)
-    leak = classify(rows_of(tokens=tokens, rss_bytes=rss, held_bytes=live, allocated_bytes=live + 2 * MIB * tokens))[0]
+    leak = classify(rows_of(tokens=tokens, rss_bytes=rss, live_bytes=live, allocated_bytes=live + 2 * MIB * tokens))[0]
     assert (leak.cause, leak.series) == ("leak", "rss_bytes")
     assert leak.slope_bytes_per_step == pytest.approx(40 * MIB, rel=0.1)
 
@@ -104,11 +104,11 @@ def test_jumps_are_reported_with_step_and_size():
         rng = np.random.default_rng(seed)
         values = LEVEL + rng.normal(0, 2 * MIB, STEPS)
         values[150:] += 380 * MIB
-        growth = classify(rows := rows_of(held_bytes=values))[0]
+        growth = classify(rows := rows_of(live_bytes=values))[0]
         assert growth.cause == "jump"
-        assert re.search(r"held_bytes jumps by 0\.3\d+ GiB at step 150;", growth_line(growth, rows, lambda _: None, {}))
+        assert re.search(r"live_bytes jumps by 0\.3\d+ GiB at step 150;", growth_line(growth, rows, lambda _: None, {}))
     values[300:] += 100 * MIB
-    assert str(classify(rows_of(held_bytes=values))[0].jumps).endswith("at steps 150, 300")
+    assert str(classify(rows_of(live_bytes=values))[0].jumps).endswith("at steps 150, 300")
 
 
 def test_cache_that_fills_and_empties_is_steady():
@@ -131,7 +131,7 @@ def test_staircase_of_longer_batches_is_fragmentation():
 def test_fragmentation_of_flat_memory_is_found_on_cuda_only():
     """The remedy for CUDA's allocator is proposed to a run on a CPU."""
     reserved = LEVEL + 20 * MIB * np.cumsum(RNG.random(STEPS) < 0.25)
-    rows = rows_of(allocated_bytes=np.full(STEPS, LEVEL - GIB), held_reserved_bytes=reserved)
+    rows = rows_of(allocated_bytes=np.full(STEPS, LEVEL - GIB), reserved_bytes=reserved)
     growth = classify(rows)[0]
     assert growth.cause == "fragmentation"
     assert growth.slope_bytes_per_step == pytest.approx(5 * MIB, rel=0.3)
@@ -140,22 +140,22 @@ def test_fragmentation_of_flat_memory_is_found_on_cuda_only():
 
 def test_short_runs_are_too_short():
     """Llama 8B full on one A100-80G: out of memory in the first optimizer update."""
-    rows = rows_of(allocated_bytes=np.array([61e9]), held_bytes=np.array([46e9]))
+    rows = rows_of(allocated_bytes=np.array([61e9]), live_bytes=np.array([46e9]))
     assert main_cause(rows) == main_cause(rows * (LEAST_STEPS - 1)) == "too_short"
 
 
 def test_sparse_columns():
     """Peaks on a CPU are measured in the largest steps only: seen from them, every run grows with length."""
     tokens = np.where(np.arange(STEPS) % 20 == 0, np.arange(STEPS) * 10.0 + 100, 64)
-    rows = rows_of(tokens=tokens, allocated_bytes=LEVEL / 10 + MIB * tokens, held_bytes=np.full(STEPS, LEVEL))
+    rows = rows_of(tokens=tokens, allocated_bytes=LEVEL / 10 + MIB * tokens, live_bytes=np.full(STEPS, LEVEL))
     assert main_cause(rows) == "length"
     assert main_cause([row if row["step"] % 20 == 0 else {**row, "allocated_bytes": None} for row in rows]) == "steady"
-    leak = rows_of(held_bytes=GIB + MIB * np.arange(STEPS))
+    leak = rows_of(live_bytes=GIB + MIB * np.arange(STEPS))
     assert main_cause([row if row["step"] % 4 == 0 else {"step": row["step"]} for row in leak]) == "leak"
 
 
 def test_each_cause_is_reported_once():
-    rows, watch = rows_of(held_bytes=LINE), GrowthWatch()
+    rows, watch = rows_of(live_bytes=LINE), GrowthWatch()
     reports = [len(watch.check(rows[:steps])) for steps in range(1, len(rows) + 1)]
     assert sum(reports) == 1 and reports[FIRST_CHECK_STEPS - 1] == 1
 
@@ -168,7 +168,7 @@ def test_remedies_that_are_set_are_not_proposed():
         "train.expandable_segments": True,
         "run.loader_threads": 0,
     }
-    for columns in ({"held_bytes": LINE}, {"rss_bytes": LINE}, STAIRS):
+    for columns in ({"live_bytes": LINE}, {"rss_bytes": LINE}, STAIRS):
         growth = classify(rows := rows_of(**columns))[0]
         already_set, unknown = (growth_line(growth, rows, lambda _: None, settings) for settings in (current, {}))
         assert not any(name in already_set for name in current) and "-S " in unknown
@@ -177,12 +177,12 @@ def test_remedies_that_are_set_are_not_proposed():
 @pytest.mark.parametrize(
     ("columns", "cause", "pattern"),
     [
-        ({"held_bytes": LINE}, "leak", r"1 MiB a step.* confidence .* 6 GiB .* step 6239;"),
+        ({"live_bytes": LINE}, "leak", r"1 MiB a step.* confidence .* 6 GiB .* step 6239;"),
         ({"rss_bytes": LINE}, "leak", r"-S run\.loader_threads=0"),
         (STAIRS, "fragmentation", r"-S train\.expandable_segments=true"),
         (staircase(np.arange(16, 1616, 16), expandable=True), "length", r"-S bucket\.max_tokens=1600"),
-        ({"held_bytes": GIB + MIB * np.minimum(30, np.arange(96))}, "steady", "nothing to do"),
-        ({"held_bytes": np.full(5, GIB)}, "too_short", "5 steps"),
+        ({"live_bytes": GIB + MIB * np.minimum(30, np.arange(96))}, "steady", "nothing to do"),
+        ({"live_bytes": np.full(5, GIB)}, "too_short", "5 steps"),
     ],
 )
 def test_each_cause_is_one_line_with_figures_and_parameters_that_exist(columns, cause: str, pattern: str):

@@ -45,9 +45,9 @@ def monitor() -> MemoryMonitor:
 
 def live_bytes() -> int:
     counts = make_counters(CPU).read()
-    assert counts.held_bytes is not None and counts.reserved_bytes is not None and counts.retries is None
-    assert counts.reserved_bytes >= counts.held_bytes > MIB
-    return counts.held_bytes
+    assert counts.live_bytes is not None and counts.reserved_bytes is not None and counts.retries is None
+    assert counts.reserved_bytes >= counts.live_bytes > MIB
+    return counts.live_bytes
 
 
 @glibc
@@ -68,7 +68,7 @@ def test_without_counters_columns_are_empty(monkeypatch):
     monkeypatch.setattr(memory_counters.platform, "system", lambda: "Darwin")
     assert type(make_counters(CPU)) is Counters
     row = MemoryMonitor(CPU, make_meter(CPU)).step_columns()
-    assert row["held_bytes"] is row["held_reserved_bytes"] is row["alloc_retries"] is None
+    assert row["live_bytes"] is row["reserved_bytes"] is row["alloc_retries"] is None
     assert row["rss_bytes"] is not None and row["rss_bytes"] > MIB
     assert memory_text(row).startswith("rss ")
 
@@ -120,7 +120,7 @@ def test_a_step_has_every_column_of_memory(monitor: MemoryMonitor):
     row = monitor.step_columns()
     assert tuple(row) == MEMORY_COLUMNS
     assert row["pinned_bytes"] is None
-    assert memory_text({**row, "allocated_bytes": MIB, "held_bytes": MIB}).startswith("peak 1 MiB, held 1 MiB, ")
+    assert memory_text({**row, "allocated_bytes": MIB, "live_bytes": MIB}).startswith("peak 1 MiB, live 1 MiB, ")
     assert memory_text({**row, "alloc_retries": 2}).endswith(", 2 retries") and "retries" not in memory_text(row)
 
 
@@ -154,12 +154,12 @@ def test_leaked_tensors_are_reported_at_the_first_check(job: TrainJob, capsys):
     result = run(job, lambda: leaked.append(torch.zeros(LEAK_BYTES, dtype=torch.uint8)))
     warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(warned) == 1
-    assert warned[0].startswith("warning: leak: held_bytes grows steadily at equal batch shape by ")
+    assert warned[0].startswith("warning: leak: live_bytes grows steadily at equal batch shape by ")
     assert f"-{FIRST_CHECK_STEPS - 1}," in warned[0] and " are used up at about step " in warned[0]
     growth = train_metrics(result, make_meter(CPU).result(), CPU)["growth"]
     assert growth["cause"] == "leak" and growth["confidence"] >= CONFIDENCE
     assert growth["slope_bytes_per_step"] == pytest.approx(LEAK_BYTES, rel=0.2)
-    assert growth["told"].startswith("leak: held_bytes grows steadily") and "dvc exp run -S" in growth["told"]
+    assert growth["summary"].startswith("leak: live_bytes grows steadily") and "dvc exp run -S" in growth["summary"]
 
 
 @linux
@@ -194,7 +194,7 @@ def test_cuda_counters_are_those_of_torch():
     found = CudaCounters(device)
     tensor = torch.zeros(3 * MIB, dtype=torch.uint8, device=device)
     counts = found.read()
-    assert counts.held_bytes == torch.cuda.memory_allocated(device) >= tensor.nbytes
+    assert counts.live_bytes == torch.cuda.memory_allocated(device) >= tensor.nbytes
     assert counts.reserved_bytes == torch.cuda.memory_reserved(device)
     assert counts.retries == torch.cuda.memory_stats(device)["num_alloc_retries"]
     before = found.pinned_bytes()

@@ -63,8 +63,8 @@ def test_gpu_out_of_memory_is_reported_and_recovered_with_the_same_losses(small_
         train(job, make_meter(job.device), oom_handler=oom_handler(split=False))
     (failure,) = seen
     assert failure.phase in ("forward", "backward") and (failure.step, failure.rows) == (0, ROWS)
-    assert failure.asked_bytes and failure.held_bytes and failure.reserved_bytes and failure.weights_intact
-    assert failure.held_bytes >= sum(failure.by_category.values()) > 0
+    assert failure.requested_bytes and failure.live_bytes and failure.reserved_bytes and failure.weights_intact
+    assert failure.live_bytes >= sum(failure.by_category.values()) > 0
     segments = failure.snapshot["segments"]
     assert 0 < len(segments) <= MOST_SEGMENTS and all(len(one["blocks"]) <= MOST_BLOCKS for one in segments)
     result = train(job, make_meter(job.device), oom_handler=oom_handler(split=True))

@@ -166,7 +166,7 @@ def test_out_of_memory_is_reported_with_its_phase(small_llama, tokens, phase: st
     with ends, pytest.raises(OutOfMemory) as error, oom_handler.reported():
         train(job_of(small_llama, tokens), make_meter(CPU), oom_handler=oom_handler)
     (failure,) = seen
-    assert (failure.phase, failure.step, failure.asked_bytes) == (phase, step, 9)
+    assert (failure.phase, failure.step, failure.requested_bytes) == (phase, step, 9)
     assert error.value.weights_intact is intact
     if phase in ("forward", "backward"):
         assert failure.rows == 1, "halved down to one row first"

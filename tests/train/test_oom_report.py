@@ -18,7 +18,7 @@ from lean_finetune.train.oom.oom_state import Failure, requested_bytes
 
 FAILURE = Failure(
     message="OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. " + "GPU 0 has figures. " * 20,
-    asked_bytes=512 * MIB,
+    requested_bytes=512 * MIB,
     phase="backward",
     step=3,
     number=1,
@@ -27,7 +27,7 @@ FAILURE = Failure(
     padded_tokens=4096,
     length=512,
     joined=False,
-    held_bytes=20 * GIB,
+    live_bytes=20 * GIB,
     reserved_bytes=23 * GIB,
     by_category={"weights": 4 * GIB, "gradients": 0, "optimizer": GIB},
     free_bytes=GIB // 4,
@@ -122,7 +122,7 @@ def test_error_is_reported_without_a_prediction(tmp_path: Path):
     """A second fault that hides the first."""
     forecast = read_prediction(METRICS, tmp_path / "nowhere")
     (tmp_path / "oom.json").mkdir()
-    unknown = replace(FAILURE, held_bytes=None, reserved_bytes=None, free_bytes=None)
+    unknown = replace(FAILURE, live_bytes=None, reserved_bytes=None, free_bytes=None)
     lines = lines_of(unknown, tmp_path, forecast=forecast)
     assert lines[1] == "measured: unknown, this system has no allocator statistics" and not any(
         "predicted" in one for one in lines
@@ -135,7 +135,7 @@ def test_error_is_reported_without_a_prediction(tmp_path: Path):
 def test_address_space_limit_is_named(tmp_path: Path):
     """bucket.max_tokens blamed for `ulimit -v`; a proposed GPU of 4 MiB, which `lean-finetune fit` refuses."""
     limit = AddressLimit(limit_bytes=4 * GIB, used_bytes=4 * GIB - MIB)
-    small = replace(FAILURE, held_bytes=4 * MIB, asked_bytes=2 * MIB, by_category={}, addresses=limit)
+    small = replace(FAILURE, live_bytes=4 * MIB, requested_bytes=2 * MIB, by_category={}, addresses=limit)
     few = replace(FORECAST, breakdown={"backward": {"activations": 27 * MIB}})
     first, *lines = lines_of(small, tmp_path, forecast=few)
     assert (

@@ -23,8 +23,8 @@ def test_units_are_taken_from_column_names(tmp_path: Path):
         tmp_path / "curve.csv", "step,allocated_gib,reserved_mib,rss_bytes,gpu\n0,1.5,2048,7,a\n1,,2048,7,b\n"
     )
     assert read_recorded(path) == [
-        {"step": 0, "allocated_bytes": 1.5 * GIB, "held_reserved_bytes": 2 * GIB, "rss_bytes": 7},
-        {"step": 1, "allocated_bytes": None, "held_reserved_bytes": 2 * GIB, "rss_bytes": 7},
+        {"step": 0, "allocated_bytes": 1.5 * GIB, "reserved_bytes": 2 * GIB, "rss_bytes": 7},
+        {"step": 1, "allocated_bytes": None, "reserved_bytes": 2 * GIB, "rss_bytes": 7},
     ]
 
 
@@ -32,7 +32,7 @@ def test_a_curve_of_stage_train_is_read(tmp_path: Path):
     """Columns renamed in the loop, and no longer known here."""
     path = tmp_path / "curves.csv"
     write_csv(path, CURVE_COLUMNS, [{name: step for name in CURVE_COLUMNS} for step in range(3)])
-    assert {"step", "allocated_bytes", "held_bytes", "held_reserved_bytes", "rss_bytes", "rss_own_bytes"} < set(
+    assert {"step", "allocated_bytes", "live_bytes", "reserved_bytes", "rss_bytes", "rss_own_bytes"} < set(
         read_recorded(path)[0]
     )
     assert {"largest_micro_batch_tokens", "tokens", "longest_row"} < set(read_recorded(path)[0])

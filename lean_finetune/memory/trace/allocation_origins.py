@@ -20,7 +20,7 @@ from lean_finetune.step.batches import BatchShape
 
 NO_SEQUENCE = 2**64 - 1
 """Sequence number of autograd nodes that accumulate gradients: they stand for no forward operation."""
-EXISTING = "held"
+EXISTING = "existing"
 """Operation of storages that existed before the first step."""
 PEFT_PREFIX = "base_model.model."
 """Prepended by peft to the path of every module it wraps."""

@@ -21,7 +21,7 @@ from lean_finetune.core.units import MIB, readable_size
 Cause = Literal["leak", "fragmentation", "length", "jump", "steady", "unclear", "too_short"]
 Rows = Sequence[Mapping[str, Any]]
 
-LIVE, PEAK, RESERVED = "held_bytes", "allocated_bytes", "held_reserved_bytes"
+LIVE, PEAK, RESERVED = "live_bytes", "allocated_bytes", "reserved_bytes"
 """Live tensors after a step, peak of the step, reserved by the allocator."""
 OWN, RESIDENT = "rss_own_bytes", "rss_bytes"
 """The process without mapped files, and with them."""

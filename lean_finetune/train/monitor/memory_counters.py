@@ -20,7 +20,7 @@ from lean_finetune.core.process_status import STATUS, process_status
 class MemoryCounts:
     """Memory at one moment, in bytes; None if unknown."""
 
-    held_bytes: int | None
+    live_bytes: int | None
     """In live tensors (on a CPU: in live blocks of malloc)."""
     reserved_bytes: int | None
     """Reserved by the allocator from the driver or the system, free blocks included."""
@@ -33,7 +33,7 @@ class Counters:
 
     def read(self) -> MemoryCounts:
         """Return the memory in use now."""
-        return MemoryCounts(held_bytes=None, reserved_bytes=None, retries=None)
+        return MemoryCounts(live_bytes=None, reserved_bytes=None, retries=None)
 
     def left_bytes(self) -> int:
         """Return the memory that is still available: on a CPU, to the process."""
@@ -57,7 +57,7 @@ class CudaCounters(Counters):
         # Nested, as the allocator has it: torch.cuda.memory_stats first flattens and sorts more than a hundred values.
         counts = torch.cuda.memory_stats_as_nested_dict(self._device)
         return MemoryCounts(
-            held_bytes=counts["allocated_bytes"]["all"]["current"],
+            live_bytes=counts["allocated_bytes"]["all"]["current"],
             reserved_bytes=counts["reserved_bytes"]["all"]["current"],
             retries=counts["num_alloc_retries"],
         )
@@ -94,7 +94,7 @@ class MallocCounters(Counters):
         """Return blocks on heaps plus blocks that are mapped separately for their size."""
         counts = self._mallinfo2()
         mapped = counts.hblkhd
-        return MemoryCounts(held_bytes=counts.uordblks + mapped, reserved_bytes=counts.arena + mapped, retries=None)
+        return MemoryCounts(live_bytes=counts.uordblks + mapped, reserved_bytes=counts.arena + mapped, retries=None)
 
 
 def make_counters(device: torch.device) -> Counters:

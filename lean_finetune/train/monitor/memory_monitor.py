@@ -13,8 +13,8 @@ from lean_finetune.train.monitor.memory_counters import ProcessMemory, make_coun
 
 MEMORY_COLUMNS = (
     "allocated_bytes",
-    "held_bytes",
-    "held_reserved_bytes",
+    "live_bytes",
+    "reserved_bytes",
     "alloc_retries",
     "rss_bytes",
     "rss_own_bytes",
@@ -42,7 +42,7 @@ class MemoryMonitor:
         with self._meter.phase(name):
             yield
         counts = self._counters.read()
-        reserved, live = counts.reserved_bytes, counts.held_bytes
+        reserved, live = counts.reserved_bytes, counts.live_bytes
         figures = {
             "reserved_bytes": reserved,
             "unused_bytes": None if reserved is None or live is None else reserved - live,
@@ -60,8 +60,8 @@ class MemoryMonitor:
         self._retries_at_step = counts.retries
         return {
             "allocated_bytes": self._meter.peak_bytes_of_step(),
-            "held_bytes": counts.held_bytes,
-            "held_reserved_bytes": counts.reserved_bytes,
+            "live_bytes": counts.live_bytes,
+            "reserved_bytes": counts.reserved_bytes,
             "alloc_retries": retries,
             "rss_bytes": rss,
             "rss_own_bytes": own,
@@ -83,6 +83,6 @@ class MemoryMonitor:
 
 def memory_text(row: Mapping[str, Any]) -> str:
     """Return the memory of a step for the progress bar."""
-    columns = {"peak": "allocated_bytes", "held": "held_bytes", "reserved": "held_reserved_bytes", "rss": "rss_bytes"}
+    columns = {"peak": "allocated_bytes", "live": "live_bytes", "reserved": "reserved_bytes", "rss": "rss_bytes"}
     texts = [f"{name} {readable_size(row[key])}" for name, key in columns.items() if row[key] is not None]
     return ", ".join(texts + ([f"{row['alloc_retries']} retries"] if row["alloc_retries"] else []))

@@ -11,9 +11,8 @@ from lean_finetune.train.monitor.growth_advice import growth_line
 
 MEMORY_NAMES = {
     "allocated": PEAK,
-    "held": LIVE,
+    "live": LIVE,
     "reserved": RESERVED,
-    "held_reserved": RESERVED,
     "rss": RESIDENT,
     "rss_own": OWN,
 }

@@ -68,7 +68,7 @@ def oom_error(
     commands = changes_that_fit(failure, prediction)
     split = "or split steps when memory runs out: dvc exp run -S run.oom_recovery=split"
     message = failure.message
-    content = {"failure": asdict(failure), "predicted": _by_phase(failure, prediction), "told": commands}
+    content = {"failure": asdict(failure), "predicted": _by_phase(failure, prediction), "changes": commands}
     try:
         write_json(record, content)
         written = f"details: {record}"
@@ -109,13 +109,13 @@ def _first_remedy(failure: Failure, options: RunOptions) -> tuple[str, str]:
 
 def _address_error(failure: Failure, prediction: Prediction, device: str, limit: AddressLimit, remedy: str) -> str:
     """Return the message for an exhausted address space; `remedy` is what else reduces the run's memory."""
-    own_bytes = (failure.held_bytes or 0) + (failure.asked_bytes or 0)
+    own_bytes = (failure.live_bytes or 0) + (failure.requested_bytes or 0)
     own_bytes = max(own_bytes, sum(_by_phase(failure, prediction).values()))
     other = f", or {remedy}" if own_bytes >= OWN_SHARE * limit.limit_bytes else ""
     return (
         f"ulimit -v: {_where(failure, device)}: the address space of a process (RLIMIT_AS) has its libraries and files "
         f"too; it is limited to {readable_size(limit.limit_bytes)}, {readable_size(limit.used_bytes)} are in use, "
-        f"{readable_size(failure.held_bytes or 0)} of them by the run; raise the limit (ulimit -v unlimited, or in the "
+        f"{readable_size(failure.live_bytes or 0)} of them by the run; raise the limit (ulimit -v unlimited, or in the "
         f"job's settings){other}"
     )
 
@@ -123,19 +123,19 @@ def _address_error(failure: Failure, prediction: Prediction, device: str, limit:
 def changes_that_fit(failure: Failure, prediction: Prediction) -> list[str]:
     """Return lines with the cheapest changes that are predicted to fit, or with the command that finds some."""
     advised = prediction.advice.get("remedies", [])
-    if not advised and failure.held_bytes is not None and failure.phase != "load":
+    if not advised and failure.live_bytes is not None and failure.phase != "load":
         # The memory in use at the error is what a change has to fit into. The smallest changes come first.
         changes = prediction.advice.get("single_changes", [])
-        advised = [change for change in changes if change["peak_bytes"] <= failure.held_bytes]
+        advised = [change for change in changes if change["peak_bytes"] <= failure.live_bytes]
     lines = [f"would fit: {one['command']} ({readable_size(one['peak_bytes'])})" for one in advised[:MOST_COMMANDS]]
-    if not lines and failure.addresses is None and (failure.held_bytes or 0) >= SMALLEST_GPU_BYTES:
-        return [f"to list what would fit, run: {WHAT_FITS} {(failure.held_bytes or 0) // MIB}MiB"]
+    if not lines and failure.addresses is None and (failure.live_bytes or 0) >= SMALLEST_GPU_BYTES:
+        return [f"to list what would fit, run: {WHAT_FITS} {(failure.live_bytes or 0) // MIB}MiB"]
     return lines
 
 
 def _where(failure: Failure, device: str) -> str:
     """Name device, phase, step and micro-batch."""
-    size = "" if failure.asked_bytes is None else f" allocating {readable_size(failure.asked_bytes)}"
+    size = "" if failure.requested_bytes is None else f" allocating {readable_size(failure.requested_bytes)}"
     phase = "between phases" if failure.phase == READING else f"in {failure.phase}"
     where = f"{device} ran out of memory{size} {phase}"
     if failure.step is None:
@@ -166,15 +166,15 @@ def _predicted_line(failure: Failure, prediction: Prediction) -> list[str]:
 
 def _measured_line(failure: Failure) -> str:
     """Return a line with the measured memory."""
-    if failure.held_bytes is None:
+    if failure.live_bytes is None:
         return "measured: unknown, this system has no allocator statistics"
-    rest = failure.held_bytes - sum(failure.by_category.values())
+    rest = failure.live_bytes - sum(failure.by_category.values())
     by_category = {**failure.by_category, "activations and all else": max(rest, 0)}
     reserved = "" if failure.reserved_bytes is None else f"; {readable_size(failure.reserved_bytes)} reserved"
     free = ""
     if failure.free_bytes is not None and failure.total_bytes is not None:
         free = f"; {readable_size(failure.free_bytes)} of {readable_size(failure.total_bytes)} free on the device"
-    return f"measured: {readable_size(failure.held_bytes)} ({_largest(by_category)}){reserved}{free}"
+    return f"measured: {readable_size(failure.live_bytes)} ({_largest(by_category)}){reserved}{free}"
 
 
 def _largest(by_category: Mapping[str, int]) -> str:

@@ -45,7 +45,7 @@ class Failure:
 
     message: str
     """The allocator's message, in one line."""
-    asked_bytes: int | None
+    requested_bytes: int | None
     """Size of the failed allocation."""
     phase: str
     """`load`, `reading`, a phase of the step, `heldout`, `checkpoint` or `save`."""
@@ -60,7 +60,7 @@ class Failure:
     length: int
     """Of that micro-batch: rows, tokens with padding, tokens of each row (of all rows if joined)."""
     joined: bool
-    held_bytes: int | None
+    live_bytes: int | None
     """Live tensors (on a CPU: growth of the process since the run started); None if unknown."""
     reserved_bytes: int | None
     by_category: Mapping[str, int]
@@ -97,7 +97,7 @@ class RunPosition:
         """Create it before the model is loaded: memory in use now is not the run's."""
         self._device, self._counters = device, make_counters(device)
         self._updates_in_backward = updates_in_backward
-        self._held_before = self._counters.read().held_bytes
+        self._live_before = self._counters.read().live_bytes
         self._reserve: mmap.mmap | None = mmap.mmap(-1, RESERVE_BYTES)
         self.phase_name = READING
         self.step: int | None = None
@@ -147,10 +147,10 @@ class RunPosition:
         one = None if self._number is None else self._micro_batches[self._number]
         message = " ".join(f"{type(error).__name__}: {error}".split())
         requested = requested_bytes(message)
-        growth = None if counts.held_bytes is None else counts.held_bytes - (self._held_before or 0)
+        growth = None if counts.live_bytes is None else counts.live_bytes - (self._live_before or 0)
         return Failure(
             message=message,
-            asked_bytes=requested,
+            requested_bytes=requested,
             phase=self.phase_name,
             step=self.step,
             number=self._number,
@@ -159,7 +159,7 @@ class RunPosition:
             padded_tokens=0 if one is None else one.padded_tokens,
             length=0 if one is None else one.length,
             joined=one is not None and one.flat,
-            held_bytes=growth,
+            live_bytes=growth,
             reserved_bytes=counts.reserved_bytes if cuda else None,
             by_category=self._by_category(),
             free_bytes=free,
