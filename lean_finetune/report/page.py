@@ -1,6 +1,6 @@
 """Write the report: one page of Markdown."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from textwrap import indent
 from typing import Any
@@ -84,7 +84,6 @@ def _summary(inputs: Inputs, metrics: Mapping[str, Any]) -> str:
 def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
     """Describe model, data, plan and parameters."""
     tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
-    in_experts = train.get("trained_expert_parameters")
     reasons = ", ".join(f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name])
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
     waiting = f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens"
@@ -109,12 +108,21 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
         ("padding", f"{bucket['padding_percent']:.1f} % of the tokens computed"),
         *([("waiting", waiting)] if settings["hardware.num_gpus"] > 1 else []),
         ("trained parameters", f"{train['trained_parameters']:,}"),
-        *([("of these in experts", f"{in_experts:,}")] if in_experts is not None else []),
+        *_experts(train),
         ("trained on", train["device"]),
         ("speed", f"{train['tokens_per_second']:,.0f} tokens/s"),
         *((name, str(value).lower() if isinstance(value, bool) else value) for name, value in settings.items()),
     ]
     return "## What was trained\n\n" + table(("", ""), rows)
+
+
+def _experts(train: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Rows about a mixture of experts; none for other models."""
+    if (in_experts := train.get("trained_expert_parameters")) is not None:
+        yield "of these in experts", f"{in_experts:,}"
+    if (busiest := train.get("expert_load_max")) is not None:
+        idle = f"{100 * train['idle_experts_share']:.1f} % of the experts had none"
+        yield "tokens by expert", f"the busiest had {busiest:.2f} times an even share, {idle}; no token was dropped"
 
 
 def _loss(inputs: Inputs) -> str:

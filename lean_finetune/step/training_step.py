@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from lean_finetune.model.experts.expert_load import counting_rows, expert_load, forget_rows
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
@@ -45,6 +46,8 @@ class StepResult:
     """Mean cross-entropy per trained token, fp32."""
     grad_norm: torch.Tensor
     """Global L2 norm of the gradients before clipping."""
+    expert_load: torch.Tensor | None
+    """How evenly tokens are spread over experts, two values (see `expert_load`); None without experts."""
 
 
 def training_step(
@@ -78,11 +81,13 @@ def training_step(
     losses: list[torch.Tensor] = []
     norms: Norms = {}
     number = 0
+    forget_rows(parallel.model)
     for batch in batches:  # enumerate would keep a batch alive while the next one is made.
         number += 1
         options = {"chunk": spec.loss_chunk, "offload": offload, "router_aux_loss": model_spec.router_aux_loss}
         compute = partial(summed_loss, batch=batch, **options)  # type: ignore[arg-type]
-        with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type):
+        counting = counting_rows(idle=not len(batch.supervised_index_N))
+        with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type), counting:
             loss = parallel.run(compute) / supervised_tokens
         del batch, compute
         losses.append(loss.detach())
@@ -99,6 +104,7 @@ def training_step(
         else:
             grad_norm = _clip(parallel, spec, scaler)
         losses = parallel.losses_of_all_ranks(losses)
+        load = expert_load(parallel.model, parallel.sum_over_ranks)
     norms.clear()
     update = scaler is None or scaler.take(grad_norm)
     guard(losses, grad_norm if update else torch.zeros_like(grad_norm))
@@ -107,7 +113,7 @@ def training_step(
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         parallel.end_step(updated=update)
-    return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm)
+    return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm, expert_load=load)
 
 
 def _clip(parallel: DataParallelModel, spec: StepSpec, scaler: LossScaler | None) -> torch.Tensor:

@@ -53,8 +53,10 @@ CURVE_COLUMNS = (
     "measured",
     "seconds",
 )
+EXPERT_COLUMNS = ("expert_load_max", "idle_experts_share")
+"""Further columns of a mixture of experts."""
 Row = dict[str, Any]
-"""One optimizer step of the curves, keys `CURVE_COLUMNS`."""
+"""One optimizer step of the curves, keys `CURVE_COLUMNS` and, of a mixture, `EXPERT_COLUMNS`."""
 
 
 def train(
@@ -215,6 +217,7 @@ class Trainer:
         # Reading the scalars waits for the device, so the time covers the full step.
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         seconds = time.perf_counter() - start
+        load = () if result.expert_load is None else result.expert_load.tolist()
         return {
             "step": step,
             "epoch": micro_batches[0].epoch,
@@ -229,6 +232,7 @@ class Trainer:
             "longest_row": max(int(job.rows.lengths[m.rows].max(initial=0)) for m in micro_batches),
             "measured": step in job.measured_steps,
             "seconds": seconds,
+            **dict(zip(EXPERT_COLUMNS, load, strict=False)),
         }
 
     def _forward_backward(

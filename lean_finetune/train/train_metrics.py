@@ -3,18 +3,20 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from lean_finetune.core.units import GIB
 from lean_finetune.model.experts.expert_adapters import trained_in_experts
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.step.run_optimizer import trained_parameters
+from lean_finetune.train.loop import EXPERT_COLUMNS, Row
 from lean_finetune.train.monitor.growth import classify
 from lean_finetune.train.monitor.growth_advice import growth_line
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
 from lean_finetune.train.train_job import TrainResult
 
 LAST_SHARE = 0.1
-"""Share of the steps, at the end, over which the training loss is averaged."""
+"""Share of the steps, at the end, over which the training loss and the load of experts are averaged."""
 WARM_UP_STEPS = 1
 """Steps that are not part of the throughput: the first one allocates and is measured."""
 
@@ -36,7 +38,7 @@ def train_metrics(result: TrainResult, measured: MeasuredPeaks, device: torch.de
         "supervised_tokens_per_second": sum(row["supervised_tokens"] for row in timed) / seconds,
         "train_seconds": sum(row["seconds"] for row in curves),
         "trained_parameters": sum(p.numel() for p in trained_parameters(result.model)),
-        **({"trained_expert_parameters": trained_in_experts(result.model)} if has_experts(result.model) else {}),
+        **_experts(result.model, last),
         **skipped,
         **splits,
         "peak_bytes_measured": peak,
@@ -57,3 +59,12 @@ def train_metrics(result: TrainResult, measured: MeasuredPeaks, device: torch.de
         },
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
+
+
+def _experts(model: nn.Module, last: list[Row]) -> dict[str, Any]:
+    """Figures of a mixture of experts; `last` are the curves' last rows."""
+    if not has_experts(model):
+        return {}
+    rows = [row for row in last if EXPERT_COLUMNS[0] in row]
+    load = {name: sum(row[name] for row in rows) / len(rows) for name in EXPERT_COLUMNS if rows}
+    return {"trained_expert_parameters": trained_in_experts(model), **load}

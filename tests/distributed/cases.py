@@ -49,6 +49,8 @@ class Outcome:
 
     losses: list[float]
     norms: list[float]
+    expert_loads: list[list[float]]
+    """Of each step of a mixture of experts."""
     parallel: DataParallelModel
     optimizer: torch.optim.Optimizer
     offloaded_bytes: int
@@ -115,6 +117,7 @@ def learn(case: Case, world: World) -> Outcome:
     return Outcome(
         losses=[result.loss.item() for result in results],
         norms=[result.grad_norm.item() for result in results],
+        expert_loads=[result.expert_load.tolist() for result in results if result.expert_load is not None],
         parallel=parallel,
         optimizer=optimizer,
         offloaded_bytes=store.offloaded_bytes,

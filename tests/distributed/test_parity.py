@@ -46,7 +46,8 @@ def single() -> Single:
         if key not in known:
             outcome = learn(case, SINGLE_PROCESS)
             weights = {name: tensor.clone() for name, tensor in outcome.parallel.full_parameters()}
-            known[key] = {"losses": outcome.losses, "norms": outcome.norms, "weights": weights}
+            loads = {"expert_loads": outcome.expert_loads}
+            known[key] = {"losses": outcome.losses, "norms": outcome.norms, "weights": weights, **loads}
         return known[key]
 
     return of
@@ -223,8 +224,24 @@ EXPERT_CASES = [
 @pytest.mark.parametrize(("mode", "model"), [EXPERT_CASES[0], *(slow(*case) for case in EXPERT_CASES[1:])])
 def test_experts_shared_by_processes_learn_the_same(tmp_path, pair: Group, single: Single, mode, model):
     """Packed experts sharded without their scales, or rows sent to the experts of another process's weights."""
-    case = Case(directory=str(save_small("Qwen3-MoE", tmp_path)), mode=mode, sizes=IDLE, chunk=16, steps=8, model=model)
-    check(pair, single, case, same_batches(case), EXACT)
+    check_experts(pair, single, tmp_path, mode, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "model"), EXPERT_CASES)
+def test_experts_shared_by_four_processes_learn_the_same(tmp_path, four: Group, single: Single, mode, model):
+    """Three of four have no work in the last turn."""
+    check_experts(four, single, tmp_path, mode, model)
+
+
+def check_experts(group: Group, single: Single, directory: Path, mode: str, model: dict[str, Any]) -> None:
+    """Losses, weights and the load of experts; processes without work count no tokens."""
+    save_small("Qwen3-MoE", directory)
+    case = Case(directory=str(directory), mode=mode, sizes=IDLE, chunk=16, steps=8, model=model)
+    results = check(group, single, case, same_batches(case), EXACT)
+    found, expected = (results[name]["expert_loads"] for name in ("found", "expected"))
+    assert len(expected) == 8
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

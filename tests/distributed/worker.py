@@ -44,6 +44,7 @@ def do_learn(world: World, directory: Path, arguments: dict[str, Any]) -> dict[s
     return {
         "losses": outcome.losses,
         "norms": outcome.norms,
+        "expert_loads": outcome.expert_loads,
         "offloaded_bytes": int(outcome.parallel.sum_over_ranks(torch.tensor(outcome.offloaded_bytes)).item()),
         "state_bytes": sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
         "weights": str(path),

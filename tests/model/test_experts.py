@@ -18,6 +18,7 @@ from benchmarks.specs import padded, random_batch
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.experts.expert_adapters import GroupedAdapter
+from lean_finetune.model.experts.expert_load import counting_rows, expert_load, forget_rows
 from lean_finetune.model.experts.experts_forward import expert_modules
 from lean_finetune.model.experts.packed_weights import packing_of, unpack_expert
 from lean_finetune.model.experts.router import router_parameters
@@ -186,3 +187,25 @@ def test_packed_experts_are_not_merged(saved):
     with pytest.raises(UserError, match=r"^train\.merge: experts that train\.method=qlora packs"):
         refuse_merge(config, spec_of(method="qlora"))
     refuse_merge(config, spec_of(method="lora"))
+
+
+def test_the_load_of_experts(saved):
+    """Shares of a known routing; recomputed layers, evaluation and earlier steps must not count."""
+    model: Any = load_model(saved("Qwen3-MoE"), spec_of(grad_ckpt=True), CPU)
+    experts = [module for _, module in expert_modules(model)]
+    chosen = torch.tensor([[0, 1]] * 6 + [[0, 2]] * 2)
+    for idle in (False, True, False):
+        with counting_rows(idle=idle):
+            for module in experts:
+                module(torch.randn(8, 64), chosen, torch.rand(8, 2))
+    module(torch.randn(8, 64), chosen, torch.rand(8, 2))
+    load: Any = expert_load(model, lambda rows: rows)
+    assert load.tolist() == [8 * 16 / 32, 5 / 8]
+    assert expert_load(model, lambda rows: rows) is None
+    with counting_rows(idle=False):
+        loss = summed_loss(model, random_batch(padded(2, 12, 20), 60), None)
+    loss.backward()
+    rows = [module._rows_by_expert for module in experts]
+    assert [one.sum().item() for one in rows] == [2 * 12 * 2] * len(experts)
+    forget_rows(model)
+    assert expert_load(model, lambda rows: rows) is None

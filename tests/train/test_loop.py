@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.estimate_cpu import save_small
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import refuse_other_ranks
 from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.training_step import StepSpec
-from lean_finetune.train.loop import train
+from lean_finetune.train.loop import EXPERT_COLUMNS, train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.small_model import CPU, spec_of
 from tests.train.jobs import Tokens, make_job, plan_of, random_lengths, random_tokens
@@ -97,3 +98,18 @@ def test_a_plan_for_another_number_of_gpus_is_refused(tokens):
     refuse_other_ranks(two, 2)
     with pytest.raises(UserError, match=r"plan\.arrow: .* got a plan for 2 where hardware\.num_gpus is 1; run"):
         refuse_other_ranks(two, 1)
+
+
+def test_the_curves_of_a_mixture_have_the_load_of_its_experts(tmp_path, small_llama: Path, tokens):
+    """Columns without values in the curves of other models, or a load that recomputing layers changes."""
+    save_small("Qwen3-MoE", tmp_path)
+    loads = []
+    for directory, grad_ckpt in ((tmp_path, False), (tmp_path, True), (small_llama, False)):
+        job = make_job(
+            directory, tokens, two_micro_batches(tokens, flat=False), model_spec=spec_of(grad_ckpt=grad_ckpt)
+        )
+        result = train(job, make_meter(CPU))
+        loads.append([[row[name] for name in EXPERT_COLUMNS if name in row] for row in result.curves])
+    plain, recomputed, none = loads
+    assert plain == recomputed and none == [[]] * STEPS
+    assert all(1 < busiest <= 4 and 0 <= idle < 0.5 for busiest, idle in plain)

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import MergeModulelist
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from lean_finetune.model.experts.expert_load import count_rows
 from lean_finetune.model.experts.grouped_products import combine, dispatch, grouped_linear
 from lean_finetune.model.experts.packed_weights import packing_of
 
@@ -39,6 +40,7 @@ def experts_forward(
     row_of_S[order_S] = torch.arange(len(order_S), device=order_S.device)
     all_experts = torch.arange(module.num_experts, device=experts_S.device)
     ends_E = torch.searchsorted(experts_S, all_experts, right=True, out_int32=True)
+    count_rows(module, ends_E)
     up_name, _ = expert_parameters(module)
     dtype = _compute_dtype(hidden_TD, getattr(module, up_name))
     rows = dispatch(hidden_TD.to(dtype), order_S, row_of_S)
