@@ -19,8 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.core import progress
 from lean_finetune.core.errors import UserError
+from lean_finetune.model.files.safetensors_files import StoredTensor, model_tensors
 from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.model.safetensors_files import StoredTensor, model_tensors
 
 ADAPTER = "default"
 """peft's name of the one adapter."""

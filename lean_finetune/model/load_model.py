@@ -27,10 +27,10 @@ from lean_finetune.model.empty_model import causal_class, meta_model, refuse_oth
 from lean_finetune.model.experts.experts_forward import experts_option
 from lean_finetune.model.experts.packed_weights import register_scales
 from lean_finetune.model.experts.router import prepare_routers
+from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta
-from lean_finetune.model.safetensors_files import model_tensors
 
 PACKED_ATTRIBUTES = (
     *("quant_state", "blocksize", "quant_type", "bnb_quantized", "quant_storage", "module"),

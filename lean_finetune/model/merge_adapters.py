@@ -20,10 +20,10 @@ from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.packed_weights import INT8_LARGEST
+from lean_finetune.model.files.safetensors_files import StoredTensor, TensorSpec, stored_tensors, write_tensors
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.quantize import quantisation, quantize_on_meta
-from lean_finetune.model.safetensors_files import StoredTensor, TensorSpec, stored_tensors, write_tensors
 
 SUFFIX = ".safetensors"
 MERGED = "merged"

@@ -18,9 +18,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from lean_finetune.core.atomic_files import atomic_directory
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
+from lean_finetune.model.files.safetensors_files import SINGLE, write_loaded
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_spec import WeightsSpec
-from lean_finetune.model.safetensors_files import SINGLE, write_loaded
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
 from lean_finetune.step.data_parallel import DataParallelModel
 

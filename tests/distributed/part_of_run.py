@@ -18,7 +18,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.model.safetensors_files import write_loaded
+from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer

@@ -19,9 +19,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.progress_barrier import BarrierTimeout, progress_barrier, wait_for_all
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
+from lean_finetune.model.files.safetensors_files import StoredTensor
 from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.safetensors_files import StoredTensor
 from lean_finetune.train.monitor.host_peak import host_peak
 from lean_finetune.train.process.best_effort_output import ignore_output_errors
 from tests.distributed.cases import Case, learn

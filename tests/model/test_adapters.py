@@ -16,11 +16,11 @@ from lean_finetune.config.load import parse_params
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import START_FUNCTIONS, Factors, FrozenLayer, adapted_layers
 from lean_finetune.model.adapters import load_adapter, save_adapter
+from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
-from lean_finetune.model.safetensors_files import model_tensors
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.save_model import Merge, save_tuned
 from tests.conftest import ROOT

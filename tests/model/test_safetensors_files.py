@@ -9,8 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load_model import load_base
-from lean_finetune.model.safetensors_files import (
+from lean_finetune.model.files.safetensors_files import (
     DTYPES,
     INDEX,
     SINGLE,
@@ -20,6 +19,7 @@ from lean_finetune.model.safetensors_files import (
     write_loaded,
     write_tensors,
 )
+from lean_finetune.model.load_model import load_base
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.small_model import CPU, spec_of
 

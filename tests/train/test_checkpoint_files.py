@@ -13,7 +13,7 @@ import torch
 
 from lean_finetune.config.load import load_params
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.safetensors_files import stored_tensors
+from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.train.checkpoint.checkpoint_files import RANKS, SUMS, TENSORS, VALUES, CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import MOST_TIME_SHARE, ONE_PROCESS, Checkpointer
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory

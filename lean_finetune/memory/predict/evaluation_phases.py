@@ -3,7 +3,7 @@
 Shapes: B prompts, T tokens of a prompt, H key/value heads, D head size.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,11 @@ def _peak_of_use(config: PretrainedConfig, setting: Setting, target: Target, use
         except NotRepeated:
             pass  # Trace all layers: slower, same result.
     return highest(_traced(MemoryTrace, config, setting, target, use).peaks().values())
+
+
+def peak_of(by_category: Mapping[str, int]) -> Peak:
+    """A moment's memory, from its bytes by category."""
+    return Peak(bytes=sum(by_category.values()), by_category=dict(sorted(by_category.items())))
 
 
 def highest(peaks: Iterable[Peak]) -> Peak:
