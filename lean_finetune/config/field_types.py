@@ -51,6 +51,7 @@ LoraExperts = Literal["none", "all"]
 Router = Literal["frozen", "trained"]
 OomRecovery = Literal["none", "split"]
 Resume = Literal["exact", "compatible"]
+TrackerName = Literal["dvclive", "tensorboard", "wandb", "mlflow"]
 OptimizerName = Annotated[str, _key_of(OPTIMIZERS)]
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 

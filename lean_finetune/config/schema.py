@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lean_finetune.config.data_schema import Data
-from lean_finetune.config.field_types import OomRecovery, PositiveFloat, PositiveInt, Resume, Section, Text
+from lean_finetune.config.field_types import OomRecovery, PositiveFloat, PositiveInt, Resume, Section, Text, TrackerName
 from lean_finetune.config.train_schema import Train
 
 
@@ -95,6 +95,8 @@ class Run(Section):
     """Which unfinished run to resume: only an equal one | also one with other versions of code or libraries."""
     rank_timeout_seconds: PositiveFloat
     """Seconds that the process of one GPU waits for others without progress before it ends the run."""
+    trackers: list[TrackerName]
+    """Libraries for experiment tracking that receive the figures of each optimizer step."""
 
 
 class Params(Section):

@@ -50,6 +50,11 @@ SECTION_RULES = [
         "it to none, or train.optimizer_in_backward=false",
     ),
     Rule(
+        "run.trackers",
+        lambda p: len(set(p.run.trackers)) < len(p.run.trackers),
+        "must name each tracker once; got {run.trackers}; remove the repeated one",
+    ),
+    Rule(
         "data.heldout_fraction",
         lambda p: p.data.heldout_source is not None and p.data.heldout_fraction > 0,
         f"must be 0 with {HELDOUT_SOURCE}, whose rows are held out instead; got {{data.heldout_fraction}}; set "

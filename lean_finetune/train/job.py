@@ -125,6 +125,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
         sharing=ShardSpec.from_params(params),
         settings=dotted(tracked_values(params)) | {"run.loader_threads": params.run.loader_threads},
         predicted_peak_bytes=read_json(paths.estimate)["peak_bytes_predicted"],
+        trackers=params.run.trackers,
     )
 
 

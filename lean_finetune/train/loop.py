@@ -18,7 +18,7 @@ from lean_finetune.step.loss import check_head, check_joined_rows
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer, learning_rate
 from lean_finetune.step.training_step import StepResult, training_step
-from lean_finetune.train.callbacks.callback import RunInfo
+from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, RunInfo
 from lean_finetune.train.callbacks.registry import make_callbacks
 from lean_finetune.train.checkpoint.loop_hooks import NO_CHECKPOINTS, CheckpointHooks
 from lean_finetune.train.checkpoint.training_state import TrainingRun, restored_after_fault
@@ -31,32 +31,13 @@ from lean_finetune.train.monitor.finite_checks import (
 )
 from lean_finetune.train.monitor.host_peak import HostPeak, host_peak
 from lean_finetune.train.monitor.measured_peak import LOAD, Meter
-from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, MemoryMonitor
+from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
 from lean_finetune.train.oom.oom_handler import BatchStream, OomHandler, split_figures
 from lean_finetune.train.oom.oom_state import CHECKPOINT, HELDOUT
 from lean_finetune.train.train_job import TrainJob, TrainResult
 
-CURVE_COLUMNS = (
-    "step",
-    "epoch",
-    "loss",
-    "heldout_loss",
-    "lr",
-    "grad_norm",
-    "tokens",
-    "supervised_tokens",
-    "padded_tokens",
-    "micro_batches",
-    "largest_micro_batch_tokens",
-    "longest_row",
-    *MEMORY_COLUMNS,
-    "measured",
-    "seconds",
-)
-EXPERT_COLUMNS = ("expert_load_max", "idle_experts_share")
-"""Further columns of a mixture of experts."""
 Row = dict[str, Any]
-"""One optimizer step of the curves, keys `CURVE_COLUMNS` and, of a mixture, `EXPERT_COLUMNS`."""
+"""One optimizer step of the curves, see `callback.Row`."""
 
 
 def train(
@@ -96,8 +77,9 @@ class Trainer:
             device=job.device,
             show_progress=job.progress,
             curves=self.curves,
+            directories=checkpoints.directories,
         )
-        self.callbacks = make_callbacks(info, leads=job.world.is_first)
+        self.callbacks = make_callbacks(info, job.trackers, leads=job.world.is_first)
 
     def train(self) -> TrainResult:
         """Run the job, with the callbacks around it."""

@@ -9,8 +9,8 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_csv, write_json, write_text
 from lean_finetune.pinning.descriptions import describe_data, describe_model
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, model_address
+from lean_finetune.train.callbacks.callback import curve_columns
 from lean_finetune.train.job import Paths
-from lean_finetune.train.loop import CURVE_COLUMNS, EXPERT_COLUMNS
 from lean_finetune.train.save_model import Base, Merge, save_tuned
 from lean_finetune.train.train_job import TrainJob, TrainResult
 
@@ -86,8 +86,7 @@ def publish_record(result: TrainResult, figures: dict[str, Any], params: Params,
         metrics=figures,
     )
     with atomic_directory(paths.curves) as directory:
-        columns = (*CURVE_COLUMNS, *(name for name in EXPERT_COLUMNS if name in result.curves[-1]))
-        write_csv(directory / "curves.csv", columns, result.curves)
+        write_csv(directory / "curves.csv", curve_columns(result.curves), result.curves)
         write_text(directory / "MODEL_CARD.md", card)
         write_json(directory / FIGURES, figures)
     write_json(paths.metrics, {name: figures[name] for name in RESULTS if name in figures})

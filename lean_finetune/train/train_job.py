@@ -1,6 +1,6 @@
 """Input and output of the training loop."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class TrainJob:
     """Parameters of the run by dotted name, for callbacks and advice."""
     predicted_peak_bytes: int | None = None
     """Peak tensor memory predicted by stage estimate, for callbacks."""
+    trackers: Sequence[str] = ()
+    """Names of the trackers that receive the run's figures."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Compute the figures of a training run from its curves and measured peaks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from lean_finetune.core.units import GIB
 from lean_finetune.model.experts.expert_adapters import trained_in_experts
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.step.run_optimizer import trained_parameters
-from lean_finetune.train.loop import EXPERT_COLUMNS, Row
+from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, Row
 from lean_finetune.train.monitor.growth import classify
 from lean_finetune.train.monitor.growth_advice import growth_line
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
@@ -61,7 +62,7 @@ def train_metrics(result: TrainResult, measured: MeasuredPeaks, device: torch.de
     }
 
 
-def _experts(model: nn.Module, last: list[Row]) -> dict[str, Any]:
+def _experts(model: nn.Module, last: Sequence[Row]) -> dict[str, Any]:
     """Figures of a mixture of experts; `last` are the curves' last rows."""
     if not has_experts(model):
         return {}

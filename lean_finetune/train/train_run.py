@@ -19,6 +19,7 @@ from lean_finetune.distributed.processes import World, check_size, process_group
 from lean_finetune.distributed.progress_barrier import wait_for_all
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.precision import precision_of
+from lean_finetune.train.callbacks.registry import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.disk_space import DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, mark_finished, scratch_root
@@ -55,6 +56,7 @@ def run_stage(**paths: Path) -> None:
     launches = scratch_root() / "ranks"
     with report_faults_once(world, launches) as end:
         params = read_params()
+        refuse_missing_trackers(params.run.trackers)
         timeout = params.run.rank_timeout_seconds
         if launch_ranks(params.hardware.num_gpus, launches, timeout):
             return

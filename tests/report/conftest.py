@@ -9,7 +9,7 @@ import pytest
 from lean_finetune.core.atomic_files import FIGURES, write_csv, write_json, write_text
 from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS
 from lean_finetune.memory.trace.memory_trace import CATEGORIES
-from lean_finetune.train.loop import CURVE_COLUMNS
+from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
 from tests.workspace import lay_out
 
 MIB = 2**20

@@ -14,7 +14,8 @@ from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import refuse_other_ranks
 from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.training_step import StepSpec
-from lean_finetune.train.loop import EXPERT_COLUMNS, train
+from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS
+from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.small_model import CPU, spec_of
 from tests.train.jobs import Tokens, make_job, plan_of, random_lengths, random_tokens

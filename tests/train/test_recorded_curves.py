@@ -9,7 +9,7 @@ from lean_finetune.cli import explain
 from lean_finetune.core.atomic_files import write_csv
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB
-from lean_finetune.train.loop import CURVE_COLUMNS
+from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
 from lean_finetune.train.monitor.recorded_curves import explained, read_recorded
 
 

@@ -1,13 +1,40 @@
-"""Hooks of the training loop. A tracker is one class with the hooks it needs, listed in `registry.CALLBACKS`."""
+"""Hooks of the training loop. A callback is one class with the hooks it needs, listed in `registry.CALLBACKS`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS
+
+CURVE_COLUMNS = (
+    "step",
+    "epoch",
+    "loss",
+    "heldout_loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "supervised_tokens",
+    "padded_tokens",
+    "micro_batches",
+    "largest_micro_batch_tokens",
+    "longest_row",
+    *MEMORY_COLUMNS,
+    "measured",
+    "seconds",
+)
+EXPERT_COLUMNS = ("expert_load_max", "idle_experts_share")
+"""Further columns of a mixture of experts."""
 Row = Mapping[str, Any]
-"""One optimizer step of the curves; keys `loop.CURVE_COLUMNS`."""
+"""One optimizer step of the curves; keys `CURVE_COLUMNS` and, of a mixture, `EXPERT_COLUMNS`."""
+
+
+def curve_columns(rows: Sequence[Row]) -> list[str]:
+    """Return the columns of a run's curves."""
+    return [*CURVE_COLUMNS, *(name for name in EXPERT_COLUMNS if name in rows[-1])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +52,8 @@ class RunInfo:
     show_progress: bool
     curves: Sequence[Row]
     """Rows of all finished steps. It grows while training runs; a resumed run starts with the checkpoint's rows."""
+    directories: Sequence[Path]
+    """The unfinished run's directory, then that of the run it resumes if that is another; empty without checkpoints."""
 
 
 class Callback:

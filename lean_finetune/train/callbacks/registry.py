@@ -1,13 +1,35 @@
-"""The callbacks of every training run. To add a tracker, add its class to `CALLBACKS`."""
+"""The callbacks of every training run, and the trackers that `run.trackers` may name."""
+
+from collections.abc import Sequence
 
 from lean_finetune.train.callbacks.callback import Callback, RunInfo
+from lean_finetune.train.callbacks.dvclive_tracker import DvcLiveTracker
 from lean_finetune.train.callbacks.growth_warnings import GrowthWarnings
+from lean_finetune.train.callbacks.live_curves import LiveCurves
+from lean_finetune.train.callbacks.mlflow_tracker import MlflowTracker
 from lean_finetune.train.callbacks.progress_bar import ProgressBar
+from lean_finetune.train.callbacks.tensorboard_tracker import TensorBoardTracker
+from lean_finetune.train.callbacks.tracker import Tracker, refuse_missing_package
+from lean_finetune.train.callbacks.wandb_tracker import WandbTracker
 
-CALLBACKS: list[type[Callback]] = [GrowthWarnings, ProgressBar]
-"""Called in this order."""
+CALLBACKS: list[type[Callback]] = [GrowthWarnings, LiveCurves, ProgressBar]
+"""Of every run, called in this order."""
+TRACKERS: dict[str, type[Tracker]] = {
+    tracker.name: tracker for tracker in (DvcLiveTracker, TensorBoardTracker, WandbTracker, MlflowTracker)
+}
+"""By their name in `run.trackers`; `config.field_types.TrackerName` lists the names."""
 
 
-def make_callbacks(info: RunInfo, *, leads: bool) -> list[Callback]:
+def make_callbacks(info: RunInfo, trackers: Sequence[str], *, leads: bool) -> list[Callback]:
     """Create the callbacks of a run; none on other processes than the first."""
-    return [callback(info) for callback in CALLBACKS] if leads else []
+    return [create(info) for create in (*CALLBACKS, *(TRACKERS[name] for name in trackers))] if leads else []
+
+
+def refuse_missing_trackers(trackers: Sequence[str]) -> None:
+    """Refuse trackers whose packages are not installed.
+
+    Raises:
+        UserError: with the command that installs the first one.
+    """
+    for name in trackers:
+        refuse_missing_package(TRACKERS[name])

@@ -68,6 +68,7 @@ class Checkpointer(CheckpointHooks):
         self._store, self._channel = store, store.channel
         self._seconds, self._notify, self._clock = seconds, notify, clock
         self._stop, self._earlier, self._disk_space = stop, earlier, disk_space
+        self.directories = (store.directory,) if earlier is None else (store.directory, earlier)
         self._found = store.newest()
         if self._found is None and earlier is not None:
             self._found = CheckpointStore(earlier, store.keep, notify, store.channel).newest()

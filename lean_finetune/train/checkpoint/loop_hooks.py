@@ -1,7 +1,8 @@
 """Checkpoint hooks of the training loop."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from lean_finetune.step.batches import Batch
 from lean_finetune.train.checkpoint.training_state import TrainingRun
@@ -12,6 +13,8 @@ class CheckpointHooks:
 
     first_step = 0
     """First optimizer step to run."""
+    directories: Sequence[Path] = ()
+    """The unfinished run's directory, then that of the run it resumes if that is another."""
     measures_load = True
     """Whether memory figures start here. If not, they continue those of an earlier process."""
 
