@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from lean_finetune.cli import main
 from stages.code import ENTRIES
 from tests.conftest import ROOT
 from tests.processes import run_bounded
@@ -28,7 +29,8 @@ def test_help_and_cheap_commands_import_no_slow_library(tmp_path: Path):
     curve = tmp_path / "curve.csv"
     curve.write_text("step,live_gib\n" + "".join(f"{step},{10 + 0.02 * step}\n" for step in range(20)))
     commands = [[f"stages.{stage}", "--help"] for stage in ("code", *ENTRIES)]
-    for arguments in (["--help"], ["fit", "--help"], ["explain", "--help"], ["fit", "--list-gpus"]):
+    helps = [[name, "--help"] for name in main.commands]
+    for arguments in (["--help"], *helps, ["fit", "--list-gpus"]):
         commands.append(["lean_finetune.cli", *arguments])
     commands.append(["lean_finetune.cli", "explain", str(curve)])
     program = PROGRAM.format(commands=commands, slow=SLOW_LIBRARIES)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.estimate_cpu import Case, compare, worst_share
-from lean_finetune.cli import fit
+from lean_finetune.commands.fit import fit
 from lean_finetune.memory.predict.layer_structure import with_layers
 from tests.memory.small_families import COUNTED, NO_QLORA, tiny_config
 from tests.workspace import lay_out
@@ -50,10 +50,12 @@ def test_no_config_ends_in_a_traceback(part, method, tmp_path, monkeypatch):
             if values is None:
                 continue
             (tmp_path / "config.json").write_text(json.dumps({**values, "model_type": family}, default=str))
-            result = CliRunner().invoke(fit, ["--model", "config.json", "--gpu", "100000GiB"])
+            result = CliRunner().invoke(
+                fit, ["--params", "params.yaml", "--model", "config.json", "--gpu", "100000GiB"]
+            )
             tried += 1
             refused = result.exit_code == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-            answered = result.exit_code == 0 and "\nverdict              fits: " in result.stdout
+            answered = result.exit_code == 0 and result.stdout.startswith("verdict              fits: ")
             if not refused and not answered:
                 faults.append((family, bool(values), result.exit_code, repr(result.exception), result.stderr[-300:]))
     assert not faults, faults

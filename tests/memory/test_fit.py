@@ -1,21 +1,20 @@
-"""`lean-finetune fit`: the answer from params.yaml and a config.json, and one line for each error."""
+"""`lean-finetune fit`: the answer from a config.json, its options, and one line for each error."""
 
 import json
-import re
+import shlex
 import shutil
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lean_finetune.cli import fit
+from lean_finetune.commands.fit import fit
+from lean_finetune.commands.fit_text import COLUMNS, LABEL_WIDTH, fit_lines, labelled
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
-from lean_finetune.config.schema import Params
-from lean_finetune.core.units import GIB
-from lean_finetune.memory.advice.fit_command import LABEL_WIDTH, fit_report, labelled
+from lean_finetune.memory.advice.fit_run import FitRun, fit_run
 from tests.memory.common import card_for
+from tests.pinning.hub_server import serve, use_hub
 from tests.workspace import error, invoke, lay_out
 
 
@@ -29,19 +28,61 @@ def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch
     return tmp_path
 
 
-def test_a_run_that_fits_needs_no_pipeline(workspace):
-    """A command that needs a plan, or that writes files."""
+def run_of(workspace: Path, gpu: str, flags: list[str]) -> FitRun:
+    """The run of params.yaml with the model beside it."""
+    p = load_params(workspace / "params.yaml")
+    return fit_run(with_flags(p, ["model.name=model", f"hardware.gpu={gpu}", *flags]))
+
+
+def test_a_run_that_fits_is_answered_in_80_columns_and_leaves_no_file(workspace: Path):
+    """A verdict below a page of details, a line that a terminal breaks, colours in a file, or files left behind."""
     before = sorted(workspace.rglob("*"))
-    result = invoke(fit, "--model", "model", "--gpu", "T4")
+    result = invoke(fit, "--params", "params.yaml", "--model", "model", "--gpu", "T4")
     assert result.exit_code == 0, result.stderr
-    labels = [text[:LABEL_WIDTH].strip() for text in result.stdout.splitlines()]
-    phases = [f"peak in {phase}" for phase in ("forward", "backward", "clip", "optimizer")]
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= COLUMNS and "\x1b" not in result.stdout
+    labels = [text[:LABEL_WIDTH].strip() for text in lines if text and not text.startswith(" ")]
+    peaks = ["peak by phase, as a s", "at the peak, in backw"]
     limits = ["smallest GPU", "longest row", "largest micro-batch"]
-    assert labels == ["params", "device", "model", "run", "attention", *phases, "verdict", *limits]
-    assert labelled("verdict", "fits: ") in result.stdout and labelled("smallest GPU", "P4 ") in result.stdout
+    assert labels == ["verdict", *peaks, "device", "model", "run", "micro-batches", "attention", *limits]
+    assert (
+        lines[0].startswith(labelled("verdict", "fits: peak ")) and labelled("smallest GPU", "P4 (of") in result.stdout
+    )
     assert labelled("longest row", "256 tokens (= the model's 256 positions)") in result.stdout
     assert labelled("largest micro-batch", "2048 tokens (= train.tokens_per_step)") in result.stdout
     assert sorted(workspace.rglob("*")) == before
+
+
+def test_options_set_the_run_and_json_has_it_in_bytes(workspace: Path):
+    """An option without effect, toy parameters taken from the directory, or sizes that a program has to parse."""
+    options = "--model model --gpu T4 --gpus 2 --method lora --length 100 --precision fp32 --set train.lora.rank=2"
+    content = json.loads(invoke(fit, *options.split(), "--json").stdout)
+    p = content["params"]
+    assert (p["hardware"]["num_gpus"], p["train"]["sharding"], p["train"]["method"]) == (2, "zero3", "lora")
+    assert (p["data"]["max_length"], p["bucket"]["max_tokens"], p["train"]["lora"]["rank"]) == (100, 104, 2)
+    assert content["precision"] == "fp32" and content["micro_batch"] == {"rows": 1, "tokens_per_row": 104}
+    assert p["train"]["grad_ckpt"] and content["verdict"] == "fits" and content["would_fit"] == []
+    forward = content["phases"]["forward"]
+    assert forward["peak_bytes"] == sum(forward["by_category_bytes"].values()) <= content["peak_bytes"]
+
+
+def test_without_a_model_the_directory_must_have_a_params_yaml(workspace: Path):
+    """An answer for the shipped toy, or for another run than the one in this directory."""
+    content = json.loads(invoke(fit, "--set", "model.name=model", "--json").stdout)
+    assert content["params"]["bucket"]["max_tokens"] == 256
+    (workspace / "params.yaml").unlink()
+    assert error(invoke(fit, "--gpu", "T4")).startswith("--model: name a hub id, a directory or a config.json")
+    assert error(invoke(fit, "--params", "none.yaml")).startswith("none.yaml: file is missing")
+
+
+def test_of_a_hub_model_config_json_alone_is_fetched(workspace: Path, monkeypatch: pytest.MonkeyPatch):
+    """Gigabytes of weights downloaded for a question."""
+    files = {"config.json": (workspace / "model/config.json").read_bytes(), "model.safetensors": b"0" * 20_000}
+    with serve({"models/org/name": files}) as hub:
+        use_hub(monkeypatch, hub, workspace / "cache")
+        result = invoke(fit, "--model", "org/name", "--gpu", "T4", "--json")
+    assert json.loads(result.stdout)["model"]["name"] == "org/name"
+    assert not any("safetensors" in request for request in hub.requests)
 
 
 CASES = [
@@ -59,42 +100,58 @@ def test_a_run_with_the_advised_overrides_fits(workspace: Path, values: dict[str
     """Overrides that do not fit in the run that they lead to, or that the command refuses."""
     common = {"data__max_length": 128, "bucket__max_tokens": 262144, "train__tokens_per_step": 262144}
     lay_out(workspace, **{**common, "train__loss_chunk": None, "estimate__headroom_percent": 0.0, **values})
-    parameters = load_params(workspace / "params.yaml")
-    (fits,) = verdict_and_advice(parameters, "800GiB")
-    peak_gib = float(re.search(r"peak ([0-9.]+) GiB", fits)[1])  # type: ignore[index]
-    gpu = card_for(share * peak_gib * GIB)
-    verdict, ranked, *advice = verdict_and_advice(parameters, gpu)
-    assert verdict.startswith(labelled("verdict", "does not fit: "))
-    assert "by effect on learning, then by the speed of A100-80GB" in ranked
-    commands = [text for text in advice if text.startswith("  dvc exp run -S ")]
-    assert commands
-    for command in commands:
-        changed = with_flags(parameters, command.removeprefix("  dvc exp run -S ").split(" -S "))
-        assert verdict_and_advice(changed, gpu)[0].startswith(labelled("verdict", "fits: ")), command
+    peak_bytes = run_of(workspace, "800GiB", []).predict().peak.bytes
+    gpu = card_for(int(share * peak_bytes))
+    run = run_of(workspace, gpu, [])
+    prediction = run.predict()
+    found = run.search(prediction)
+    assert not run.judge(prediction).fits and found.remedies
+    assert found.ranked is not None and "by effect on learning, then by the speed of A100-80GB" in found.ranked
+    for remedy in found.remedies:
+        changed = run_of(workspace, gpu, list(remedy.flags))
+        assert changed.judge(changed.predict()).fits, remedy.flags
 
 
-def verdict_and_advice(params: Params, gpu: str) -> list[str]:
-    """The lines of the verdict and its advice, without the search for limits that comes after them."""
-    report = fit_report(params, gpu, Path("model"))
-    verdict = next(text for text in report if text.startswith("verdict"))
-    if verdict.startswith(labelled("verdict", "fits: ")):
-        return [verdict]
-    return [verdict, *takewhile(lambda text: text.startswith(("advice", "  ")), report)]
+def test_what_would_fit_is_a_line_to_paste(workspace: Path):
+    """Advice for dvc outside of a checkout, or a line that lacks the options of this run."""
+    options = ["--model", "model", "--length", "256", "--method", "lora"]
+    usual = ["--set", "bucket.max_tokens=65536", "--set", "train.grad_ckpt=false", "--set", "train.loss_chunk=null"]
+    needed = json.loads(invoke(fit, *options, *usual, "--gpu", "80GiB", "--json").stdout)["peak_bytes"]
+    shown = invoke(fit, *options, *usual, "--gpu", card_for(needed // 2)).stdout
+    assert shown.startswith(labelled("verdict", "does not fit: peak "))
+    command = shown.split("\n  lean-finetune fit ")[1].replace("\\\n", " ").splitlines()[0]
+    words = shlex.split(command)
+    assert {*options, *usual} < {*words}
+    answer = invoke(fit, *words)
+    assert answer.stdout.startswith(labelled("verdict", "fits: ")), answer.output
 
 
-def test_the_verdict_comes_before_the_search(workspace):
+def test_the_verdict_comes_before_the_search(workspace: Path, monkeypatch: pytest.MonkeyPatch):
     """Half a minute of search before the answer to the question."""
     lay_out(workspace, data__max_length=128, bucket__max_tokens=65536)
-    report = fit_report(load_params(workspace / "params.yaml"), card_for(2**20), Path("model"))
-    lines = [next(report) for _ in range(9)]  # The generator stops before the search.
-    assert lines[-1].startswith(labelled("verdict", "does not fit: peak "))
-    assert ", less 525 MiB for a CUDA context" in lines[0]
+    lines = fit_lines(run_of(workspace, card_for(2**20), []), "lean-finetune fit", "--set")
+    monkeypatch.delattr(FitRun, "search")
+    assert next(lines).startswith(labelled("verdict", "does not fit: peak "))
 
 
-def test_a_model_that_does_not_exist_is_one_line(workspace):
+def test_a_model_that_does_not_exist_is_one_line(workspace: Path):
     """A traceback."""
-    expected = "--model: must be tiny, a directory with config.json, or the path of a file of that name; got 'absent'"
-    assert error(invoke(fit, "--model", "absent")).startswith(expected)
+    expected = "model.name: must be a hub id org/name, a directory with config.json, or the path of a file of that name"
+    assert error(invoke(fit, "--model", "absent")).startswith(f"{expected}; got 'absent'")
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("train.lora.rank", "train.lora.rank: must be key=value"),
+        ("train.lr.peak=1", "train.lr.peak: lr has no parameters below it"),
+        ("train.lora={", "train.lora: must be a YAML value"),
+        ("nothing.at.all=1", "nothing: unknown parameter"),
+    ],
+)
+def test_a_setting_of_another_form_is_one_line(workspace: Path, flag: str, expected: str):
+    """A KeyError, or a setting that is ignored."""
+    assert error(invoke(fit, "--model", "model", "--set", flag)).startswith(expected)
 
 
 def test_a_config_that_is_no_model_is_one_line(workspace: Path):

@@ -10,7 +10,7 @@ from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.advice import largest_that_fits, search, search_space
-from lean_finetune.memory.advice.fit_command import workload_of
+from lean_finetune.memory.advice.fit_run import workload_of
 from lean_finetune.memory.advice.largest_that_fits import Largest, largest_fitting, longest_row, smallest_gpu
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
 from lean_finetune.memory.advice.search_space import Candidate, Space

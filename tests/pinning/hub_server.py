@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LFS_FROM_BYTES = 10_000
@@ -130,3 +132,11 @@ def serve(repositories: dict[str, dict[str, bytes]]) -> Iterator[Hub]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, hub: Hub, cache: Path) -> None:
+    """Let the hub's client in this process know only this server, with an empty cache."""
+    constants = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": False}
+    constants["HUGGINGFACE_CO_URL_TEMPLATE"] = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    for name, value in constants.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)

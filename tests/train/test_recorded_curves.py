@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lean_finetune.cli import explain
+from lean_finetune.commands.explain import explain
 from lean_finetune.core.atomic_files import write_csv
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB

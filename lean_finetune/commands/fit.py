@@ -1,0 +1,127 @@
+"""The command `lean-finetune fit`: its options, and the parameters that they mean."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from lean_finetune.config.field_types import AnyPrecision, Method
+from lean_finetune.config.load import PARAMS_FILE, load_params
+from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.schema import Params, round_up
+from lean_finetune.core.errors import StageCommand, UserError
+from lean_finetune.core.units import GIB
+from lean_finetune.memory.gpus import GPUS
+
+COMMON_PARAMS = Path(__file__).parents[1] / "fit_params.yaml"
+"""Parameters of a usual run."""
+PATH = click.Path(path_type=Path)
+
+
+def gpu_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Known GPUs, for the shell's completion."""
+    return [gpu.name for gpu in GPUS if gpu.name.lower().startswith(incomplete.lower())]
+
+
+@click.command(cls=StageCommand)
+@click.option("--model", help="A hub id (only its config.json is fetched), a directory, or a config.json.")
+@click.option("--gpu", shell_complete=gpu_names, help="A known GPU, a size such as 24GiB, or auto: this machine's.")
+@click.option("--gpus", type=click.IntRange(min=1), help="GPUs that share the run.")
+@click.option("--method", type=click.Choice(get_args(Method)), help="What is trained. Default: qlora.")
+@click.option("--length", type=click.IntRange(min=1), help="Tokens of the longest row. Default: 4096.")
+@click.option(
+    "--precision", type=click.Choice(get_args(AnyPrecision)), help="Default: auto (bf16, or fp16 on old GPUs)."
+)
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any parameter, as train.lora.rank=64.")
+@click.option("--params", type=PATH, help="A params.yaml to start from. Default: ./params.yaml if there is no --model.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")
+@click.option("--list-gpus", is_flag=True, help="List the known GPUs and exit.")
+def fit(
+    model: str | None,
+    gpu: str | None,
+    gpus: int | None,
+    method: str | None,
+    length: int | None,
+    precision: str | None,
+    sets: tuple[str, ...],
+    params: Path | None,
+    as_json: bool,
+    list_gpus: bool,
+) -> None:
+    """Predict whether fine-tuning fits a GPU. Needs no weights, data or GPU.
+
+    For example: lean-finetune fit --model Qwen/Qwen3-8B --gpu RTX-4090
+
+    Prints the verdict, the peak memory of each phase, settings that fit if the run does not, the smallest GPU for the
+    run, the longest row and the largest micro-batch.
+    """
+    if list_gpus:
+        click.echo("\n".join(_known_gpus()))
+        return
+    file = params or (None if model else PARAMS_FILE if PARAMS_FILE.exists() else None)
+    p = load_params(file or COMMON_PARAMS)
+    if file is None and model is None:
+        raise UserError("--model: name a hub id, a directory or a config.json; there is no params.yaml here")
+    values = {"model.name": model, "hardware.gpu": gpu, "train.method": method, "train.precision": precision}
+    flags = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+    flags += _length_flags(p, length, usual=file is None) + _gpu_flags(p, gpus, method)
+    flags += sets
+    p = with_flags(p, [*flags, f"run.progress={json.dumps(sys.stderr.isatty())}"])
+    from lean_finetune.commands.fit_text import fit_json, fit_lines  # Here: imports torch, which --help skips.
+    from lean_finetune.memory.advice.fit_run import fit_run
+
+    shorten = file is None and length is None and not any(flag.startswith("data.max_length=") for flag in sets)
+    run = fit_run(p, shorten=shorten)
+    if as_json:
+        click.echo(json.dumps(fit_json(run), indent=2))
+        return
+    words, option = _this_command(), "--set"
+    if file == PARAMS_FILE:
+        words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
+    for text in fit_lines(run, shlex.join(words), option):
+        click.echo(text)
+
+
+def _length_flags(p: Params, length: int | None, *, usual: bool) -> list[str]:
+    """Flags of --length. A micro-batch of the usual run is one row of it; others have at least room for one."""
+    if length is None:
+        return []
+    padded = round_up(length, p.bucket.pad_multiple)
+    room = [f"bucket.max_tokens={padded}"] if usual or padded > p.bucket.max_tokens else []
+    return [f"data.max_length={length}", *room]
+
+
+def _gpu_flags(p: Params, gpus: int | None, method: str | None) -> list[str]:
+    """Flags of --gpus: each GPU stores a shard where the parameters do not say how to share the run."""
+    if gpus is None:
+        return []
+    sharding = p.train.sharding
+    if gpus == 1:
+        sharding = "none"
+    elif sharding == "none":  # bitsandbytes cannot split 8-bit weights.
+        sharding = "ddp" if (method or p.train.method) == "int8_lora" else "zero3"
+    return [f"hardware.num_gpus={gpus}", f"train.sharding={sharding}"]
+
+
+def _this_command() -> list[str]:
+    """The words of this command as the user gave them."""
+    context = click.get_current_context()
+    words = ["lean-finetune", "fit"]
+    for option in context.command.params:
+        value = context.params[option.name or ""]
+        for each in value if isinstance(value, tuple) else () if value is None else (value,):
+            words += [option.opts[0]] if each is True else [option.opts[0], str(each)] if each is not False else []
+    return words
+
+
+def _known_gpus() -> Iterator[str]:
+    """The table of known GPUs."""
+    yield f"{'name':<18}{'memory GiB':>11}{'bf16':>6}{'compute capability':>20}"
+    for known in GPUS:
+        bf16 = "yes" if known.native_bf16 else "no"
+        capability = ".".join(map(str, known.compute_capability))
+        yield f"{known.name:<18}{known.memory_bytes / GIB:>11.2f}{bf16:>6}{capability:>20}"

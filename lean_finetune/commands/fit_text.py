@@ -1,0 +1,169 @@
+"""The answer of `lean-finetune fit` as lines of at most 80 columns, and as JSON."""
+
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from lean_finetune.core.units import readable_size
+from lean_finetune.memory.advice.fit_run import FitRun
+from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest
+from lean_finetune.memory.advice.search import Remedy
+from lean_finetune.memory.advice.verdict import describe
+from lean_finetune.memory.predict.peak import Prediction
+
+VERDICTS = {"fits": "fits", "tight": "fits, but with less headroom than asked for", "does not fit": "does not fit"}
+COLUMNS = 80
+LABEL_WIDTH = 21
+BAR_WIDTH = 32
+EIGHTHS = " ▏▎▍▌▋▊▉"
+"""Left parts of a character cell, by eighths."""
+LARGEST_PARTS = 5
+
+
+def fit_lines(run: FitRun, command: str, option: str) -> Iterator[str]:
+    """The lines of the answer, each as soon as it is known: the verdict first.
+
+    `command` and `option` make the lines that apply settings: `lean-finetune fit …` and `--set`.
+    """
+    prediction = run.predict()
+    verdict, peak = run.judge(prediction), prediction.peak
+    usable = f"{readable_size(run.usable_bytes)} usable on {run.device.name}"
+    yield labelled("verdict", f"{VERDICTS[verdict.state]}: peak {readable_size(peak.bytes)}, {usable}")
+    yield ""
+    yield from _peak_lines(run, prediction)
+    yield ""
+    yield from _run_lines(run)
+    if not verdict.fits:
+        found = run.search(prediction)
+        yield ""
+        if not found.remedies:
+            yield labelled("what would fit", "no settings found: choose a larger device")
+        else:
+            yield labelled("what would fit", "the least harmful to learning first, then the fastest")
+        for remedy in found.remedies:
+            yield from _remedy_lines(remedy, command, option)
+        yield ""
+    limits = run.limits(prediction)
+    yield labelled("smallest GPU", f"{limits.smallest_gpu or 'none is large enough'} (of the known GPUs, for this run)")
+    yield labelled("longest row", _tokens(limits.longest_row) or f"not even {LENGTH_STEP} tokens fit")
+    batch = _tokens(limits.largest_max_tokens) or f"not even one row of {run.workload.longest} tokens fits"
+    yield labelled("largest micro-batch", batch)
+
+
+def labelled(label: str, text: str) -> str:
+    """A labelled text of the answer, wrapped below itself."""
+    return textwrap.fill(
+        text,
+        COLUMNS,
+        initial_indent=f"{label:<{LABEL_WIDTH}}",
+        subsequent_indent=" " * LABEL_WIDTH,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _peak_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
+    """Bars of the peak by phase and of what the highest one consists of, as shares of the usable memory."""
+    whole = max(run.usable_bytes, prediction.peak.bytes)
+    of = "the peak" if whole > run.usable_bytes else "usable memory"
+    yield f"peak by phase, as a share of {of}"
+    for phase, peak in prediction.by_phase.items():
+        yield bar_line(phase, peak.bytes, whole)
+    yield f"at the peak, in {prediction.worst_phase}"
+    by_size = sorted(prediction.peak.by_category.items(), key=lambda item: -item[1])
+    rest = sum(size for _, size in by_size[LARGEST_PARTS:])
+    for category, size in [*by_size[:LARGEST_PARTS], *([("other", rest)] if rest else [])]:
+        yield bar_line(category.replace("_", " "), size, whole)
+    for what, where, size in run.host_bytes(prediction):
+        yield labelled(where, f"{readable_size(size)}: {what}")
+
+
+def bar_line(label: str, count: int, whole: int) -> str:
+    """A labelled bar for a share of `whole` bytes, and the bytes."""
+    eighths = round(8 * BAR_WIDTH * count / whole)
+    bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+    return f"  {label:<{LABEL_WIDTH}}{bar:<{BAR_WIDTH}} {readable_size(count):>10}"
+
+
+def _run_lines(run: FitRun) -> Iterator[str]:
+    """The device, the model, and how it is trained."""
+    p, model, train = run.params, run.workload.setting.model, run.params.train
+    less = run.device.headroom_text(run.headroom_percent)
+    yield labelled("device", f"{run.device.name}: {readable_size(run.device.memory_bytes)}, less {less}")
+    layers = run.config.get_text_config().num_hidden_layers
+    yield labelled("model", f"{run.model}: {run.config.model_type}, {layers} layers")
+    adapters = f", rank {train.lora.rank}" if model.adapted else ""
+    memory = f"grad_ckpt={str(train.grad_ckpt).lower()}, loss_chunk={train.loss_chunk or 'null'}"
+    yield labelled("run", f"{model.method}{adapters}, {model.precision}, {train.optimizer}, {memory}")
+    if p.hardware.num_gpus > 1:
+        yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}; sizes are those of one GPU")
+    yield labelled("micro-batches", describe(run.workload.steps[-1][-1]))
+    yield labelled("attention", run.attention)
+    if (experts := run.experts) is not None:
+        yield labelled("experts", experts)
+    for note in run.notes():
+        yield labelled("note", note)
+
+
+def _remedy_lines(remedy: Remedy, command: str, option: str) -> Iterator[str]:
+    """A line to run, continued where it is too long, and what it brings."""
+    line = f"  {command}"
+    for words in (f"{option} {shlex.quote(flag)}" for flag in remedy.flags):
+        if len(line) + len(words) + len("  \\") > COLUMNS:
+            yield f"{line} \\"
+            line = f"     {words}"
+        else:
+            line += f" {words}"
+    yield line
+    yield f"    peak {readable_size(remedy.peak_bytes)}, {remedy.slowdown:.2f}x time per token; {remedy.effect}"
+
+
+def _tokens(found: Largest) -> str:
+    """A largest size, with the limit that it reaches if that is not memory; empty if nothing fits."""
+    return f"{found.value} tokens{f' (= {found.limit})' if found.limit else ''}" if found.value else ""
+
+
+def fit_json(run: FitRun) -> dict[str, Any]:
+    """The complete answer. Sizes are in bytes, lengths in tokens."""
+    prediction = run.predict()
+    verdict, limits = run.judge(prediction), run.limits(prediction)
+    found = None if verdict.fits else run.search(prediction)
+    shape = run.workload.steps[-1][-1]
+    return {
+        "verdict": verdict.state,
+        "peak_bytes": prediction.peak.bytes,
+        "usable_bytes": run.usable_bytes,
+        "worst_phase": prediction.worst_phase,
+        "phases": {
+            phase: {"peak_bytes": peak.bytes, "by_category_bytes": _by_size(peak.by_category)}
+            for phase, peak in prediction.by_phase.items()
+        },
+        "outside_of_the_device": [
+            {"what": what, "where": where, "bytes": size} for what, where, size in run.host_bytes(prediction)
+        ],
+        "device": {
+            "name": run.device.name,
+            "memory_bytes": run.device.memory_bytes,
+            "headroom_percent": run.headroom_percent,
+            "reason": run.device_reason,
+            "attention": run.attention,
+        },
+        "model": {"name": run.model, "type": run.config.model_type},
+        "precision": run.workload.setting.model.precision,
+        "micro_batch": {"rows": shape.rows, "tokens_per_row": shape.length},
+        "would_fit": [
+            {"settings": list(remedy.flags), **{k: v for k, v in remedy.as_json().items() if k != "command"}}
+            for remedy in (found.remedies if found else ())
+        ],
+        "smallest_gpu": limits.smallest_gpu,
+        "longest_row_tokens": asdict(limits.longest_row),
+        "largest_micro_batch_tokens": asdict(limits.largest_max_tokens),
+        "layers_traced": prediction.layers_traced,
+        "params": run.params.model_dump(),
+    }
+
+
+def _by_size(sizes: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))

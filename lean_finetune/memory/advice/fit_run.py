@@ -1,0 +1,195 @@
+"""Whether a run fits a GPU, from a config.json alone: what the command `lean-finetune fit` answers."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from lean_finetune.config.field_types import Precision
+from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.schema import Params, round_up
+from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.largest_that_fits import Limits, find_limits
+from lean_finetune.memory.advice.search_space import Candidate
+from lean_finetune.memory.advice.verdict import Answer, Verdict, answer, judge
+from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
+from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
+from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.predict.peak import Prediction, predict
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.state_formulas import host_state_bytes
+from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.model.allocator_settings import environment_notes
+from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
+from lean_finetune.pinning.hub import HUB_ID, download
+from lean_finetune.pinning.locate import CONFIG_FILE, TINY, TINY_DIRECTORY
+from lean_finetune.step.activation_offload import refuse_offload
+from lean_finetune.step.host_transfer import refuse_offloaded_state
+from lean_finetune.step.optimizer_in_backward import refuse_in_backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRun:
+    """A run with every micro-batch full of rows of data.max_length, all of their tokens trained, on a device."""
+
+    params: Params
+    model: str
+    """As the user named it."""
+    device: Device
+    device_reason: str
+    workload: Workload
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The model's config."""
+        return self.workload.config
+
+    @property
+    def headroom_percent(self) -> float:
+        """estimate.headroom_percent."""
+        return self.params.estimate.headroom_percent
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory for tensors on the device."""
+        return self.device.usable_bytes(self.headroom_percent)
+
+    @property
+    def attention(self) -> str:
+        """Attention kernels on the device."""
+        beyond_window = self.workload.longest >= (attention_window(self.config) or math.inf)
+        masked = beyond_window and self.params.bucket.mode != "packed"
+        return attention_on(self.device, self.config, self.workload.setting.model, masked=masked)
+
+    @property
+    def experts(self) -> str | None:
+        """How the device multiplies rows by their experts; None without experts."""
+        return experts_on(self.device, self.config, self.workload.setting.model)
+
+    def notes(self) -> list[str]:
+        """Settings of the environment that differ from those predicted."""
+        return list(environment_notes(self.params.train.expandable_segments)) if self.device.kind == "cuda" else []
+
+    def predict(self) -> Prediction:
+        """Peaks by phase. Takes several seconds."""
+        return predict(self.config, self.workload.setting, self.workload.steps, target_of(self.device))
+
+    def host_bytes(self, prediction: Prediction) -> Iterator[tuple[str, str, int]]:
+        """What the run stores outside of the device: (what, where, bytes)."""
+        if prediction.offloaded_bytes:
+            where = {"cpu": "in host memory", "disk": "on disk"}[self.params.train.offload_activations]
+            yield "activations", where, prediction.offloaded_bytes
+        if optimizer_bytes := host_state_bytes(self.config, self.workload.setting):
+            yield "optimizer", "in host memory", optimizer_bytes
+
+    def judge(self, prediction: Prediction) -> Verdict:
+        """Whether it fits, without a search for what would."""
+        enforce = self.params.estimate.enforce
+        return judge(prediction, self.device, (), headroom_percent=self.headroom_percent, enforce=enforce)
+
+    def search(self, prediction: Prediction) -> Answer:
+        """Settings with which the run fits. Takes up to a minute."""
+        return answer(self.workload, prediction, self.device, self.params, confirm=self._confirmed_peak)
+
+    def limits(self, prediction: Prediction) -> Limits:
+        """The smallest GPU for the run, and the longest row and the largest micro-batch that fit."""
+        return find_limits(
+            self.workload,
+            self.device,
+            peak_bytes=prediction.peak.bytes,
+            headroom_percent=self.headroom_percent,
+            positions=_positions(self.config),
+        )
+
+    def _confirmed_peak(self, candidate: Candidate, peak_bytes: int) -> int | None:
+        """The peak that `fit` reports for a candidate's overrides; None if they do not fit or are refused.
+
+        `peak_bytes` is the peak of the candidate's own micro-batches, which are mostly the same.
+        """
+        try:
+            run = _checked_workload(with_flags(self.params, candidate.flags), self.device, candidate.run.config)
+            if (run.setting, run.steps) != (candidate.run.setting, candidate.run.steps):
+                peak_bytes = predict(run.config, run.setting, run.steps, target_of(self.device)).peak.bytes
+        except UserError:
+            return None
+        return peak_bytes if peak_bytes <= self.usable_bytes else None
+
+
+def fit_run(p: Params, *, shorten: bool = False) -> FitRun:
+    """The run of some parameters, checked against its device. Of a hub model, only config.json is downloaded.
+
+    `shorten` lowers data.max_length to the positions of the model.
+
+    Raises:
+        UserError: the device, the model or a parameter does not work.
+    """
+    torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
+    device, reason = resolve_gpu(p.hardware.gpu)
+    refuse_offload(p.train.offload_activations, device.kind)
+    refuse_offloaded_state(p.train.offload, device.kind)
+    config = read_config(find_model(p.model.name, p.model.revision))
+    positions = _positions(config)
+    if shorten and positions and positions < p.data.max_length:
+        p = with_flags(p, [f"data.max_length={positions}"])
+    workload = _checked_workload(p, device, config)
+    return FitRun(params=p, model=p.model.name, device=device, device_reason=reason, workload=workload)
+
+
+def _positions(config: PretrainedConfig) -> int | None:
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _checked_workload(p: Params, device: Device, config: PretrainedConfig) -> Workload:
+    """The workload of a run; refuses what its steps do not support."""
+    run = workload_of(p, config, precision_on(device, p.train.precision)[0])
+    if p.train.optimizer_in_backward:
+        refuse_in_backward(run.setting.model, [math.ceil(run.micro_batches_per_step)])
+    return run
+
+
+def find_model(name: str, revision: str | None = None) -> Path:
+    """The directory of a model's config.json; `name` is a hub id, `tiny`, a directory, or the path of a config.json.
+
+    Raises:
+        UserError: there is no such file, or the hub cannot be reached.
+    """
+    path = TINY_DIRECTORY if name == TINY else Path(name).expanduser()
+    directory = path.parent if path.name == CONFIG_FILE else path
+    if (directory / CONFIG_FILE).is_file():
+        return directory
+    if path.exists() or not HUB_ID.fullmatch(name):
+        raise UserError(
+            f"model.name: must be a hub id org/name, a directory with {CONFIG_FILE}, or the path of a file of that "
+            f"name; got {name!r}; a hub model's {CONFIG_FILE} alone is enough"
+        )
+    return download("model.name", name, "model", revision or "main", [CONFIG_FILE])
+
+
+def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Workload:
+    """The run of params.yaml with every micro-batch full of rows of data.max_length.
+
+    Raises:
+        UserError: rows are too long for the model, or it does not support packed rows.
+    """
+    length = round_up(p.data.max_length, p.bucket.pad_multiple)
+    refuse_long_rows(config, length)
+    if p.bucket.mode == "packed":
+        refuse_joined_rows(config, length)
+    shape = full_batch(p.bucket.mode, length, max_tokens=p.bucket.max_tokens, fixed_rows=p.bucket.fixed_rows)
+    tokens = shape.rows * shape.length
+    several = p.train.tokens_per_step > tokens * p.hardware.num_gpus
+    return Workload(
+        config=config,
+        setting=Setting.from_params(p, precision, accumulates_gradients=several),
+        steps=largest_steps(shape, several=several),
+        mode=p.bucket.mode,
+        max_tokens=p.bucket.max_tokens,
+        fixed_rows=p.bucket.fixed_rows,
+        longest=length,
+        tokens_per_step=max(p.train.tokens_per_step / p.hardware.num_gpus, length),
+        micro_batches_per_step=max(1, math.ceil(p.train.tokens_per_step / tokens / p.hardware.num_gpus)),
+        unpadded_tokens_per_step=p.train.tokens_per_step,
+    )
