@@ -24,7 +24,8 @@ from benchmarks.specs import Trainer, llama, model_spec, padded, random_batch
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.training_step import Phase
-from lean_finetune.train.monitor.growth_advice import CHECK_FACTOR, FIRST_CHECK_STEPS, GrowthWatch
+from lean_finetune.train.monitor.growth import classify
+from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS, check_is_due
 from lean_finetune.train.monitor.measured_peak import Meter, make_meter
 from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
 from lean_finetune.train.process.training_device import training_device
@@ -107,7 +108,7 @@ def _watched_steps(trainer: Trainer, monitor: MemoryMonitor, rows: list[dict[str
     for _ in range(STEPS_A_ROUND):
         _step(trainer, device, monitor.phase)
         monitor.step_columns()
-        GrowthWatch().check(rows[: FIRST_CHECK_STEPS - 1])
+        check_is_due(FIRST_CHECK_STEPS - 1)
 
 
 def _sample(monitor: MemoryMonitor) -> None:
@@ -146,10 +147,9 @@ def _growth_seconds(steps: int) -> tuple[float, list[dict[str, Any]]]:
         }
         for step in range(steps)
     ]
-    watch, due, start = GrowthWatch(), FIRST_CHECK_STEPS, time.perf_counter()
-    while due <= steps:
-        watch.check(rows[:due])
-        due = round(due * CHECK_FACTOR)
+    start = time.perf_counter()
+    for due in filter(check_is_due, range(steps + 1)):
+        classify(rows[:due])
     return (time.perf_counter() - start) / steps, rows
 
 

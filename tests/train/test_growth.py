@@ -9,7 +9,7 @@ from ruamel.yaml import YAML
 
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.train.monitor.growth import CONFIDENCE, LEAST_STEPS, classify
-from lean_finetune.train.monitor.growth_advice import CHECK_FACTOR, FIRST_CHECK_STEPS, GrowthWatch, growth_line
+from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS, check_is_due, growth_line
 from tests.conftest import ROOT
 from tests.train.series import LEAK, LEVEL, NO_LEAK, STEPS, lengths, rows_of, staircase
 
@@ -20,12 +20,10 @@ STAIRS = staircase(np.arange(16, 1616, 16), expandable=False)
 
 
 def causes_reported(rows: list[dict[str, Any]]) -> set[str]:
-    """Run the checks of a training run."""
-    watch, causes, steps = GrowthWatch(), set(), FIRST_CHECK_STEPS
-    while steps < len(rows):
-        causes |= {growth.cause for growth in watch.check(rows[:steps])}
-        steps = round(steps * CHECK_FACTOR)
-    return causes | {growth.cause for growth in watch.check(rows)}
+    """Causes found by the checks of a training run, and by one at its end."""
+    checked = [steps for steps in range(len(rows)) if check_is_due(steps)] + [len(rows)]
+    causes = {growth.cause for steps in checked for growth in classify(rows[:steps])}
+    return causes & {"leak", "fragmentation", "length"}
 
 
 def main_cause(rows: list[dict[str, Any]]) -> str:
@@ -154,10 +152,9 @@ def test_sparse_columns():
     assert main_cause([row if row["step"] % 4 == 0 else {"step": row["step"]} for row in leak]) == "leak"
 
 
-def test_each_cause_is_reported_once():
-    rows, watch = rows_of(live_bytes=LINE), GrowthWatch()
-    reports = [len(watch.check(rows[:steps])) for steps in range(1, len(rows) + 1)]
-    assert sum(reports) == 1 and reports[FIRST_CHECK_STEPS - 1] == 1
+def test_checks_become_rarer():
+    """A long run that spends its time on checks."""
+    assert [steps for steps in range(150) if check_is_due(steps)] == [20, 30, 45, 68, 102]
 
 
 def test_remedies_that_are_set_are_not_proposed():

@@ -30,24 +30,23 @@ RETRIES = "alloc_retries"
 """Counted by CUDA's allocator only. Where its cells are empty, `RESERVED` is malloc's, which rises and falls freely."""
 SHAPES = ("largest_micro_batch_tokens", "tokens", "longest_row")
 """Batch shapes. `tokens` is used where the size of the largest micro-batch, which decides the peak, is unknown."""
+COLUMNS = ("step", *MEMORY, *SHAPES)
 CONFIDENCE, MAX_CONFIDENCE = 0.9995, 0.999999
 """Least confidence of a leak: a run is tested several times in several series, so 95 % would warn far too often. The
 highest one reported: the test is an approximation."""
 WARM_UP_SHARE = 0.25
 """First part of a run that no trend uses: kernels, threads and caches are used for the first time."""
-LEAST_STEPS = 12
-LEAST_POINTS, LEAST_PROCESS_POINTS, LEAST_RESERVED_POINTS = 15, 22, 33
-"""Of a trend; of process memory, since the caches of Python and malloc fill over about 20 steps; of reserved memory,
-since the allocator adds segments while batches still get longer."""
+LEAST_STEPS, KNOWN_SHARE = 12, 0.5
+"""A column is used if it has this many cells, and this share of them: peaks on a CPU are measured in few steps."""
+LEAST_POINTS = {LIVE: 15, PEAK: 15, RESERVED: 33, OWN: 22, RESIDENT: 22}
+"""Of a trend. The caches of Python and malloc fill over about 20 steps; CUDA's allocator adds segments for longer."""
 BLOCKS, BLOCK_POINTS = 11, 3
 """Number of blocks, and their least length: a shorter series is tested point by point."""
 WALK_CORRECTION = math.sqrt(1.5)
 """Widens the scatter: block medians of a random walk share part of their path, so differences correlate by 1/4."""
-STEADY_SHARE, SLOWING_SHARE, SLOWING_ERRORS = 2 / 3, 0.9, 1.5
-"""A leak grows in its last third at this share of the mean or faster, and there is not slower than this share of its
-first third by more than this number of standard errors: that is a cache that fills."""
-KNOWN_SHARE = 0.5
-"""A column is used if this share of the rows has it: peaks on a CPU are measured in the largest steps only."""
+SLOWING_SHARE, SLOWING_ERRORS = 0.9, 1.5
+"""A cache that fills, no leak, grows in the last third slower than at this share of the first third's speed, by more
+than this number of standard errors."""
 LEAK_SHARE, GROWTH_SHARE, LENGTH_SHARE = 0.001, 0.02, 0.1
 """Least growth of each kind as a share of the level, and never below 1 MiB. A run that fits has room for 10 %."""
 FRAGMENT_BYTES, FRAGMENT_SHARE = 20 * MIB, 0.05
@@ -83,79 +82,74 @@ class Growth:
 
 
 class _Series(NamedTuple):
-    """One memory column without its empty cells; every array has one value for each remaining row."""
+    """One memory column without its empty cells: P points, with the S batch shapes that are known."""
 
     name: str
-    steps: np.ndarray
-    values: np.ndarray
-    shapes: tuple[np.ndarray, ...]
+    steps_P: np.ndarray
+    values_P: np.ndarray
+    shapes_PS: np.ndarray
 
     def after(self, start: int) -> "_Series":
         """Return the points from index `start` on."""
-        return _Series(self.name, self.steps[start:], self.values[start:], tuple(one[start:] for one in self.shapes))
+        return _Series(self.name, self.steps_P[start:], self.values_P[start:], self.shapes_PS[start:])
+
+    def varying_shapes(self) -> np.ndarray:
+        """Return the columns of `shapes_PS` that vary."""
+        return self.shapes_PS[:, self.shapes_PS.min(axis=0) < self.shapes_PS.max(axis=0)]
 
     def growth(self, cause: Cause, total: float, **details: Any) -> Growth:
         """Return the finding over all points; `details` are more fields of `Growth`."""
-        first, last = int(self.steps[0]), int(self.steps[-1])
-        slope = total / (last - first)
-        known = {"growth_bytes": round(total), "slope_bytes_per_step": slope, "at_equal_shape": bool(self.shapes)}
-        return Growth(cause=cause, series=self.name, first_step=first, last_step=last, **(known | details))
+        first, last, shapes_known = int(self.steps_P[0]), int(self.steps_P[-1]), self.shapes_PS.shape[1] > 0
+        fields = {"slope_bytes_per_step": total / (last - first), "at_equal_shape": shapes_known} | details
+        return Growth(
+            cause=cause, series=self.name, growth_bytes=round(total), first_step=first, last_step=last, **fields
+        )
 
 
 def classify(rows: Rows) -> list[Growth]:
     """Return all causes of growth, a leak first, then by bytes; without any, how the series behave. Never empty."""
-    explained = [growth for growth in (_fragmentation(rows), _length(rows)) if growth is not None]
-    explained.sort(key=lambda growth: -growth.growth_bytes)
-    leak = _leak(rows)
-    return ([] if leak is None else [leak]) + explained or [_without_cause(rows)]
+    columns = {name: np.array([row.get(name) for row in rows], dtype=np.float64) for name in COLUMNS}
+    if all(row.get(RETRIES, 0) is None for row in rows):
+        columns[RESERVED][:] = np.nan
+    every = {name: one for name in MEMORY if (one := _series(columns, name, columns[name])) is not None}
+    if OWN in every:
+        every.pop(RESIDENT, None)  # It also counts mapped files, which grow as they are read.
+    if not every:
+        steps = [int(row["step"]) for row in rows] or [0]
+        return [Growth(cause="too_short", first_step=steps[0], last_step=steps[-1])]
+    leaks = [leak for name, one in every.items() if name != RESERVED and (leak := _leak(one)) is not None]
+    explained = [growth for growth in (_fragmentation(columns, every), _length(every)) if growth is not None]
+    found = leaks[:1] + sorted(explained, key=lambda growth: -growth.growth_bytes)
+    described = map(_describe, every.values())
+    return found or [max(described, key=lambda growth: (growth.cause != "steady", growth.growth_bytes))]
 
 
-def _series(rows: Rows, name: str) -> _Series | None:
-    """Return a column, or None if too few rows have it."""
-    known = [row for row in rows if row.get(name) is not None]
-    with_memory = sum(any(row.get(column) is not None for column in MEMORY) for row in rows)
-    if len(known) < max(LEAST_STEPS, KNOWN_SHARE * with_memory):
+def _series(columns: Mapping[str, np.ndarray], name: str, values: np.ndarray) -> _Series | None:
+    """Return the series of `values`, one for each row; None if too few are known."""
+    known, with_memory = ~np.isnan(values), ~np.isnan([columns[column] for column in MEMORY]).all(axis=0)
+    if known.sum() < max(LEAST_STEPS, KNOWN_SHARE * with_memory.sum()):
         return None
-    if name == RESERVED and all(row.get(RETRIES, 0) is None for row in known):
-        return None
-    shapes = [shape for shape in SHAPES if all(row.get(shape) is not None for row in known)]
-    if SHAPES[0] in shapes and SHAPES[1] in shapes:
-        shapes.remove(SHAPES[1])
-    steps, values, *columns = (_column(known, column) for column in ("step", name, *shapes))
-    return _Series(name, steps, values, tuple(columns))
+    shapes = {shape: columns[shape][known] for shape in SHAPES if not np.isnan(columns[shape][known]).any()}
+    if SHAPES[0] in shapes:
+        shapes.pop(SHAPES[1], None)
+    return _Series(name, columns["step"][known], values[known], np.array([*shapes.values()]).reshape(-1, known.sum()).T)
 
 
-def _column(rows: Rows, name: str) -> np.ndarray:
-    return np.array([row[name] for row in rows], dtype=np.float64)
-
-
-def _leak(rows: Rows) -> Growth | None:
-    """Find steady growth at equal shape: of live tensors, else of peaks, else of the process."""
-    for name in (LIVE, PEAK, OWN, RESIDENT):
-        series = _series(rows, name)
-        if series is not None and (leak := _steady_growth(series)) is not None:
-            return leak
-        if name == OWN and series is not None:
-            return None  # RESIDENT also counts mapped files, which grow as they are read.
-    return None
-
-
-def _steady_growth(series: _Series) -> Growth | None:
-    """Test a series for a leak, from the end of the warm-up and the longest batch on."""
-    longest = [int(np.argmax(shape >= RECORD_SHARE * shape.max())) + 1 for shape in series.shapes]
-    late = series.after(max(round(len(series.steps) * WARM_UP_SHARE), *longest, 0))
-    if len(late.steps) < (LEAST_PROCESS_POINTS if series.name in (OWN, RESIDENT) else LEAST_POINTS):
-        return None
-    values = _at_equal_shape(late)
+def _leak(series: _Series) -> Growth | None:
+    """Find steady growth at equal shape, from the end of the warm-up and the longest batch on."""
+    shapes_PS = series.shapes_PS
+    longest = np.argmax(shapes_PS >= RECORD_SHARE * shapes_PS.max(axis=0), axis=0) + 1
+    late = series.after(max(round(len(shapes_PS) * WARM_UP_SHARE), *longest, 0))
+    values = _at_equal_shape(late) if len(late.steps_P) >= LEAST_POINTS[series.name] else None
     if values is None:
         return None
-    times, levels = _block_levels(late.steps, values)
+    times, levels = _block_levels(late.steps_P, values)
     slopes = np.diff(levels) / np.diff(times)
     mean, deviation = float(slopes.mean()), float(slopes.std(ddof=1))
-    growth, third = mean * float(late.steps[-1] - late.steps[0]), len(slopes) // 3
+    growth, third = mean * float(late.steps_P[-1] - late.steps_P[0]), len(slopes) // 3
     first, last = float(slopes[:third].mean()), float(slopes[-third:].mean())
     slowing = last < SLOWING_SHARE * first and first - last > SLOWING_ERRORS * deviation * math.sqrt(2 / third)
-    if growth < max(MIB, LEAK_SHARE * float(np.median(late.values))) or last < STEADY_SHARE * mean or slowing:
+    if growth < max(MIB, LEAK_SHARE * float(np.median(late.values_P))) or slowing:
         return None
     confidence = _confidence(mean, deviation * WALK_CORRECTION / math.sqrt(len(slopes)), len(slopes) - 1)
     if confidence < CONFIDENCE:
@@ -185,88 +179,72 @@ def _at_equal_shape(series: _Series) -> np.ndarray | None:
     Values are fitted as a quadratic function of each shape plus a line in time. Shapes that shrink with time can only
     hide growth and are not used.
     """
-    varying = [shape for shape in series.shapes if shape.min() < shape.max()]
-    in_time = [float(np.corrcoef(series.steps, shape)[0, 1]) for shape in varying]
-    if max(in_time, default=0.0) > MOVES_WITH_TIME:
+    shapes_PS = series.varying_shapes()
+    in_time = np.array([np.corrcoef(series.steps_P, shape)[0, 1] for shape in shapes_PS.T])
+    if (in_time > MOVES_WITH_TIME).any():
         return None
-    used = [shape for shape, correlation in zip(varying, in_time, strict=True) if correlation >= -MOVES_WITH_TIME]
-    time, *shapes = ((column - column.mean()) / column.std() for column in (series.steps, *used))
-    if not shapes:
-        return series.values
-    terms = np.stack([term for shape in shapes for term in (shape, shape**2)], axis=1)
-    design = np.column_stack([np.ones(len(time)), time, terms])
-    weights = np.linalg.lstsq(design, series.values, rcond=None)[0][2:]
-    return series.values - (terms - terms.mean(axis=0)) @ weights
+    columns = np.column_stack([series.steps_P, shapes_PS[:, in_time >= -MOVES_WITH_TIME]])
+    time_and_shapes = (columns - columns.mean(axis=0)) / columns.std(axis=0)
+    terms = np.column_stack([time_and_shapes[:, 1:], time_and_shapes[:, 1:] ** 2])
+    design = np.column_stack([np.ones(len(columns)), time_and_shapes[:, 0], terms])
+    weights = np.linalg.lstsq(design, series.values_P, rcond=None)[0][2:]
+    return series.values_P - (terms - terms.mean(axis=0)) @ weights
 
 
-def _fragmentation(rows: Rows) -> Growth | None:
+def _fragmentation(columns: Mapping[str, np.ndarray], every: Mapping[str, _Series]) -> Growth | None:
     """Find growth of reserved memory beyond the highest peak so far."""
-    for name in (PEAK, LIVE):
-        both = [row for row in rows if row.get(name) is not None and row.get(RESERVED) is not None]
-        series = _series(both, RESERVED)
-        start = round(len(both) * WARM_UP_SHARE)
-        if series is None or len(both) - start < LEAST_RESERVED_POINTS:
-            continue
-        excess = series.values - np.maximum.accumulate(_column(both, name))
-        times, levels = _block_levels(series.steps[start:], excess[start:])
-        total = float(levels[-1] - levels[0])
-        settled = levels[-1] - levels[len(levels) // 2] < SETTLED_SHARE * total
-        if settled or total < max(FRAGMENT_BYTES, FRAGMENT_SHARE * float(series.values[-1])):
-            return None
-        slope = total / float(times[-1] - times[0])
-        return series.after(start).growth("fragmentation", total, slope_bytes_per_step=slope)
-    return None
-
-
-def _length(rows: Rows) -> Growth | None:
-    """Find growth that comes with batches longer than earlier ones."""
-    series = next((s for name in (PEAK, RESERVED, OWN, RESIDENT, LIVE) if (s := _series(rows, name))), None)
-    varying = [] if series is None else [shape for shape in series.shapes if shape.min() < shape.max()]
-    if series is None or not varying:
+    needed = columns[PEAK if PEAK in every else LIVE]
+    excess = _series(columns, RESERVED, columns[RESERVED] - np.fmax.accumulate(needed))
+    start = 0 if excess is None else round(len(excess.steps_P) * WARM_UP_SHARE)
+    if excess is None or len(excess.steps_P) - start < LEAST_POINTS[RESERVED]:
         return None
-    highest = np.maximum.accumulate(series.values)
+    late = excess.after(start)
+    total, slope, settled = _rise(late)
+    if settled or total < max(FRAGMENT_BYTES, FRAGMENT_SHARE * float(every[RESERVED].values_P[-1])):
+        return None
+    return late.growth("fragmentation", total, slope_bytes_per_step=slope)
+
+
+def _rise(series: _Series) -> tuple[float, float, bool]:
+    """Return growth from the first block to the last, per step too, and whether the second half has little of it."""
+    times, levels = _block_levels(series.steps_P, series.values_P)
+    total = float(levels[-1] - levels[0])
+    settled = levels[-1] - levels[len(levels) // 2] < SETTLED_SHARE * total
+    return total, total / float(times[-1] - times[0]), settled
+
+
+def _length(every: Mapping[str, _Series]) -> Growth | None:
+    """Find growth that comes with batches longer than earlier ones."""
+    series = next(every[name] for name in (PEAK, RESERVED, OWN, RESIDENT, LIVE) if name in every)
+    shapes_PS, highest = series.varying_shapes(), np.maximum.accumulate(series.values_P)
     rises, total = np.diff(highest), float(highest[-1] - highest[0])
-    long = np.any([shape >= LONG_SHARE * np.maximum.accumulate(shape) for shape in varying], axis=0)[1:]
+    long = (shapes_PS >= LONG_SHARE * np.maximum.accumulate(shapes_PS)).any(axis=1)[1:]
     if total < max(MIB, LENGTH_SHARE * float(highest[0])) or rises[long].sum() < EXPLAINED_SHARE * total:
         return None
-    follows = max(float(np.corrcoef(series.values, shape)[0, 1]) for shape in varying)
+    follows = max(float(np.corrcoef(series.values_P, shape)[0, 1]) for shape in shapes_PS.T)
     if long.mean() > 1 - EXPLAINED_SHARE and follows < EXPLAINED_SHARE:
         return None  # Long batches are so common that any growth meets them.
     return series.growth("length", total)
 
 
-def _without_cause(rows: Rows) -> Growth:
-    """Describe the series that grows most, where no cause was found."""
-    series = [s for name in MEMORY if (s := _series(rows, name)) is not None]
-    if {OWN, RESIDENT} <= {one.name for one in series}:
-        series.pop()
-    if not series:
-        steps = [int(row["step"]) for row in rows] or [0]
-        return Growth(cause="too_short", first_step=steps[0], last_step=steps[-1])
-    return max(map(_describe, series), key=lambda growth: (growth.cause != "steady", growth.growth_bytes))
-
-
 def _describe(series: _Series) -> Growth:
     """Describe a series without a cause: steady, jumping, or unclear."""
-    tenth, middle = max(LEAST_STEPS // 4, len(series.values) // 10), len(series.values) // 2
-    parts = series.values[:tenth], series.values[middle - tenth // 2 :][:tenth], series.values[-tenth:]
-    first, half, last = (float(np.median(part)) for part in parts)
-    total = last - first
-    if total < max(MIB, GROWTH_SHARE * first):
+    total, _, settled = _rise(series)
+    if total < max(MIB, GROWTH_SHARE * float(series.values_P[0])):
         return series.growth("steady", total)
     if jumps := _jumps(series, total):
         return series.growth("jump", total, jumps=jumps)
-    return series.growth("steady" if last - half < SETTLED_SHARE * total else "unclear", total)
+    return series.growth("steady" if settled else "unclear", total)
 
 
 def _jumps(series: _Series, total: float) -> str | None:
     """Describe a few jumps that explain nearly all growth, the last one after the warm-up."""
-    changes = np.diff(series.values)
+    changes = np.diff(series.values_P)
     usual = np.median(np.abs(changes - np.median(changes)))
     at = np.flatnonzero(np.abs(changes) > JUMP_CHANGES * usual)
-    if not 0 < len(at) <= MOST_JUMPS or at[-1] + 1 < len(series.values) * WARM_UP_SHARE:
+    if not 0 < len(at) <= MOST_JUMPS or at[-1] + 1 < len(series.values_P) * WARM_UP_SHARE:
         return None
     if changes[at].min() < MIB or changes[at].sum() < EXPLAINED_SHARE * total:
         return None
-    size, steps = readable_size(round(changes[at].max())), ", ".join(str(int(step)) for step in series.steps[at + 1])
+    size, steps = readable_size(round(changes[at].max())), ", ".join(str(int(step)) for step in series.steps_P[at + 1])
     return f"jumps by {size} at step {steps}" if len(at) == 1 else f"jumps by up to {size} at steps {steps}"

@@ -1,10 +1,10 @@
-"""Warn of memory growth while a run trains: when its curves are checked, and one line with cause and remedy."""
+"""When the curves of a run are checked for growth, and one line with cause and remedy."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lean_finetune.core.units import readable_size
-from lean_finetune.train.monitor.growth import LIVE, PEAK, SHAPES, Cause, Growth, Rows, classify
+from lean_finetune.train.monitor.growth import LIVE, PEAK, SHAPES, Cause, Growth, Rows
 
 FIRST_CHECK_STEPS, CHECK_FACTOR = 20, 1.5
 """Check after 20 steps, then whenever the run is half as long again: few chances of a false alarm, bounded cost."""
@@ -18,24 +18,12 @@ Settings = Mapping[str, Any]
 """Parameters of the run by dotted name; empty where they are unknown, as for a recorded curve."""
 
 
-class GrowthWatch:
-    """Checks the rows of a run at increasing intervals and reports each cause once."""
-
-    def __init__(self) -> None:
-        """Start with nothing reported. A resumed run reports again, to whoever reads its log."""
-        self._reported: set[Cause] = set()
-        self._next_check = FIRST_CHECK_STEPS
-
-    def check(self, rows: Rows) -> list[Growth]:
-        """Return causes that were not reported before; empty if no check is due."""
-        if len(rows) < self._next_check:
-            return []
-        while self._next_check <= len(rows):
-            self._next_check = round(self._next_check * CHECK_FACTOR)
-        causes = [growth for growth in classify(rows) if growth.cause in ("leak", "fragmentation", "length")]
-        new = [growth for growth in causes if growth.cause not in self._reported]
-        self._reported.update(growth.cause for growth in new)
-        return new
+def check_is_due(steps: int) -> bool:
+    """Whether the curves are checked after this number of steps."""
+    due = FIRST_CHECK_STEPS
+    while due < steps:
+        due = round(due * CHECK_FACTOR)
+    return due == steps
 
 
 def growth_line(growth: Growth, rows: Rows, free_bytes: Callable[[str], int | None], settings: Settings) -> str:
@@ -72,16 +60,15 @@ def growth_line(growth: Growth, rows: Rows, free_bytes: Callable[[str], int | No
 def _remedy(growth: Growth, rows: Rows, settings: Settings) -> str:
     """Return what to change: for a leak, what to switch off to find the code that leaks."""
     if growth.cause == "leak":
-        tensors = growth.series in (LIVE, PEAK)
-        kernels: Settings = {"train.optimizer": "adamw", "train.attention": "sdpa"}
-        changes = kernels if tensors else {"run.loader_threads": 0}
-        effect = "uses only PyTorch's kernels" if tensors else "runs without the threads that read ahead"
-        return f"a step must not leave memory behind, so this is a bug: {_command(changes, settings, effect)}"
+        kernels = {"train.optimizer": "adamw", "train.attention": "sdpa"}, "uses only PyTorch's kernels"
+        threads = {"run.loader_threads": 0}, "runs without the threads that read ahead"
+        command = _command(settings, *(kernels if growth.series in (LIVE, PEAK) else threads))
+        return f"a step must not leave memory behind, so this is a bug: {command}"
     if growth.cause == "fragmentation":
         if settings.get("train.expandable_segments"):
-            changes = {"bucket.mode": "packed", "bucket.constant_shape": "true"}
-            return _command(changes, settings, "gives all batches one shape")
-        return _command({"train.expandable_segments": "true"}, settings, "lets segments grow")
+            one_shape = {"bucket.mode": "packed", "bucket.constant_shape": "true"}
+            return _command(settings, one_shape, "gives all batches one shape")
+        return _command(settings, {"train.expandable_segments": "true"}, "lets segments grow")
     if growth.cause == "length":
         shape = next(shape for shape in SHAPES if any(row.get(shape) is not None for row in rows))
         parameter = "data.max_length" if shape == "longest_row" else "bucket.max_tokens"
@@ -93,7 +80,7 @@ def _remedy(growth: Growth, rows: Rows, settings: Settings) -> str:
     return REMEDIES[growth.cause]
 
 
-def _command(changes: Settings, settings: Settings, effect: str) -> str:
+def _command(settings: Settings, changes: Settings, effect: str) -> str:
     """Return a command with the changes that are not set already."""
     # Attention auto is eager only where a model caps its scores, and sdpa would be refused there.
     current = {name: "sdpa" if value == "auto" else value for name, value in settings.items()}
