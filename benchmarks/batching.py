@@ -32,7 +32,7 @@ STEP_BATCHES = 32
 PADDING_SHARE = 0.07
 """Share of a step's capacity that bucketed needs for padding."""
 UNFILLED_TOKENS = 1600
-"""Tokens that packed leaves free in a step, since the row that reaches train.tokens_per_step may end after it."""
+"""Unused tokens of a packed step, since the row that reaches train.tokens_per_step may end after it."""
 PADDING_LIMITS = {("bucketed", 32): 7.0, ("packed", 32): 0.5, ("packed", 8): 1.5}
 STRAGGLER_LIMIT = 1.5
 RANDOMNESS = (0.9, 1.1)

@@ -56,12 +56,12 @@ class Bar:
 
 
 def at_most(name: str, value: float, limit: float) -> Bar:
-    """A bar that no larger value keeps."""
+    """A bar with an upper limit."""
     return Bar(name=name, value=value, rule="<=", limit=limit)
 
 
 def at_least(name: str, value: float, limit: float) -> Bar:
-    """A bar that no smaller value keeps."""
+    """A bar with a lower limit."""
     return Bar(name=name, value=value, rule=">=", limit=limit)
 
 

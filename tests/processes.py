@@ -72,7 +72,7 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
 
 
 def wait_for(condition: Callable[[], Result], process: subprocess.Popen[Any] | None = None) -> Result:
-    """Wait until a condition holds and return its value. Fail after the timeout, or where the process ends before."""
+    """Wait until a condition is true and return its value. Fail after the timeout, or if the process exits first."""
     until = time.monotonic() + TIMEOUT_SECONDS
     while not (value := condition()):
         assert time.monotonic() < until, "timeout"

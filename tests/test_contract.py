@@ -33,7 +33,7 @@ def entry_of(stage: str) -> str:
 
 @pytest.mark.parametrize("stage", PINNED)
 def test_a_stage_depends_on_its_pinned_code(stage: str):
-    """A stage without its code among its deps keeps stale results; with files of it, a comment reruns it."""
+    """A stage that does not depend on its code is not rerun; one that depends on its files reruns for a comment."""
     code = [dep for dep in STAGES[stage]["deps"] if dep.endswith(".py") or dep.startswith("locks/code")]
     assert code == [f"locks/code/{entry_of(stage).removeprefix('stages.')}.json"]
 

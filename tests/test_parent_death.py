@@ -1,4 +1,4 @@
-"""A stage ends when DVC or torchrun is killed, so that no process runs on. One started by hand continues."""
+"""A stage exits when DVC or torchrun is killed, so that no process is orphaned. One started by hand continues."""
 
 import os
 import subprocess

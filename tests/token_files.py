@@ -1,4 +1,4 @@
-"""Token files as tokenize leaves them, for the stages that read them."""
+"""Token files as tokenize writes them, for the stages that read them."""
 
 import shutil
 from collections.abc import Sequence

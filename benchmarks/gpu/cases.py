@@ -45,7 +45,7 @@ def _joined(*lengths: int) -> BatchShape:
     return joined(lengths, sum(lengths) // 2)
 
 
-# Two micro-batches, then another step: the second adds to gradients, the next step meets what the first one left.
+# Two micro-batches add to gradients; a second step runs with the optimizer state and caches of the first.
 LAYOUTS: Mapping[str, TracedSteps] = {
     "1 x 2048": ((_padded(1, 2048), _padded(1, 2048)), (_padded(1, 2048),)),
     "1 x 2048 a step": ((_padded(1, 2048),), (_padded(1, 2048),)),

@@ -62,7 +62,7 @@ def run_suite(suite: Suite, path: Path, of_commit: str | None, ends: float) -> b
     """Measure the configurations that the results file lacks, starting none after `ends` (time.monotonic).
 
     Returns:
-        Whether all bars hold.
+        Whether all bars pass.
     """
     rows = rows_of(path, of_commit)
     for case in suite.cases:

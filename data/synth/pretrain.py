@@ -47,7 +47,7 @@ MICRO_BATCHES_PER_STEP = 1
 REPORT_STEPS = 100
 # Prompts are mostly random words: learning them a little gives the words their meaning, more would be wasted.
 PROMPT_WEIGHT = 0.1
-# Keeps the base less sure of what it never met, so a fine-tune starts from a lower loss on unseen families.
+# Lowers the base's confidence on unseen text, so that a fine-tune starts from a lower loss on unseen families.
 LABEL_SMOOTHING = 0.05
 PEAK_LEARNING_RATE = 5e-3
 WARMUP_SHARE = 0.03

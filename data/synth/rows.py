@@ -47,7 +47,7 @@ def prompts_of(row: dict) -> list[str]:
 def stream_rows(seed: int, families: dict[str, Family], used_prompts: set[str]) -> Iterator[dict]:
     """Yield rows without end, families in random order, skipping a row whose prompt is in `used_prompts`.
 
-    Every prompt that is yielded is added to `used_prompts`, so none comes twice.
+    Every prompt that is yielded is added to `used_prompts`, so none is repeated.
     """
     rng = random.Random(seed)
     names = list(families)

@@ -80,5 +80,5 @@ def draw_separator(rng: random.Random, language: str) -> str:
 
 
 def with_answer(language: str, steps: list[str], answer: str) -> str:
-    """Lay out worked steps, one a line, and the final answer's line."""
+    """Return worked steps, one a line, and the line of the final answer."""
     return "\n".join([*steps, ("Answer: " if language == "en" else "答案：") + answer])

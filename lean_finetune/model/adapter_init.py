@@ -42,7 +42,7 @@ class FrozenLayer:
     name: str
     """Without peft's prefix."""
     weight: Any
-    """As the model keeps it: N × K, or packed in 4 or 8 bits."""
+    """As the model stores it: N × K, or packed in 4 or 8 bits."""
     rank: int
     scale: float
     files: Mapping[str, StoredTensor]

@@ -53,7 +53,7 @@ def train(
 
     Raises:
         UserError: the model cannot be loaded, a loss or gradient is not finite, or memory ran out.
-        Stopped: a signal asked to stop.
+        Stopped: the process got a stop signal.
     """
     oom_handler = oom_handler or OomHandler(job.device, updates_in_backward=job.step_spec.optimizer_in_backward)
     return Trainer(job, meter, checkpoints, oom_handler).train()

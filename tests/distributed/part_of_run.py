@@ -47,7 +47,7 @@ class PartOfRun:
     optimizer: str = "adamw"
     dropout: float = 0.0
     stop_after: int | None = None
-    """A step after which the last process alone is asked to stop."""
+    """A step after which only the last process gets a stop signal."""
     full_disk_rank: int | None = None
     """A process whose files may not grow, as under a quota: it cannot write its part of any checkpoint."""
     every_step: bool = False

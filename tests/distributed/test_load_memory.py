@@ -20,7 +20,7 @@ MIB = 2**20
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-water mark is Linux's")
 @pytest.mark.parametrize(("method", "precision"), [("full", "bf16"), ("lora", "fp32")])
 def test_the_first_process_has_all_weights_until_they_are_broadcast(tmp_path: Path, method: str, precision: str):
-    """A host said to need 32 GiB for a model whose 131 GiB one process reads before any GPU has them."""
+    """A host predicted to need 32 GiB for a model of which one process reads 131 GiB before any GPU has them."""
     files = write_checkpoint(large_llama(4, vocabulary=8000), tmp_path, 4)
     with group_of(2) as group:
         case = {"directory": str(tmp_path), "mode": "zero3", "method": method, "precision": precision}

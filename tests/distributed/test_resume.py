@@ -104,7 +104,7 @@ def test_8_bit_state_is_refused_on_another_number_of_processes(small_llama: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_of_one_process_costs_a_checkpoint_only(small_llama: Path, tmp_path: Path, pair: Group, rank: int):
-    """A checkpoint that lacks a part must not get a name, and training goes on."""
+    """A checkpoint without one rank's part must not be published, and training continues."""
     parts = Runner(small_llama, tmp_path)
     assert parts.part(pair, "zero3", stop_after=2)["stopped_at"] == 2
     ended = parts.part(pair, "zero3", every_step=True, full_disk_rank=rank)

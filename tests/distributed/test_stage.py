@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 STEPS = 6
 LOSS = 1e-5
 ENDS_SECONDS = 30
-"""Within which all processes of a run are gone after one of them was killed."""
+"""Seconds within which all processes of a run have exited after one of them was killed."""
 
 
 def train_alone(root: Path, **values: object) -> Path:
@@ -83,7 +83,7 @@ def test_two_processes_write_a_full_model(copy: Path, sharding: str):
 
 
 def test_a_user_error_is_printed_once(copy: Path):
-    """Every process meets it; a user wants one line."""
+    """Every process raises it; a user needs one line."""
     planned(copy, 2, "zero3", train__lr=1e30)
     done = run_module("stages.train", cwd=copy)
     assert done.returncode == 1 and done.stdout == ""

@@ -67,7 +67,7 @@ class LargestLogits(TorchDispatchMode):
 
 
 def test_logits_of_at_most_one_chunk_exist(model, rows):
-    """Evaluation that keeps all logits is a known way to run out of memory after a long training."""
+    """Evaluation that stores all logits is a known cause of running out of memory after a long training."""
     with LargestLogits() as largest:
         losses_of(model, rows, max_tokens=4096, logits_chunk=5)
     assert largest.rows == 5

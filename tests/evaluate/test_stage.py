@@ -207,7 +207,7 @@ def test_metrics_by_length_divide_by_the_tokens_of_their_own_rows(tmp_path):
 
 
 def test_without_held_out_rows_no_model_is_loaded_and_figures_are_null(place, base_dir, locks_dir, tmp_path):
-    """The stages behind it need its outputs all the same."""
+    """Later stages still need its outputs."""
     write_tokens(tmp_path, [], "heldout")
     write_json(tmp_path / "meta.json", {"eos_id": EOS, "pad_id": 0, "max_length": 64})
     result = evaluate(tmp_path, locks_dir, tmp_path / "no-weights")

@@ -1,4 +1,4 @@
-"""One process that forks stages, and one workspace in which all of them ran; every test works in a copy."""
+"""A server process that forks stages, and a workspace with the outputs of all stages; each test uses a copy of it."""
 
 import shutil
 import sys
@@ -17,7 +17,7 @@ from tests.workspace import lay_out, write_verdict
 
 BEFORE_TRAINING = ("pin_code", "pin_data", "pin_model", "tokenize", "bucket")
 ROWS = 700
-"""Six blocks of tokenize in two shards."""
+"""Tokenize divides these rows into six blocks, in two shards."""
 SMALL = {
     "data__source": "rows.jsonl",
     "data__heldout_fraction": 0.9,
@@ -38,12 +38,12 @@ SMALL = {
 
 
 NAMESPACE = ("unshare", "--map-root-user", "--mount")
-"""Mounts made under it are seen by the processes under it alone, and end with them."""
+"""Only its child processes see the mounts made in it; they are removed when it exits."""
 
 
 @pytest.fixture(scope="session")
 def why_no_mounts(tmp_path_factory: pytest.TempPathFactory) -> str | None:
-    """Why this machine lets no process mount a file system for itself; None: it does."""
+    """Return why a process cannot mount a private file system on this machine; None if it can."""
     if shutil.which(NAMESPACE[0]) is None:
         return f"no {NAMESPACE[0]}"
     tried = run_bounded([*NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", tmp_path_factory.mktemp("tried")])
@@ -52,7 +52,7 @@ def why_no_mounts(tmp_path_factory: pytest.TempPathFactory) -> str | None:
 
 @pytest.fixture(scope="session")
 def runner(tmp_path_factory: pytest.TempPathFactory, why_no_mounts: str | None) -> Iterator[Runner]:
-    """Forks stages."""
+    """Runs stages in forked processes."""
     if sys.platform != "linux":
         pytest.skip("needs Linux's /proc, sessions and capabilities")
     running = Runner(NAMESPACE if why_no_mounts is None else (), tmp_path_factory.mktemp("runner") / "errors.txt")
@@ -62,7 +62,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory, why_no_mounts: str | None) 
 
 @pytest.fixture(scope="session")
 def mounting(runner: Runner, why_no_mounts: str | None) -> Runner:
-    """A runner that can mount file systems."""
+    """A runner with a private mount namespace."""
     if why_no_mounts is not None:
         pytest.skip(f"no process may mount a file system for itself here: {why_no_mounts}")
     return runner
@@ -70,30 +70,30 @@ def mounting(runner: Runner, why_no_mounts: str | None) -> Runner:
 
 @pytest.fixture(scope="session")
 def quick(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """An undisturbed run of the stages before training; estimate has a stand-in."""
+    """A run without faults of the stages before training, with a fixed verdict in place of estimate's."""
     root = lay_out(tmp_path_factory.mktemp("quick"), **SMALL)
     with open(ROOT / "data/raw/sample.jsonl") as rows:
         (root / "rows.jsonl").write_text("".join(islice(rows, ROWS)))
     (root / "metrics").mkdir()
     write_verdict(root)
-    return undisturbed(runner, root, BEFORE_TRAINING)
+    return reference_run(runner, root, BEFORE_TRAINING)
 
 
 @pytest.fixture(scope="session")
 def trained(runner: Runner, quick: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """`quick` with training and evaluation."""
-    return undisturbed(runner, quick.copy(tmp_path_factory.mktemp("trained")), ("train", "evaluate"), quick)
+    return reference_run(runner, quick.copy(tmp_path_factory.mktemp("trained")), ("train", "evaluate"), quick)
 
 
 @pytest.fixture(scope="session")
 def finished(runner: Runner, quick: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """An undisturbed run of all stages."""
+    """A run of all stages without faults."""
     later = [stage for stage in STAGES if stage not in BEFORE_TRAINING]
-    return undisturbed(runner, quick.copy(tmp_path_factory.mktemp("finished")), later, quick)
+    return reference_run(runner, quick.copy(tmp_path_factory.mktemp("finished")), later, quick)
 
 
-def undisturbed(runner: Runner, root: Path, stages: Iterable[str], before: Finished | None = None) -> Finished:
-    """Run stages; runs with a fault are compared with this one. `before`: the stages that ran already."""
+def reference_run(runner: Runner, root: Path, stages: Iterable[str], before: Finished | None = None) -> Finished:
+    """Run stages without a fault, as a reference for runs with one. `before`: stages that have already run."""
     seconds = dict(before.seconds) if before else {}
     for stage in stages:
         ended = runner.run(stage, root)

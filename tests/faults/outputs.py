@@ -16,7 +16,7 @@ from tests.repeatable import OF_THE_PROCESS, repeatable
 STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
 ABSENT = "absent"
 PLACES_OF_WORK = ("scratch", "scratch/tokenize", "scratch/train", "scratch/train/running")
-"""Directories that hold nothing once a run has ended well."""
+"""Directories that are empty after a successful run."""
 
 
 def command_of(stage: str) -> tuple[str, list[str]]:
@@ -32,12 +32,12 @@ def declared(stage: str) -> list[str]:
 
 
 def state(workspace: Path, stage: str) -> dict[str, str]:
-    """Declared path → hash of its content but for what is of the process, or `ABSENT`."""
+    """Return hashes by declared path, without entries that differ between equal runs; `ABSENT` for a missing path."""
     return {path: digest(workspace / path) for path in declared(stage)}
 
 
 def digest(path: Path) -> str:
-    """Hash of a file, or of the names and files of a directory; what is of the process left out."""
+    """Hash a file, or the names and files of a directory, without entries that differ between equal runs."""
     if path.is_dir():
         inside = sorted(child for child in path.rglob("*") if not child.is_dir())
         content = "\n".join(f"{child.relative_to(path)} {digest(child)}" for child in inside).encode()
@@ -49,7 +49,7 @@ def digest(path: Path) -> str:
 
 
 def repeatable_bytes(path: Path) -> bytes:
-    """A file's bytes; those of JSON, CSV and the model card without what is of the process."""
+    """Read a file; leave out entries of JSON, CSV and the model card that differ between equal runs."""
     content = path.read_bytes()
     if path.suffix == ".json":
         return json.dumps(repeatable(json.loads(content)), sort_keys=True).encode()
@@ -64,7 +64,7 @@ def repeatable_bytes(path: Path) -> bytes:
 
 
 def listing(workspace: Path) -> list[str]:
-    """Every path in a workspace, with what links point to, but for the places of unfinished work."""
+    """Return all paths in a workspace, with the targets of links, except directories of unfinished work."""
     return sorted(
         f"{path.relative_to(workspace)}" + (f" -> {os.readlink(path)}" if path.is_symlink() else "")
         for path in workspace.rglob("*")

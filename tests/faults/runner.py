@@ -34,7 +34,7 @@ IMPORTED_LATE = {
 }
 """What stages import while they run; imported here once instead of in every fork."""
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
-"""Audit events of a directory entry that comes, goes or moves; each is raised before it happens."""
+"""Audit events raised before a directory entry is created, removed or renamed."""
 CAPABILITY_VERSION = 0x20080522
 
 
@@ -52,7 +52,7 @@ def main() -> None:
             mount(**request["mount"])
             answer({})
         else:
-            # A pipe, which no limit of a file's size concerns; what a stage tells is far less than a pipe holds.
+            # A pipe: RLIMIT_FSIZE does not apply to it, and a stage prints less than a pipe's buffer.
             entry = entry_of(request["module"])
             out, into = os.pipe()
             led, leads = os.pipe()
@@ -63,7 +63,7 @@ def main() -> None:
                 os.close(leads)
                 become(request, into)
                 run_to_the_end(entry, request["arguments"])
-            os.read(led, 1)  # Until it leads its session: a signal to that would not find it.
+            os.read(led, 1)  # Wait until it leads its session, so that a signal to the session reaches it.
             for end in (led, leads, into):
                 os.close(end)
             outputs[child] = out
@@ -72,7 +72,7 @@ def main() -> None:
 
 @cache
 def entry_of(module: str) -> Callable[[list[str]], object]:
-    """Import a stage and what it imports while it runs; return its entry."""
+    """Import a stage and its lazily imported modules; return its entry point."""
     entry = importlib.import_module(f"stages.{module}").main
     for late in IMPORTED_LATE.get(module, ()):
         importlib.import_module(late)
@@ -98,10 +98,10 @@ def end_of(child: int, seconds: float) -> int | None:
 
 
 def read_out(pipe: int) -> str:
-    """What is in a pipe."""
+    """Read all bytes that are in a pipe."""
     os.set_blocking(pipe, False)
     text = b""
-    with contextlib.suppress(BlockingIOError):  # A surviving process still has its other end open.
+    with contextlib.suppress(BlockingIOError):  # A process that is still running has the other end open.
         while part := os.read(pipe, 1 << 16):
             text += part
     os.close(pipe)
@@ -117,14 +117,12 @@ def mount(target: str, size_bytes: int) -> None:
 
 
 def become(request: dict[str, Any], output: int) -> None:
-    """Turn this fork into the process that the request describes."""
+    """Set up this forked process as the request describes."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     os.chdir(request["cwd"])
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # As `lean_finetune.core.signals` has it, imported by `python -m stages.…`.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # As `lean_finetune.core.signals` sets it on import.
     if request["file_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], request["file_bytes"]))
     if request["unprivileged"]:
@@ -134,7 +132,7 @@ def become(request: dict[str, Any], output: int) -> None:
 
 
 def run_to_the_end(entry: Callable[[list[str]], object], arguments: list[str]) -> None:
-    """Run an entry and end this process as an interpreter ends, less the two seconds of taking torch's modules down."""
+    """Run an entry point and exit as the interpreter does, without the two seconds of finalising torch's modules."""
     status: object = 1
     try:
         entry(arguments)
@@ -142,7 +140,7 @@ def run_to_the_end(entry: Callable[[list[str]], object], arguments: list[str]) -
         status = ending.code
     except BaseException:
         traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]  # Waits for the threads that are no daemons.
+    threading._shutdown()  # type: ignore[attr-defined]  # Waits for non-daemon threads.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -150,7 +148,7 @@ def run_to_the_end(entry: Callable[[list[str]], object], arguments: list[str]) -
 
 
 def drop_privileges() -> None:
-    """Give up the capabilities with which root writes where permissions forbid it."""
+    """Drop the capabilities that let root ignore file permissions."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     nothing = (ctypes.c_uint32 * 6)()
     if ctypes.CDLL(None, use_errno=True).capset(header, nothing):
@@ -182,14 +180,14 @@ def watch_changes(request: dict[str, Any]) -> None:
 
 
 def is_below(here: str, path: Any) -> bool:
-    """Whether the path of an audit event is below a directory; a bare name is one inside an open directory."""
+    """Return whether the path of an audit event is below a directory; a bare name is relative to an open directory."""
     return os.path.abspath(os.fsdecode(path)).startswith(here)
 
 
 def action_of(request: dict[str, Any]) -> Callable[[], None]:
-    """What happens at the change: a signal to this process, or a directory vanishes."""
-    if request["vanishes"] is not None:
-        return lambda: shutil.rmtree(request["vanishes"], ignore_errors=True)
+    """Inject the fault: send a signal to this process, or remove a directory."""
+    if request["removes"] is not None:
+        return lambda: shutil.rmtree(request["removes"], ignore_errors=True)
     return lambda: os.kill(os.getpid(), request["signal"])
 
 

@@ -17,28 +17,28 @@ from tests.faults.outputs import command_of
 from tests.processes import TIMEOUT_SECONDS, kill_group
 
 WORKERS_END_SECONDS = 10
-"""Within which what a stage started must be gone after its end."""
+"""Seconds after a stage's exit within which all processes that it started must have exited."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong in a run."""
+    """A fault to inject into a run."""
 
     at_change: int | None = None
-    """Number of the directory entry's change, from 0, before which the fault happens; None: at no change."""
+    """Index, from 0, of the directory change before which the fault happens; None: at no change."""
     signal: int = signal.SIGKILL
-    """Sent at that change,"""
-    vanishes: Path | None = None
-    """or the directory that is removed at it."""
+    """Signal sent at that change."""
+    removes: Path | None = None
+    """Directory removed at that change."""
     changes: Path | None = None
-    """A file that lists each change."""
+    """File to which each change is logged."""
     file_bytes: int | None = None
-    """No file can grow beyond this."""
+    """RLIMIT_FSIZE of the run."""
     unprivileged: bool = False
-    """Permissions apply to root, too."""
+    """Drop root's privilege to ignore permissions."""
 
     def as_request(self) -> dict[str, Any]:
-        """The fault as JSON."""
+        """Return the fault as JSON."""
         return {key: str(value) if isinstance(value, Path) else value for key, value in vars(self).items()}
 
 
@@ -56,27 +56,27 @@ class Ended:
     seconds: float
 
     def refusal(self) -> str:
-        """The one line of a run that was refused."""
+        """Return the single error line of a run that was refused."""
         assert self.status == 1, f"exit status {self.status}: {self.output}"
         [line] = self.faults()
         assert line.startswith("error: "), self.output
         return line.removeprefix("error: ")
 
     def faults(self) -> list[str]:
-        """The lines that are neither notes, warnings nor progress."""
+        """Return the lines without notes, warnings and progress bars."""
         return [line for line in self.output.splitlines() if not line.startswith(("note: ", "step ", "warning: "))]
 
 
 @dataclass(kw_only=True)
 class StageRun:
-    """A run that was started."""
+    """A running stage."""
 
     runner: "Runner"
     pid: int
     started: float = field(default_factory=time.monotonic)
 
     def send(self, number: int, *, to_group: bool) -> None:
-        """Send a signal to the process alone, or to it and all that it started."""
+        """Send a signal to the process, or to its whole session."""
         (os.killpg if to_group else os.kill)(self.pid, number)
 
     def wait(self, seconds: float = TIMEOUT_SECONDS) -> Ended:
@@ -94,11 +94,11 @@ class StageRun:
 
 
 def session_of(leader: int) -> list[int]:
-    """The processes of a session that run."""
+    """Return the running processes of a session."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It ended just now.
-            # After the name in brackets: state, parent, group, session.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It exited in between.
+            # Fields after the name in brackets: state, parent, group, session.
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
             if int(session) == leader and state != "Z":
                 found.append(int(path.parent.name))
@@ -106,10 +106,10 @@ def session_of(leader: int) -> list[int]:
 
 
 class Runner:
-    """The process that forks a stage for each run."""
+    """The server process that forks a process for each run."""
 
     def __init__(self, prefix: Sequence[str], errors: Path):
-        """Start it under a command that may prepare its surroundings; it takes seconds to import everything."""
+        """Start it through a command prefix, such as `unshare`; its imports take seconds."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         for name in ("DVC_STAGE", "DVC_ROOT"):
             environment.pop(name, None)
@@ -124,11 +124,11 @@ class Runner:
             text=True,
         )
         self.left: set[int] = set()
-        """Runs that were started and not waited for."""
+        """Return runs that were started and not yet waited for."""
         self.pid: int = self._answer()["ready"]
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """The answer to a request."""
+        """Send a request and return the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -149,11 +149,11 @@ class Runner:
         return run
 
     def mount(self, target: Path, size_bytes: int) -> None:
-        """Mount memory of this size at a directory, for the runs of this runner alone."""
+        """Mount a tmpfs of this size at a directory, for this runner's runs only."""
         self.ask({"mount": {"target": str(target), "size_bytes": size_bytes}})
 
     def seen(self, path: Path) -> Path:
-        """A path as the runs of this runner see it."""
+        """Return a path as this runner's runs see it."""
         return Path(f"/proc/{self.pid}/root{path}")
 
     def run(self, stage: str, workspace: Path, fault: Fault = NO_FAULT, *arguments: str) -> Ended:
@@ -161,7 +161,7 @@ class Runner:
         return self.start(stage, workspace, fault, *arguments).wait()
 
     def close(self) -> None:
-        """End it, and the runs that a failed test left."""
+        """Stop the server, and runs that a failed test has left."""
         for pid in self.left:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A disk that is full or forbids writing, in any stage: one line, exit code 1, and earlier outputs stay intact."""
+"""A disk that is full or read-only, in any stage: one line, exit code 1, and earlier outputs are unchanged."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ DISK_BYTES = 64 << 20
 
 
 def fill(disk: Path, free_bytes: int) -> None:
-    """Leave so much room on a disk."""
+    """Fill a disk up to this much free space."""
     statistics = os.statvfs(disk)
     spare = statistics.f_bavail * statistics.f_frsize - free_bytes
     with open(disk / "ballast", "wb") as file:
@@ -31,7 +31,7 @@ def fill(disk: Path, free_bytes: int) -> None:
 
 
 def written_bytes(finished: Finished, stage: str) -> int:
-    """The size of a stage's outputs."""
+    """Return the size of a stage's outputs."""
     paths = [finished.root / path for path in declared(stage)]
     files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
     return sum(file.stat().st_size for file in files)
@@ -42,7 +42,7 @@ def written_bytes(finished: Finished, stage: str) -> int:
 @pytest.mark.parametrize("share", [0.0, 0.6])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_disk_that_fills_up(mounting, finished, tmp_path, stage, share):
-    """At the first byte, and in the middle: a workspace on a disk with room for a share of the stage's outputs."""
+    """The disk is full at the first byte, or after a share of the stage's outputs."""
     if 0 < written_bytes(finished, stage) * share <= 8192:
         pytest.skip("its outputs take less than two pages, the least that a disk has room for")
     workspace = tmp_path / "work"
@@ -62,7 +62,7 @@ def test_a_disk_that_fills_up(mounting, finished, tmp_path, stage, share):
 
 
 def mount_full_disk(mounting: Runner, workspace: Path, name: str) -> Path:
-    """Move a directory of a workspace to a disk without room; return the workspace as its runs see it."""
+    """Move a directory of a workspace to a full disk; return the workspace as its runs see it."""
     disk, content = workspace / name, workspace.with_name("content")
     disk.mkdir(exist_ok=True)
     shutil.copytree(disk, content, symlinks=True)
@@ -77,7 +77,7 @@ def mount_full_disk(mounting: Runner, workspace: Path, name: str) -> Path:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stage, full", [("tokenize", "scratch"), ("tokenize", "data"), ("evaluate", "metrics")])
 def test_one_of_several_disks_is_full(mounting, trained, tmp_path, stage, full):
-    """Unfinished work, outputs and metrics can be on disks of their own."""
+    """Unfinished work, outputs and metrics may be on different disks."""
     workspace = trained.copy(tmp_path / "work")
     old = put_old(workspace, stage)
     seen = mount_full_disk(mounting, workspace, full)
@@ -92,7 +92,7 @@ def test_one_of_several_disks_is_full(mounting, trained, tmp_path, stage, full):
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_full_disk_when_training_saves(mounting, trained, tmp_path):
-    """It is found before the first step; without the check, the end of training is kept and only saved again."""
+    """Found before the first step; without that check, the last checkpoint remains and only publishing is repeated."""
     workspace = trained.copy(tmp_path / "work")
     put_nothing(workspace, "train")
     seen = mount_full_disk(mounting, workspace, "data")
@@ -117,7 +117,7 @@ def test_full_disk_when_training_saves(mounting, trained, tmp_path):
 
 @pytest.mark.slow
 def test_full_disk_under_the_log_does_not_end_training(trained, tmp_path):
-    """The output of the run is lost, and its files are complete."""
+    """Only the printed output is lost; the files are complete."""
     workspace = trained.copy(tmp_path / "work")
     put_nothing(workspace, "train")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -127,14 +127,14 @@ def test_full_disk_under_the_log_does_not_end_training(trained, tmp_path):
 
 
 LIMITS = {"pin_data": 400, "pin_model": 400, "tokenize": 4096, "bucket": 1024, "evaluate": 512}
-"""Bytes that a file may have, less than the stage's largest."""
+"""File size limit in bytes, below the size of the stage's largest file."""
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stage, limit", LIMITS.items())
 def test_file_size_limit(runner, trained, tmp_path, stage, limit):
-    """A quota in place of a full disk: it needs no right to mount."""
+    """A file size limit simulates a full disk without the right to mount."""
     workspace = trained.copy(tmp_path / "work")
     old = put_old(workspace, stage)
     line = runner.run(stage, workspace, Fault(file_bytes=limit)).refusal()
@@ -147,7 +147,7 @@ def test_file_size_limit(runner, trained, tmp_path, stage, limit):
     "stage, closed", [*((stage, None) for stage in STAGES), ("tokenize", "scratch"), ("pin_data", LINKS)]
 )
 def test_a_directory_without_write_permission(runner, finished, tmp_path, stage, closed):
-    """That of the first output, or another one the stage writes to; also for root, which gives up its privilege."""
+    """The directory of the first output, or another one that the stage writes to; root drops its privilege first."""
     workspace = finished.copy(tmp_path / "work")
     old = put_old(workspace, stage)
     closed = closed or Path(declared(stage)[0]).parent.as_posix()

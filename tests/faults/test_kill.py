@@ -28,11 +28,11 @@ KILLS = {
     "evaluate": 6,
     "report": 6,
 }
-"""At random instants of each stage, in the long form."""
+"""Kills at random times of each stage, in the slow test."""
 
 
 def kill_at_changes(runner: Runner, finished: Finished, stage: str, place: Path, most: int | None) -> None:
-    """Kill a stage before changes of directory entries, up to `most` of them by chance; None: before every one."""
+    """Kill a stage before each directory change, or before `most` changes chosen at random."""
     workspace = finished.copy(place / "work")
     count = len(changes_of(runner, workspace, stage, place / "changes.txt"))
     assert count >= 3, "a stage writes its outputs aside, and renames them"
@@ -46,7 +46,7 @@ def kill_at_changes(runner: Runner, finished: Finished, stage: str, place: Path,
 
 
 def kill_at_instants(runner: Runner, finished: Finished, stage: str, place: Path, kills: int) -> list[str]:
-    """Kill a stage at random instants of its run, each time alone or with its children; return the reruns' output."""
+    """Kill a stage at random times, with or without its children; return the reruns' output."""
     workspace, draw = finished.copy(place / "work"), random.Random(f"{SEED} {stage}")
     outputs: list[str] = []
     span_seconds = finished.seconds[stage]
@@ -58,7 +58,7 @@ def kill_at_instants(runner: Runner, finished: Finished, stage: str, place: Path
         run.send(signal.SIGKILL, to_group=draw.random() < 0.5)
         ended = run.wait()
         check_nothing_half_written(workspace, stage, old, finished)
-        if ended.status == 0:  # It was faster this time, and had ended before the signal.
+        if ended.status == 0:  # It ended before the signal.
             span_seconds *= 0.8
             continue
         assert ended.status == -signal.SIGKILL, ended.output
@@ -70,7 +70,7 @@ def kill_at_instants(runner: Runner, finished: Finished, stage: str, place: Path
 
 @pytest.mark.multiprocess
 def test_a_kill_between_two_changes_of_the_disk(runner, quick, tmp_path):
-    """Write-aside and rename, step by step: here a half-written output would show."""
+    """A half-written output, if the process is killed between writing aside and renaming."""
     kill_at_changes(runner, quick, "bucket", tmp_path, 2)
 
 
@@ -92,6 +92,6 @@ def test_a_kill_at_a_random_instant(runner, trained, tmp_path, stage):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stage, kills", KILLS.items(), ids=KILLS)
 def test_kills_at_random_instants(runner, finished, tmp_path, stage, kills):
-    """54 of them over all stages."""
+    """54 kills over all stages."""
     outputs = kill_at_instants(runner, finished, stage, tmp_path, kills)
     assert stage != "train" or any("train: resumed at optimizer step " in text for text in outputs)

@@ -18,12 +18,12 @@ from tests.processes import killed_after
 
 END_SECONDS = 10.0
 END_CPU_SECONDS = 0.5
-"""CPU time of the process after its last line."""
+"""Limit on CPU seconds of the process after its last line."""
 STAGES = ("pin_data", "pin_model", "tokenize", "bucket", "estimate", "evaluate", "report")
 
 
 def check_reported(ended: Ended, number: int) -> None:
-    """One line, the shell's code, and no traceback."""
+    """Assert one line, the shell's exit code for the signal, and no traceback."""
     assert ended.status == 128 + number, f"{ended.status}: {ended.output}"
     assert [line.split(":")[0] for line in ended.faults()] == [f"stopped by {signal.Signals(number).name}"]
 
@@ -35,7 +35,7 @@ def check_reported(ended: Ended, number: int) -> None:
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_ends_on_either_signal(runner, finished, tmp_path, stage, number, to_group):
-    """Sent at half of a stage's time; sooner or later if the run had ended or had not begun."""
+    """The signal is sent after half of the stage's time; earlier or later if the run had ended or not yet started."""
     workspace = finished.copy(tmp_path / "work")
     instant = finished.seconds[stage] / 2
     for _ in range(8):
@@ -46,9 +46,9 @@ def test_every_stage_ends_on_either_signal(runner, finished, tmp_path, stage, nu
         run.send(number, to_group=to_group)
         ended = run.wait()
         if ended.status == -number and state(workspace, stage) == old:
-            assert ended.output == ""  # As during its imports: there is nothing yet to end in order.
+            assert ended.output == ""  # During imports there is nothing to clean up.
             instant *= 1.5
-        elif ended.status == -number:  # All was done, and the process about to end.
+        elif ended.status == -number:  # The stage was complete, and the process was exiting.
             check_kept_or_new(workspace, stage, old, finished)
             instant /= 2
         elif ended.status == 0:
@@ -80,7 +80,7 @@ def test_signal_while_outputs_are_renamed(runner, quick, tmp_path, number):
 
 @pytest.mark.slow
 def test_stopped_training_exits_soon(trained, tmp_path):
-    """Seconds of torch's own shutdown after the last line: a scheduler kills by then."""
+    """Seconds of torch's finalisation after the last line, in which a scheduler sends SIGKILL."""
     workspace = trained.copy(tmp_path / "work")
     put_nothing(workspace, "train")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -103,7 +103,7 @@ def test_stopped_training_exits_soon(trained, tmp_path):
 
 
 def test_ctrl_c_during_imports_has_no_traceback(tmp_path):
-    """Importing takes seconds: that is when a user sees a typing error, and stops."""
+    """Imports take seconds, in which a user notices a typing error and presses Ctrl-C."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, "-m", "stages.evaluate"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True

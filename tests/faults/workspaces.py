@@ -1,4 +1,4 @@
-"""A workspace before a run that is disturbed, and what must hold after it."""
+"""Workspaces for runs with a fault, and the conditions after one."""
 
 import shutil
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ LINKS = {"pin_data": "locks/watched-data*", "pin_model": "locks/watched-model"}
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A workspace in which stages ran undisturbed."""
+    """A workspace in which stages ran without a fault."""
 
     root: Path
     states: dict[str, dict[str, str]]
-    """Stage → its outputs' hashes."""
+    """Hashes of outputs, by stage."""
     seconds: dict[str, float]
-    """Stage → how long it ran."""
+    """Duration in seconds, by stage."""
     listing: list[str]
-    """Every path in it."""
+    """All paths in it."""
 
     def copy(self, to: Path) -> Path:
-        """A workspace of the same content."""
+        """Copy the workspace."""
         return shutil.copytree(self.root, to, symlinks=True, dirs_exist_ok=True)
 
 
 def put_old(workspace: Path, stage: str) -> dict[str, str]:
-    """Replace a stage's outputs by others, as an earlier run leaves them, with no unfinished work; their hashes."""
+    """Replace outputs by different ones of an earlier run, delete unfinished work, and return the hashes."""
     put_nothing(workspace, stage)
     for path in declared(stage):
         file = workspace / path if Path(path).suffix == ".json" else workspace / path / "old.txt"
@@ -40,7 +40,7 @@ def put_old(workspace: Path, stage: str) -> dict[str, str]:
 
 
 def put_nothing(workspace: Path, stage: str) -> dict[str, str]:
-    """Remove a stage's outputs, as DVC does before it runs one, its links and unfinished work; the outputs' hashes."""
+    """Remove a stage's outputs as DVC does before a run, its links and unfinished work; return the outputs' hashes."""
     links = workspace.glob(LINKS[stage]) if stage in LINKS else ()
     for path in [*links, *(workspace / one for one in [*declared(stage), "scratch"])]:
         remove(path)
@@ -48,7 +48,7 @@ def put_nothing(workspace: Path, stage: str) -> dict[str, str]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or directory that may be there."""
+    """Remove a file or directory if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -56,13 +56,13 @@ def remove(path: Path) -> None:
 
 
 def check_nothing_half_written(workspace: Path, stage: str, old: dict[str, str], finished: Finished) -> None:
-    """Each output is the old one, the new one, or absent."""
+    """Assert that each output is the old one, the new one, or absent."""
     for path, now in state(workspace, stage).items():
         assert now in (ABSENT, old[path], finished.states[stage][path]), f"{path} is half-written"
 
 
 def check_kept_or_new(workspace: Path, stage: str, old: dict[str, str], finished: Finished) -> None:
-    """Each output is the old or the new one; no temporary file is left except in scratch/."""
+    """Assert that each output is the old or the new one, and that temporary files are left in scratch/ only."""
     for path, now in state(workspace, stage).items():
         assert now in (old[path], finished.states[stage][path]), f"{path} is half-written"
     left = {line for line in listing(workspace) if ".partial" in line and not line.startswith("scratch/")}
@@ -70,7 +70,7 @@ def check_kept_or_new(workspace: Path, stage: str, old: dict[str, str], finished
 
 
 def check_rerun(runner: Runner, workspace: Path, stage: str, finished: Finished) -> str:
-    """Run the command again: it gives the undisturbed outputs and cleans up; return its output."""
+    """Run again; assert that outputs equal the reference and nothing is left over; return what it printed."""
     ended = runner.run(stage, workspace)
     assert ended.status == 0, ended.output
     assert state(workspace, stage) == finished.states[stage]
@@ -79,7 +79,7 @@ def check_rerun(runner: Runner, workspace: Path, stage: str, finished: Finished)
 
 
 def changes_of(runner: Runner, workspace: Path, stage: str, notes: Path) -> list[str]:
-    """The changes of directory entries that a run over old outputs makes, in order."""
+    """Return the directory changes of a run over old outputs, in order."""
     put_old(workspace, stage)
     ended = runner.run(stage, workspace, Fault(changes=notes))
     assert ended.status == 0, ended.output

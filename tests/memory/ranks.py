@@ -40,8 +40,8 @@ SETTLED_SECONDS = 0.002
 def as_nccl() -> Iterator[None]:
     """Gather and scatter in place, as NCCL does.
 
-    gloo makes copies that it gives back in threads of its own, where the profiler does not see it: what it counts would
-    grow with every layer. Sums and broadcasts are in place; those threads get the time to let go of what was sent.
+    gloo makes copies and frees them in its own threads, which the profiler does not observe: its count would grow with
+    every layer. Sums and broadcasts are in place; a pause lets those threads free their buffers.
     """
     add, send = dist.all_reduce, dist.broadcast
 

@@ -15,7 +15,7 @@ from tests.memory.small_families import COUNTED, NO_QLORA, tiny_config
 from tests.workspace import lay_out
 
 PARTS = 16
-"""Families are tried in so many tests: a fault in one leaves the others to be tried."""
+"""Number of tests that share the families: a failure in one does not skip the others."""
 MOST_LAYERS, MOST_POSITIONS = 4, 256
 """Less than families have: chunks of a long row are traced one by one where layers loop over them."""
 

@@ -19,7 +19,7 @@ def explained(setting, target):
 
 
 def test_the_peak_is_the_predicted_one():
-    """An explanation of another instant, or parts that hold more than their category."""
+    """An explanation of another instant, or parts larger than their category."""
     for setting, target in (
         (setting_of(method="full", loss_chunk=None), CPU_TARGET),
         (setting_of(method="qlora", precision="bf16", grad_ckpt=True), gpu_target("H100")),
@@ -88,7 +88,7 @@ def test_the_timeline_climbs_layer_by_layer_to_the_peak():
     """Layers out of order, the middle ones left out, or micro-batches that have nothing to do with the peak."""
     config, setting = llama(num_hidden_layers=14), setting_of(method="full", loss_chunk=None)
     prediction, found = predict_explained(config, setting, DEEP_STEPS, CPU_TARGET)
-    assert len(prediction.steps_of_peak[0]) == 2  # The second micro-batch of the first step meets its gradients.
+    assert len(prediction.steps_of_peak[0]) == 2  # The second micro-batch of the first step runs while gradients exist.
     assert all(tuple(row) == TIMELINE_COLUMNS for row in found.timeline)
     assert [row["event"] for row in found.timeline] == list(range(len(found.timeline)))
     phases = [row["phase"] for row in found.timeline]

@@ -191,7 +191,7 @@ def test_several_gpus_are_not_replayed_and_say_so(prediction):
     [(36, "bucketed"), pytest.param(36, "packed", marks=SLOW), pytest.param(300, "bucketed", marks=SLOW)],
 )
 def test_reserved_memory_of_a_plan_settles_in_its_first_step(rows, mode):
-    """Memory that grows while a run goes on, and ends it hours after its start."""
+    """Memory that grows during a run, which then fails hours after its start."""
     plan, lengths = random_plan(rows, mode=mode)
     steps = traced_steps(plan, lengths, tiled=True, windowed=False)
     predicted = predict(CONFIG, SETTING, steps, H100)

@@ -1,4 +1,4 @@
-"""The presets of docs/memory-switches.md: lines that are accepted, with the peaks that stand beside them."""
+"""The presets of docs/memory-switches.md: their lines are accepted, and have the documented peaks."""
 
 import re
 from pathlib import Path

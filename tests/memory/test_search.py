@@ -1,4 +1,4 @@
-"""Advice: what it names fits, does no more than is needed, and the least harmful comes first."""
+"""Advice: each proposed change fits, none changes more than needed, and the least harmful is listed first."""
 
 import json
 from dataclasses import replace

@@ -47,7 +47,7 @@ def test_whatever_no_other_surpasses_is_found_by_position():
 
 
 def test_positions_of_the_plan_are_kept_in_the_trace():
-    """A first micro-batch traced with gradients it never meets, or a later one without."""
+    """A first micro-batch traced with gradients that do not exist yet, or a later one without."""
     steps = traced_steps(PLAN, LENGTHS, tiled=False, windowed=False)
     assert steps == ((shape(2, 128, 60), shape(3, 80, 40), shape(8, 24, 120)), (shape(4, 64, 90),))
 
@@ -119,7 +119,7 @@ def test_padding_that_is_rows_of_its_own_counts_in_the_tiles():
 
 
 def test_under_a_sliding_window_a_longer_micro_batch_can_be_the_worst(tmp_path):
-    """In mode fixed the longest row may stand in a micro-batch of few rows: its mask was overlooked."""
+    """In mode fixed the longest row may be in a micro-batch of few rows: its mask was overlooked."""
     config = MistralConfig(
         hidden_size=8,
         intermediate_size=8,

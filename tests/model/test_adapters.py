@@ -148,7 +148,7 @@ def test_pissa_starts_as_the_model_it_was(small_llama: Path):
 
 
 def test_loftq_starts_closer_to_the_original_than_4_bits(small_llama: Path):
-    """A start that does not give back what quantising took would be an ordinary one with noise."""
+    """A start that does not reduce the quantisation error would be an ordinary one with noise."""
     whole = logits(load_base(small_llama, spec_of(method="full"), CPU))
     errors = [
         (logits(load_model(small_llama, spec_of(method="qlora", lora_init=init, lora_rank=32), CPU)) - whole).norm()

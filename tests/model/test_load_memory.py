@@ -104,7 +104,7 @@ def check(config: PretrainedConfig, directory: Path, shards: int, method: str, p
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-water mark is Linux's")
 @pytest.mark.slow
 def test_the_process_holds_one_file_more_than_what_stays_at_most(tmp_path: Path):
-    """A checkpoint twice in memory, or its pages kept alive by weights that were not converted."""
+    """A checkpoint twice in memory, or its pages still referenced by weights that were not converted."""
     check(large_llama(1, vocabulary=8000), tmp_path, 4, "full", "fp32")
 
 
@@ -112,13 +112,13 @@ def test_the_process_holds_one_file_more_than_what_stays_at_most(tmp_path: Path)
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-water mark is Linux's")
 @pytest.mark.parametrize(("method", "precision"), [("full", "bf16"), *FORMS[1:2], ("qlora", "bf16"), FORMS[3]])
 def test_the_same_of_two_gib_in_many_files(tmp_path: Path, method: str, precision: str):
-    """The same where the model is many times a file, for each way of holding it."""
+    """The same for a model of many files, in each storage format of its weights."""
     check(large_llama(LAYERS), tmp_path, SHARDS, method, precision)
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", "int8_lora"])
 def test_loading_leaves_nothing_but_the_model(small_llama: Path, method: str):
-    """Temporary memory of loading that lives as long as the model."""
+    """Temporary memory of loading that is freed only with the model."""
     make_code_books()
     gc.collect()
     meter = make_meter(CPU)

@@ -170,7 +170,7 @@ def test_the_list_of_outputs_is_that_of_dvc_yaml(repo_root):
 
 
 def test_a_link_in_a_directory_that_would_be_skipped_is_refused(pin, tmp_path):
-    """Rows behind it would be silently missing. A link to a file is read."""
+    """Its rows would be silently missing. A link to a file is read."""
     folder, more = tmp_path / "folder", tmp_path / "more"
     rows, _ = write_rows(folder / "rows.jsonl", ROWS), write_rows(more / "rows.jsonl", ROWS)
     (folder / "linked.jsonl").symlink_to(rows)

@@ -1,6 +1,6 @@
 """DVC's queue of experiments, run to its end in bounded time.
 
-`dvc exp run --run-all` waits forever once its worker dies (treeverse/dvc 10398, 10428, 10562). The remedy is to start
+`dvc exp run --run-all` waits forever once its worker exits (treeverse/dvc 10398, 10428, 10562). The remedy is to start
 another worker, and to queue the experiment that the dead one had begun again.
 """
 

@@ -136,6 +136,6 @@ def test_weights_that_leave_no_row_are_refused():
 
 
 def test_a_run_is_planned_epoch_by_epoch():
-    """Holding the order of all epochs would need memory that grows with train.epochs."""
+    """Storing the order of all epochs would need memory that grows with train.epochs."""
     parts = run_steps(index_of(np.full(10, 10)), seed=1, epochs=10**9, tokens_per_step=30)
     assert [part.epoch for part in islice(parts, 4)] == [0, 0, 1, 2]

@@ -20,7 +20,7 @@ NAMES = tuple(COLUMNS)
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch) -> Path:
-    """A directory with params.yaml and an index of 300 rows, as `tokenize` leaves it."""
+    """A directory with params.yaml and an index of 300 rows, as `tokenize` writes it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DVC_STAGE", raising=False)
     lengths = np.minimum(log_normal_lengths(300), 512)

@@ -41,7 +41,7 @@ def split(sizes: list[int]) -> list[Batch]:
 
 
 def joined(sizes: list[int], padding: int = 0) -> list[Batch]:
-    """The eight rows joined in groups of these sizes, with padding behind each group."""
+    """The eight rows joined in groups of these sizes, with padding after each group."""
     return [collate(group, sum(len(ids) for ids, _ in group) + padding, 0, flat=True) for group in _groups(sizes)]
 
 

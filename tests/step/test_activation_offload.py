@@ -55,7 +55,7 @@ def test_losses_and_weights_are_equal_to_the_last_bit(small_llama, tmp_path, met
 def test_a_tensor_saved_twice_is_copied_once_and_weights_never(small_llama):
     """Weights copied in every step; the input of three projections stored three times."""
     model, store = load_model(small_llama, spec_of(method="full"), CPU), RecordingStore()
-    with torch.no_grad():  # Norms of weight 1 give back what they took.
+    with torch.no_grad():  # Norms of weight 1 return their input.
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.mul_(1.5)

@@ -1,4 +1,4 @@
-"""The loader: order and bytes of the plan whatever the threads, any start, and no thread left behind."""
+"""The loader: order and bytes of the plan with any number of threads and any first step; all threads exit."""
 
 import threading
 from typing import Any, cast
@@ -50,7 +50,7 @@ def plan_for(tokens: TokenRows, *, flat: bool, broken_step: int | None = None) -
 
 
 def contents(batches) -> list[tuple[torch.Tensor, ...]]:
-    """Copies of what the batches hold."""
+    """Copies of the batches' tensors."""
 
     def of(batch: Batch) -> tuple[torch.Tensor, ...]:
         joined = () if batch.joined_rows is None else (batch.joined_rows.offsets, batch.joined_rows.positions_BT)
@@ -91,7 +91,7 @@ def test_a_run_resumed_at_a_step_reads_the_rest_of_the_batches(tokens, start, th
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_a_fault_is_raised_at_its_batch_and_ends_the_threads(tokens, threads):
-    """A fault that comes early, or never, would hide which step is wrong."""
+    """A fault raised early, or never, would hide which step is wrong."""
     stream = load(tokens, plan_for(tokens, flat=False, broken_step=4), pad_id=0, threads=threads)
     for _ in range(4 * MICRO_STEPS):
         next(stream)

@@ -61,7 +61,7 @@ def test_held_out_losses_never_have_the_logits_of_a_batch(small_llama, tmp_path)
     model = load_model(small_llama, spec, CPU)
 
     def largest_allocation(chunk: int | None) -> int:
-        """Bytes of the largest block that PyTorch's allocator gave."""
+        """Bytes of the largest block that PyTorch's allocator returned."""
         with memory_profile() as profiler:
             heldout_loss(DataParallelModel(model), heldout_batches(rows, 8, 8 * 120, 0), 0, spec, chunk, CPU)
         events = profiler.profiler.kineto_results.events()

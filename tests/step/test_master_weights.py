@@ -37,7 +37,7 @@ def optim_of(name: str) -> OptimSpec:
     ids=str,
 )
 def test_an_update_on_the_host_is_that_of_the_device(small_llama, form):
-    """A gradient truncated, rounded or lost in the transfer; copies from CPU to CPU stand for the link."""
+    """A gradient truncated, rounded or lost in the transfer; copies from CPU to CPU represent it."""
     form = {"optim": OPTIM, **form}
     plain, weights = run(small_llama, split([3, 5]), **form)
     form["optim"] = replace(form["optim"], offload="optimizer")

@@ -15,7 +15,7 @@ FACTORS = {
 
 
 Answer = Callable[[str, str], str]
-"""From a prompt's first line and the lines behind it."""
+"""From a prompt's first line and the lines after it."""
 MARK = r"(?<!\S)(?:[^\w\s]|_)(?!\S)"
 
 

@@ -58,11 +58,21 @@ def test_output_is_unchanged_when_writes_succeed(monkeypatch: pytest.MonkeyPatch
     assert outputs[0] == outputs[1] and outputs[0][0] == "step 0\nstep 1\nstep 2\ndone\n" and outputs[0][1] > 3
 
 
-def test_closed_stream_is_ignored(monkeypatch: pytest.MonkeyPatch):
-    """None is what Python has for `>&-`; the other stream cannot encode the letter."""
-    for stream in (None, io.TextIOWrapper(io.BytesIO(), encoding="ascii")):
-        monkeypatch.setattr(sys, "stdout", stream)
-        ignore_output_errors()
-        print("\N{GREEK SMALL LETTER LAMDA}", flush=True)
-    sys.stdout.close()
-    write_output()
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("make_stream", [lambda: None, closed, lambda: io.TextIOWrapper(io.BytesIO(), "ascii")])
+def test_a_stream_that_takes_no_text_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch, make_stream):
+    """`>&-` makes sys.stdout None; a library may close it; in some locales it cannot encode the letter."""
+    stream = make_stream()
+    monkeypatch.setattr(sys, "stdout", stream)
+    ignore_output_errors()
+    letter = "\N{GREEK SMALL LETTER LAMDA}"
+    if stream is not None:
+        with pytest.raises(ValueError):
+            stream.write(letter)
+    assert sys.stdout.write(letter) == 1
+    print(letter, flush=True)

@@ -104,7 +104,7 @@ def test_current_settings_are_not_proposed(tmp_path: Path):
 
 
 def test_advice_of_estimate_comes_before_single_changes(tmp_path: Path):
-    """A change that is said to fit but needs more than there was."""
+    """A proposed change that needs more memory than was available."""
     changes = [("a=1", 30 * GIB), ("b=2", 20 * GIB), ("c=3", 10 * GIB), ("d=4", 9 * GIB), ("e=5", 8 * GIB)]
     single = [{"command": f"dvc exp run -S {flag}", "peak_bytes": size} for flag, size in changes]
     forecast = replace(FORECAST, advice={"remedies": [], "single_changes": single})

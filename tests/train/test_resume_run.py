@@ -1,4 +1,4 @@
-"""Why an unfinished run is not resumed; runs with other code or versions are resumed if the user asks."""
+"""Why an unfinished run is not resumed; `run.resume: compatible` resumes runs with other code or versions."""
 
 import json
 from copy import deepcopy
@@ -78,7 +78,7 @@ def test_reason_is_reported_when_a_run_is_not_resumed(tmp_path: Path, kind: str)
 
 
 def test_nearest_of_several_runs_is_reported(tmp_path: Path):
-    """Each change of a parameter leaves one."""
+    """Each changed parameter leaves an unfinished run behind."""
     unfinished(tmp_path, 90, {"parameters": {"train.lr": 1.0}})
     code = {"lean_finetune/step/training_step.py": "a", "lean_finetune/step/loss.py": "b"}
     unfinished(tmp_path, 80, {"code": code, "versions": {"torch": "1"}})

@@ -14,7 +14,7 @@ from tests.train import trainer
 from tests.train.interrupted import finish, small_job
 
 END_SECONDS, START_SECONDS = 60, 200
-"""After which a test gives up waiting, on a machine that does much else."""
+"""Timeout of a test's waits, for a busy machine."""
 
 
 def wait_for(true: Callable[[], bool], seconds: float) -> None:
@@ -87,7 +87,7 @@ class Trainer:
         os.kill(self.process.pid, number)
 
     def ended(self, seconds: float = END_SECONDS) -> int | None:
-        """Its exit code, once it is gone."""
+        """Wait for its exit code."""
         self.process.join(seconds)
         return self.process.exitcode
 

@@ -39,7 +39,7 @@ def unread_columns(row: Mapping[str, Any], source: SourceFormat) -> list[str]:
 
 
 def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
-    """Whether the column asks for what training does anyway, such as weight 1; False where it means nothing here."""
+    """Return whether a column requests what training does by default, such as weight 1; False for unknown columns."""
     value = row[key]
     if key in MEDIA:
         raise RowFault(f"{media_fault(key)}; remove the row, or {IGNORE}")

@@ -35,7 +35,7 @@ _WRAPPED = re.compile(
 
 
 def json_layout(start: bytes) -> tuple[Layout, int]:
-    """How a JSON file that begins with `start` lays out its rows, and the bytes before the first row.
+    """Find how the rows of a JSON file that begins with `start` are arranged, and the bytes before the first row.
 
     lines: one object a line | array | wrapped: an array inside an object | objects: one after another, over several
     lines each, as pretty-printers write them.

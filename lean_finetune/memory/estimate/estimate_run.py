@@ -168,7 +168,7 @@ def _process(planned: PlannedRun, prediction: Prediction) -> dict[str, Any] | No
 def _what_fits(p: Params, planned: PlannedRun, run: Workload, prediction: Prediction) -> dict[str, Any]:
     """Content of what_fits.json."""
     if planned.device.kind != "cuda":
-        return {"reason": "asked of GPUs only: name one in hardware.gpu, or ask `lean-finetune fit`"}
+        return {"reason": "searched for GPUs only: name one in hardware.gpu, or use `lean-finetune fit`"}
     found = find_limits(
         run,
         planned.device,

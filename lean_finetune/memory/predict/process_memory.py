@@ -76,7 +76,7 @@ def on_host(
         model_bytes = sum(line.total_bytes(1) for line in weight_lines(shapes, spec))
         if spec.adapted:
             model_bytes += trained_values(shapes, spec) * spec.adapter_dtype.itemsize
-        figures["model"] = _derived(model_bytes, "all weights, until each layer is handed out")
+        figures["model"] = _derived(model_bytes, "all weights, until each layer is sharded")
     batches = (1 + BATCHES_AHEAD) * batch_tokens * BATCH_TOKEN_BYTES
     figures["batches"] = _derived(batches, "one in use, and one thread's ahead; page-locked")
     return figures

@@ -177,7 +177,7 @@ def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
         put(module, "check_same_shapes", lambda model, world, device: None)
         put(module, "broadcast_weights", lambda module, device: module)
     put(bnb_modules, "fix_4bit_weight_quant_state_from_module", _set_quant_state)
-    # DTensor derives shapes on fake tensors of its own, which are no memory.
+    # DTensor derives shapes on separate fake tensors, which are not memory of the step.
     put(ShardingPropagator, "_fake_mode_lock", _UncountedLock(trace))
     for name in GATHERING:
         put(_fsdp_param_group, name, _counted_as_sharding(trace, getattr(_fsdp_collectives, name)))

@@ -3,8 +3,8 @@
 The training loop waits only until the bytes are in the page cache. Checksums and flushing follow in a thread. When a
 checkpoint is due depends on the clock and on what the last one cost, and never changes a result.
 
-Several processes write, publish and stop after the same step: after each step they exchange whether they were asked to
-stop and whether they still finish the last checkpoint. The first process's clock decides when one is due. A checkpoint
+Several processes write, publish and stop after the same step: after each step they exchange whether they got a stop
+signal and whether they are still writing the last checkpoint. The first process's clock decides when one is due. A checkpoint
 gets its name once the files of all processes are on the disk. If one process fails alone, earlier checkpoints remain.
 """
 
@@ -177,7 +177,7 @@ class Checkpointer(CheckpointHooks):
         return self._thread is not None and self._thread.is_alive()
 
     def _check_stop(self) -> None:
-        """Stop if any process was asked to."""
+        """Stop if any process got a stop signal."""
         numbers = [number for (number,) in self._channel.gather(self._stop.signal_number or 0) if number]
         if numbers:
             raise Stopped(numbers[0])

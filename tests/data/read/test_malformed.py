@@ -25,7 +25,7 @@ class Malformed:
     faults: dict[int, str] = field(default_factory=dict)
     """Start of the fault by line."""
     error: str = ""
-    """Start of the refusal behind the file's name, for a file that cannot be read."""
+    """Start of the refusal after the file's name, for a file that cannot be read."""
 
 
 def _line(row: bytes, fault: str) -> Malformed:

@@ -159,7 +159,7 @@ def test_probes_contain_every_kind_of_character():
 
 @pytest.mark.slow
 def test_both_regex_libraries_split_at_every_character_alike():
-    """The probes hold only the ends of each run of like characters; here every one is seen.
+    """The probes contain only the ends of each run of equal characters; here all are compared.
 
     Merges that reach over each kind of neighbour show where text was split.
     """

@@ -289,7 +289,7 @@ def test_lists_may_be_json_text_as_in_a_csv_file():
 
 
 def test_either_name_of_the_list_may_have_either_kind_of_turn():
-    """Published data sets have both; auto goes by the name of the list."""
+    """Published data sets have both; auto decides by the name of the list."""
     assert conversation({"conversations": [USER, ANSWER]}, "sharegpt").messages == [USER, ANSWER]
     other = turns(("human", "Q"), ("gpt", "A"))["conversations"]
     assert conversation({"messages": other}, "messages").messages == [USER, ANSWER]

@@ -201,7 +201,7 @@ def test_an_answer_of_which_nothing_is_shown_counts_as_empty(run_template):
 
 
 def test_the_template_that_was_trained_with_is_there_for_the_tuned_model(run_template):
-    """The tokenizer's own comes with the tokenizer."""
+    """The tokenizer's template is pinned with the tokenizer."""
     published = Path("data/tokens/chat_template.jinja")
     for choice, expected in (("mine.jinja", LOOP), ("chatml", read_bundled("chatml")), ("tokenizer", None)):
         assert run_template(LOOP, data__chat_template=choice).exit_code == 0

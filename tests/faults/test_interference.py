@@ -1,4 +1,4 @@
-"""What else happens to a run from outside: its scratch vanishes, or a second run begins."""
+"""External interference with a run: its scratch directory is deleted, or a second run starts."""
 
 import signal
 import time
@@ -14,13 +14,13 @@ from tests.faults.workspaces import changes_of, check_kept_or_new, check_rerun, 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_scratch_vanishes_at_any_moment(runner, quick, tmp_path):
-    """Removed before each change of a directory entry: tokenize ends well or in one line, with all tokens or none."""
+    """Removed before each directory change: tokenize succeeds or fails with one line, with all tokens or none."""
     workspace = quick.copy(tmp_path / "work")
     count = len(changes_of(runner, workspace, "tokenize", tmp_path / "changes.txt"))
     refused = 0
     for number in range(count):
         old = put_old(workspace, "tokenize")
-        ended = runner.run("tokenize", workspace, Fault(at_change=number, vanishes=workspace / "scratch"))
+        ended = runner.run("tokenize", workspace, Fault(at_change=number, removes=workspace / "scratch"))
         if ended.status == 0:
             assert state(workspace, "tokenize") == quick.states["tokenize"]
         else:
@@ -33,7 +33,7 @@ def test_scratch_vanishes_at_any_moment(runner, quick, tmp_path):
 
 @pytest.mark.parametrize("stage", ["bucket", pytest.param("pin_model", marks=pytest.mark.slow)])
 def test_second_run_is_refused_while_another_writes(runner, quick, tmp_path, stage):
-    """Two runs in one directory aside would publish a mixture."""
+    """Two runs that write to one temporary directory would publish a mixture."""
     workspace = quick.copy(tmp_path / "work")
     changes = changes_of(runner, workspace, stage, tmp_path / "changes.txt")
     aside = next(place for place, change in enumerate(changes) if change.startswith("os.rename"))
@@ -52,7 +52,7 @@ def test_second_run_is_refused_while_another_writes(runner, quick, tmp_path, sta
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_second_tokenize_waits_for_the_first(runner, quick, tmp_path):
-    """They share scratch/, and the second takes over what the first finished."""
+    """They share scratch/, and the second reuses the finished parts of the first."""
     workspace = quick.copy(tmp_path / "work")
     count = len(changes_of(runner, workspace, "tokenize", tmp_path / "changes.txt"))
     put_old(workspace, "tokenize")
@@ -69,7 +69,7 @@ def test_a_second_tokenize_waits_for_the_first(runner, quick, tmp_path):
 
 
 def wait_until_stopped(pid: int) -> None:
-    """Wait until a process has stopped itself."""
+    """Wait until a process has received SIGSTOP from itself."""
     deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert time.monotonic() < deadline
