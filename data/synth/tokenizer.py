@@ -1,7 +1,7 @@
 """Train the tiny model's byte-level BPE tokenizer: `python -m data.synth.tokenizer --seed 7 --rows 20000`.
 
 Each digit and each punctuation mark is one token: arithmetic has one token a digit, and a list's words have the same
-ids with any separator. The training text is rows of seen families alone, but every byte has an id, so any text round-trips.
+ids with any separator. The training text is rows of seen families only. Every byte has an id, so any text round-trips.
 """
 
 import argparse

@@ -4,7 +4,7 @@ The training loop waits only until the bytes are in the page cache. Checksums an
 checkpoint is due depends on the clock and on what the last one cost, and never changes a result.
 
 Several processes write, publish and stop after the same step: after each step they exchange whether they got a stop
-signal and whether they are still writing the last checkpoint. The first process's clock decides when one is due. A checkpoint
+signal and whether they are still writing a checkpoint. The first process's clock decides when one is due. A checkpoint
 gets its name once the files of all processes are on the disk. If one process fails alone, earlier checkpoints remain.
 """
 
