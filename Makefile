@@ -43,8 +43,8 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/mypy $(PYTHON_FILES)
 
-# A subset of the benchmarks in their smallest form, some minutes long; fails where a bar fails. Published figures need the
-# full form: python -m benchmarks.<name>.
+# A subset of the benchmarks in their smallest form, some minutes long; fails if a bar fails. Bars that few rows, few rounds
+# or a busy machine would decide are judged in the full form only: python -m benchmarks.<name>.
 QUICK_BENCHMARKS := data batching loader monitor estimate_speed
 bench-quick: $(VENV)/.installed-test
 	@failed=0; for name in $(QUICK_BENCHMARKS); do \

@@ -22,7 +22,7 @@ STAIRS = staircase(np.arange(16, 1616, 16), expandable=False)
 def causes_reported(rows: list[dict[str, Any]]) -> set[str]:
     """Causes found by the checks of a training run, and by one at its end."""
     checked = [steps for steps in range(len(rows)) if check_is_due(steps)] + [len(rows)]
-    causes = {growth.cause for steps in checked for growth in classify(rows[:steps])}
+    causes: set[str] = {growth.cause for steps in checked for growth in classify(rows[:steps])}
     return causes & {"leak", "fragmentation", "length"}
 
 

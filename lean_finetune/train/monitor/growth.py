@@ -218,7 +218,7 @@ def _length(every: Mapping[str, _Series]) -> Growth | None:
     series = next(every[name] for name in (PEAK, RESERVED, OWN, RESIDENT, LIVE) if name in every)
     shapes_PS, highest = series.varying_shapes(), np.maximum.accumulate(series.values_P)
     rises, total = np.diff(highest), float(highest[-1] - highest[0])
-    long = (shapes_PS >= LONG_SHARE * np.maximum.accumulate(shapes_PS)).any(axis=1)[1:]
+    long = np.any(shapes_PS[1:] >= LONG_SHARE * np.maximum.accumulate(shapes_PS)[1:], axis=1)
     if total < max(MIB, LENGTH_SHARE * float(highest[0])) or rises[long].sum() < EXPLAINED_SHARE * total:
         return None
     follows = max(float(np.corrcoef(series.values_P, shape)[0, 1]) for shape in shapes_PS.T)
