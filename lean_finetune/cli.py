@@ -2,9 +2,12 @@
 
 import click
 
+from lean_finetune.commands.chat import chat
 from lean_finetune.commands.doctor import doctor
 from lean_finetune.commands.explain import explain
+from lean_finetune.commands.export import export
 from lean_finetune.commands.fit import fit
+from lean_finetune.commands.generate import generate
 
 
 @click.group()
@@ -13,7 +16,7 @@ def main() -> None:
     """Fine-tune language models inside the GPU memory you have: predict it, check this machine, use the result."""
 
 
-for command in (fit, doctor, explain):
+for command in (fit, doctor, chat, generate, export, explain):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from tqdm import tqdm
 from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.evaluation_limits import EvaluationLimits
@@ -110,35 +111,58 @@ def greedy_answers(
 
     Prompts of similar length are decoded together, longest first. `progress` is the title of a progress bar.
     """
-    lm: Any = causal_lm(model)
-    # Replaces the model's config, whose sampling or repetition settings greedy decoding must not use.
-    lm.generation_config = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=limits.max_new_tokens,
-        eos_token_id=list(stops) or None,
-        pad_token_id=pad_id,
-        use_cache=True,
-    )
-    # PyTorch multiplies the last positions of all prompts at once only if the weight requires a gradient. With a frozen
-    # head it multiplies each separately, and in 16 bits on a CPU it copies the head each time.
-    lm.get_output_embeddings().weight.requires_grad_(True)
+    set_decoding(model, stops=stops, max_new_tokens=limits.max_new_tokens, pad_id=pad_id)
     answers: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].ids), number))
     with tqdm(total=len(prompts), desc=progress, unit=" rows", disable=progress is None) as bar:
         while order:
             at_once = limits.prompts_at_once(len(prompts[order[0]].ids))
             numbers, order = order[:at_once], order[at_once:]
-            length = len(prompts[numbers[0]].ids)
-            ids_BT = torch.full((len(numbers), length), pad_id)
-            mask_BT = torch.zeros_like(ids_BT)
-            for row, number in enumerate(numbers):
-                start = length - len(prompts[number].ids)  # Padded on the left.
-                ids_BT[row, start:] = torch.tensor(prompts[number].ids)
-                mask_BT[row, start:] = 1
-            with spec.autocast(device.type):
-                output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device))
-            for number, tokens in zip(numbers, output[:, length:].tolist(), strict=True):
-                end = next((index for index, token in enumerate(tokens) if token in stops), len(tokens))
-                answers[number] = tokens[:end]
+            found = answers_of_batch(model, spec, [prompts[number].ids for number in numbers], stops, pad_id, device)
+            answers.update(zip(numbers, found, strict=True))
             bar.update(len(numbers))
     return [answers[number] for number in range(len(prompts))]
+
+
+def set_decoding(
+    model: nn.Module, *, stops: Sequence[int], max_new_tokens: int, pad_id: int, temperature: float = 0.0
+) -> None:
+    """Set how the model decodes: greedily, or with a temperature above 0 by sampling."""
+    lm: Any = causal_lm(model)
+    # Replaces the model's config, whose sampling or repetition settings greedy decoding must not use.
+    lm.generation_config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stops) or None,
+        pad_token_id=pad_id,
+        use_cache=True,
+        **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
+    )
+    # PyTorch multiplies the last positions of all prompts at once only if the weight requires a gradient. With a frozen
+    # head it multiplies each separately, and in 16 bits on a CPU it copies the head each time.
+    lm.get_output_embeddings().weight.requires_grad_(True)
+
+
+@torch.no_grad()
+def answers_of_batch(
+    model: nn.Module,
+    spec: WeightsSpec,
+    prompts: Sequence[Sequence[int]],
+    stops: Sequence[int],
+    pad_id: int,
+    device: torch.device,
+    streamer: BaseStreamer | None = None,
+) -> list[list[int]]:
+    """Answers without their stop tokens to prompts decoded together; `streamer` gets the tokens of a single prompt."""
+    lm: Any = causal_lm(model)
+    length = max(map(len, prompts))
+    ids_BT = torch.full((len(prompts), length), pad_id)
+    mask_BT = torch.zeros_like(ids_BT)
+    for row, ids in enumerate(prompts):
+        start = length - len(ids)  # Padded on the left.
+        ids_BT[row, start:] = torch.tensor(ids)
+        mask_BT[row, start:] = 1
+    with spec.autocast(device.type):
+        output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), streamer=streamer)
+    answers = output[:, length:].tolist()
+    ends = (next((k for k, token in enumerate(tokens) if token in stops), len(tokens)) for tokens in answers)
+    return [tokens[:end] for tokens, end in zip(answers, ends, strict=True)]

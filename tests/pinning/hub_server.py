@@ -1,5 +1,6 @@
 """A local HTTP server with the few routes of the Hugging Face Hub that the client requests."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -26,6 +27,8 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     sends: dict[str, bytes] = field(default_factory=dict)
     """By route of a file: other content to send."""
+    private: dict[str, bool] = field(default_factory=dict)
+    """By name of a repository that the client made: whether it is private."""
 
 
 def blob(content: bytes) -> dict:
@@ -81,7 +84,37 @@ class Handler(BaseHTTPRequestHandler):
             sent = self.hub.sends.get(path, content)
             self.send(200, sent, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
 
+    def answer_upload(self, path: str) -> bool:
+        """Answer the requests with which the client makes a repository and uploads small files to it."""
+        kind, *rest = path.split("/")
+        if path not in ("repos/create", "validate-yaml") and rest[2:3] not in (["preupload"], ["commit"]):
+            return False
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if path == "repos/create":
+            wanted = json.loads(body)
+            name = f"{wanted['organization']}/{wanted['name']}"
+            self.hub.repositories.setdefault(f"models/{name}", {})
+            self.hub.private[name] = wanted.get("private", wanted.get("visibility") == "private")
+            answer: dict = {"url": f"{self.hub.url}/{name}", "name": name}
+        elif path == "validate-yaml":
+            answer = {"errors": [], "warnings": []}
+        elif rest[2] == "preupload":
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False, "oid": None} for path in paths]
+            answer = {"files": files}
+        else:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    self.hub.repositories[f"{kind}/{rest[0]}/{rest[1]}"][line["value"]["path"]] = content
+            answer = {"success": True, "commitOid": COMMIT, "commitUrl": f"{self.hub.url}/{rest[0]}/{rest[1]}"}
+            answer["commitUrl"] += f"/commit/{COMMIT}"
+        self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+        return True
+
     def answer_api(self, path: str) -> None:
+        if self.command == "POST" and self.answer_upload(path):
+            return None
         if path.count("/") < 2:
             return self.send(404, b"{}")
         kind, org, name, *rest = path.split("/")

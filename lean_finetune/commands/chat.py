@@ -1,0 +1,166 @@
+"""The command `lean-finetune chat`: talk to a tuned model in the terminal."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lean_finetune.core.errors import StageCommand, UserError
+
+if TYPE_CHECKING:
+    from lean_finetune.commands.conversation import Prompter
+    from lean_finetune.commands.tuned_model import TunedModel
+
+MODEL = click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    default=Path("data/tuned"),
+    show_default=True,
+    help="The directory of an adapter or a full model.",
+)
+BITS = click.option(
+    "--bits", type=click.Choice(["4", "8", "16"]), help="Bits of an adapter's base. Default: as trained, or 4."
+)
+NEW_TOKENS = click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer in tokens."
+)
+LENGTH = 4096
+"""Tokens of a conversation where the model can read more."""
+COMMANDS = "/reset starts again, /exit or Ctrl-D ends"
+
+
+@click.command(cls=StageCommand)
+@MODEL
+@BITS
+@NEW_TOKENS
+@click.option("--length", type=click.IntRange(min=8), help=f"Tokens of the conversation. Default: {LENGTH}, or fewer.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0: always the likeliest token."
+)
+@click.option("--system", help="A system message.")
+def chat(
+    model: Path, bits: str | None, max_new_tokens: int, length: int | None, temperature: float, system: str | None
+) -> None:
+    """Chat with a tuned model. Answers appear as they are made.
+
+    Its memory is predicted first: the conversation is as long as fits, and its oldest turns are left out beyond that.
+    Lines are read from standard input, so a file of questions works too.
+    """
+    from lean_finetune.commands.conversation import Prompter
+    from lean_finetune.commands.tuned_model import find_tuned
+    from lean_finetune.evaluate.generate import answers_of_batch, set_decoding, stop_ids
+    from lean_finetune.train.process.training_device import training_device
+
+    tuned, device = find_tuned(model, bits), training_device()
+    prompter = Prompter(tuned.directory)
+    limit = conversation_limit(tuned, length, max_new_tokens)
+    lm = tuned.load(device)
+    stops = sorted({*stop_ids(lm, None, [], set()), *prompter.stops()})
+    set_decoding(lm, stops=stops, max_new_tokens=max_new_tokens, pad_id=prompter.pad_id, temperature=temperature)
+
+    def answer(ids: list[int]) -> str:
+        streamer = text_streamer(prompter, set(stops))
+        (found,) = answers_of_batch(lm, tuned.spec, [ids], stops, prompter.pad_id, device, streamer)
+        click.echo()
+        return prompter.text(found)
+
+    note(f"{tuned.directory}: {tuned.spec.method} base ({tuned.reason}), on {device}. {COMMANDS}.")
+    Conversation(prompter, limit - max_new_tokens, [{"role": "system", "content": system}] if system else []).run(
+        answer
+    )
+
+
+def note(text: str) -> None:
+    """Print a note on standard error, so that standard output has the answers alone."""
+    click.echo(text, err=True)
+
+
+def conversation_limit(tuned: "TunedModel", length: int | None, new_tokens: int) -> int:
+    """Tokens of a conversation with its answer that the model can read and the free memory has room for.
+
+    Raises:
+        UserError: --length is too long for the model or the memory.
+    """
+    positions = tuned.positions
+    if length is not None and positions is not None and length > positions:
+        raise UserError(f"--length: the model reads at most {positions} tokens; got {length}; lower it")
+    wanted = length or min(LENGTH, positions or LENGTH)
+    if new_tokens >= wanted:
+        raise UserError(
+            f"--max-new-tokens: must leave room for a question in the {wanted} tokens of the conversation; got "
+            f"{new_tokens}; lower it, or raise --length"
+        )
+    fits = tuned.longest_that_fits(wanted, new_tokens)
+    if fits < wanted:
+        note(f"note: {fits} of {wanted} tokens fit the free memory (predicted)")
+    return fits
+
+
+def text_streamer(prompter: "Prompter", stops: set[int]) -> Any:
+    """A streamer of `generate` that prints each token's text as soon as its characters are complete."""
+    from tokenizers.decoders import DecodeStream
+    from transformers.generation.streamers import BaseStreamer
+
+    class Printer(BaseStreamer):
+        def __init__(self) -> None:
+            self._stream, self._is_prompt = DecodeStream(skip_special_tokens=True), True
+
+        def put(self, value: Any) -> None:
+            if self._is_prompt:  # `generate` sends the prompt first.
+                self._is_prompt = False
+                return
+            for number in value.flatten().tolist():
+                if number not in stops and (text := self._stream.step(prompter.tokenizer, number)):
+                    click.echo(text, nl=False)
+
+        def end(self) -> None:
+            sys.stdout.flush()
+
+    return Printer()
+
+
+class Conversation:
+    """Reads lines and answers them, within a limit of tokens."""
+
+    def __init__(self, prompter: "Prompter", most_tokens: int, opening: list[dict[str, str]]):
+        """Start with the messages of `opening`; a prompt has at most `most_tokens`."""
+        self._prompter, self._most, self._opening = prompter, most_tokens, opening
+        self._turns: list[dict[str, str]] = []
+
+    def run(self, answer: Callable[[list[int]], str]) -> None:
+        """Answer each line until the end of the input."""
+        while (line := self._read()) is not None:
+            if line == "/exit":
+                return
+            if line == "/reset":
+                self._turns = []
+            elif line and (ids := self._prompt(line)) is not None:
+                self._turns.append({"role": "assistant", "content": answer(ids)})
+
+    def _read(self) -> str | None:
+        """The next line; None at the end of the input."""
+        if sys.stdin.isatty():
+            click.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+
+    def _prompt(self, line: str) -> list[int] | None:
+        """The prompt for a new line, without the oldest turns that are too much; None if the line alone is too long."""
+        from lean_finetune.data.format.example import RowFault
+
+        turns = [*self._turns, {"role": "user", "content": line}]
+        while True:
+            try:
+                ids = self._prompter.of_messages([*self._opening, *turns])
+            except RowFault as fault:
+                raise UserError(f"--model: {fault}") from None
+            if len(ids) <= self._most:
+                self._turns = turns
+                return ids
+            if len(turns) == 1:
+                note(f"note: this line has {len(ids)} tokens and {self._most} fit; it is left out")
+                return None
+            note("note: the oldest turn is left out to make room")
+            turns = turns[2:]

@@ -1,0 +1,93 @@
+"""Prompts of a tuned model: messages through its chat template to token ids, and the tokens that end an answer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.core.atomic_files import read_json
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.chat.chat_template import read_template
+from lean_finetune.data.chat.compiled_template import CompiledTemplate
+from lean_finetune.data.chat.trained_segments import Segment
+from lean_finetune.data.encode.engine_choice import load_engine
+from lean_finetune.data.encode.row_tokenizer import RowTokenizer
+from lean_finetune.evaluate.generate import special_ids
+
+TEMPLATE_DATE = "2024-07-26"
+"""Today's date for templates that write it: the default of data.template_date."""
+ANSWER = "ANSWER"
+"""An answer of which the end of its turn is looked up."""
+Message = dict[str, Any]
+
+
+class Prompter:
+    """Makes prompts as training made them: text of a user never becomes a control token."""
+
+    def __init__(self, directory: Path):
+        """Read the tokenizer of a model's directory, and its chat template if it has one.
+
+        Raises:
+            UserError: there is no tokenizer, or the template is broken.
+        """
+        if not (directory / "tokenizer.json").is_file():
+            raise UserError(f"--model: {directory} has no tokenizer.json; copy the tokenizer of the base model there")
+        self._engine = load_engine("tokenizers", directory)
+        self._rows = RowTokenizer(directory, self._engine)
+        self.tokenizer, self.pad_id = self._engine.tokenizer, self._rows.pad.number
+        config = directory / "tokenizer_config.json"
+        try:
+            source, file = read_template(directory, read_json(config) if config.is_file() else {})
+        except UserError:
+            self._template = None
+        else:
+            self._template = CompiledTemplate(source, self._rows.special_tokens, file, TEMPLATE_DATE)
+        self.directory = directory
+
+    def of_messages(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
+        """The ids of a conversation up to the start of the assistant's next turn.
+
+        Raises:
+            UserError: the model has no chat template.
+            RowFault: the template refuses the conversation.
+        """
+        return self._ids(self.rendering(self._rows.guard.protect(list(messages)), tools))
+
+    def rendering(self, messages: list[Message], tools: list[Any] | None = None) -> str:
+        """The text of a conversation up to the start of the assistant's next turn; raises as `of_messages`."""
+        if self._template is None:
+            raise UserError(
+                f"--model: {self.directory} has no chat template; give prompts with the key 'prompt' to "
+                "`lean-finetune generate`, or add a chat_template.jinja"
+            )
+        return self._template.text(messages, tools, add_generation_prompt=True)
+
+    def of_text(self, prompt: str) -> list[int]:
+        """The ids of plain text, after BOS where the tokenizer adds it."""
+        return self._ids(self._rows.bos_text + self._rows.guard.protect(prompt))
+
+    def _ids(self, text: str) -> list[int]:
+        return [int(number) for number in self._rows.encode_rows([[Segment(text, False)]]).ids]
+
+    def stops(self) -> list[int]:
+        """Tokens that end an answer: the tokenizer's end of sequence, and the template's end of a turn."""
+        found = {self._rows.eos_id} - {None}
+        if self._template is not None:
+            messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+            after = self._template.text(messages, None).rpartition(ANSWER)[2]
+            special = special_ids(self.tokenizer)
+            ids = self.tokenizer.encode(after, add_special_tokens=False).ids
+            found |= {next((number for number in ids if number in special), None)} - {None}
+        return sorted(number for number in found if number is not None)
+
+    @property
+    def bos_text(self) -> str:
+        """BOS if the tokenizer itself adds it before a text, else an empty text."""
+        return self._rows.bos_text
+
+    def stop_texts(self) -> list[str]:
+        """The texts of `stops`."""
+        return [str(self.tokenizer.id_to_token(number)) for number in self.stops()]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of an answer."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))

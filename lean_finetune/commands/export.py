@@ -1,0 +1,152 @@
+"""The command `lean-finetune export`: a tuned model for other programs, and on the hub."""
+
+import shlex
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lean_finetune.commands.chat import BITS, MODEL
+from lean_finetune.core.errors import StageCommand, UserError
+
+if TYPE_CHECKING:
+    from lean_finetune.commands.tuned_model import TunedModel
+
+
+@click.command(cls=StageCommand)
+@click.argument("out", type=click.Path(path_type=Path))
+@MODEL
+@BITS
+@click.option(
+    "--what", type=click.Choice(["merged", "adapter"]), default="merged", show_default=True, help="Weights to export."
+)
+@click.option("--push", metavar="ORG/NAME", help="Also upload to this repository of the hub, which is made if needed.")
+@click.option("--public", is_flag=True, help="Make a new repository public.")
+def export(out: Path, model: Path, bits: str | None, what: str, push: str | None, public: bool) -> None:
+    """Write a tuned model to OUT for transformers, PEFT, vLLM, llama.cpp and Ollama.
+
+    `merged` has the adapter in its base's weights, one weight in memory at a time. `adapter` needs the base, whose hub
+    commit it names. OUT gets tokenizer, chat template and a model card; a merged model a Modelfile for Ollama too.
+    """
+    from lean_finetune.commands.tuned_model import find_tuned
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: must be a new or an empty directory; name another")
+    tuned = find_tuned(model, bits)
+    if what == "adapter" and tuned.adapter is None:
+        raise UserError(f"--what: {model} is a full model without an adapter; use --what merged")
+    if push and what == "adapter" and Path(str(tuned.base_name)).is_dir():
+        raise UserError(
+            f"--push: the adapter's base is the local directory {tuned.base_name}, which nobody else has; use --what "
+            "merged, or train from a hub id"
+        )
+    write_export(tuned, out, what)
+    click.echo(f"{out}: {what}, {sum(file.stat().st_size for file in out.iterdir()) / 2**20:.1f} MiB")
+    for title, line in use_lines(tuned, str(out), what):
+        click.echo(f"{title + ':':<13}{line}")
+    if push:
+        click.echo(f"{'hub:':<13}{upload(out, push, private=not public)}")
+
+
+def write_export(tuned: "TunedModel", out: Path, what: str) -> None:
+    """Write the directory, which appears complete or not at all.
+
+    Raises:
+        UserError: the disk refused, or the model cannot be merged.
+    """
+    from lean_finetune.commands.conversation import Prompter
+    from lean_finetune.commands.ollama import modelfile
+    from lean_finetune.core.atomic_files import atomic_directory
+    from lean_finetune.model.merge_adapters import refuse_merge, write_merged
+    from lean_finetune.pinning.locate import TOKENIZER_FILES
+
+    if what == "merged" and tuned.adapter is not None:
+        refuse_merge(tuned.config, tuned.spec)
+    with atomic_directory(out) as directory:
+        if what == "adapter":
+            for name in ("adapter_config.json", "adapter_model.safetensors"):
+                shutil.copyfile(tuned.directory / name, directory / name)
+        elif tuned.adapter is None:
+            for name in tuned.weight_files():
+                shutil.copyfile(tuned.directory / name, directory / name)
+        else:
+            write_merged(tuned.base, tuned.weight_files(), tuned.directory, tuned.spec, directory)
+        for name in TOKENIZER_FILES:
+            if (tuned.directory / name).is_file():
+                shutil.copyfile(tuned.directory / name, directory / name)
+        (directory / "README.md").write_text(card(tuned, out.name, what), encoding="utf-8")
+        if what == "merged":
+            (directory / "Modelfile").write_text(modelfile(Prompter(directory), tuned.positions), encoding="utf-8")
+
+
+def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str]]:
+    """Lines that load an export, by program."""
+    path, name = shlex.quote(where), shlex.quote(Path(where).name.lower())
+    if what == "adapter":
+        options = f"--enable-lora --max-lora-rank {(tuned.adapter or {}).get('r')} --lora-modules {name}={path}"
+        return [
+            ("PEFT", f"AutoPeftModelForCausalLM.from_pretrained({where!r})"),
+            ("vLLM", f"vllm serve {shlex.quote(tuned.base_name)} {options}"),
+        ]
+    return [
+        ("transformers", f"AutoModelForCausalLM.from_pretrained({where!r})"),
+        ("vLLM", f"vllm serve {path}"),
+        (
+            "llama.cpp",
+            f"python convert_hf_to_gguf.py {path} --outfile {name}.gguf --outtype bf16 && llama-cli -m {name}.gguf",
+        ),
+        ("Ollama", f"ollama create {name} -f {path}/Modelfile && ollama run {name}"),
+    ]
+
+
+def card(tuned: "TunedModel", name: str, what: str) -> str:
+    """The model card: metadata that hubs read, the pinned base, and how to load the model."""
+    base, commit = tuned.base_name, tuned.base_revision
+    on_hub = not Path(base).is_absolute()
+    lines = "\n".join(f"# {title}\n{line}" for title, line in use_lines(tuned, name, what))
+    return "\n".join(
+        [
+            "---",
+            *(
+                [f"base_model: {base}", f"base_model_relation: {'adapter' if what == 'adapter' else 'finetune'}"]
+                if on_hub
+                else []
+            ),
+            f"library_name: {'peft' if what == 'adapter' else 'transformers'}",
+            "pipeline_tag: text-generation",
+            "tags:",
+            "- lean-finetune",
+            "---",
+            "",
+            f"# {name}",
+            "",
+            f"{'An adapter for' if what == 'adapter' else 'Fine-tuned from'} {base if on_hub else 'a local model'}"
+            + (f" at commit `{commit}`." if commit else "."),
+            "",
+            "```sh",
+            lines,
+            "```",
+            "",
+        ]
+    )
+
+
+def upload(directory: Path, repository: str, *, private: bool) -> str:
+    """Upload a directory in one commit; returns the repository's address.
+
+    Raises:
+        UserError: the name is wrong, or the hub refused.
+    """
+    from huggingface_hub import HfApi
+
+    from lean_finetune.pinning.hub import HUB_ID, hub_errors
+
+    if not HUB_ID.fullmatch(repository):
+        raise UserError(f"--push: must be org/name; got {repository!r}; correct it")
+    with hub_errors("--push", repository):
+        HfApi().create_repo(repository, private=private, exist_ok=True)
+        commit = HfApi().upload_folder(
+            repo_id=repository, folder_path=directory, commit_message="Upload the tuned model"
+        )
+    return str(commit.commit_url)

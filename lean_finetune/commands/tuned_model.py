@@ -1,0 +1,215 @@
+"""Find, bound and load a tuned model: an adapter on its quantised base, or a full model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from lean_finetune.config.field_types import Method, Precision
+from lean_finetune.config.load import PARAMS_FILE, load_params
+from lean_finetune.config.train_schema import ALL_LINEAR
+from lean_finetune.core.atomic_files import read_json
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.memory_limits import free_host_bytes
+from lean_finetune.core.units import readable_size
+from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, largest_fitting
+from lean_finetune.memory.devices import precision_on, resolve_gpu
+from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.model.adapters import load_adapter
+from lean_finetune.model.attention_choice import generation_attention
+from lean_finetune.model.load_model import load_base
+from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
+from lean_finetune.model.precision import precision_of
+from lean_finetune.pinning.hub import download, list_files
+from lean_finetune.pinning.locate import CONFIG_FILE
+from lean_finetune.pinning.model_checks import INDEX, shard_names
+from lean_finetune.pinning.model_source import CONFIG_FILES
+
+ADAPTER_CONFIG = "adapter_config.json"
+TUNED = Path("data/tuned")
+VERDICT = Path("data/estimate/verdict.json")
+METHODS: Mapping[str, Method] = {"4": "qlora", "8": "int8_lora", "16": "lora"}
+"""How an adapter's base is stored, by bits."""
+HEADROOM_PERCENT = 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedModel:
+    """A tuned model on disk."""
+
+    directory: Path
+    """Tokenizer, and the adapter or the weights."""
+    adapter: Mapping[str, Any] | None
+    """adapter_config.json; None for a full model."""
+    base: Path
+    """Directory of the base's weights; `directory` for a full model."""
+    spec: WeightsSpec
+    reason: str
+    """Why the base is stored as `spec` says."""
+    config: PretrainedConfig
+
+    def load(self, device: torch.device) -> nn.Module:
+        """The model, ready to answer.
+
+        Raises:
+            UserError: weights are missing or do not fit.
+        """
+        model = load_base(self.base, self.spec, device, generation_attention(self.config))
+        return model.eval() if self.adapter is None else load_adapter(model, self.directory, self.spec).eval()
+
+    @property
+    def base_name(self) -> str:
+        """The hub id or directory of the base; of a full model, its own directory."""
+        return str((self.adapter or {}).get("base_model_name_or_path") or self.directory)
+
+    @property
+    def base_revision(self) -> str | None:
+        """The base's commit on the hub; None for a directory."""
+        return (self.adapter or {}).get("revision")
+
+    def weight_files(self) -> list[str]:
+        """Names of the base's files with config and weights."""
+        names = [*CONFIG_FILES, INDEX, *shard_names(self.base)]
+        return [name for name in names if (self.base / name).is_file()]
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that the model can read; None without a limit."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    def _setting(self) -> Setting:
+        """The setting of predictions."""
+        adapter = self.adapter or {}
+        targets = adapter.get("target_modules") or ALL_LINEAR
+        experts = adapter.get("rank_pattern") if adapter.get("target_parameters") else None
+        spec = ModelSpec(
+            **vars(self.spec),
+            grad_ckpt=False,
+            lora_rank=adapter.get("r", 1),
+            lora_alpha=adapter.get("lora_alpha", 1),
+            lora_dropout=0.0,
+            lora_targets=(targets,) if isinstance(targets, str) else tuple(targets),
+            lora_rslora=adapter.get("use_rslora", False),
+            lora_dora=adapter.get("use_dora", False),
+            lora_experts="all" if experts else "none",
+            lora_expert_rank=next(iter(experts.values())) if experts else 1,
+            seed=0,
+        )
+        return Setting(model=spec, optimizer="sgd", loss_chunk=None, max_grad_norm=None)
+
+    def peak_bytes(self, *, rows: int, tokens: int, new_tokens: int) -> int:
+        """Predicted peak of answering `rows` prompts, each with its answer of `tokens` tokens."""
+        device, _ = resolve_gpu("auto")
+        shape = GenerationShape(rows=rows, prompt_tokens=max(1, tokens - new_tokens), new_tokens=new_tokens)
+        return peak_of_answers(self.config, self._setting(), shape, target_of(device)).bytes
+
+    def longest_that_fits(self, wanted: int, new_tokens: int) -> int:
+        """The most tokens of a prompt with its answer, at most `wanted`, whose predicted peak fits the free memory.
+
+        Raises:
+            UserError: not even a short prompt fits.
+        """
+        free, where = free_bytes()
+        peak = self.peak_bytes(rows=1, tokens=wanted, new_tokens=new_tokens)
+        if peak <= free:
+            return wanted
+
+        def peak_of(count: int) -> int:
+            return self.peak_bytes(rows=1, tokens=new_tokens + count * LENGTH_STEP, new_tokens=new_tokens)
+
+        most = (wanted - new_tokens) // LENGTH_STEP
+        found = largest_fitting(peak_of, free, most, {most: peak}) if most > 0 else 0
+        if found == 0:
+            raise UserError(
+                f"--model: {self.directory} with {wanted} tokens needs {readable_size(peak)} (predicted), and "
+                f"{readable_size(free)} are free {where}; free memory, lower --length or --max-new-tokens, or store "
+                "the base in fewer bits with --bits 4"
+            )
+        return new_tokens + found * LENGTH_STEP
+
+
+def free_bytes() -> tuple[int, str]:
+    """Free memory of the device that would answer, less headroom, and where it is."""
+    device, _ = resolve_gpu("auto")
+    if device.kind == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+        return min(free, device.usable_bytes(HEADROOM_PERCENT)), f"on {device.name}"
+    free, where = free_host_bytes()
+    return int(free * (1 - HEADROOM_PERCENT / 100)), where
+
+
+def find_tuned(directory: Path, bits: str | None) -> TunedModel:
+    """The tuned model of a directory. The base of an adapter is fetched from the hub if it is not on this machine.
+
+    `bits` stores an adapter's base in 4, 8 or 16 bits; None means as in training, if the run is in the working
+    directory, else 4.
+
+    Raises:
+        UserError: there is no model, or its base is gone.
+    """
+    if (directory / ADAPTER_CONFIG).is_file():
+        adapter: Mapping[str, Any] = read_json(directory / ADAPTER_CONFIG)
+        base = base_directory(adapter, directory)
+        spec, reason = _adapter_spec(directory, bits)
+        return TunedModel(
+            directory=directory, adapter=adapter, base=base, spec=spec, reason=reason, config=read_config(base)
+        )
+    if not (directory / CONFIG_FILE).is_file():
+        raise UserError(
+            f"--model: must be a directory with {ADAPTER_CONFIG} or {CONFIG_FILE}; got {str(directory)!r}; name the "
+            "directory of a tuned model, or make one with `dvc repro`"
+        )
+    if bits is not None:
+        raise UserError(f"--bits: has an effect only on an adapter's base; {directory} is a full model; leave it out")
+    spec = WeightsSpec(method="full", precision=_precision())
+    return TunedModel(
+        directory=directory,
+        adapter=None,
+        base=directory,
+        spec=spec,
+        reason="a full model",
+        config=read_config(directory),
+    )
+
+
+def _adapter_spec(directory: Path, bits: str | None) -> tuple[WeightsSpec, str]:
+    """How to store an adapter's base, and why."""
+    if bits is not None:
+        return WeightsSpec(method=METHODS[bits], precision=_precision()), "--bits says so"
+    if directory.resolve() == TUNED.resolve() and PARAMS_FILE.is_file() and VERDICT.is_file():
+        params = load_params()
+        if params.train.method != "full":
+            return WeightsSpec.from_params(params, precision_of(params, VERDICT)), f"as {PARAMS_FILE} trained it"
+    return WeightsSpec(method="qlora", precision=_precision()), "the default; --bits 8 or 16 for another"
+
+
+def _precision() -> Precision:
+    return precision_on(resolve_gpu("auto")[0], "auto")[0]
+
+
+def base_directory(adapter: Mapping[str, Any], directory: Path) -> Path:
+    """The directory of an adapter's base, with config and weights; of a hub id, they are downloaded.
+
+    Raises:
+        UserError: the directory is gone, or the hub cannot be reached.
+    """
+    name, revision = str(adapter.get("base_model_name_or_path") or ""), adapter.get("revision")
+    if Path(name).is_dir():
+        return Path(name)
+    if not name or Path(name).is_absolute():
+        raise UserError(
+            f"{directory / ADAPTER_CONFIG}: base_model_name_or_path must be a directory or a hub id; got {name!r}, "
+            "which does not exist; put the base model back, or write its hub id there"
+        )
+    commit, files = list_files("--model", name, "model", revision)
+    fetch = partial(download, "--model", name, "model", commit)
+    small = [file for file in (*CONFIG_FILES, INDEX) if file in files]
+    return fetch([*small, *shard_names(fetch(small))])

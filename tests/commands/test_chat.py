@@ -1,0 +1,111 @@
+"""`lean-finetune chat` and `generate`: answers of the tuned model, within the memory that there is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lean_finetune.commands import tuned_model
+from lean_finetune.commands.chat import chat
+from lean_finetune.commands.generate import generate
+from lean_finetune.pinning.locate import TINY_DIRECTORY
+from tests.workspace import error, invoke, write_rows
+
+QUESTIONS = [[{"role": "user", "content": "Name a colour."}], [{"role": "user", "content": "What is 2 + 2?"}]]
+SHORT = ["--max-new-tokens", "12", "--bits", "16"]
+
+
+def talk(lines: str, *arguments: str) -> Result:
+    """Chat with these lines as standard input."""
+    return CliRunner().invoke(chat, list(arguments), input=lines, catch_exceptions=False)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # Read by peft.
+def test_generate_gives_the_answers_of_transformers_and_peft(adapter: Path, tmp_path: Path):
+    """Another prompt than users of the weights make, an adapter that is not applied, or answers changed by padding."""
+    source = write_rows(tmp_path / "prompts.jsonl", [{"id": n, "messages": m} for n, m in enumerate(QUESTIONS)])
+    result = invoke(generate, str(source), str(tmp_path / "answers.jsonl"), "--model", str(adapter), *SHORT)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    tokenizer: Any = AutoTokenizer.from_pretrained(adapter)
+    model: Any = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32).eval()
+    for number, (row, messages) in enumerate(zip(rows, QUESTIONS, strict=True)):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        answer = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        assert (row["id"], row["answer"]) == (number, tokenizer.decode(answer, skip_special_tokens=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "prompts.jsonl"]
+
+
+def test_chat_streams_the_same_answers_and_remembers_the_conversation(adapter: Path, tmp_path: Path):
+    """A streamed answer that differs from the complete one, or a second turn without the first."""
+    first, second = (messages[0]["content"] for messages in QUESTIONS)
+
+    def answer(messages: list[dict[str, str]]) -> str:
+        source = write_rows(tmp_path / "p.jsonl", [{"messages": messages}])
+        invoke(generate, str(source), str(tmp_path / "a.jsonl"), "--model", str(adapter), *SHORT)
+        return json.loads((tmp_path / "a.jsonl").read_text())["answer"]
+
+    one = answer(QUESTIONS[0])
+    answers = [one, answer([*QUESTIONS[0], {"role": "assistant", "content": one}, *QUESTIONS[1]]), answer(QUESTIONS[1])]
+    shown = talk(f"{first}\n{second}\n/reset\n{second}\n", "--model", str(adapter), *SHORT).stdout
+    assert shown == "".join(f"{each}\n" for each in answers)
+
+
+def test_a_full_model_chats_and_plain_prompts_are_completed(tmp_path: Path):
+    """A merged model that needs its adapter's files, or plain text that goes through the chat template."""
+    assert talk("Name a colour.\n", "--model", str(TINY_DIRECTORY), "--max-new-tokens", "4").exit_code == 0
+    assert error(talk("", "--model", str(TINY_DIRECTORY), "--bits", "4")).startswith("--bits: has an effect only on")
+    source = write_rows(tmp_path / "p.jsonl", [{"prompt": "One, two, three"}])
+    invoke(generate, str(source), str(tmp_path / "a.jsonl"), "--model", str(TINY_DIRECTORY), "--max-new-tokens", "4")
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_DIRECTORY)
+    ids = tokenizer("One, two, three", return_tensors="pt")
+    model: Any = AutoModelForCausalLM.from_pretrained(TINY_DIRECTORY, dtype=torch.float32)
+    answer = model.generate(ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=4, do_sample=False)
+    expected = tokenizer.decode(answer[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert json.loads((tmp_path / "a.jsonl").read_text())["answer"] == expected
+
+
+def test_the_conversation_is_as_long_as_the_memory_allows(adapter: Path, monkeypatch: pytest.MonkeyPatch):
+    """An out-of-memory error in the middle of a conversation, or a refusal where a shorter one fits."""
+    tuned = tuned_model.find_tuned(adapter, "16")
+    some, full = (tuned.peak_bytes(rows=1, tokens=tokens, new_tokens=12) for tokens in (200, 500))
+    assert some < full
+    monkeypatch.setattr(tuned_model, "free_bytes", lambda: (some, "here"))
+    shown = talk("Name a colour.\n", "--model", str(adapter), "--length", "500", *SHORT)
+    limit = int(shown.stderr.split("note: ")[1].split(" of 500")[0])
+    assert 100 < limit < 300 and tuned.peak_bytes(rows=1, tokens=limit, new_tokens=12) <= some
+    long = "word " * 300
+    assert "note: this line has" in talk(f"{long}\n", "--model", str(adapter), "--length", "500", *SHORT).stderr
+    monkeypatch.setattr(tuned_model, "free_bytes", lambda: (1000, "here"))
+    assert "are free here; free memory, lower --length" in error(talk("", "--model", str(adapter), *SHORT))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("{", "p.jsonl:2: not JSON"),
+        ('{"text": "x"}', "p.jsonl:2: must have 'messages', a list of messages, or 'prompt'"),
+        (json.dumps({"prompt": "word " * 4000}), "p.jsonl:2: "),
+    ],
+)
+def test_a_faulty_prompt_is_named_by_its_line_and_nothing_is_written(
+    adapter: Path, tmp_path: Path, line: str, expected: str
+):
+    """Half a file of answers, or a traceback after an hour."""
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "One"}\n' + line + "\n")
+    refusal = error(invoke(generate, str(file), str(tmp_path / "a.jsonl"), "--model", str(adapter)))
+    assert refusal.startswith(f"{tmp_path}/{expected}")
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_directory_without_a_model_is_one_line(tmp_path: Path):
+    """A traceback of transformers."""
+    assert error(talk("", "--model", str(tmp_path))).startswith("--model: must be a directory with adapter_config.json")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone"}')
+    assert "which does not exist; put the base model back" in error(talk("", "--model", str(tmp_path)))
