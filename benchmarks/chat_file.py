@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from benchmarks.chat_text import Language, chinese, code, english
 from benchmarks.processes import SCRATCH
+from data.synth.tokenizer import train_bpe
 from lean_finetune.core.atomic_files import atomic_directory, atomic_path, sha256_json
 
 SEED = 11
@@ -139,23 +140,9 @@ def _languages(seed: int) -> dict[str, Language]:
 
 def train_tokenizer(seed: int, training_rows: int) -> Tokenizer:
     """A byte-level BPE trained on the first rows of a file long enough."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRE_TOKENIZER), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
     rows = generate(training_rows, seed)
-    tokenizer.train_from_iterator((message["content"] for row in rows for message in row["messages"]), trainer)
-    return tokenizer
+    texts = (message["content"] for row in rows for message in row["messages"])
+    return train_bpe(texts, PRE_TOKENIZER, VOCABULARY_SIZE, SPECIAL_TOKENS)
 
 
 def _row(rng: np.random.Generator, languages: dict[str, Language]) -> dict[str, Any]:

@@ -66,8 +66,8 @@ def measure(quick: bool) -> Measured:
     table.append({"what": LIMIT, "of the limit": 1.0})
     table += [{"what": name, "skipped": reason} for name, reason in skipped.items()]
     overhead = round(median(map(_overhead, runs[OURS])), 3)
-    bars = [at_most(f"{OURS} / forward + backward", overhead, OVERHEAD_LIMIT)]
-    return Measured(rows=table, bars=[*bars, *_trl_bars(speeds, peaks, likes)])
+    bars = [at_most(f"{OURS} / forward + backward", overhead, OVERHEAD_LIMIT), *_trl_bars(speeds, peaks, likes)]
+    return Measured(rows=table, bars=[] if quick else bars)  # Few steps are too noisy.
 
 
 def _prepared(name: str, quick: bool) -> Setup:

@@ -6,6 +6,7 @@ ids with any separator. The training text is rows of seen families only. Every b
 
 import argparse
 import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -21,26 +22,31 @@ PIECES = r"\p{N}|\p{L}+|[^\s\p{L}\p{N}] ?|[\r\n]+|\s+"
 MAX_LENGTH_TOKENS = 2048
 
 
-def train_bpe(seed: int, rows: int) -> Tokenizer:
-    """Train on the messages of `rows` rows of seen families; ids 0, 1, 2 are SPECIAL_TOKENS."""
+def train_bpe(texts: Iterable[str], pieces: str, vocabulary_size: int, special_tokens: Sequence[str]) -> Tokenizer:
+    """Train a byte-level BPE that merges inside `pieces`, a regular expression. First ids: the special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        vocab_size=vocabulary_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special_tokens],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    stream = itertools.islice(stream_rows(seed, SEEN, set()), rows)
-    texts = (f"{message['role']}\n{message['content']}" for row in stream for message in row["messages"])
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def train_tiny(seed: int, rows: int) -> Tokenizer:
+    """Train on the messages of `rows` rows of seen families."""
+    stream = itertools.islice(stream_rows(seed, SEEN, set()), rows)
+    texts = (f"{message['role']}\n{message['content']}" for row in stream for message in row["messages"])
+    return train_bpe(texts, PIECES, VOCABULARY_SIZE, SPECIAL_TOKENS)
 
 
 def save(tokenizer: Tokenizer, directory: Path) -> None:
@@ -64,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--out", type=Path, default=TINY)
     arguments = parser.parse_args()
-    save(train_bpe(arguments.seed, arguments.rows), arguments.out)
+    save(train_tiny(arguments.seed, arguments.rows), arguments.out)
 
 
 if __name__ == "__main__":

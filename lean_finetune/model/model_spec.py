@@ -62,11 +62,6 @@ class WeightsSpec:
         return torch.bfloat16 if self.precision == "pure_bf16" else torch.float32
 
     @property
-    def trained_dtype(self) -> torch.dtype:
-        """Type of the trained parameters."""
-        return self.adapter_dtype if self.adapted else self.dtype
-
-    @property
     def autocast_dtype(self) -> torch.dtype | None:
         """Autocast type for products of trained fp32 tensors; None if all tensors have one type."""
         if self.precision == "fp16" or (self.precision == "bf16" and self.adapted):

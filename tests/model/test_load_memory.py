@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig
 
 from benchmarks.estimate_cpu import FAMILIES, SMALL, make_code_books, save_small
+from lean_finetune.core.process_status import process_status
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import quantisation, quantisation_tensors
@@ -73,13 +74,15 @@ def load_and_print(directory: Path, method: str, precision: str) -> None:
     """Load a model and print the memory it took; runs in a separate process."""
     spec = spec_of(method=method, precision=precision)
     make_code_books()
+    file_pages_before = process_status()["RssFile"]
     with host_peak() as host:
         model = load_base(directory, spec, CPU)
     tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers(), *quantisation_tensors(model)]}
     stays = sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
     with open("/proc/self/maps") as maps:
         mapped = str(directory) in maps.read()
-    print(json.dumps({**vars(host), "stays_bytes": stays, "mapped": mapped}))
+    file_pages = process_status()["RssFile"] - file_pages_before
+    print(json.dumps({**vars(host), "stays_bytes": stays, "mapped": mapped, "file_pages_added_bytes": file_pages}))
 
 
 def measured_by_a_process(directory: Path, method: str, precision: str) -> dict[str, int]:

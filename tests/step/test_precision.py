@@ -29,7 +29,8 @@ def test_losses_follow_those_of_fp32(small_llama: Path, method: str, precision: 
     other, weights = run(small_llama, split([3, 5]), method=method, precision=precision, steps=6)
     for a, b in zip(plain, other, strict=True):
         assert a.loss.item() == pytest.approx(b.loss.item(), abs=BOUNDS[method])
-    assert {value.dtype for value in weights.values()} == {spec_of(method=method, precision=precision).trained_dtype}
+    spec = spec_of(method=method, precision=precision)
+    assert {value.dtype for value in weights.values()} == {spec.adapter_dtype if spec.adapted else spec.dtype}
 
 
 def test_master_weights_of_exact_gradients_are_those_of_fp32():

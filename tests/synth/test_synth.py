@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.synth.pretrain import SAMPLE, build_model, encode_rows, pretraining_rows, train
 from data.synth.rows import SEEN, UNSEEN, prompts_of, stream_rows
 from data.synth.sample import make_sample, to_jsonl
-from data.synth.tokenizer import TINY, train_bpe
+from data.synth.tokenizer import TINY, train_tiny
 from tests.synth.checker import stated_answer, true_answer, wrong_steps
 
 SAMPLE_SEED, SAMPLE_ROWS = 1, 5000  # as in data/raw/README.md
@@ -52,7 +52,7 @@ def test_committed_sample_is_what_the_script_makes():
 
 @pytest.mark.slow
 def test_committed_tokenizer_is_what_the_script_trains():
-    trained = json.loads(train_bpe(TOKENIZER_SEED, TOKENIZER_ROWS).to_str())
+    trained = json.loads(train_tiny(TOKENIZER_SEED, TOKENIZER_ROWS).to_str())
     committed = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
     assert trained["model"] == committed["model"]
     assert trained["pre_tokenizer"] == committed["pre_tokenizer"]

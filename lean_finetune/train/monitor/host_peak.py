@@ -20,8 +20,6 @@ class HostPeak:
     """Largest resident size of the process, mapped files included."""
     added_bytes: int | None = None
     """The peak minus the resident size before the block."""
-    file_pages_added_bytes: int | None = None
-    """Resident pages of mapped files that the block added; the system can reclaim them."""
 
 
 @contextmanager
@@ -38,4 +36,3 @@ def host_peak() -> Iterator[HostPeak]:
     after = process_status()
     found.peak_bytes = after["VmHWM"]
     found.added_bytes = after["VmHWM"] - before["VmRSS"]
-    found.file_pages_added_bytes = after["RssFile"] - before["RssFile"]

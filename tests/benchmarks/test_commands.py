@@ -1,0 +1,37 @@
+"""Every benchmark that docs/benchmarks.md lists runs as a command, in its smallest form."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.processes import run_bounded
+
+INTRODUCTION = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").partition("\n## ")[0]
+NAMES = re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\| (`[^|]*) \|", INTRODUCTION, re.MULTILINE)))
+OTHER_TESTS = {"pipeline": "test_pipeline.py runs it on a small pipeline"}
+SMALLEST = {
+    "staircase": ["--out", "staircase.png"],
+    "gpu.run": ["memory", "--device", "cpu", "--minutes", "0.01", "--out", "."],
+}
+
+
+def test_the_page_lists_every_benchmark():
+    """A benchmark that nobody finds, or a row whose benchmark is gone."""
+    modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "benchmark(" in path.read_text()}
+    assert sorted(NAMES) == sorted(modules - {"harness"} | set(SMALLEST))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(OTHER_TESTS)))
+def test_each_command_prints_its_tables(name: str, tmp_path: Path):
+    """A bar may fail on a busy machine; an error may not."""
+    arguments = SMALLEST.get(name, ["--quick", "--out", "results.json"])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = run_bounded([sys.executable, "-m", f"benchmarks.{name}", *arguments], cwd=tmp_path, env=environment)
+    failed_bar = re.search(r"\bNO$", done.stdout, re.MULTILINE)
+    assert done.returncode == (1 if failed_bar else 0), done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) > 3 and list(tmp_path.iterdir())
