@@ -94,6 +94,8 @@ def _run_lines(run: FitRun) -> Iterator[str]:
     yield labelled("device", f"{run.device.name}: {readable_size(run.device.memory_bytes)}, less {less}")
     layers = run.config.get_text_config().num_hidden_layers
     yield labelled("model", f"{run.model}: {run.config.model_type}, {layers} layers")
+    if (others := run.not_loaded) is not None:
+        yield labelled("not loaded", others)
     adapters = f", rank {train.lora.rank}" if model.adapted else ""
     memory = f"grad_ckpt={str(train.grad_ckpt).lower()}, loss_chunk={train.loss_chunk or 'null'}"
     yield labelled("run", f"{model.method}{adapters}, {model.precision}, {train.optimizer}, {memory}")

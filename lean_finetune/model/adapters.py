@@ -24,6 +24,8 @@ from lean_finetune.model.experts.expert_adapters import (
     target_experts,
 )
 from lean_finetune.model.experts.experts_forward import has_experts
+from lean_finetune.model.experts.router import gates
+from lean_finetune.model.language_part import left_out, pattern_of
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 
@@ -45,13 +47,16 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
             f"train.lora.experts: {model.config.model_type} has no experts that can have adapters; got all; use none"
         )
     known = _linear_names(model)
+    by_name = adapts_by_name(model) and spec.peft_targets == ALL_LINEAR
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     config = LoraConfig(
         r=spec.lora_rank,
         lora_alpha=spec.lora_alpha,
         lora_dropout=spec.lora_dropout,
-        target_modules=_mixture_targets(model) if mixture and spec.peft_targets == ALL_LINEAR else spec.peft_targets,
+        target_modules=_mixture_targets(model) if by_name else spec.peft_targets,
+        # Layers of the same names in the parts that text never reaches: the adapter is for the complete model.
+        exclude_modules=pattern_of(left_out(model)),
         use_rslora=spec.lora_rslora,
         use_dora=spec.lora_dora,
         task_type="CAUSAL_LM",
@@ -71,6 +76,11 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
     multiply_by_rows(adapted)
     _cast_adapters(adapted, spec)
     return adapted
+
+
+def adapts_by_name(model: PreTrainedModel) -> bool:
+    """Whether `all-linear` must be spelt out, because peft's would include routers of experts."""
+    return has_experts(model) or bool(gates(model))
 
 
 def _mixture_targets(model: PreTrainedModel) -> list[str]:
@@ -185,9 +195,11 @@ def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> 
 
 @contextmanager
 def _without_peft_warnings() -> Iterator[None]:
-    """Ignore warnings of peft: a deprecated property, GPT-2's layout, and ranks of parameters that it does use."""
+    """Ignore warnings of peft: a deprecated property, GPT-2's layout, ranks and exclusions that it does use."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
+        # Excluded are the parts that a language part lacks and the complete model has.
+        warnings.filterwarnings("ignore", "You have passed exclude_modules=", UserWarning)
         yield

@@ -10,6 +10,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import experts_option
+from lean_finetune.model.language_part import is_multimodal, language_part_class
 
 
 def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
@@ -22,10 +23,11 @@ def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
     Raises:
         UserError: transformers cannot build a model from these values, or does not support `options`.
     """
-    options = {**experts_option(causal_class(config)), **options}
+    kind, own_config = causal_kind(config)
+    options = {**experts_option(kind), **options}
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+            model: PreTrainedModel = kind._from_config(own_config, **options)
         except Exception as error:  # A model's code may raise anything for unexpected values.
             raise UserError(
                 f"model.name: {config.model_type} cannot be built ({_reason(error, options)}); choose another model, "
@@ -37,8 +39,17 @@ def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
 
 
 def causal_class(config: PretrainedConfig) -> Any:
-    """The class of the causal language model of a config."""
+    """The class of the causal language model of a config; of a multimodal one without its other parts."""
+    if is_multimodal(config):
+        return language_part_class(config)
     return _get_model_class(config, AutoModelForCausalLM._model_mapping)
+
+
+def causal_kind(config: PretrainedConfig) -> tuple[Any, PretrainedConfig]:
+    """The class of a causal language model, and its config: for some classes the text part of `config`."""
+    kind = causal_class(config)
+    text = config.sub_configs.get("text_config")
+    return kind, config.get_text_config() if text is not None and kind.config_class == text else config
 
 
 def refuse_other_heads(model: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing
-from lean_finetune.model.empty_model import causal_class, meta_model, refuse_other_heads
+from lean_finetune.model.empty_model import causal_kind, meta_model, refuse_other_heads
 from lean_finetune.model.experts.experts_forward import experts_option
 from lean_finetune.model.experts.packed_weights import register_scales
 from lean_finetune.model.experts.router import prepare_routers
@@ -75,7 +75,7 @@ def load_base(
     with warnings.catch_warnings(), _threads_on_gpu_only(device):
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            kind, own_config = _causal_kind(config)
+            kind, own_config = causal_kind(config)
             loaded: Any = kind.from_pretrained(
                 None,
                 state_dict=model_tensors(directory),
@@ -121,13 +121,6 @@ def _threads_on_gpu_only(device: torch.device) -> Iterator[None]:
         os.environ.pop(NO_THREADS, None)
         if before is not None:
             os.environ[NO_THREADS] = before
-
-
-def _causal_kind(config: PretrainedConfig) -> tuple[Any, PretrainedConfig]:
-    """The class of a causal model and its config; of a multimodal model, those of the text part."""
-    kind = causal_class(config)
-    text = config.sub_configs.get("text_config")
-    return kind, config.get_text_config() if text is not None and kind.config_class == text else config
 
 
 def _generation_config(directory: Path) -> GenerationConfig:

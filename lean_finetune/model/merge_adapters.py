@@ -21,6 +21,7 @@ from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.packed_weights import INT8_LARGEST
 from lean_finetune.model.files.safetensors_files import StoredTensor, TensorSpec, stored_tensors, write_tensors
+from lean_finetune.model.language_part import names_in_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.quantize import quantisation, quantize_on_meta
@@ -48,7 +49,7 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
     """
     config = read_json(adapter / "adapter_config.json")
     tensors = load_file(adapter / "adapter_model.safetensors")
-    quantised = _quantised_layers(base, spec)
+    quantised, model = _quantised_layers(base, spec), meta_model(read_config(base))
     unmerged = {_layer(key) for key in tensors}
     for name in sorted(files):
         if not name.endswith(SUFFIX):
@@ -56,9 +57,12 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
             continue
         stored = stored_tensors(base / name)
         specs = {key: TensorSpec(dtype=one.dtype, shape=one.shape) for key, one in stored.items()}
+        names = names_in_model(model, stored)
 
-        def merged(key: str, stored: Mapping[str, StoredTensor] = stored) -> torch.Tensor:
-            layer, weight = key.removesuffix(".weight"), stored[key].read()
+        def merged(
+            key: str, stored: Mapping[str, StoredTensor] = stored, names: Mapping[str, str] = names
+        ) -> torch.Tensor:
+            layer, weight = names[key].removesuffix(".weight"), stored[key].read()
             if layer not in quantised and layer not in unmerged:
                 return weight
             weight_NK = _as_trained(weight, spec, layer in quantised)

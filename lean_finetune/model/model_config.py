@@ -11,6 +11,7 @@ from transformers.activations import ACT2CLS
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.empty_model import causal_class
+from lean_finetune.model.language_part import is_multimodal
 
 # Changes the logits after the head, which our loss would ignore.
 UNSUPPORTED_HEADS = ("logits_soft_cap",)
@@ -58,8 +59,8 @@ def _parsed(directory: Path) -> PretrainedConfig:
 
 def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
     """What the training step does not support; later checks may assume that earlier ones passed."""
-    kinds, name, file = AutoModelForCausalLM._model_mapping, config.model_type, f"{directory}/config.json"
-    if type(config) not in kinds:
+    name, file = config.model_type, f"{directory}/config.json"
+    if type(config) not in AutoModelForCausalLM._model_mapping and not is_multimodal(config):
         yield f"must be a causal language model; got model_type {name!r}"
     if getattr(config, "is_encoder_decoder", False):
         yield f"must be a decoder alone; got {name}, an encoder with a decoder"
@@ -79,10 +80,7 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
         yield f"{file}: {wrong}; give the config.json that belongs to the model"
     if None in layer_settings(config, "num_attention_heads"):
         yield f"{name} has no attention heads; choose a model with attention"
-    kind: Any = kinds[type(config)]
-    if "text_config" in config.sub_configs and kind.config_class is type(config):
-        yield f"{name} has parts for more than text, which rows of text never train; give its language model alone"
-    if caps_scores(config) and not kind._supports_attention_backend:
+    if caps_scores(config) and not causal_class(config)._supports_attention_backend:
         yield f"{name} caps attention scores in its own attention code, which is not supported yet"
     for key in UNSUPPORTED_HEADS:
         if getattr(config, key, None) not in (None, 1, 1.0):

@@ -19,7 +19,7 @@ TINY_IN_CHECKOUT = Path("lean_finetune/tiny")
 CHAT_TEMPLATE = "chat_template.jinja"
 """File in which transformers looks for a chat template first."""
 CONFIG_FILE = "config.json"
-# The files of a tokenizer. The first is required, the others are optional.
+# The files of a tokenizer, and of a multimodal model's processor. The first is required, the others are optional.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -29,6 +29,10 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
 )
 DATA_SCHEMA = 2
 NAMED_TEMPLATES = ("tokenizer", "chatml")

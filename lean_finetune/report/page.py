@@ -89,6 +89,7 @@ def _run(inputs: Inputs, settings: Mapping[str, Any]) -> str:
     waiting = f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens"
     rows = [
         ("model", describe_model(inputs.model)),
+        *([("not loaded", not_loaded)] if (not_loaded := inputs.estimate.get("not_loaded")) else []),
         ("data", f"{describe_data(inputs.data)}, format {tokenize['format']}"),
         ("rows", f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out"),
         (

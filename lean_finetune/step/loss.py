@@ -38,7 +38,7 @@ def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     logits = model.get_output_embeddings()(hidden).float()
     if (factor := logit_factor(model.config)) != 1.0:
         logits *= factor
-    cap = getattr(model.config, "final_logit_softcapping", None)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 

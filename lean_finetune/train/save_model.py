@@ -18,7 +18,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from lean_finetune.core.atomic_files import atomic_directory
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
-from lean_finetune.model.files.safetensors_files import SINGLE, write_loaded
+from lean_finetune.model.files.safetensors_files import SINGLE, StoredTensor, write_loaded
+from lean_finetune.model.language_part import stored_left_out
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
@@ -58,16 +59,17 @@ class Base:
             shutil.copyfile(self.chat_template, out / CHAT_TEMPLATE)
 
 
-def save_full(model: PreTrainedModel, directory: Path) -> None:
+def save_full(model: PreTrainedModel, directory: Path, others: Mapping[str, StoredTensor] | None = None) -> None:
     """Write a model as `save_pretrained` does, but tensor by tensor into one file: no second copy of the weights.
 
+    `others` are tensors of the base's files that are not loaded: those of vision and audio parts.
     For a sharded model the first process calls this and all others call `_send_shards`.
     """
     model.config.dtype = model.dtype
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(str(directory))
     model.generation_config.save_pretrained(str(directory))
-    write_loaded(directory / SINGLE, _tensors_of(model))
+    write_loaded(directory / SINGLE, _tensors_of(model), others)
 
 
 def _tensors_of(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
@@ -113,7 +115,8 @@ def save_tuned(parallel: DataParallelModel, base: Base, out: Path, merge: Merge 
                     write_merged(base.directory, merge.files, directory, merge.spec, directory / MERGED)
                     base.copy_tokenizer(directory / MERGED)
             else:
-                save_full(cast(PreTrainedModel, model), directory)
+                lm = cast(PreTrainedModel, model)
+                save_full(lm, directory, stored_left_out(lm, base.directory))
         except SafetensorError as error:
             raise UserError(f"{out}: cannot be written ({error}); free space, then rerun") from error
         base.copy_tokenizer(directory)

@@ -226,7 +226,6 @@ def test_refusals_of_other_libraries_are_one_line(family, values, method, messag
             {"model_type": "bert", "hidden_size": 64, **LAYERS},
             "must be a decoder; bert attends to later tokens as well",
         ),
-        ({"model_type": "gemma3", "text_config": {"hidden_size": 64, **LAYERS}}, "gemma3 has parts for more than text"),
         ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "quantised already .quantization_config."),
         ({**LLAMA, "hidden_act": "nosuch"}, "hidden_act must be an activation function of transformers; got 'nosuch'"),
         ({**LLAMA, "rope_parameters": {"rope_theta": None}}, "rope_theta must be a number; got None"),

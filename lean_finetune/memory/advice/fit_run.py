@@ -23,6 +23,8 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import host_state_bytes
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.allocator_settings import environment_notes
+from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.language_part import left_out_text
 from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from lean_finetune.pinning.hub import HUB_ID, download
 from lean_finetune.pinning.locate import CONFIG_FILE, TINY, TINY_DIRECTORY
@@ -68,6 +70,11 @@ class FitRun:
     def experts(self) -> str | None:
         """How the device multiplies rows by their experts; None without experts."""
         return experts_on(self.device, self.config, self.workload.setting.model)
+
+    @property
+    def not_loaded(self) -> str | None:
+        """Parts of a multimodal model that are neither loaded nor counted; None without any."""
+        return left_out_text(meta_model(self.config))
 
     def notes(self) -> list[str]:
         """Settings of the environment that differ from those predicted."""

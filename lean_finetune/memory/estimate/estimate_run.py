@@ -38,6 +38,9 @@ from lean_finetune.step.evaluation_limits import EvaluationLimits
 RESULTS = ("fits", "peak_gib_predicted")
 """Figures in metrics/estimate.json, by which runs are compared."""
 
+MODEL_REASONS = ("attention", "experts", "not_loaded")
+"""Texts of `PlannedRun.reasons` about the model that are figures too."""
+
 
 def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path) -> None:
     """Predict the planned run, judge it, and write the directory `out` (atomically) and the file `metrics`.
@@ -51,6 +54,8 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     precision = planned.setting.model.precision if auto_precision else None
     if auto_precision:
         click.echo(f"train.precision: auto is {precision}: {planned.reasons['precision']}")
+    if "not_loaded" in planned.reasons:
+        click.echo(f"not loaded: {planned.reasons['not_loaded']}")
     for note in environment_notes(p.train.expandable_segments) if device.kind == "cuda" else ():
         click.echo(f"note: {note}", err=True)
     prediction, explanation = planned.predict()
@@ -194,7 +199,7 @@ def _figures(
         "gpu": planned.device.name,
         "gpu_reason": planned.reasons["gpu"],
         "capacity_gib": round(planned.device.memory_bytes / GIB, 2),
-        **{name: planned.reasons[name] for name in ("attention", "experts") if name in planned.reasons},
+        **{name: planned.reasons[name] for name in MODEL_REASONS if name in planned.reasons},
         "host_bytes_predicted": process and process["host_needed_bytes"],
         **tiers_metrics(documents["tiers.json"], expandable=planned.expandable),
     }

@@ -28,6 +28,8 @@ from lean_finetune.memory.predict.traced_shapes import longest_row, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.allocator_settings import segments_from_environment
 from lean_finetune.model.attention_choice import materializes_scores
+from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.language_part import left_out_text
 from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from lean_finetune.pinning.locate import config_directory
 from lean_finetune.plan.batch_plan import Plan, read_plan
@@ -63,7 +65,7 @@ class PlannedRun:
     stored: torch.dtype
     """Type of the weights in their files."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why `gpu`, `precision` and `attention` were chosen."""
+    """Why `gpu`, `precision` and `attention` were chosen; how `experts` run, and what is `not_loaded`."""
 
     @property
     def longest(self) -> int:
@@ -121,7 +123,8 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
     refuse_offloaded_state(p.train.offload, device.kind)
     setting = Setting.from_params(p, precision, accumulates_gradients=accumulates_gradients(plan))
     beyond_window = longest >= (attention_window(config) or math.inf)
-    segments, experts = segments_from_environment(), experts_on(device, config, setting.model)
+    segments = segments_from_environment()
+    of_model = {"experts": experts_on(device, config, setting.model), "not_loaded": left_out_text(meta_model(config))}
     planned = PlannedRun(
         plan=plan,
         lengths=lengths,
@@ -135,7 +138,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
             "gpu": device_reason,
             "precision": precision_reason,
             "attention": attention_on(device, config, setting.model, masked=beyond_window and not plan.flat),
-            **({} if experts is None else {"experts": experts}),
+            **{name: text for name, text in of_model.items() if text is not None},
         },
     )
     if setting.optimizer_in_backward:

@@ -19,9 +19,9 @@ from lean_finetune.memory.predict.optimizer_states import FP32_BYTES, PAGED, Lin
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
-from lean_finetune.model.adapters import adaptable_layers
+from lean_finetune.model.adapters import adaptable_layers, adapts_by_name
 from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, has_experts, stored_by_expert
+from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, stored_by_expert
 from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.experts.router import router_parameters
 from lean_finetune.model.model_spec import ModelSpec
@@ -93,7 +93,7 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
     layers = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
     linear = {id(layer.weight) for layer in layers}
     transposed = {id(layer.weight) for layer in layers if isinstance(layer, Conv1D)}  # GPT-2's are inputs × outputs.
-    adaptable = linear if not has_experts(model) else {id(layer.weight) for layer in adaptable_layers(model)}
+    adaptable = linear if not adapts_by_name(model) else {id(layer.weight) for layer in adaptable_layers(model)}
     experts = {
         id(getattr(module, name)): module for _, module in expert_modules(model) for name in expert_parameters(module)
     }

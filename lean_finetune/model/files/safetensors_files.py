@@ -189,14 +189,17 @@ def write_tensors(path: Path, specs: Mapping[str, TensorSpec], make: Callable[[s
             progress.report()
 
 
-def write_loaded(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors in memory, on GPUs or sharded over processes; they pass through the host one by one.
+def write_loaded(
+    path: Path, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor] | None = None
+) -> None:
+    """Write tensors in memory, on GPUs or sharded over processes, and others from files; one by one on the host.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk refused, or a file cannot be read.
     """
-    specs = {name: TensorSpec(dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_tensors(path, specs, lambda name: _gathered(tensors[name]))
+    others = stored or {}
+    specs = {name: TensorSpec(dtype=one.dtype, shape=tuple(one.shape)) for name, one in ({**tensors, **others}).items()}
+    write_tensors(path, specs, lambda name: others[name].read() if name in others else _gathered(tensors[name]))
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:

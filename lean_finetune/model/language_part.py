@@ -1,0 +1,129 @@
+"""The language model inside a multimodal checkpoint: the full model's class without its vision and audio parts.
+
+The model is built by the family's own class, and every part that text never reaches is then left out. So parameters
+have the names of the full model, an adapter loads into it, and a saved model only lacks the tensors of those parts,
+which are copied from the original files.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.models.auto.auto_factory import _get_model_class
+
+from lean_finetune.model.files.safetensors_files import StoredTensor, model_tensors
+
+
+class LanguagePart:
+    """Mixed into the class of a multimodal model: leaves out all parts but the decoder and its head."""
+
+    left_out: dict[str, int]
+    """Parameters of each part that is left out, by the part's name."""
+
+    def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        self.left_out = dict(_leave_out(self))  # type: ignore[arg-type]
+        known = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
+        self._keys_to_ignore_on_load_unexpected = {*known, *(f"^{re.escape(part)}" for part in self.left_out)}
+
+    def get_decoder(self) -> Any:
+        """The decoder that takes token ids: inside the causal model, where a family wraps one (Llama 4)."""
+        decoder = super().get_decoder()  # type: ignore[misc]
+        if decoder is self or decoder.get_output_embeddings() is None:
+            return decoder
+        return next(module for module in decoder.children() if isinstance(module, PreTrainedModel))
+
+
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Whether transformers has a class for this config that takes images or sound as well as text."""
+    return type(config) in AutoModelForMultimodalLM._model_mapping
+
+
+def language_part_class(config: PretrainedConfig) -> Any:
+    """The class of a multimodal model without its other parts."""
+    return _without_other_parts(_get_model_class(config, AutoModelForMultimodalLM._model_mapping))
+
+
+@cache
+def _without_other_parts(kind: type[PreTrainedModel]) -> Any:
+    """A subclass under the same name and module, by which transformers finds a family's conversions and its loss."""
+    return type(kind.__name__, (LanguagePart, kind), {"__module__": kind.__module__, "__doc__": LanguagePart.__doc__})
+
+
+def _leave_out(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """Remove the parts that text never reaches; yield their names and numbers of parameters."""
+    ends = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
+    names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
+    if "" in names:  # The decoder is the model: refused by `refuse_other_heads`.
+        return
+    on_path = {"", *(name[: match.start()] for name in names for match in re.finditer(r"\.", name))}
+    for path in sorted(on_path):
+        owner = model.get_submodule(path)
+        others = [*owner.named_children(), *owner.named_parameters(recurse=False)]
+        for name, part in others:
+            full_name = f"{path}.{name}".removeprefix(".")
+            if full_name not in names and full_name not in on_path:
+                setattr(owner, name, None)
+                yield full_name, _size(part)
+    yield from _leave_out_nested(model)
+
+
+def _leave_out_nested(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """Remove embeddings of images and sound inside the decoder (Phi-4): the modules that own an encoder."""
+    decoder = model.get_decoder()
+    base = next(name for name, module in model.named_modules() if module is decoder)
+    encoders = [name for name, module in decoder.named_modules() if name and isinstance(module, PreTrainedModel)]
+    for path in sorted({name.rpartition(".")[0] for name in encoders} - {""}):
+        parent, _, name = path.rpartition(".")
+        owner = decoder.get_submodule(parent)
+        yield f"{base}.{path}", _size(getattr(owner, name))
+        setattr(owner, name, None)
+
+
+def _size(part: nn.Module | nn.Parameter) -> int:
+    """Number of parameters."""
+    return part.numel() if isinstance(part, nn.Parameter) else sum(parameter.numel() for parameter in part.parameters())
+
+
+def left_out(model: nn.Module) -> dict[str, int]:
+    """Parameters of the parts that a model lacks, by name; empty if it is complete."""
+    return getattr(model, "left_out", {})
+
+
+def left_out_text(model: nn.Module) -> str | None:
+    """The parts that a model lacks, for people; None if it is complete."""
+    parts = ", ".join(f"{name} ({count:,} parameters)" for name, count in left_out(model).items())
+    return f"{parts}: rows of text do not train them" if parts else None
+
+
+def pattern_of(parts: Iterable[str]) -> str | None:
+    """A regular expression for the names of all modules in these parts, as peft matches them; None without parts."""
+    names = "|".join(re.escape(part) for part in sorted(parts))
+    return rf"({names})(\..*)?" if names else None
+
+
+def names_in_model(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """The model's name of each tensor in its files, as transformers renames it while loading."""
+    conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    prefix, known = model.base_model_prefix, model.state_dict()
+    return {name: rename_source_key(name, renamings, converters, prefix, known)[0] for name in stored}
+
+
+def stored_left_out(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:
+    """The tensors in a complete model's files that its language part lacks, not yet read.
+
+    Raises:
+        OSError, SafetensorError, ValueError: as `model_tensors`.
+    """
+    if not left_out(model):
+        return {}
+    stored, known = model_tensors(directory), model.state_dict()
+    return {name: stored[name] for name, own in names_in_model(model, stored).items() if own not in known}

@@ -1,0 +1,97 @@
+"""Small multimodal models with random weights: language model, vision and audio parts."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForMultimodalLM, PretrainedConfig
+
+from benchmarks.estimate_cpu import SMALL, WINDOW
+
+TEXT: dict[str, Any] = {**SMALL, "head_dim": 16, "bos_token_id": 1}
+M_ROPE: dict[str, Any] = {
+    **TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}  # fmt: skip
+TOWER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32,
+    "patch_size": 8, "num_channels": 3,
+}  # fmt: skip
+QWEN_TOWER: dict[str, Any] = {
+    "depth": 2, "embed_dim": 32, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2,
+    "patch_size": 8,
+}  # fmt: skip
+IMAGE_TOKENS: dict[str, Any] = {
+    "image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+GEMMA_4: dict[str, Any] = {
+    **TEXT, "num_hidden_layers": 4, "global_head_dim": 32, "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 256,
+}  # fmt: skip
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma3": {"text_config": {**TEXT, "sliding_window": WINDOW}, "vision_config": TOWER, "mm_tokens_per_image": 4},
+    "gemma4": {
+        "text_config": GEMMA_4,
+        "vision_config": {**TOWER, "head_dim": 16, "num_key_value_heads": 2, "global_head_dim": 16},
+        "audio_config": None,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **TEXT},
+        "vision_config": {"model_type": "pixtral", **TOWER, "head_dim": 16},
+        "spatial_merge_size": 2,
+    },
+    "qwen2_vl": {"text_config": M_ROPE, "vision_config": QWEN_TOWER, **IMAGE_TOKENS},
+    "qwen2_5_vl": {
+        "text_config": M_ROPE,
+        "vision_config": {**QWEN_TOWER, "hidden_size": 32, "fullatt_block_indexes": [1]},
+        **IMAGE_TOKENS,
+    },
+    "qwen3_vl": {
+        "text_config": M_ROPE,
+        "vision_config": {**QWEN_TOWER, "hidden_size": 32, "deepstack_visual_indexes": [0]},
+        **IMAGE_TOKENS,
+    },
+    "qwen3_vl_moe": {
+        "text_config": {**M_ROPE, **EXPERTS},
+        "vision_config": {**QWEN_TOWER, "hidden_size": 32, "deepstack_visual_indexes": [0]},
+        **IMAGE_TOKENS,
+    },
+    "llama4": {
+        "text_config": {
+            **TEXT, "intermediate_size_mlp": 128, "num_local_experts": 4, "interleave_moe_layer_step": 2,
+            "attention_chunk_size": WINDOW,
+        },
+        "vision_config": {**TOWER, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+    },
+    "phi4_multimodal": {
+        **SMALL, "resid_pdrop": 0.0,
+        "vision_config": {**TOWER, "image_size": 32, "crop_size": 32},
+        "audio_config": {
+            "hidden_size": 32, "intermediate_size": 64, "num_blocks": 1, "num_attention_heads": 2, "input_size": 16,
+            "ext_pw_out_channel": 32, "nemo_conv_channels": 32, "depthwise_separable_out_channel": 32,
+        },
+    },
+    "llava": {
+        "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": {"model_type": "clip_vision_model", **TOWER, "projection_dim": 32},
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen3", **TEXT},
+        "vision_config": {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]},
+    },
+}  # fmt: skip
+"""Sizes of each family, beside the defaults of its configuration class."""
+
+
+def multimodal_config(family: str) -> PretrainedConfig:
+    """The config of a small model."""
+    return AutoConfig.for_model(family, **CONFIGS[family], tie_word_embeddings=False)
+
+
+def save_multimodal(family: str, directory: Path) -> Path:
+    """Save a complete small model with random weights."""
+    torch.manual_seed(0)
+    AutoModelForMultimodalLM.from_config(multimodal_config(family)).save_pretrained(directory)
+    return directory
