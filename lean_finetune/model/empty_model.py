@@ -76,5 +76,5 @@ def _reason(error: Exception, options: dict[str, object]) -> str:
     """Why a model cannot be built, in a few words."""
     if isinstance(error, KeyError) and error.args[0] in options.values():
         return f"its code knows no {error}"
-    first = next(iter(str(error).splitlines()), "").partition(". ")[0]
+    first = next(iter(str(error).strip().splitlines()), "").partition(". ")[0]
     return first if isinstance(error, ValueError) and first else f"{type(error).__name__}: {first}"

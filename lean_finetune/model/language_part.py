@@ -65,7 +65,7 @@ def _leave_out(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     on_path = {"", *(name[: match.start()] for name in names for match in re.finditer(r"\.", name))}
     for path in sorted(on_path):
         owner = model.get_submodule(path)
-        others = [*owner.named_children(), *owner.named_parameters(recurse=False)]
+        others: list[tuple[str, Any]] = [*owner.named_children(), *owner.named_parameters(recurse=False)]
         for name, part in others:
             full_name = f"{path}.{name}".removeprefix(".")
             if full_name not in names and full_name not in on_path:

@@ -198,7 +198,8 @@ def write_loaded(
         OSError: the disk refused, or a file cannot be read.
     """
     others = stored or {}
-    specs = {name: TensorSpec(dtype=one.dtype, shape=tuple(one.shape)) for name, one in ({**tensors, **others}).items()}
+    every: dict[str, torch.Tensor | StoredTensor] = {**tensors, **others}
+    specs = {name: TensorSpec(dtype=one.dtype, shape=tuple(one.shape)) for name, one in every.items()}
     write_tensors(path, specs, lambda name: others[name].read() if name in others else _gathered(tensors[name]))
 
 
