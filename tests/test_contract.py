@@ -21,7 +21,7 @@ UNPINNED = {
     "lean_finetune/report/compare_experiments.py",
     "lean_finetune/train/monitor/recorded_curves.py",
 }
-"""Modules that no stage runs, besides `commands`: those of the command `lean-finetune` and of `make compare`."""
+"""Files that no stage runs, besides `commands` and `other_tools`: of the command `lean-finetune` and `make compare`."""
 
 
 def entry_of(stage: str) -> str:
@@ -56,7 +56,7 @@ def test_every_module_and_file_of_the_library_is_pinned_by_a_stage():
     library = [path for path in (ROOT / "lean_finetune").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     names = {path.relative_to(ROOT).as_posix() for path in library if path.name != "__init__.py"}
     model = {name for name in names if name.startswith("lean_finetune/tiny/")}  # Pinned as a model.
-    commands = {name for name in names if name.startswith("lean_finetune/commands/")}
+    commands = {name for name in names if name.startswith(("lean_finetune/commands/", "lean_finetune/other_tools/"))}
     assert names - pinned - model - commands == UNPINNED
 
 

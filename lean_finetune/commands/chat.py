@@ -10,8 +10,8 @@ import click
 from lean_finetune.core.errors import StageCommand, UserError
 
 if TYPE_CHECKING:
-    from lean_finetune.commands.conversation import Prompter
-    from lean_finetune.commands.tuned_model import TunedModel
+    from lean_finetune.commands.tuned.conversation import Prompter
+    from lean_finetune.commands.tuned.tuned_model import TunedModel
 
 MODEL = click.option(
     "--model",
@@ -48,8 +48,8 @@ def chat(
     Its memory is predicted first: the conversation is as long as fits, and its oldest turns are left out beyond that.
     Lines are read from standard input, so a file of questions works too.
     """
-    from lean_finetune.commands.conversation import Prompter
-    from lean_finetune.commands.tuned_model import find_tuned
+    from lean_finetune.commands.tuned.conversation import Prompter
+    from lean_finetune.commands.tuned.tuned_model import find_tuned
     from lean_finetune.evaluate.generate import answers_of_batch, set_decoding, stop_ids
     from lean_finetune.train.process.training_device import training_device
 

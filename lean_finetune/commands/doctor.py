@@ -2,14 +2,13 @@
 
 import json
 import sys
-import textwrap
 from dataclasses import asdict
 
 import click
 
+from lean_finetune.commands.text import labelled
 from lean_finetune.core.errors import StageCommand
 
-COLUMNS = 80
 LABEL_WIDTH = 19
 
 
@@ -29,9 +28,9 @@ def doctor(as_json: bool) -> None:
             if as_json:
                 continue
             first = f"{finding.level:<5} {finding.what:<13}"
-            click.echo(_wrapped(finding.text, first, LABEL_WIDTH))
+            click.echo(labelled(first, finding.text, LABEL_WIDTH))
             if finding.remedy:
-                click.echo(_wrapped(finding.remedy, " " * LABEL_WIDTH + "→ ", LABEL_WIDTH + 2))
+                click.echo(labelled(" " * LABEL_WIDTH + "→", finding.remedy, LABEL_WIDTH + 2))
     fails = sum(finding.level == "fail" for finding in findings)
     if as_json:
         click.echo(json.dumps({"ok": not fails, "findings": list(map(asdict, findings))}, indent=2))
@@ -40,15 +39,3 @@ def doctor(as_json: bool) -> None:
     else:
         click.echo("this machine can do it; `lean-finetune fit` says which runs fit")
     sys.exit(1 if fails else 0)
-
-
-def _wrapped(text: str, first: str, indent: int) -> str:
-    """A text of at most 80 columns, indented below its first line."""
-    return textwrap.fill(
-        text,
-        COLUMNS,
-        initial_indent=first,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -11,7 +11,7 @@ from lean_finetune.commands.chat import BITS, MODEL
 from lean_finetune.core.errors import StageCommand, UserError
 
 if TYPE_CHECKING:
-    from lean_finetune.commands.tuned_model import TunedModel
+    from lean_finetune.commands.tuned.tuned_model import TunedModel
 
 
 @click.command(cls=StageCommand)
@@ -29,7 +29,7 @@ def export(out: Path, model: Path, bits: str | None, what: str, push: str | None
     `merged` has the adapter in its base's weights, one weight in memory at a time. `adapter` needs the base, whose hub
     commit it names. OUT gets tokenizer, chat template and a model card; a merged model a Modelfile for Ollama too.
     """
-    from lean_finetune.commands.tuned_model import find_tuned
+    from lean_finetune.commands.tuned.tuned_model import find_tuned
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: must be a new or an empty directory; name another")
@@ -55,8 +55,8 @@ def write_export(tuned: "TunedModel", out: Path, what: str) -> None:
     Raises:
         UserError: the disk refused, or the model cannot be merged.
     """
-    from lean_finetune.commands.conversation import Prompter
-    from lean_finetune.commands.ollama import modelfile
+    from lean_finetune.commands.tuned.conversation import Prompter
+    from lean_finetune.commands.tuned.ollama import modelfile
     from lean_finetune.core.atomic_files import atomic_directory
     from lean_finetune.model.merge_adapters import refuse_merge, write_merged
     from lean_finetune.pinning.locate import TOKENIZER_FILES

@@ -4,11 +4,13 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
 import click
 
+from lean_finetune.commands.convert import read_config_of_tool
 from lean_finetune.config.field_types import AnyPrecision, Method
 from lean_finetune.config.load import PARAMS_FILE, load_params
 from lean_finetune.config.overrides import with_flags
@@ -38,6 +40,7 @@ def gpu_names(context: click.Context, parameter: click.Parameter, incomplete: st
 )
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any parameter, as train.lora.rank=64.")
 @click.option("--params", type=PATH, help="A params.yaml to start from. Default: ./params.yaml if there is no --model.")
+@click.option("--from", "config", type=PATH, help="A configuration of LLaMA-Factory, Axolotl, TRL or torchtune.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")
 @click.option("--list-gpus", is_flag=True, help="List the known GPUs and exit.")
 def fit(
@@ -49,6 +52,7 @@ def fit(
     precision: str | None,
     sets: tuple[str, ...],
     params: Path | None,
+    config: Path | None,
     as_json: bool,
     list_gpus: bool,
 ) -> None:
@@ -62,27 +66,30 @@ def fit(
     if list_gpus:
         click.echo("\n".join(_known_gpus()))
         return
-    file = params or (None if model else PARAMS_FILE if PARAMS_FILE.exists() else None)
-    p = load_params(file or COMMON_PARAMS)
-    if file is None and model is None:
+    converted = None if config is None else read_config_of_tool(config, gpus or 1)
+    usual = params is None and (model is not None or converted is not None or not PARAMS_FILE.exists())
+    file = COMMON_PARAMS if usual else params or PARAMS_FILE
+    p = load_params(file)
+    if usual and model is None and "model.name" not in (converted.values if converted else {}):
         raise UserError("--model: name a hub id, a directory or a config.json; there is no params.yaml here")
     values = {"model.name": model, "hardware.gpu": gpu, "train.method": method, "train.precision": precision}
     flags = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
-    flags += _length_flags(p, length, usual=file is None) + _gpu_flags(p, gpus, method)
-    flags += sets
-    p = with_flags(p, [*flags, f"run.progress={json.dumps(sys.stderr.isatty())}"])
+    flags += _length_flags(p, length, usual=usual and converted is None)
+    flags += sets if converted else [*_gpu_flags(p, gpus, method), *sets]
+    of_config = converted.flags() if converted else []
+    p = with_flags(p, [*of_config, *flags, f"run.progress={json.dumps(sys.stderr.isatty())}"])
     from lean_finetune.commands.fit_text import fit_json, fit_lines  # Here: imports torch, which --help skips.
     from lean_finetune.memory.advice.fit_run import fit_run
 
-    shorten = file is None and length is None and not any(flag.startswith("data.max_length=") for flag in sets)
+    shorten = usual and length is None and not any(flag.startswith("data.max_length=") for flag in [*of_config, *sets])
     run = fit_run(p, shorten=shorten)
     if as_json:
-        click.echo(json.dumps(fit_json(run), indent=2))
+        click.echo(json.dumps({**fit_json(run), "from": converted and vars(converted)}, indent=2))
         return
     words, option = _this_command(), "--set"
     if file == PARAMS_FILE:
         words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
-    for text in fit_lines(run, shlex.join(words), option):
+    for text in chain(fit_lines(run, shlex.join(words), option), ["", *converted.lines()] if converted else []):
         click.echo(text)
 
 

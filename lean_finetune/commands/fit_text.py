@@ -1,11 +1,11 @@
 """The answer of `lean-finetune fit` as lines of at most 80 columns, and as JSON."""
 
 import shlex
-import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from lean_finetune.commands.text import COLUMNS, LABEL_WIDTH, labelled
 from lean_finetune.core.units import readable_size
 from lean_finetune.memory.advice.fit_run import FitRun
 from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest
@@ -14,8 +14,6 @@ from lean_finetune.memory.advice.verdict import describe
 from lean_finetune.memory.predict.peak import Prediction
 
 VERDICTS = {"fits": "fits", "tight": "fits, but with less headroom than asked for", "does not fit": "does not fit"}
-COLUMNS = 80
-LABEL_WIDTH = 21
 BAR_WIDTH = 32
 EIGHTHS = " ▏▎▍▌▋▊▉"
 """Left parts of a character cell, by eighths."""
@@ -50,18 +48,6 @@ def fit_lines(run: FitRun, command: str, option: str) -> Iterator[str]:
     yield labelled("longest row", _tokens(limits.longest_row) or f"not even {LENGTH_STEP} tokens fit")
     batch = _tokens(limits.largest_max_tokens) or f"not even one row of {run.workload.longest} tokens fits"
     yield labelled("largest micro-batch", batch)
-
-
-def labelled(label: str, text: str) -> str:
-    """A labelled text of the answer, wrapped below itself."""
-    return textwrap.fill(
-        text,
-        COLUMNS,
-        initial_indent=f"{label:<{LABEL_WIDTH}}",
-        subsequent_indent=" " * LABEL_WIDTH,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _peak_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:

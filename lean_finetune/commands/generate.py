@@ -10,8 +10,8 @@ from lean_finetune.commands.chat import BITS, MODEL, NEW_TOKENS, note
 from lean_finetune.core.errors import StageCommand, UserError
 
 if TYPE_CHECKING:
-    from lean_finetune.commands.conversation import Prompter
-    from lean_finetune.commands.tuned_model import TunedModel
+    from lean_finetune.commands.tuned.conversation import Prompter
+    from lean_finetune.commands.tuned.tuned_model import TunedModel
 
 PATH = click.Path(path_type=Path)
 
@@ -31,8 +31,8 @@ def generate(prompts: Path, answers: Path, model: Path, bits: str | None, max_ne
     A line has `messages` (a conversation, answered by its chat template) or `prompt` (plain text). It is written back
     with the key `answer`. Prompts decoded together are as many as the predicted memory has room for.
     """
-    from lean_finetune.commands.conversation import Prompter
-    from lean_finetune.commands.tuned_model import find_tuned
+    from lean_finetune.commands.tuned.conversation import Prompter
+    from lean_finetune.commands.tuned.tuned_model import find_tuned
     from lean_finetune.core.atomic_files import write_text
     from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers, stop_ids
     from lean_finetune.step.evaluation_limits import EvaluationLimits
@@ -118,7 +118,7 @@ def rows_at_once(tuned: "TunedModel", rows: int, tokens: int, new_tokens: int) -
     Raises:
         UserError: not even one does.
     """
-    from lean_finetune.commands.tuned_model import free_bytes
+    from lean_finetune.commands.tuned.tuned_model import free_bytes
 
     free, _ = free_bytes()
     while rows > 1 and tuned.peak_bytes(rows=rows, tokens=tokens, new_tokens=new_tokens) > free:

@@ -7,6 +7,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from lean_finetune.config.data_schema import SOURCE_FORMS, SOURCE_KEYS, Source
+from lean_finetune.config.other_tools import our_names
 from lean_finetune.config.schema import Params
 
 LONGEST_VALUE = 80
@@ -32,12 +33,14 @@ def first_error(error: ValidationError) -> str:
 
 
 def _known_keys(keys: list[str]) -> str:
-    """The key most like the last of `keys`, or all keys of its section."""
+    """Our name for a key of another tool, the key most like the last of `keys`, or all keys of its section."""
     section: type[BaseModel] = Params
     for key in keys[:-1]:
         if not key.isdigit():
             annotation = Source if key in SOURCE_KEYS else section.model_fields[key].annotation
             section = cast(type[BaseModel], annotation)
+    if ours := our_names(keys[-1]):
+        return f"its name here is {' or '.join(ours)}"
     similar = difflib.get_close_matches(keys[-1], section.model_fields, n=1)
     if similar:
         return f"did you mean {'.'.join([*keys[:-1], similar[0]])}?"

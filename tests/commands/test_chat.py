@@ -10,9 +10,9 @@ from click.testing import CliRunner, Result
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lean_finetune.commands import tuned_model
 from lean_finetune.commands.chat import chat
 from lean_finetune.commands.generate import generate
+from lean_finetune.commands.tuned import tuned_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from tests.workspace import error, invoke, write_rows
 

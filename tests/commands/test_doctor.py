@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lean_finetune.commands import machine_checks
-from lean_finetune.commands.doctor import COLUMNS, doctor
+from lean_finetune.commands.doctor import doctor
 from lean_finetune.commands.machine_checks import check_disk, check_git, check_gpus, check_memory, check_packages
+from lean_finetune.commands.text import COLUMNS
 from tests.workspace import invoke
 
 

@@ -10,9 +10,9 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lean_finetune.commands.conversation import Prompter
 from lean_finetune.commands.export import export
-from lean_finetune.commands.ollama import role_frames
+from lean_finetune.commands.tuned.conversation import Prompter
+from lean_finetune.commands.tuned.ollama import role_frames
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from tests.pinning.hub_server import COMMIT, serve, use_hub
 from tests.workspace import error, invoke

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lean_finetune.commands.fit import fit
-from lean_finetune.commands.fit_text import COLUMNS, LABEL_WIDTH, fit_lines, labelled
+from lean_finetune.commands.fit_text import fit_lines
+from lean_finetune.commands.text import COLUMNS, LABEL_WIDTH, labelled
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.memory.advice.fit_run import FitRun, fit_run

@@ -7,7 +7,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.example import RowFault
 
 if TYPE_CHECKING:
-    from lean_finetune.commands.conversation import Prompter
+    from lean_finetune.commands.tuned.conversation import Prompter
 
 ROLES = ("system", "user", "assistant")
 PROBES = (

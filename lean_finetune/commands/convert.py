@@ -1,0 +1,140 @@
+"""Turn a configuration of LLaMA-Factory, Axolotl, TRL or torchtune into our parameters."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.commands.convert_facts import combine_facts
+from lean_finetune.commands.converted import Converted
+from lean_finetune.config.other_tools import Table, read_yaml, shared, tables
+from lean_finetune.core.errors import UserError
+
+
+def read_config_of_tool(path: Path, gpus: int) -> Converted:
+    """Convert a configuration file for a run on so many GPUs.
+
+    Raises:
+        UserError: it is not YAML, of no known tool, or of a run that is not done here.
+    """
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        content = read_yaml(path)
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{path}: must be a YAML file that can be read ({first}); name another") from None
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path}: must be a mapping of keys; got {type(content).__name__}; name another")
+    given = {key: value for key, value in _flat(content) if value is not None}
+    table = _table_of(given, path)
+    converted = Converted(tool=table["tool"])
+    facts: dict[str, Any] = {}
+    defaults = {key: value for key, value in (table.get("defaults") or {}).items() if key not in given}
+    for key, value in {**defaults, **given}.items():
+        if (rule := table["keys"].get(key)) is not None:
+            _apply(rule, key, value, converted, facts, path, is_given=key in given)
+            continue
+        reason = next((reason for reason, keys in table["ignored"].items() if key in keys), None)
+        (converted.unknown if reason is None else converted.ignored.setdefault(reason, [])).append(key)
+    combine_facts(facts, converted, table, gpus, path)
+    return converted
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by dotted key."""
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _table_of(given: Mapping[str, Any], path: Path) -> Table:
+    """The table of the tool with the most keys of the configuration."""
+    found = [table for table in tables() if any(key in given for key in table["known_by"])]
+    if not found:
+        names = ", ".join(table["tool"] for table in tables())
+        raise UserError(
+            f"{path}: must be a configuration of {names}; got keys {', '.join(list(given)[:5])}; name another"
+        )
+    return max(found, key=lambda table: sum(key in table["keys"] for key in given))
+
+
+def _apply(
+    rule: Any, key: str, value: Any, converted: Converted, facts: dict[str, Any], path: Path, *, is_given: bool
+) -> None:
+    """Apply a table's rule to the value of a key."""
+    rule = {"to": rule} if isinstance(rule, str) else rule
+    values = rule.get("values")
+    if values is not None:
+        values = shared()[values] if isinstance(values, str) else values
+        if isinstance(value, list) or value not in values:
+            if "refuse" in rule:
+                raise UserError(
+                    f"{path}: {key}: {rule['refuse']}; got {value}; change it, or run it with {converted.tool}"
+                )
+            converted.differs.append(
+                f"{key}={value} is not known here; {rule.get('to') or key} stays as it is by default"
+            )
+            return
+        value = values[value]
+    if value is None:
+        if is_given:
+            converted.used[key] = "as here"
+    elif "to" in rule:
+        _set(rule["to"], key, value, converted, is_given=is_given)
+    elif "fact" in rule:
+        facts[rule["fact"]] = value
+        if is_given:
+            converted.used[key] = str(shared()["facts"].get(rule["fact"], "")).partition(" (")[0] or "as here"
+
+
+def _set(ours: str, key: str, value: Any, converted: Converted, *, is_given: bool) -> None:
+    """Set one of our parameters in its own type."""
+    convert = CONVERSIONS.get(ours)
+    converted.values[ours] = convert(key, value, converted) if convert else value
+    if is_given:
+        converted.used[key] = ours
+
+
+def _epochs(key: str, value: Any, converted: Converted) -> int:
+    if (whole := max(1, -(-float(value) // 1))) != float(value):
+        converted.differs.append(f"{key}={value}: whole passes only, so {whole:g}")
+    return int(whole)
+
+
+def _share(key: str, value: Any, converted: Converted) -> float:
+    if float(value) < 1:
+        return float(value)
+    converted.differs.append(f"{key}={value} is a number of rows; data.heldout_fraction is a share: 0.05")
+    return 0.05
+
+
+def _targets(key: str, value: Any, converted: Converted) -> list[str]:
+    if value in ("all", "all-linear"):
+        return ["all-linear"]
+    names = value.split(",") if isinstance(value, str) else value
+    return [str(name).strip() for name in names]
+
+
+def _max_norm(key: str, value: Any, converted: Converted) -> float | None:
+    return float(value) or None
+
+
+def _model(key: str, value: Any, converted: Converted) -> str:
+    return str(value).rstrip("/")
+
+
+CONVERSIONS: Mapping[str, Callable[[str, Any, Converted], Any]] = {
+    "train.epochs": _epochs,
+    "data.heldout_fraction": _share,
+    "train.lora.targets": _targets,
+    "train.max_grad_norm": _max_norm,
+    "model.name": _model,
+    "train.lr": lambda key, value, converted: float(value),
+    "train.weight_decay": lambda key, value, converted: float(value),
+    "train.warmup_fraction": lambda key, value, converted: float(value),
+    "train.lora.dropout": lambda key, value, converted: float(value),
+    "train.lora.alpha": lambda key, value, converted: int(value),
+}
+"""Values in our types, by parameter."""

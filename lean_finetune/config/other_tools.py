@@ -1,0 +1,43 @@
+"""The names that other tools give to parameters, from the tables in lean_finetune/other_tools.
+
+The tables are read, never imported or pinned: they decide no result of a stage.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TABLES = Path(__file__).parents[1] / "other_tools"
+SHARED = "shared.yaml"
+Table = Mapping[str, Any]
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file."""
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+
+
+@cache
+def shared() -> Table:
+    """What the tables share: facts, and tables of values."""
+    return dict(read_yaml(TABLES / SHARED))
+
+
+@cache
+def tables() -> tuple[Table, ...]:
+    """One table for each tool."""
+    return tuple(read_yaml(path) for path in sorted(TABLES.glob("*.yaml")) if path.name != SHARED)
+
+
+def our_names(key: str) -> list[str]:
+    """Our parameters for the name that other tools give to one; empty if no tool has it."""
+    found = []
+    for table in tables():
+        for name, rule in table["keys"].items():
+            ours = rule if isinstance(rule, str) else rule.get("to") or shared()["facts"].get(rule.get("fact"))
+            if ours and key in (name, name.rpartition(".")[2]) and ours not in found:
+                found.append(ours)
+    return found
