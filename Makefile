@@ -60,8 +60,10 @@ compare: $(VENV)/.installed
 	@$(WITH_VENV) dvc exp show --hide-failed --only-changed --csv \
 		--drop '^(?!Experiment$$|$(COMPARE_PARAMS))' --keep '^($(COMPARE_METRICS))$$' | $(WITH_VENV) python -m lean_finetune.report.compare_experiments
 
+# Drawn by scripts in the page: no network.
 plots: $(VENV)/.installed
-	$(WITH_VENV) dvc plots show
+	@$(WITH_VENV) python -m lean_finetune.report.plots_page scratch/plots.html
+	$(WITH_VENV) dvc plots show --html-template scratch/plots.html
 
 clean:
 	rm -rf $(VENV) $(NEWEST_VENV) scratch
@@ -71,9 +73,9 @@ $(VENV)/bin/python $(NEWEST_VENV)/bin/python:
 	$(PYTHON) -m venv $(@D:/bin=)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plots]"
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plots,test]"
 	touch $@ $(VENV)/.installed

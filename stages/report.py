@@ -7,10 +7,11 @@ from pathlib import Path
 
 import click
 
-from lean_finetune.config.declared_params import read_params
+from lean_finetune.config.declared_params import dotted_values, read_params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json, write_text
 from lean_finetune.core.errors import StageCommand
-from lean_finetune.report.page import page, shown_parameters
+from lean_finetune.report.html_page import html_page
+from lean_finetune.report.markdown_page import markdown_page
 from lean_finetune.report.report_figures import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics
 from lean_finetune.report.report_inputs import read_inputs
 
@@ -24,22 +25,21 @@ PATH = click.Path(path_type=Path)
 @click.option("--batches", type=PATH, default="data/batches", show_default=True, help="Output of stage bucket.")
 @click.option("--estimate", type=PATH, default="data/estimate", show_default=True, help="Output of stage estimate.")
 @click.option("--train", type=PATH, default="data/train", show_default=True, help="Curves of stage train.")
+@click.option("--tuned", type=PATH, default="data/tuned", show_default=True, help="Weights, for their tokenizer.")
 @click.option("--evaluate", type=PATH, default="data/evaluate", show_default=True, help="Output of stage evaluate.")
-@click.option("--out", type=PATH, default="data/report", show_default=True, help="Directory of report.md.")
+@click.option("--out", type=PATH, default="data/report", show_default=True, help="Directory of the pages.")
 def main(metrics: Path, out: Path, **places: Path) -> None:
-    """Write report.md, one page with pictures that compares predicted and measured memory.
+    """Write report.html, one page with charts, and report.md for terminals: memory, loss, data, answers.
 
     Also writes metrics/report.json (the prediction's error in percent) and memory.csv for `dvc plots`.
     """
-    settings = shown_parameters(read_params())
+    parameters = dotted_values(read_params())
     inputs = read_inputs(**places)
     figures = report_metrics(inputs)
-    from lean_finetune.report.plots import draw  # Here: matplotlib is slow to import.
-
     with atomic_directory(out) as directory:
-        draw(directory, inputs)
         write_csv(directory / "memory.csv", MEMORY_COLUMNS, memory_records(inputs))
-        write_text(directory / "report.md", page(inputs, settings, figures))
+        write_text(directory / "report.html", html_page(inputs, parameters, figures))
+        write_text(directory / "report.md", markdown_page(inputs, parameters, figures))
         write_json(directory / FIGURES, figures)
     write_json(metrics / "report.json", {name: figures[name] for name in RESULTS})
 

@@ -19,9 +19,10 @@ UNPINNED = {
     "lean_finetune/fit_params.yaml",
     "lean_finetune/memory/advice/fit_run.py",
     "lean_finetune/report/compare_experiments.py",
+    "lean_finetune/report/plots_page.py",
     "lean_finetune/train/monitor/recorded_curves.py",
 }
-"""Files that no stage runs, besides `commands` and `other_tools`: of the command `lean-finetune` and `make compare`."""
+"""Files that no stage runs, besides `commands` and `other_tools`: `lean-finetune`, `make compare` and `make plots`."""
 
 
 def entry_of(stage: str) -> str:

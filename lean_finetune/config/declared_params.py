@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from lean_finetune.config.load import load_params
 from lean_finetune.config.schema import Params
@@ -41,6 +42,23 @@ class Declared:
 def tracked_values(params: Params) -> dict[str, Any]:
     """All values that the stage may read, as nested dictionaries, without section `run`, which no stage tracks."""
     return {key: value for key, value in _plain(params).items() if key != "run"}
+
+
+def dotted_values(params: Params) -> dict[str, Any]:
+    """`tracked_values` by dotted name, in the order of params.yaml."""
+    found: dict[str, Any] = {}
+
+    def add(section: Any, prefix: str) -> None:
+        names = section._declared if isinstance(section, Declared) else type(section).model_fields
+        for key in names:
+            value = getattr(section, key)
+            if isinstance(value, Declared | BaseModel):
+                add(value, f"{prefix}{key}.")
+            else:
+                found[prefix + key] = to_jsonable_python(value)
+
+    add(params, "")
+    return {name: value for name, value in found.items() if not name.startswith("run.")}
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.report.row_samples import Segments, row_samples
 
 PHASES = ("load", "forward", "backward", "clip", "optimizer", "heldout", "save", "evaluate")
 """Phases in the order in which they run; others follow by name."""
@@ -42,9 +43,13 @@ class Inputs:
     curves: list[dict[str, str]]
     """One record per optimizer step; a cell is empty where nothing was measured."""
     generations: list[dict[str, Any]]
+    samples: list[Segments]
+    """A few training rows as text."""
 
 
-def read_inputs(*, locks: Path, tokens: Path, batches: Path, estimate: Path, train: Path, evaluate: Path) -> Inputs:
+def read_inputs(
+    *, locks: Path, tokens: Path, batches: Path, estimate: Path, train: Path, tuned: Path, evaluate: Path
+) -> Inputs:
     """Read all inputs from the output directories of the stages.
 
     Raises:
@@ -66,6 +71,7 @@ def read_inputs(*, locks: Path, tokens: Path, batches: Path, estimate: Path, tra
         switches=read_csv(estimate / "switches.csv"),
         curves=read_csv(train / "curves.csv"),
         generations=read_lines(evaluate / "generations.jsonl"),
+        samples=row_samples(tokens, tuned / "tokenizer.json"),
     )
 
 

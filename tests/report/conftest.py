@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lean_finetune.core.atomic_files import FIGURES, write_csv, write_json, write_text
 from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS
 from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
+from tests.token_files import write_tokens
 from tests.workspace import lay_out
 
 MIB = 2**20
@@ -146,8 +148,13 @@ def write_inputs(directory: Path, generations: list[dict[str, Any]] | None = Non
     places = {"tokenize": "tokens", "bucket": "batches"}
     for name, values in found.items():
         write_json(directory / "data" / places.get(name, name) / FIGURES, values)
-    write_json(directory / "locks/model.json", {"name": "org/base", "revision": "c0ffee"})
-    write_json(directory / "locks/data.json", {"sources": [{"source": "rows.jsonl", "revision": None}]})
+    write_json(
+        directory / "locks/model.json", {"name": "org/base", "revision": "c0ffee", "files": {"a.safetensors": "12ab"}}
+    )
+    rows = {"source": "rows.jsonl", "revision": None, "files": [{"path": "rows.jsonl", "sha256": "34cd"}]}
+    write_json(directory / "locks/data.json", {"sources": [rows]})
+    write_tokens(directory / "data/tokens", [([0, 1, 2, 3], [2, 4], None)])
+    write_tokenizer(directory / "data/tuned/tokenizer.json")
     write_json(directory / "data/estimate/breakdown.json", {**BREAKDOWN, "peak": BREAKDOWN["backward"]})
     write_json(directory / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
     write_json(directory / "data/estimate/explanation.json", EXPLANATION)
@@ -165,6 +172,15 @@ def write_inputs(directory: Path, generations: list[dict[str, Any]] | None = Non
     write_csv(directory / "data/train/curves.csv", CURVE_COLUMNS, curves())
     lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in generations)
     write_text(directory / "data/evaluate/generations.jsonl", lines)
+
+
+def write_tokenizer(path: Path) -> None:
+    """A tokenizer whose tokens are words."""
+    words = ("Ask:", "<b>2+2</b>", "It", "is&")
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="Ask:"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))
 
 
 @pytest.fixture

@@ -5,23 +5,31 @@ import io
 import json
 
 import pytest
+from dvc_render.html import render_html
 from dvc_render.vega import VegaRenderer
 from ruamel.yaml import YAML
 
+from lean_finetune.report.colors import CATEGORY_COLORS, SERIES_COLORS
+from lean_finetune.report.plots_page import write_template
 from tests.conftest import ROOT
+from tests.report.browser import browser, needs_chromium
 
 TEMPLATES = sorted(path.stem for path in (ROOT / ".dvc/plots").glob("*.json"))
 
 CURVES = "step,loss,heldout_loss\n0,3.0,\n1,2.5,2.75\n"
 
 
-def filled(name: str, text: str, **properties) -> dict:
-    """A template filled with a CSV's records, as `dvc plots show` fills it."""
+def renderer(name: str, text: str, **properties) -> VegaRenderer:
+    """A template with a CSV's records, as `dvc plots show` draws it."""
     datapoints = [{**record, "rev": "workspace"} for record in csv.DictReader(io.StringIO(text))]
-    renderer = VegaRenderer(
+    return VegaRenderer(
         datapoints, name, template=name, template_dir=str(ROOT / ".dvc/plots"), title=name, **properties
     )
-    return renderer.get_filled_template()
+
+
+def filled(name: str, text: str, **properties) -> dict:
+    """A filled template."""
+    return renderer(name, text, **properties).get_filled_template()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -61,3 +69,28 @@ def test_watched_memory_is_drawn_in_gib():
     spec = filled("watched", "step,live_bytes\n0,1073741824\n", x="step", y="live_bytes", y_label="GiB")
     assert {"calculate": "toNumber(datum['live_bytes']) / 1073741824", "as": "gib"} in spec["transform"]
     assert spec["encoding"]["y"]["field"] == "gib" and spec["encoding"]["y"]["title"] == "GiB"
+
+
+def test_colours_are_those_of_the_report():
+    """Activations in another colour on each page."""
+    scale = filled("timeline", "event,weights\n0,1.0\n", x="event", y="weights")["encoding"]["color"]["scale"]
+    colors = dict(zip(scale["domain"], scale["range"], strict=True))
+    assert colors == {name: color for name, color in CATEGORY_COLORS.items() if name != "kv_cache"}
+    scale = filled("watched", "step,live_bytes\n0,1\n", x="step", y="live_bytes")["encoding"]["color"]["scale"]
+    assert scale["range"] == [SERIES_COLORS[name] for name in ("live", "reserved", "process")]
+
+
+@needs_chromium
+def test_plots_are_drawn_without_network(tmp_path):
+    """`dvc plots show` is a blank page where its scripts cannot be loaded."""
+    pytest.importorskip("vl_convert", reason="needs the extra `plots`, which is not installed")
+    write_template(tmp_path / "template.html")
+    loss, memory = renderer("loss", CURVES, x="step", y="loss"), "step,measured_gib,predicted_gib\n0,1.0,1.1\n"
+    drawn = [loss, renderer("memory", memory, x="step", y="measured_gib")]
+    page = tmp_path / "plots.html"
+    render_html(drawn, page, html_template=tmp_path / "template.html")
+    with browser(tmp_path / "profile") as tab:
+        tab.open(page, width=1200)
+        tab.call("Runtime.evaluate", expression="new Promise(done => setTimeout(done, 500))", awaitPromise=True)
+        assert tab.value("document.querySelectorAll('canvas, svg.marks').length") == 2
+        assert tab.requests() == [page.as_uri()] and tab.errors() == []

@@ -6,29 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
+from lean_finetune.config.declared_params import dotted_values
 from lean_finetune.config.load import load_params
-from lean_finetune.core.atomic_files import write_csv
-from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS
-from lean_finetune.report.page import page, shown_parameters
+from lean_finetune.report.markdown_page import markdown_page
 from lean_finetune.report.report_figures import memory_records, report_metrics
 from lean_finetune.report.report_inputs import Inputs, read_inputs
 from stages.report import main
-from tests.report.conftest import GENERATION, MIB, TIMELINE, metrics, write_inputs
+from tests.report.conftest import GENERATION, MIB, metrics, write_inputs
 from tests.workspace import error, invoke, run_module
 
 
 def inputs_of(place: Path) -> Inputs:
-    stages = ("tokens", "batches", "estimate", "train", "evaluate")
+    stages = ("tokens", "batches", "estimate", "train", "tuned", "evaluate")
     return read_inputs(locks=place / "locks", **{name: place / "data" / name for name in stages})
 
 
 def report(place: Path, **settings: Any) -> tuple[dict, str]:
-    """Figures and page, without the plots, which take most of the stage's time."""
+    """Figures and report.md; `settings` replace parameters."""
     inputs = inputs_of(place)
     figures = report_metrics(inputs)
-    return figures, page(inputs, shown_parameters(load_params(place / "params.yaml")) | settings, figures)
+    return figures, markdown_page(inputs, dotted_values(load_params(place / "params.yaml")) | settings, figures)
 
 
 def test_error_is_prediction_over_measurement(place):
@@ -43,9 +41,8 @@ def test_error_is_prediction_over_measurement(place):
         "optimizer": pytest.approx(0.0),
     }
     assert figures["heldout_loss_change"] == -1.25 and figures["exact_match_change_points"] == 100.0
-    assert (
-        "predicted 0.1172 GiB at its peak (backward), measured 0.1221 GiB: the prediction was off by -4.000 %" in text
-    )
+    assert "- **Predicted peak memory**: 0.1172 GiB (in backward)" in text
+    assert "- **Measured peak memory**: 0.1221 GiB (on cpu: the prediction is off by -4.000 %)" in text
     assert "| backward | 0.1172 GiB | 0.1221 GiB | -4.000 % |" in text
     assert "| load | – | 41 MiB | – |" in text and "| clip | – | – | – |" in text
 
@@ -89,7 +86,7 @@ def test_page_describes_run_memory_and_results(place):
         "| hardware.num_gpus | 1 |",
         "| gradients | 30 MiB | 25.0 % |",
         "Memory over the run: steady: live_bytes grows by 0 bytes a step; ",
-        "| activations | mm in forward | `model.layers.*.mlp.up_proj` | 4 × 64 × 128 bfloat16 | 32 | 50 MiB |",
+        "| activations | mm in forward | model.layers.*.mlp.up_proj | 4 × 64 × 128 bfloat16 | 32 | 50 MiB |",
         "| weights | existing | – | – | 32 | 50 MiB |",
         "| weights | bf16, 2 bytes a value | 9 | 40 MiB |",
         "| up to 64 tokens | 200 | 2.5 | 1.25 | 12.18 | 3.49 |",
@@ -98,7 +95,7 @@ def test_page_describes_run_memory_and_results(place):
         assert line in text
     for absent in ("waiting", "Measured peak of each", "reserved", "Merged into one model"):
         assert absent not in text
-    assert text.index("up to 64") < text.index("over 512") < text.index("**all**")
+    assert text.index("up to 64") < text.index("over 512") < text.index("| all |")
 
 
 def test_page_of_packed_rows_on_several_gpus_has_each_peak_and_the_idle_time(place):
@@ -119,7 +116,7 @@ def test_generated_text_cannot_break_the_page(place):
     _, text = report(place)
     assert "| a\\|b # c | 1 | 0 % | 100 % |" in text and "#### a\\|b # c" in text
     assert "    I | do\n    ```\n    not know" in text
-    assert "x" * 801 not in text
+    assert "x" * 401 not in text
     assert not any(line.startswith(("```", "# c")) for line in text.splitlines())
 
 
@@ -148,7 +145,7 @@ def test_skipped_rows_missing_perplexity_and_merging_are_shown(place):
     write_inputs(place, evaluate={"unanswerable_rows": 1234, "tuned_perplexity": None, **merged})
     _, text = report(place)
     assert "Skipped: 1,234 held-out rows" in text
-    assert "(perplexity 12.18 before, – after)" in text
+    assert "perplexity 12.18 → –" in text
     assert "Merged into one model: loss 1.732, +0.0021 compared with the adapter on its base." in text
 
 
@@ -178,7 +175,7 @@ def test_reserved_memory_of_a_gpu_is_shown_and_plotted(place):
     (place / "data/estimate/verdict.json").write_text('{"enforce": true, "refusal": "predicted peak 9 GiB exceeds 8"}')
     _, text = report(place)
     assert "Verdict: predicted peak 9 GiB exceeds 8." in text, "with estimate.enforce false the run continues"
-    assert "Reserved over the plan: all 3 steps replayed." in text and "reserved.png" not in text
+    assert "Reserved over the plan: all 3 steps replayed." in text and "constant after" not in text
     assert "| reserved, expandable segments | 0.127 GiB |" in text
     assert "| process, without margin | 0.2842 GiB |" in text
     rows = "".join(f"{step},0.1,0.{step + 1},0.1,0\n" for step in range(3))
@@ -187,7 +184,7 @@ def test_reserved_memory_of_a_gpu_is_shown_and_plotted(place):
     assert invoke(main).exit_code == 0
     text = (place / "data/report/report.md").read_text()
     assert "It is constant after optimizer step 1 of these." in text and "frees its cache 2 times" in text
-    assert (place / "data/report/reserved.png").stat().st_size > 0
+    assert "Predicted memory of the plan, step by step" in (place / "data/report/report.html").read_text()
 
 
 def test_two_processes_write_the_same_bytes(place):
@@ -200,24 +197,11 @@ def test_two_processes_write_the_same_bytes(place):
     before = outputs()
     assert run_module("stages.report", cwd=place, env={"PYTHONHASHSEED": "1"}, check=True).stderr == ""
     assert outputs() == before
-    plots = {"memory.png", "timeline.png", "loss.png", "switches.png"}
-    assert {"report.md", "report.json", "figures.json", "memory.csv"} | plots == set(before)
+    assert {"report.html", "report.md", "report.json", "figures.json", "memory.csv"} == set(before)
 
 
-def test_plots_show_the_figures(place):
-    """A blank canvas has one colour, and a plot that ignores its input never changes."""
+def test_figures_for_plots_and_metrics(place):
     assert invoke(main).exit_code == 0
-    before = {path.name: path.read_bytes() for path in (place / "data/report").glob("*.png")}
-    for name in before:
-        with Image.open(place / "data/report" / name) as image:
-            assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 10, name
-    write_inputs(place, train={"measured_by_phase": {"forward": 60 * MIB}})
-    curves = (place / "data/train/curves.csv").read_text()
-    (place / "data/train/curves.csv").write_text(curves.replace("2.0", "2.9"))
-    write_csv(place / "data/estimate/timeline.csv", TIMELINE_COLUMNS, TIMELINE[1:])
-    (place / "data/estimate/switches.csv").write_text("switch,peak_gib\ncurrent,0.117\ngrad_ckpt=true,0.05\n")
-    assert invoke(main).exit_code == 0
-    assert all((place / "data/report" / name).read_bytes() != pixels for name, pixels in before.items())
     with open(place / "data/report/memory.csv", newline="") as file:
         assert len(list(csv.DictReader(file))) == 2
     assert json.loads((place / "metrics/report.json").read_text()).keys() == {"predicted_error_percent"}

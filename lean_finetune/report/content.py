@@ -1,0 +1,289 @@
+"""What both pages of the report say: results, figures and tables as plain values."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from lean_finetune.core.units import GIB, readable_size
+from lean_finetune.pinning.descriptions import describe_data, describe_model
+from lean_finetune.report.report_inputs import Inputs
+from lean_finetune.report.row_samples import shortened
+
+NONE = "–"
+"""Shown for a value that does not exist."""
+NOT_EVALUATED = "not evaluated: no rows are held out (data.heldout_fraction is 0)."
+SAMPLES = 6
+SHOWN = (
+    "hardware.num_gpus",
+    "train.sharding",
+    "train.method",
+    "train.precision",
+    "train.optimizer",
+    "train.grad_ckpt",
+)
+"""Parameters in the table of the run."""
+# Figure of data/tokens/figures.json → why these rows were dropped.
+DROPPED = {
+    "no_answer_rows": "had no answer within data.max_length",
+    "dropped_long_rows": "were longer than data.max_length",
+    "empty_answer_rows": "had an empty answer",
+    "bad_rows": "could not be used",
+    "duplicate_rows": "repeated another row",
+}
+
+
+class Table(NamedTuple):
+    """A table; every column but the first holds figures or short texts."""
+
+    header: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+
+class Result(NamedTuple):
+    """A result of the run: a name, its value and what is to be known about it."""
+
+    name: str
+    value: str
+    note: str
+
+
+def size(count: int | None) -> str:
+    """Format bytes; None becomes a dash."""
+    return NONE if count is None else readable_size(count)
+
+
+def figure(value: float | None) -> str:
+    """Format a number with four digits; None becomes a dash."""
+    return NONE if value is None else f"{value:.4g}"
+
+
+def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
+    """Summarise the run, the most important results first."""
+    estimate, train, evaluate = inputs.estimate, inputs.train, inputs.evaluate
+    share = 100 * estimate["peak_bytes_predicted"] / (estimate["capacity_gib"] * GIB)
+    fits = "the run fits" if estimate["fits"] else "the run does not fit"
+    error = metrics["predicted_error_percent"]
+    if train["peak_bytes_measured"] is None:
+        measured = f"not measured on {train['device']}"
+    elif error is None:
+        measured = f"on {train['device']}: another kind of device, so they cannot be compared"
+    else:
+        measured = f"on {train['device']}: the prediction is off by {error:+.3f} %"
+    found = [
+        Result("Predicted peak memory", size(estimate["peak_bytes_predicted"]), f"in {estimate['worst_phase']}"),
+        Result("Measured peak memory", size(train["peak_bytes_measured"]), measured),
+        Result(
+            "Device", f"{estimate['gpu']}, {estimate['capacity_gib']:.4g} GiB", f"predicted use {share:.3g} %; {fits}"
+        ),
+        Result("Speed", f"{train['tokens_per_second']:,.0f} tokens/s", f"on {train['device']}"),
+    ]
+    if not evaluate["evaluated_rows"]:
+        return [*found, Result("Held-out loss", NONE, NOT_EVALUATED)]
+    perplexities = " → ".join(figure(evaluate[f"{model}_perplexity"]) for model in ("base", "tuned"))
+    loss = f"{evaluate['base_loss']:.4f} → {evaluate['tuned_loss']:.4f}"
+    found.append(Result("Held-out loss", loss, f"before → after; perplexity {perplexities}"))
+    if evaluate["generated_rows"]:
+        right = " → ".join(f"{evaluate[f'{model}_exact_match_percent']:.1f} %" for model in ("base", "tuned"))
+        found.append(Result("Exact match", right, f"before → after, of {evaluate['generated_rows']} greedy answers"))
+    return found
+
+
+def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
+    """Describe model, data, plan and parameters."""
+    tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
+    reasons = ", ".join(f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name])
+    rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
+    waiting = f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens"
+    shown = {name: parameters[name] for name in SHOWN}
+    rows = [
+        ("model", describe_model(inputs.model)),
+        *([("not loaded", not_loaded)] if (not_loaded := inputs.estimate.get("not_loaded")) else []),
+        ("data", f"{describe_data(inputs.data)}, format {tokenize['format']}"),
+        ("rows", f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out"),
+        (
+            "truncated rows",
+            f"{_share(tokenize['truncated_rows'], rows_read)} longer than data.max_length, which lost trained tokens",
+        ),
+        ("dropped rows", _share(tokenize["dropped_rows"], rows_read) + (f": {reasons}" if reasons else "")),
+        ("tokens", f"{tokenize['train_tokens']:,}, {tokenize['supervised_percent']:.1f} % of them trained"),
+        ("longest row", f"{tokenize['longest']:,} tokens"),
+        ("optimizer steps", f"{bucket['optimizer_steps']:,}, in {bucket['micro_batches']:,} micro-batches"),
+        (
+            "micro-batches",
+            f"{bucket['mode']}; at most {bucket['max_batch_tokens']:,} padded tokens, {bucket['max_batch_rows']:,} rows"
+            # In packed mode rows are joined to the length before.
+            + ("" if bucket["mode"] == "packed" else f", {bucket['max_batch_length']:,} tokens a row"),
+        ),
+        ("padding", f"{bucket['padding_percent']:.1f} % of the tokens computed"),
+        *([("waiting", waiting)] if parameters["hardware.num_gpus"] > 1 else []),
+        ("trained parameters", f"{train['trained_parameters']:,}"),
+        *_experts(train),
+        ("trained on", train["device"]),
+        *((name, str(value).lower() if isinstance(value, bool) else value) for name, value in shown.items()),
+    ]
+    return Table(("", ""), rows)
+
+
+def _experts(train: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Rows about a mixture of experts; none for other models."""
+    if (in_experts := train.get("trained_expert_parameters")) is not None:
+        yield "of these in experts", f"{in_experts:,}"
+    if (busiest := train.get("expert_load_max")) is not None:
+        idle = f"{100 * train['idle_experts_share']:.1f} % of the experts had none"
+        yield "tokens by expert", f"the busiest had {busiest:.2f} times an even share, {idle}; no token was dropped"
+
+
+def loss_table(inputs: Inputs) -> Table:
+    """Held-out loss and perplexity by row length."""
+    evaluate = inputs.evaluate
+    columns = ("base_loss", "tuned_loss", "base_perplexity", "tuned_perplexity")
+    lengths = evaluate["by_length"].items()
+    rows: list[tuple[Any, ...]] = [
+        (f"{name.replace('_', ' ')} tokens", found["rows"], *(figure(found[column]) for column in columns))
+        for name, found in sorted(lengths, key=lambda item: (item[0].startswith("over"), int(item[0].split("_")[-1])))
+    ]
+    rows.append(("all", evaluate["evaluated_rows"], *(figure(evaluate[column]) for column in columns)))
+    header = ("row length", "rows", "loss before", "loss after", "perplexity before", "perplexity after")
+    return Table(header, rows)
+
+
+def merged_note(inputs: Inputs) -> str | None:
+    """Loss of the merged model; None if evaluate.merged is false."""
+    evaluate = inputs.evaluate
+    if "merged_loss" not in evaluate:
+        return None
+    text = f"Merged into one model: loss {figure(evaluate['merged_loss'])}"
+    text += f", {evaluate['merged_minus_tuned_loss']:+.2g} compared with the adapter on its base"
+    if (right := evaluate["merged_exact_match_percent"]) is not None:
+        text += f"; exact match {right:.1f} %"
+    return f"{text}."
+
+
+def answers_note(inputs: Inputs) -> str | None:
+    """Why rows have no answer; None if all have one."""
+    if not inputs.evaluate["evaluated_rows"]:
+        return NOT_EVALUATED
+    notes = []
+    if not inputs.generations:
+        notes.append("None: no held-out row has a prompt that can be answered, or evaluate.generate_rows is 0.")
+    if too_long := inputs.evaluate["unanswerable_rows"]:
+        skipped = f"Skipped: {too_long:,} held-out rows whose prompt or answer is longer than data.max_length, "
+        notes.append(skipped + "evaluate.max_new_tokens or the model's context allows.")
+    return " ".join(notes) or None
+
+
+def families_table(inputs: Inputs) -> Table:
+    """Exact match by family."""
+    rows = [
+        (name, found["rows"], *(f"{found[f'{model}_exact_match_percent']:.0f} %" for model in ("base", "tuned")))
+        for name, found in sorted(inputs.evaluate["by_family"].items())
+    ]
+    return Table(("family", "prompts", "correct before", "correct after"), rows)
+
+
+def answer_samples(inputs: Inputs) -> list[tuple[str, list[tuple[str, str, bool | None]]]]:
+    """Family of each sample, and title, text and correctness of its prompt, its expected and its generated answers."""
+    # The file alternates families, so its first lines are of different ones.
+    pool = inputs.generations[: max(SAMPLES, len(inputs.evaluate["by_family"]))]
+    lines = [pool[index * len(pool) // SAMPLES] for index in range(min(SAMPLES, len(pool)))]
+    return [
+        (
+            line["family"],
+            [
+                ("Prompt", shortened(line["prompt"].strip("\n")), None),
+                ("Expected", shortened(line["expected"].strip("\n")), None),
+                ("Before", shortened(line["base"].strip("\n")), line["base_correct"]),
+                ("After", shortened(line["tuned"].strip("\n")), line["tuned_correct"]),
+            ],
+        )
+        for line in lines
+    ]
+
+
+def phases_table(inputs: Inputs, metrics: Mapping[str, Any]) -> Table:
+    """Predicted and measured peak of every phase."""
+    predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
+    rows = [
+        (phase, size(predicted.get(phase)), size(measured.get(phase)), NONE if error is None else f"{error:+.3f} %")
+        for phase, error in metrics["error_percent_by_phase"].items()
+    ]
+    return Table(("phase", "predicted peak", "measured peak", "error"), rows)
+
+
+def tiers_table(inputs: Inputs) -> Table | None:
+    """Predicted memory of allocator, process and host; None on a CPU, whose memory is not reserved."""
+    estimate = inputs.estimate
+    if estimate["reserved_bytes_predicted"] is None:
+        return None
+    rows = [
+        ("tensors", size(estimate["peak_bytes_predicted"])),
+        ("reserved, expandable segments", size(estimate["reserved_bytes_predicted_expandable"])),
+        ("reserved, fixed segments", size(estimate["reserved_bytes_predicted_native"])),
+        ("reserved with the run's train.expandable_segments", size(estimate["reserved_bytes_predicted"])),
+        ("process, without margin", size(estimate["process_bytes_predicted"])),
+        ("RAM of the host, without margin", size(estimate["host_bytes_predicted"])),
+    ]
+    return Table((f"on {estimate['gpu']}", "predicted"), rows)
+
+
+def plan_note(inputs: Inputs) -> str:
+    """Predicted reserved memory over the optimizer steps of the plan, of a GPU."""
+    estimate = inputs.estimate
+    text = f"Reserved over the plan: {estimate['reserved_replayed']}."
+    if inputs.reserved[0]["reserved_gib"]:
+        text += f" It is constant after optimizer step {estimate['reserved_settled_step']} of these."
+        if estimate["retries_predicted"]:
+            text += f" The allocator frees its cache {estimate['retries_predicted']} times because memory is full."
+    return text
+
+
+def measured_note(inputs: Inputs) -> str:
+    """How memory was measured, and the peak of each process if there are several."""
+    text = f"Measured on {inputs.train['device']}: {inputs.train['peak_measured_how'] or 'nothing'}."
+    if peaks := inputs.train.get("peak_bytes_measured_by_rank"):
+        text += f" Measured peak of each of {len(peaks)} processes: {', '.join(map(size, peaks))}."
+    return text
+
+
+def categories_table(inputs: Inputs) -> Table:
+    """The categories at the peak, largest first."""
+    peak = inputs.breakdown["peak"]
+    total = sum(peak.values())
+    found = sorted(peak.items(), key=lambda item: (-item[1], item[0]))
+    rows = [(name.replace("_", " "), size(count), f"{100 * count / total:.1f} %") for name, count in found if count]
+    return Table(("category", "bytes", "share"), rows)
+
+
+def tensors_table(inputs: Inputs) -> Table:
+    """The largest groups of equal tensors at the peak."""
+    rows = []
+    for group in inputs.explanation["top"]:
+        operation = group["operation"] + (f" in {group['phase']}" if group["phase"] else "")
+        shape = NONE if group["shape"] is None else " × ".join(map(str, group["shape"])) + f" {group['dtype']}"
+        category, module = group["category"].replace("_", " "), group["module"] or NONE
+        rows.append((category, operation, module, shape, group["count"], size(group["bytes"])))
+    return Table(("category", "allocated by", "module", "shape", "tensors", "bytes"), rows)
+
+
+def states_table(inputs: Inputs) -> Table:
+    """The closed-form memory that persists between steps."""
+    states = inputs.explanation["states"]
+    rows = [(line["category"].replace("_", " "), line["why"], line["tensors"], size(line["bytes"])) for line in states]
+    return Table(("category", "content", "tensors", "bytes"), rows)
+
+
+def switches(inputs: Inputs) -> list[tuple[str, int, int]]:
+    """Switch, predicted peak and bytes saved compared with the run, which is `current`; what saves most comes first."""
+    peaks = {record["switch"]: round(float(record["peak_gib"]) * GIB) for record in inputs.switches}
+    found = [(switch, peak, peaks["current"] - peak) for switch, peak in peaks.items()]
+    return sorted(found, key=lambda line: (line[1], line[0]))
+
+
+def switches_table(inputs: Inputs) -> Table:
+    """Predicted peak after changing one switch."""
+    rows = [(name, size(peak), f"{100 * saved / (peak + saved):+.1f} %") for name, peak, saved in switches(inputs)]
+    return Table(("switch", "predicted peak", "saves"), rows)
+
+
+def _share(part: int, total: int) -> str:
+    """Format a count and its share."""
+    return f"{part:,} ({100 * part / total:.1f} %)"

@@ -1,0 +1,75 @@
+"""Write report.html: one page without scripts or links to other files, for a browser without network."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from lean_finetune.pinning.descriptions import describe_data, describe_model
+from lean_finetune.report import content
+from lean_finetune.report.charts import swatch
+from lean_finetune.report.content import Table
+from lean_finetune.report.pictures import pictures
+from lean_finetune.report.report_inputs import Inputs
+
+TEMPLATES = Path(__file__).with_name("templates")
+PLAIN = re.compile(r"[\w./@+-]+(:[\w./@+-]+)*")
+"""Text that the grammar of `-S` reads as text without quotes."""
+
+
+def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    """Return the page; `parameters` are those of the run by dotted name, `metrics` the report's figures."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html").render(
+        model=describe_model(inputs.model),
+        data=describe_data(inputs.data),
+        inputs=inputs,
+        parameters=parameters,
+        metrics=metrics,
+        content=content,
+        pictures=pictures(inputs),
+        swatch=swatch,
+        command=command(parameters),
+        locks=locks_table(inputs),
+    )
+
+
+def command(parameters: Mapping[str, Any]) -> str:
+    """Return the command that sets every parameter of the run and runs it."""
+    flags = [f"-S {shlex.quote(f'{name}={override(value)}')}" for name, value in parameters.items()]
+    return " \\\n  ".join(["dvc exp run", *flags])
+
+
+def override(value: Any) -> str:
+    """Return a value as the grammar of `dvc exp run -S` (Hydra's) reads it."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{override(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(override, value)) + "]"
+    if isinstance(value, str) and PLAIN.fullmatch(value):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def locks_table(inputs: Inputs) -> Table:
+    """The pinned content of model and data."""
+    return Table(("file", "of", "SHA-256"), list(_locked_files(inputs)))
+
+
+def _locked_files(inputs: Inputs) -> Iterator[tuple[str, str, str]]:
+    """Yield name, owner and hash of each pinned file."""
+    for name, digest in inputs.model["files"].items():
+        yield name, describe_model(inputs.model), digest
+    for source in inputs.data["sources"]:
+        for file in source["files"]:
+            yield file["path"], source["source"], file["sha256"]

@@ -1,0 +1,127 @@
+"""report.html in a browser: complete without network, readable on a phone, escaped; its command gives the run."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from dvc.utils.hydra import apply_overrides
+from ruamel.yaml import YAML
+
+from lean_finetune.report import html_page
+from lean_finetune.report.charts import Bar, Line, bar_chart, line_chart
+from lean_finetune.report.colors import CATEGORY_COLORS, TEXT
+from stages.report import main
+from tests.report.browser import browser, needs_chromium
+from tests.report.conftest import GENERATION, MIB, curves, write_inputs
+from tests.workspace import invoke, lay_out
+
+GPU = {
+    "gpu": "L4",
+    "capacity_gib": 0.13,
+    "reserved_bytes_predicted": 150 * MIB,
+    "reserved_bytes_predicted_expandable": 130 * MIB,
+    "reserved_bytes_predicted_native": 150 * MIB,
+    "process_bytes_predicted": 291 * MIB,
+    "host_bytes_predicted": 512 * MIB,
+    "reserved_replayed": "one step replayed",
+}
+
+
+def written(place: Path) -> str:
+    """The page."""
+    done = invoke(main)
+    assert done.exit_code == 0, done.output
+    return (place / "data/report/report.html").read_text()
+
+
+@needs_chromium
+def test_a_browser_asks_for_nothing_else_and_shows_all_on_a_phone(place, tmp_path):
+    """A font or script from elsewhere: a page that is broken offline. A wide chart: scrolling in two directions."""
+    write_inputs(place, [{**GENERATION, "tuned": "x" * 3000}], estimate={**GPU, "fits": False})
+    written(place)
+    page = place / "data/report/report.html"
+    with browser(tmp_path / "profile") as tab:
+        for width in (400, 1400):
+            backgrounds = set()
+            for dark in (False, True):
+                tab.open(page, width=width, dark=dark)
+                assert tab.requests() == [page.resolve().as_uri()] and tab.errors() == []
+                assert tab.value("document.documentElement.scrollWidth <= innerWidth")
+                backgrounds.add(tab.value("getComputedStyle(document.body).backgroundColor"))
+                widths = "[...document.querySelectorAll('svg.bars, svg.plot')].map(svg => svg.clientWidth)"
+                assert len(found := tab.value(widths)) == 5 and min(found) > 250
+            assert len(backgrounds) == 2
+        assert tab.value("document.querySelectorAll('svg .capacity').length") == 2
+
+
+def test_the_page_has_the_results(place):
+    text = written(place)
+    for shown in (
+        "<strong>Fits</strong>",
+        "0.1172 GiB, measured 0.1221 GiB",
+        "2.5000 → 1.2500",
+        'class="strong">this run</text>',
+        "saves 37.89 MiB",
+        "dvc exp run \\\n  -S seed=17",
+        "<td>34cd</td>",
+        "✗ wrong",
+    ):
+        assert shown in text, shown
+    assert text.index("grad_ckpt=true") < text.index("this run</text>"), "what saves most comes first"
+
+
+def test_trained_text_is_marked_and_all_text_is_escaped(place):
+    """An answer or a row with HTML changes the page, or runs in the browser of whoever opens it."""
+    write_inputs(place, [{**GENERATION, "base": "<script>alert(1)</script>", "family": "<i>"}])
+    text = written(place)
+    assert "Ask: &lt;b&gt;2+2&lt;/b&gt;<mark> It is&amp;</mark>" in text
+    assert "<script" not in text and "<i>" not in text and "&lt;script&gt;alert(1)" in text
+
+
+def test_pages_of_odd_runs_can_be_written(place):
+    """No held-out rows, one step, nothing measured: the last stage fails after hours of training."""
+    names = (f"{model}_{name}" for model in ("base", "tuned") for name in ("loss", "perplexity", "exact_match_percent"))
+    counts = {"evaluated_rows": 0, "generated_rows": 0, "by_length": {}, "by_family": {}}
+    nothing: dict = {"peak_bytes_measured": None, "measured_by_phase": {}, "peak_measured_how": None}
+    write_inputs(place, [], evaluate={**dict.fromkeys(names), **counts}, train=nothing)
+    header, first, *_ = (place / "data/train/curves.csv").read_text().splitlines(keepends=True)
+    (place / "data/train/curves.csv").write_text(header + first.replace(str(curves()[0]["allocated_bytes"]), ""))
+    text = written(place)
+    assert "not measured on cpu" in text and "None" not in text and "nan" not in text
+
+
+def test_the_command_sets_all_parameters(place, tmp_path):
+    """A value that the grammar of -S reads as something else: another run than the one reported."""
+    odd = {"data__source": "my rows, 'new'=1.jsonl", "train__lora__targets": ["q_proj", "v_proj"]}
+    lay_out(place, **odd)
+    command = written(place).partition('<pre class="command">')[2].partition("</pre>")[0]
+    flags = shlex.split(command.replace("&#39;", "'").replace("&#34;", '"').replace("\\\n", ""))[4::2]
+    again = tmp_path / "again/params.yaml"
+    again.parent.mkdir()
+    read = YAML(typ="safe")
+    expected = {key: value for key, value in read.load((place / "params.yaml").read_text()).items() if key != "run"}
+    read.dump({section: {} if isinstance(value, dict) else None for section, value in expected.items()}, again)
+    apply_overrides(again, [f"++{flag}" for flag in flags])
+    assert read.load(again.read_text()) == expected
+
+
+@pytest.mark.parametrize("value", ["a b", {"a": [1, None]}, [True, "x,y"], 1e-05, "it's"])
+def test_values_in_the_grammar_of_overrides(value, tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text("key: null\n")
+    apply_overrides(path, [f"++key={html_page.override(value)}"])
+    assert YAML(typ="safe").load(path.read_text())["key"] == value
+
+
+def test_charts_draw_to_scale_and_the_capacity_only_near_the_bars():
+    bars = [Bar(label="a", text="", segments=[("x", "red", 1.0), ("y", "blue", 3.0)], thin=("m", "black", 2.0))]
+    svg = bar_chart(bars, title="t", capacity=5.0)
+    assert 'x="20.00%" y="19" width="60.00%"' in svg and 'x="0.00%" y="33" width="40.00%"' in svg
+    assert "capacity" not in bar_chart(bars, title="t", capacity=50.0)
+    long = Line(name="l", color="red", points=[(float(k), 7.0 if k == 777 else 0.0) for k in range(100_000)])
+    svg = line_chart([long], title="t", x_label="x")
+    assert len(svg) < 10_000 and svg.count("125") >= 1, "a maximum of a long curve is not dropped"
+
+
+def test_each_colour_has_one_meaning():
+    assert len(set(CATEGORY_COLORS.values())) == len(CATEGORY_COLORS) and TEXT not in CATEGORY_COLORS.values()
