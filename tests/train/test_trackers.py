@@ -5,6 +5,7 @@ import json
 import shutil
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,8 @@ def job(small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> T
 def in_two_parts(job: TrainJob) -> TrainResult:
     """Run until a fault after three steps, and resume from the checkpoint of two."""
     interrupt(job, Path("checkpoints"), fail_after=3, every_step=True)
+    if "wandb" in job.trackers:
+        time.sleep(1)  # It names the files of an offline run by the second.
     shutil.rmtree(max(Path("checkpoints").glob("step-*")))
     checkpoints = Breaking(Path("checkpoints"))
     result = train(job, make_meter(CPU), checkpoints)
@@ -175,6 +178,26 @@ def test_a_tracker_that_fails_is_off_and_training_continues(job: TrainJob, fails
     assert len(result.curves) == STEPS and Failing.calls.index(fails) == len(Failing.calls) - 1
     warning = "warning: failing is off from here on, training continues: ConnectionError: no route to host"
     assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [warning]
+
+
+def test_all_trackers_of_a_run_and_of_its_resumption_use_one_name(job: TrainJob, monkeypatch):
+    """A resumed run would continue another tracker's run, or start one."""
+    names: list[str] = []
+
+    class Naming(Tracker):
+        name = "naming"
+
+        def open(self) -> None:
+            names.append(self.info.run_name)
+
+        def log(self, row: Row) -> None: ...
+
+        def close(self, *, failed: bool) -> None: ...
+
+    for tracker in ("one", "two"):
+        monkeypatch.setitem(TRACKERS, tracker, Naming)
+    in_two_parts(replace(job, trackers=["one", "two"]))
+    assert len(names) == 4 and len(set(names)) == 1
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

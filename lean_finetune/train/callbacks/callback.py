@@ -1,12 +1,16 @@
 """Hooks of the training loop. A callback is one class with the hooks it needs, listed in `registry.CALLBACKS`."""
 
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lean_finetune.core.atomic_files import write_text
 from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS
 
 CURVE_COLUMNS = (
@@ -26,6 +30,8 @@ CURVE_COLUMNS = (
     "measured",
     "seconds",
 )
+RUN_NAME = "run_name.txt"
+"""In the directory of an unfinished run."""
 EXPERT_COLUMNS = ("expert_load_max", "idle_experts_share")
 """Further columns of a mixture of experts."""
 Row = Mapping[str, Any]
@@ -54,6 +60,18 @@ class RunInfo:
     """Rows of all finished steps. It grows while training runs; a resumed run starts with the checkpoint's rows."""
     directories: Sequence[Path]
     """The unfinished run's directory, then that of the run it resumes if that is another; empty without checkpoints."""
+
+    @cached_property
+    def run_name(self) -> str:
+        """The name under which trackers know the run; a resumed run has that of its first process."""
+        if self.first_step > 0:
+            for directory in self.directories:
+                if (directory / RUN_NAME).exists():
+                    return (directory / RUN_NAME).read_text(encoding="utf-8")
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        for directory in self.directories[:1]:
+            write_text(directory / RUN_NAME, name)
+        return name
 
 
 class Callback:

@@ -1,7 +1,7 @@
 """DVCLive: files below logs/dvclive, and DVC Studio where it is set up."""
 
 from lean_finetune.train.callbacks.callback import Row
-from lean_finetune.train.callbacks.tracker import Tracker, figures, logs_root, run_name
+from lean_finetune.train.callbacks.tracker import Tracker, figures, logs_root
 
 
 class DvcLiveTracker(Tracker):
@@ -13,7 +13,7 @@ class DvcLiveTracker(Tracker):
         """See the base class."""
         from dvclive import Live
 
-        directory = logs_root() / "dvclive" / run_name(self.info)
+        directory = logs_root() / "dvclive" / self.info.run_name
         resumed = directory.exists()
         self._live = Live(str(directory), resume=resumed, save_dvc_exp=False, dvcyaml=False)
         self._first_step = self._live.step if resumed else 0

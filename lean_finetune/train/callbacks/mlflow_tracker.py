@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from lean_finetune.train.callbacks.callback import Row
-from lean_finetune.train.callbacks.tracker import PROJECT, Tracker, figures, logs_root, run_name
+from lean_finetune.train.callbacks.tracker import PROJECT, Tracker, figures, logs_root
 
 MOST_PARAMETERS, MOST_METRICS, MOST_VALUE_LENGTH = 100, 1000, 500
 """That MLflow takes in one request, and characters of a parameter's value in any of its stores."""
@@ -37,7 +37,7 @@ class MlflowTracker(Tracker):
         self._waiting: list[Any] = []
         self._sent = time.monotonic()
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root}/mlflow.db")
-        experiment, name = self._experiment(str(root / "mlflow")), run_name(self.info)
+        experiment, name = self._experiment(str(root / "mlflow")), self.info.run_name
         found = (
             self._client.search_runs([experiment], f"attributes.run_name = '{name}'") if self.info.first_step else []
         )

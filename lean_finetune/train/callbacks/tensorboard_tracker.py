@@ -3,7 +3,7 @@
 import json
 
 from lean_finetune.train.callbacks.callback import Row
-from lean_finetune.train.callbacks.tracker import Tracker, figures, logs_root, run_name
+from lean_finetune.train.callbacks.tracker import Tracker, figures, logs_root
 
 
 class TensorBoardTracker(Tracker):
@@ -16,7 +16,7 @@ class TensorBoardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         resumed_step = self.info.first_step or None
-        directory = logs_root() / "tensorboard" / run_name(self.info)
+        directory = logs_root() / "tensorboard" / self.info.run_name
         self._writer = SummaryWriter(str(directory), purge_step=resumed_step)
         if resumed_step is None:
             shown = json.dumps(dict(self.info.parameters), indent=4, ensure_ascii=False)

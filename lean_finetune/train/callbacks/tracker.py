@@ -1,8 +1,6 @@
 """Base class of trackers, which send the figures of a run to a library for experiment tracking."""
 
-import secrets
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,15 +8,13 @@ from typing import Any, ClassVar
 
 from tqdm import tqdm
 
-from lean_finetune.core.atomic_files import repo_root, write_text
+from lean_finetune.core.atomic_files import repo_root
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, Callback, Row, RunInfo
 
 PROJECT = "lean-finetune"
 """Name under which services group the runs, unless the service's own environment variable names another."""
-RUN_NAME = "run_name.txt"
-"""In the directory of an unfinished run: the name under which trackers know it."""
 MEASURED, PREDICTED, RESERVED = "memory/measured_gib", "memory/predicted_gib", "memory/reserved_gib"
 
 
@@ -43,18 +39,6 @@ def logs_root() -> Path:
     return repo_root() / "logs"
 
 
-def run_name(info: RunInfo) -> str:
-    """Return the name under which trackers know the run; a resumed run has that of its first process."""
-    if info.first_step > 0:
-        for directory in info.directories:
-            if (directory / RUN_NAME).exists():
-                return (directory / RUN_NAME).read_text(encoding="utf-8")
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    for directory in info.directories[:1]:
-        write_text(directory / RUN_NAME, name)
-    return name
-
-
 class Tracker(Callback):
     """A callback that never ends a run: after its first error it prints one warning and does nothing more."""
 
@@ -71,7 +55,7 @@ class Tracker(Callback):
         self.active = True
 
     def open(self) -> None:
-        """Start the run `run_name(self.info)`, or continue it where the library can."""
+        """Start the run `self.info.run_name`, or continue it where the library can."""
         raise NotImplementedError
 
     def log(self, row: Row) -> None:

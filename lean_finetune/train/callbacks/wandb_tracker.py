@@ -3,7 +3,7 @@
 import os
 
 from lean_finetune.train.callbacks.callback import Row
-from lean_finetune.train.callbacks.tracker import PROJECT, Tracker, figures, logs_root, run_name
+from lean_finetune.train.callbacks.tracker import PROJECT, Tracker, figures, logs_root
 
 MOST_WAIT_SECONDS = 30
 """Before training, for the service or for a login."""
@@ -20,7 +20,7 @@ class WandbTracker(Tracker):
 
         root = logs_root()
         root.mkdir(exist_ok=True)
-        name = run_name(self.info)
+        name = self.info.run_name
         offline = os.environ.get("WANDB_MODE") == "offline"
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
