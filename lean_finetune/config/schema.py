@@ -68,6 +68,10 @@ class Evaluate(Section):
     """Most prompts decoded together."""
     merged: bool
     """Score the merged model as well."""
+    tasks: list[Text]
+    """Tasks of lm-evaluation-harness: its names, or paths of YAML files."""
+    task_rows: PositiveInt | None
+    """First rows of each task to score. None means all."""
 
 
 class Run(Section):

@@ -38,6 +38,11 @@ SECTION_RULES = [
         "needs the merged model; got true with train.merge=false; set train.merge to true",
     ),
     Rule(
+        "evaluate.task_rows",
+        lambda p: p.evaluate.task_rows is not None and not p.evaluate.tasks,
+        "limits the rows of evaluate.tasks, and there are none; got {evaluate.task_rows}; leave it blank",
+    ),
+    Rule(
         "run.oom_recovery",
         lambda p: p.run.oom_recovery == "split" and p.hardware.num_gpus > 1,
         "split repeats a step, while other GPUs wait for its gradients; got split with "

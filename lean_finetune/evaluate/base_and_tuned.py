@@ -1,8 +1,9 @@
 """Evaluate the base and the tuned model on the same held-out rows, one after the other to save memory."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.generate import Prompt, greedy_answers, stop_ids
+from lean_finetune.evaluate.harness_tasks import HarnessTasks
 from lean_finetune.evaluate.row_losses import row_losses
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
@@ -48,6 +50,8 @@ class ModelOutputs:
     """Summed cross-entropy of each of `EvaluationRows.loss_rows`, float64."""
     answers: list[list[int]]
     """Generated tokens for each of `EvaluationRows.prompts`."""
+    tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What `HarnessTasks.score` returns."""
 
 
 def evaluate_models(
@@ -60,18 +64,19 @@ def evaluate_models(
     device: torch.device,
     progress: bool,
     merged: bool = False,
+    tasks: HarnessTasks | None = None,
 ) -> dict[str, ModelOutputs]:
     """Evaluate the base, the tuned and, with `merged`, the merged model; keys are `MODELS` and `MERGED`.
 
     Raises:
         UserError: a model cannot be loaded, does not fit in memory, or has losses that are not finite.
     """
-    if not evaluated.loss_rows:
+    if not evaluated.loss_rows and tasks is None:
         return {name: ModelOutputs(row_losses=np.zeros(0), answers=[]) for name in MODELS}
     outputs: dict[str, ModelOutputs] = {}
     try:
         for name, model in _models(base, tuned, spec, device, merged):
-            outputs[name] = _evaluate(name, model, spec, evaluated, limits, device, progress)
+            outputs[name] = _evaluate(name, model, spec, evaluated, limits, device, progress, tasks)
             del model  # Free it before the next one is loaded.
     except Exception as error:
         if not is_out_of_memory(error):
@@ -111,8 +116,10 @@ def _evaluate(
     limits: EvaluationLimits,
     device: torch.device,
     progress: bool,
+    tasks: HarnessTasks | None,
 ) -> ModelOutputs:
-    """Compute losses and answers of one model."""
+    """Compute losses, answers and scores of one model."""
+    stops = stop_ids(model, evaluated.eos_id, evaluated.prompts, evaluated.special)
     losses = row_losses(
         model,
         spec,
@@ -127,7 +134,7 @@ def _evaluate(
         model,
         spec,
         evaluated.prompts,
-        stops=stop_ids(model, evaluated.eos_id, evaluated.prompts, evaluated.special),
+        stops=stops,
         limits=limits,
         pad_id=evaluated.pad_id,
         device=device,
@@ -139,4 +146,5 @@ def _evaluate(
             f"{evaluated.rows.path}: loss of the {name} model must be finite; it is not for row {row}; "
             "check the training curves, or train in another precision"
         )
-    return ModelOutputs(row_losses=losses, answers=answers)
+    scores = {} if tasks is None else tasks.score(model, stops)
+    return ModelOutputs(row_losses=losses, answers=answers, tasks=scores)

@@ -13,6 +13,7 @@ from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json
 from lean_finetune.evaluate.base_and_tuned import EvaluationRows, evaluate_models
 from lean_finetune.evaluate.evaluation_metrics import RESULTS, evaluate_metrics, generation_lines
 from lean_finetune.evaluate.generate import choose_prompts, special_ids
+from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks, task_figures
 from lean_finetune.evaluate.row_losses import spread_rows
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import read_config
@@ -44,15 +45,24 @@ def run_stage(
             "note: no rows are held out (data.heldout_fraction is 0), so there is nothing to evaluate on", err=True
         )
     outputs = evaluate_models(
-        base, tuned, spec, evaluated, limits, device=device, progress=p.run.progress, merged=p.evaluate.merged
+        base,
+        tuned,
+        spec,
+        evaluated,
+        limits,
+        device=device,
+        progress=p.run.progress,
+        merged=p.evaluate.merged,
+        tasks=_harness_tasks(p, base, tokenizer, evaluated, limits, spec, device),
     )
     lines = generation_lines(evaluated, outputs, tokenizer)
-    figures = evaluate_metrics(evaluated, outputs, lines)
+    tasks = task_figures({name: one.tasks for name, one in outputs.items()})
+    figures = {**evaluate_metrics(evaluated, outputs, lines), **tasks}
     with atomic_directory(out) as directory:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_text(directory / "generations.jsonl", text)
         write_json(directory / FIGURES, figures)
-    write_json(metrics, {name: figures[name] for name in RESULTS})
+    write_json(metrics, {**{name: figures[name] for name in RESULTS}, **tasks})
 
 
 def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
@@ -60,7 +70,7 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
     rows = TokenRows(tokens, "heldout")
     meta = read_json(tokens / "meta.json")
     special = special_ids(tokenizer)
-    positions = getattr(read_config(base).get_text_config(), "max_position_embeddings", None)
+    positions = _positions(base)
     most_prompt_tokens = None if positions is None else positions - p.evaluate.max_new_tokens
     prompts, unanswerable_rows = choose_prompts(
         rows,
@@ -78,4 +88,36 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
         special=special,
         eos_id=meta["eos_id"],
         pad_id=meta["pad_id"],
+    )
+
+
+def _positions(base: Path) -> int | None:
+    """Return the number of positions that the model has; None if it does not say."""
+    return getattr(read_config(base).get_text_config(), "max_position_embeddings", None)
+
+
+def _harness_tasks(
+    p: Params,
+    base: Path,
+    tokenizer: Tokenizer,
+    evaluated: EvaluationRows,
+    limits: EvaluationLimits,
+    spec: WeightsSpec,
+    device: torch.device,
+) -> HarnessTasks | None:
+    """Load the tasks of `evaluate.tasks`; None without any. A row is as long as a batch may be."""
+    if not p.evaluate.tasks:
+        return None
+    manager, tasks = load_tasks(p.evaluate.tasks)
+    return HarnessTasks(
+        manager=manager,
+        tasks=tasks,
+        rows=p.evaluate.task_rows,
+        tokenizer=tokenizer,
+        max_length=min(limits.max_tokens, _positions(base) or limits.max_tokens),
+        limits=limits,
+        spec=spec,
+        pad_id=evaluated.pad_id,
+        eos_id=evaluated.pad_id if evaluated.eos_id is None else evaluated.eos_id,
+        device=device,
     )

@@ -3,7 +3,7 @@
 Shapes: B rows, T padded tokens, N trained tokens of a batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from lean_finetune.model.model_spec import WeightsSpec
-from lean_finetune.step.batches import collate
+from lean_finetune.step.batches import Batch, Row, collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import token_losses
 from lean_finetune.step.token_rows import TokenRows
@@ -54,16 +54,56 @@ def row_losses(
 
     At most `limits.logits_chunk` × vocabulary logits exist at a time. `progress` is the title of a progress bar.
     """
-    lengths = rows.lengths
-    losses: dict[int, float] = {}
+    return row_sums(
+        model,
+        spec,
+        rows.gather,
+        rows.lengths,
+        numbers,
+        limits,
+        token_losses,
+        pad_id=pad_id,
+        device=device,
+        progress=progress,
+    )
+
+
+def row_sums(
+    model: nn.Module,
+    spec: WeightsSpec,
+    gather: Callable[[np.ndarray], list[Row]],
+    lengths: np.ndarray,
+    numbers: Sequence[int],
+    limits: EvaluationLimits,
+    of_tokens: Callable[[nn.Module, Batch, int], torch.Tensor],
+    *,
+    pad_id: int,
+    device: torch.device,
+    progress: str | None = None,
+) -> np.ndarray:
+    """Return the sums of figures of trained tokens over each row of `numbers`, in this order, float64.
+
+    Args:
+        model: what computes the figures.
+        spec: its method and precision.
+        gather: returns tokens and trained spans of rows.
+        lengths: tokens of every row.
+        numbers: the rows to sum over.
+        limits: on batches and logits.
+        of_tokens: returns figures of shape (N, …) of a batch; its last argument is `limits.logits_chunk`.
+        pad_id: token in the padding.
+        device: of the model.
+        progress: title of a progress bar; None = no bar.
+    """
+    sums: dict[int, list[float] | float] = {}
     with tqdm(total=len(numbers), desc=progress, unit=" rows", disable=progress is None) as bar:
         for batch_numbers in batch_rows(lengths, numbers, limits.max_tokens):
             length = int(lengths[batch_numbers[0]])
-            batch = collate(rows.gather(np.array(batch_numbers)), length, pad_id)
-            with spec.autocast(device.type):
-                losses_N = token_losses(model, batch.to(device), limits.logits_chunk).double().cpu()
-            sums_B = torch.zeros(len(batch_numbers), dtype=torch.float64)
-            sums_B.index_add_(0, batch.supervised_index_N // length, losses_N)
-            losses.update(zip(batch_numbers, sums_B.tolist(), strict=True))
+            batch = collate(gather(np.array(batch_numbers)), length, pad_id)
+            with torch.no_grad(), spec.autocast(device.type):
+                figures_N = of_tokens(model, batch.to(device), limits.logits_chunk).double().cpu()
+            sums_B = torch.zeros((len(batch_numbers), *figures_N.shape[1:]), dtype=torch.float64)
+            sums_B.index_add_(0, batch.supervised_index_N // length, figures_N)
+            sums.update(zip(batch_numbers, sums_B.tolist(), strict=True))
             bar.update(len(batch_numbers))
-    return np.array([losses[row] for row in numbers])
+    return np.array([sums[row] for row in numbers])

@@ -4,6 +4,7 @@ Shapes: B rows, T padded tokens, D hidden size, V vocabulary, N trained tokens.
 """
 
 import inspect
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -103,12 +104,17 @@ def token_losses(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
 
     For evaluation: the same decoder pass and head as `summed_loss`, at most `chunk` × V logits at a time.
     """
+    chunks = trained_logits(model, batch, chunk)
+    return torch.cat([F.cross_entropy(logits, targets, reduction="none") for logits, targets in chunks])
+
+
+def trained_logits(model: nn.Module, batch: Batch, chunk: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield logits (C, V) and targets (C,) of at most `chunk` trained tokens, in the order of `supervised_index_N`."""
     lm = causal_lm(model)
     hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
     hidden_ND, targets_N = _trained_positions(hidden_BTD, batch)
-    chunks = zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
-    losses = [F.cross_entropy(head_logits(lm, hidden), targets, reduction="none") for hidden, targets in chunks]
-    return torch.cat(losses)
+    for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True):
+        yield head_logits(lm, hidden), targets
 
 
 def _trained_positions(hidden_BTD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

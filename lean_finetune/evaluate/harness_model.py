@@ -1,0 +1,136 @@
+"""A model as lm-evaluation-harness calls it. Imported only if there are tasks: it needs the package `lm_eval`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import nn
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers
+from lean_finetune.evaluate.row_losses import row_sums
+from lean_finetune.step.batches import Batch, Row
+from lean_finetune.step.loss import trained_logits
+
+if TYPE_CHECKING:
+    from lean_finetune.evaluate.harness_tasks import HarnessTasks
+
+
+def losses_and_misses(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
+    """Return cross-entropy of each trained token, and 1 where greedy decoding gives another token: (N, 2), fp32."""
+    found = []
+    for logits_CV, targets_C in trained_logits(model, batch, chunk):
+        losses_C = torch.nn.functional.cross_entropy(logits_CV, targets_C, reduction="none")
+        found.append(torch.stack((losses_C, (logits_CV.argmax(dim=-1) != targets_C).float()), dim=1))
+    return torch.cat(found)
+
+
+class HarnessModel(TemplateLM):
+    """Scores and answers with the functions of the evaluation, so that no batch is larger than its limits.
+
+    The harness's own model would compute the logits of all tokens of a batch at once.
+    """
+
+    def __init__(self, model: nn.Module, tasks: "HarnessTasks", stops: Sequence[int]):
+        """`stops` are tokens that end an answer."""
+        super().__init__()
+        self._model, self._tasks, self._stops = model, tasks, stops
+
+    @property
+    def eot_token_id(self) -> int:
+        """See the base class."""
+        return self._tasks.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context: that which the tokenizer puts first, else the end of text."""
+        first = self._tasks.tokenizer.encode("").ids[:1]
+        return first[0] if first else self._tasks.eos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """See the base class."""
+        encode = self._tasks.tokenizer.encode
+        if add_special_tokens is None:
+            first = self._tasks.tokenizer.id_to_token(self.prefix_token_id) or ""
+            add_special_tokens = not (first and string.startswith(first))
+        return encode(string, add_special_tokens=add_special_tokens).ids
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """Return log-probability of each continuation, and whether it is greedy, from (texts, context ids, its ids)."""
+        tasks, rows = self._tasks, []
+        for _texts, context, continuation in requests:
+            ids = [*context, *continuation][-tasks.max_length :]
+            start = max(1, len(ids) - len(continuation))  # The first token of a row has no prediction.
+            rows.append((np.array(ids), np.array([[start, len(ids)]])))
+
+        def gather(numbers: np.ndarray) -> list[Row]:
+            return [rows[number] for number in numbers]
+
+        sums = row_sums(
+            self._model,
+            tasks.spec,
+            gather,
+            np.array([len(ids) for ids, _ in rows]),
+            list(range(len(rows))),
+            tasks.limits,
+            losses_and_misses,
+            pad_id=tasks.pad_id,
+            device=tasks.device,
+        )
+        return [(-loss, misses == 0) for loss, misses in sums.tolist()]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """See the base class; a text is scored in windows of the longest row."""
+        totals = []
+        for text in (request.args[0] for request in requests):
+            windows = get_rolling_token_windows(
+                self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, self._tasks.max_length - 1, 1
+            )
+            scored = self._loglikelihood_tokens([("", *make_disjoint_window(window)) for window in windows])
+            totals.append(sum(log_probability for log_probability, _ in scored))
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """See the base class; greedy decoding, cut at the first stop text.
+
+        Raises:
+            UserError: a task samples, or its answers are longer than the limits allow.
+        """
+        given = [normalize_gen_kwargs(request.args[1]) for request in requests]
+        answers: dict[int, str] = {}
+        for max_new_tokens in sorted({options["max_gen_toks"] for options in given}):
+            numbers = [number for number, options in enumerate(given) if options["max_gen_toks"] == max_new_tokens]
+            if any(given[number]["do_sample"] for number in numbers):
+                raise UserError("evaluate.tasks: a task that samples its answers is not supported; remove it")
+            texts = self._answers([requests[number].args[0] for number in numbers], max_new_tokens)
+            for number, text in zip(numbers, texts, strict=True):
+                for stop in filter(None, given[number]["until"]):
+                    text = text.split(stop)[0]
+                answers[number] = text
+        return [answers[number] for number in range(len(requests))]
+
+    def _answers(self, texts: Sequence[str], max_new_tokens: int) -> list[str]:
+        """Return the greedy answer to each text, of at most `max_new_tokens` tokens."""
+        tasks = self._tasks
+        room = tasks.max_length - max_new_tokens
+        if room < 1:
+            raise UserError(
+                f"evaluate.max_tokens: a task answers in up to {max_new_tokens} tokens, but a row has at most "
+                f"{tasks.max_length}; raise evaluate.max_tokens (the model's own limit counts too) or remove the task"
+            )
+        prompts = [Prompt(family=NO_FAMILY, ids=self.tok_encode(text)[-room:], answer_ids=[]) for text in texts]
+        found = greedy_answers(
+            self._model,
+            tasks.spec,
+            prompts,
+            stops=self._stops,
+            limits=replace(tasks.limits, max_new_tokens=max_new_tokens),
+            pad_id=tasks.pad_id,
+            device=tasks.device,
+        )
+        return [tasks.tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
