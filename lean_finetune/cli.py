@@ -9,6 +9,7 @@ from lean_finetune.commands.export import export
 from lean_finetune.commands.fit import fit
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.import_config import import_config
+from lean_finetune.commands.preset import preset
 
 
 @click.group()
@@ -17,7 +18,7 @@ def main() -> None:
     """Fine-tune language models inside the GPU memory you have: predict it, check this machine, use the result."""
 
 
-for command in (fit, import_config, doctor, chat, generate, export, explain):
+for command in (fit, import_config, preset, doctor, chat, generate, export, explain):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -1,0 +1,42 @@
+"""Change values of a params.yaml; its comments and all other lines stay."""
+
+import io
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.config.load import parse_params
+from lean_finetune.core.atomic_files import write_text
+
+WIDTH = 10**6
+"""Lines are not wrapped: `dvc exp run -S` rewrites the file in the same form."""
+
+
+def change_params(values: Mapping[str, Any], template: Path, out: Path) -> dict[str, Any]:
+    """Write `template` with other values to `out`; return those that changed by dotted key.
+
+    Raises:
+        UserError: the parameters together are wrong. Nothing is written then.
+    """
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ="rt")
+    yaml.width = WIDTH
+    content = yaml.load(template.read_text(encoding="utf-8"))
+    changed = _update(content, values, "")
+    text = io.StringIO()
+    yaml.dump(content, text)
+    parse_params(YAML(typ="safe").load(text.getvalue()))
+    write_text(out, text.getvalue())
+    return changed
+
+
+def _update(content: MutableMapping[str, Any], values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Set values that differ, also in nested sections; return them by dotted key."""
+    changed: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and isinstance(content.get(key), MutableMapping):
+            changed |= _update(content[key], value, f"{prefix}{key}.")
+        elif key not in content or content[key] != value:
+            content[key] = changed[f"{prefix}{key}"] = value
+    return changed

@@ -1,0 +1,62 @@
+"""`lean-finetune preset`: what it writes, and that nothing is written if the parameters would be wrong."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from lean_finetune.commands.preset import preset
+from lean_finetune.config.load import load_params
+from tests.conftest import ROOT
+from tests.workspace import error, invoke
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with params.yaml and presets/."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    shutil.copytree(ROOT / "presets", tmp_path / "presets")
+    return tmp_path
+
+
+def test_a_preset_changes_its_lines_and_no_other(checkout: Path):
+    """A rewritten file would lose the comments, or show hundreds of changed lines in git."""
+    before = (checkout / "params.yaml").read_text().splitlines()
+    result = invoke(preset, "8b-full-24gb")
+    assert result.exit_code == 0 and "train.lr: 1e-05" in result.output and "train.max_grad_norm: \n" in result.output
+    after = (checkout / "params.yaml").read_text().splitlines()
+    assert len(after) == len(before)
+    changed = [line.strip() for line, old in zip(after, before, strict=True) if line != old]
+    assert len(changed) == len(result.output.splitlines()) and "max_grad_norm:" in changed
+    p = load_params(checkout / "params.yaml")
+    assert p.train.optimizer_in_backward and p.train.max_grad_norm is None and p.data.source == "data/raw/sample.jsonl"
+    assert invoke(preset, "8b-full-24gb").output == "no change\n"
+    invoke(preset, "tiny")
+    assert load_params(checkout / "params.yaml").train.lr == 3e-3
+
+
+def test_a_preset_after_another_leaves_nothing_of_it(checkout: Path):
+    """Every preset sets the same parameters."""
+    given = {path.stem: YAML(typ="safe").load(path.read_text()) for path in (checkout / "presets").iterdir()}
+    keys = {
+        name: {f"{section}.{key}" for section, own in preset.items() for key in own} for name, preset in given.items()
+    }
+    assert len(keys) == 9 and all(own == keys["tiny"] for own in keys.values())
+
+
+def test_presets_are_listed_with_what_they_are_for(checkout: Path):
+    lines = invoke(preset).output.splitlines()
+    assert len(lines) == len(list((checkout / "presets").iterdir()))
+    assert any(line.startswith("8b-qlora-24gb ") and "24 GB" in line for line in lines)
+
+
+def test_wrong_presets_are_refused_and_nothing_is_written(checkout: Path):
+    before = (checkout / "params.yaml").read_bytes()
+    assert "no such preset" in error(invoke(preset, "9b"))
+    (checkout / "presets/mine.yaml").write_text("# Mine.\ndata:\n  max_length: 2048\n")
+    assert error(invoke(preset, "mine")).startswith("bucket.max_tokens: ")
+    (checkout / "presets/mine.yaml").write_text("# Mine.\ntrain:\n  learning_rate: 1.0\n")
+    assert error(invoke(preset, "mine")).startswith("train.learning_rate: ")
+    assert (checkout / "params.yaml").read_bytes() == before

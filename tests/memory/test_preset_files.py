@@ -1,0 +1,62 @@
+"""The files of presets/: each fits the GPU that it names, with the peak that docs/command.md states."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lean_finetune.commands.preset import apply_preset
+from lean_finetune.config.load import load_params
+from lean_finetune.memory.advice.fit_run import workload_of
+from lean_finetune.memory.devices import precision_on, resolve_gpu
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.model.model_config import read_config
+from lean_finetune.pinning.locate import TINY
+from tests.conftest import ROOT
+
+PRESETS = sorted(path.stem for path in (ROOT / "presets").glob("*.yaml"))
+FAST = "8b-qlora-24gb"
+CONFIGS = {
+    "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
+    "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
+    "Qwen/Qwen2.5-0.5B": "qwen2.5-0.5b",
+}
+"""Model of a preset → directory of its config.json in docs/examples."""
+ROUNDING = 0.0051
+"""Of figures with two decimals."""
+USUAL_RATES = {"full": (5e-6, 5e-5), "qlora": (5e-5, 5e-4), "lora": (5e-5, 5e-4), "int8_lora": (5e-5, 5e-4)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in PRESETS if name != TINY]
+)
+def test_a_preset_fits_its_gpu_with_the_documented_peak(name: str, tmp_path: Path):
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    apply_preset(ROOT / f"presets/{name}.yaml", tmp_path / "params.yaml")
+    p = load_params(tmp_path / "params.yaml")
+    device, _ = resolve_gpu(p.hardware.gpu)
+    config = read_config(ROOT / "docs/examples" / CONFIGS[p.model.name])
+    run = workload_of(p, config, precision_on(device, p.train.precision)[0])
+    peak_bytes = predict(config, run.setting, run.steps, target_of(device)).peak.bytes
+    usable_bytes = device.usable_bytes(p.estimate.headroom_percent)
+    assert peak_bytes <= usable_bytes
+    text = (ROOT / "docs/command.md").read_text(encoding="utf-8")
+    row = re.search(rf"^\| `{re.escape(name)}` \|.*\| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    assert row, f"docs/command.md needs a row: {peak_bytes / 2**30:.2f} | {usable_bytes / 2**30:.2f}"
+    assert peak_bytes / 2**30 == pytest.approx(float(row[1]), abs=ROUNDING)
+    assert usable_bytes / 2**30 == pytest.approx(float(row[2]), abs=ROUNDING)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_learning_rate_of_its_method(name: str, tmp_path: Path):
+    """The shipped params.yaml has that of a model with 1 M parameters, which would ruin an 8B."""
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    changed = apply_preset(ROOT / f"presets/{name}.yaml", tmp_path / "params.yaml")
+    if name == TINY:
+        assert changed == {}, "params.yaml as it comes is the run of the README"
+        return
+    train = load_params(tmp_path / "params.yaml").train
+    low, high = USUAL_RATES[train.method]
+    assert low <= train.lr <= high
