@@ -10,7 +10,7 @@ PYTHON_FILES := lean_finetune stages data/synth benchmarks tests
 # Each worker needs about 1 GB. Tests of one module share fixtures, so they run in the same worker.
 PYTEST := python -m pytest --numprocesses 2 --dist loadscope --durations=20
 
-.PHONY: run test test-all test-newest format lint bench-quick compare plots clean
+.PHONY: run test test-all test-newest format lint bench-quick compare plots docs clean
 
 run: $(VENV)/.installed
 	$(WITH_VENV) dvc repro
@@ -64,6 +64,12 @@ compare: $(VENV)/.installed
 plots: $(VENV)/.installed
 	@$(WITH_VENV) python -m lean_finetune.report.plots_page scratch/plots.html
 	$(WITH_VENV) dvc plots show --html-template scratch/plots.html
+
+# The documentation as a static site in build/site; fails at a broken link.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo build/site/index.html
 
 clean:
 	rm -rf $(VENV) $(NEWEST_VENV) scratch

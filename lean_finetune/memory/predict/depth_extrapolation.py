@@ -8,7 +8,7 @@ stacks); their size is linear instead.
 
 There are windows for the first layers, for the last ones, and for operations outside of any layer. Layers in the middle
 are linear between those two ends, so none exceeds both. Outside of layers (norms and update) instants inside operations
-have separate windows, because temporary memory grows differently from lists of tensors.
+have a window of their own, because temporary memory grows differently from lists of tensors.
 
 Three depths are traced: two define the line, and the third must lie on it, for every window and every size.
 """

@@ -1,0 +1,44 @@
+"""docs/parameter-names.md has all keys of the tables: `python -m tests.commands.test_names_page` prints the page."""
+
+from collections.abc import Mapping
+
+from lean_finetune.config.other_tools import shared, tables
+from tests.conftest import ROOT
+
+INTRODUCTION = """# Names of parameters in other tools
+
+What LLaMA-Factory, Axolotl, TRL and torchtune call our parameters. `lean-finetune import config.yaml` writes them into
+params.yaml, and `lean-finetune fit --from config.yaml` predicts the run ([command.md](command.md)). Values differ as
+well: the commands convert them.
+
+"""
+
+
+def ours_of(rule: str | Mapping[str, str]) -> str | None:
+    """The parameter that a key decides; None for a key that is only refused or only helps to read others."""
+    if isinstance(rule, str):
+        return rule
+    name = rule.get("to") or shared()["facts"].get(rule.get("fact"))
+    return name and name.partition(" (")[0]
+
+
+def page() -> str:
+    """The page: a row for each of our parameters, a column for each tool."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for table in tables():
+        for key, rule in table["keys"].items():
+            if ours := ours_of(rule):
+                found.setdefault(ours, {}).setdefault(table["tool"], []).append(f"`{key}`")
+    names = [table["tool"] for table in tables()]
+    lines = ["| here | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
+    for ours in sorted(found):
+        lines.append(f"| `{ours}` | " + " | ".join(", ".join(found[ours].get(name, [])) for name in names) + " |")
+    return INTRODUCTION + "\n".join(lines) + "\n"
+
+
+def test_the_page_has_every_key():
+    assert (ROOT / "docs/parameter-names.md").read_text(encoding="utf-8") == page()
+
+
+if __name__ == "__main__":
+    print(page(), end="")
