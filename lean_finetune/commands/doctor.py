@@ -15,9 +15,10 @@ LABEL_WIDTH = 19
 @click.command(cls=StageCommand)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def doctor(as_json: bool) -> None:
-    """Check this machine: GPUs, kernels, memory, disk, versions, DVC and git. Exits with 1 if something fails.
+    """Check this machine. Exits with 1 if something fails.
 
-    Each line starts with ok, note (it works, with less than possible) or fail. The line below says what to do.
+    Checks GPUs, kernels, memory, disk, versions, DVC and git. Each line starts with ok, note (it works, with less
+    than possible) or fail. The line below says what to do.
     """
     from lean_finetune.commands.machine_checks import CHECKS
 

@@ -11,9 +11,10 @@ from lean_finetune.core.errors import StageCommand
 @click.argument("curve", type=click.Path(path_type=Path))
 @click.option("--left-gib", type=click.FloatRange(min=0), help="Free memory in GiB at the end of the curve.")
 def explain(curve: Path, left_gib: float | None) -> None:
-    """Explain why memory grows in CURVE, a CSV file with one line per training step.
+    """Explain why memory grows in a recorded CURVE.
 
-    It needs the column `step` and one of `allocated_gib`, `reserved_gib` and `rss_gib`. A column `tokens` helps.
+    A CSV file with one line per training step. It needs the column `step` and one of `allocated_gib`,
+    `reserved_gib` and `rss_gib`. A column `tokens` helps.
     """
     from lean_finetune.train.monitor.recorded_curves import explained
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 @click.option("--push", metavar="ORG/NAME", help="Also upload to this repository of the hub, which is made if needed.")
 @click.option("--public", is_flag=True, help="Make a new repository public.")
 def export(out: Path, model: Path, bits: str | None, what: str, push: str | None, public: bool) -> None:
-    """Write a tuned model to OUT for transformers, PEFT, vLLM, llama.cpp and Ollama.
+    """Write a tuned model to OUT for other programs.
+
+    It loads in transformers and PEFT, vLLM, llama.cpp and Ollama; the lines that do are printed.
 
     `merged` has the adapter in its base's weights, one weight in memory at a time. `adapter` needs the base, whose hub
     commit it names. OUT gets tokenizer, chat template and a model card; a merged model a Modelfile for Ollama too.
@@ -41,16 +43,16 @@ def export(out: Path, model: Path, bits: str | None, what: str, push: str | None
             f"--push: the adapter's base is the local directory {tuned.base_name}, which nobody else has; use --what "
             "merged, or train from a hub id"
         )
-    write_export(tuned, out, what)
+    write_export(tuned, out, what, push or out.name)
     click.echo(f"{out}: {what}, {sum(file.stat().st_size for file in out.iterdir()) / 2**20:.1f} MiB")
     for title, line in use_lines(tuned, str(out), what):
-        click.echo(f"{title + ':':<13}{line}")
+        click.echo(f"{title + ':':<14}{line}")
     if push:
-        click.echo(f"{'hub:':<13}{upload(out, push, private=not public)}")
+        click.echo(f"{'hub:':<14}{upload(out, push, private=not public)}")
 
 
-def write_export(tuned: "TunedModel", out: Path, what: str) -> None:
-    """Write the directory, which appears complete or not at all.
+def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
+    """Write the directory, which appears complete or not at all. The model card calls the model `title`.
 
     Raises:
         UserError: the disk refused, or the model cannot be merged.
@@ -75,7 +77,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str) -> None:
         for name in TOKENIZER_FILES:
             if (tuned.directory / name).is_file():
                 shutil.copyfile(tuned.directory / name, directory / name)
-        (directory / "README.md").write_text(card(tuned, out.name, what), encoding="utf-8")
+        (directory / "README.md").write_text(card(tuned, title, what), encoding="utf-8")
         if what == "merged":
             (directory / "Modelfile").write_text(modelfile(Prompter(directory), tuned.positions), encoding="utf-8")
 
@@ -124,7 +126,7 @@ def card(tuned: "TunedModel", name: str, what: str) -> str:
             f"{'An adapter for' if what == 'adapter' else 'Fine-tuned from'} {base if on_hub else 'a local model'}"
             + (f" at commit `{commit}`." if commit else "."),
             "",
-            "```sh",
+            "```",
             lines,
             "```",
             "",

@@ -1,6 +1,7 @@
 """The command `lean-finetune generate`: answers to a file of prompts."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,11 @@ PATH = click.Path(path_type=Path)
     "--rows", type=click.IntRange(min=1), default=32, show_default=True, help="Most prompts decoded together."
 )
 def generate(prompts: Path, answers: Path, model: Path, bits: str | None, max_new_tokens: int, rows: int) -> None:
-    """Answer PROMPTS, a JSON Lines file, greedily, and write ANSWERS, which appears complete or not at all.
+    """Answer a file of prompts.
 
-    A line has `messages` (a conversation, answered by its chat template) or `prompt` (plain text). It is written back
-    with the key `answer`. Prompts decoded together are as many as the predicted memory has room for.
+    PROMPTS is a JSON Lines file. ANSWERS appears complete or not at all. Decoding is greedy. A line has `messages`
+    (a conversation, answered by its chat template) or `prompt` (plain text). It is written back with the key
+    `answer`. Prompts decoded together are as many as the predicted memory has room for.
     """
     from lean_finetune.commands.tuned.conversation import Prompter
     from lean_finetune.commands.tuned.tuned_model import find_tuned
@@ -58,7 +60,7 @@ def generate(prompts: Path, answers: Path, model: Path, bits: str | None, max_ne
         limits=limits,
         pad_id=prompter.pad_id,
         device=device,
-        progress="answers",
+        progress="answers" if sys.stderr.isatty() else None,
     )
     rows_out = ({**row, "answer": prompter.text(ids)} for (row, _), ids in zip(lines, found, strict=True))
     write_text(answers, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows_out))

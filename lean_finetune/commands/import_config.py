@@ -20,9 +20,10 @@ from lean_finetune.core.errors import StageCommand
 )
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs that share the run.")
 def import_config(config: Path, out: Path, gpus: int) -> None:
-    """Write the params.yaml of the run that CONFIG of LLaMA-Factory, Axolotl, TRL or torchtune describes.
+    """Write the params.yaml of another tool's run.
 
-    In a checkout, the comments of its params.yaml stay, and so does its section `run`.
+    CONFIG is a configuration of LLaMA-Factory, Axolotl, TRL or torchtune. In a checkout, the comments of its
+    params.yaml stay, and so does its section `run`.
     """
     converted = read_config_of_tool(config, gpus)
     params = with_flags(load_params(COMMON_PARAMS), converted.flags())

@@ -214,6 +214,21 @@ def check_gpus() -> Iterator[Finding]:
             yield Finding(level="note", what="kernels", text=text, remedy=remedy)
 
 
+def check_imports() -> Iterator[Finding]:
+    """Whether the libraries can be imported together: one that was built for another torch breaks all of them."""
+    try:
+        import peft  # noqa: F401 - imports transformers' models
+    except Exception as error:  # Whatever a broken library raises.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        remedy = "reinstall the library that it names for this torch, or uninstall it (torchvision is not needed here)"
+        text = f"transformers and peft cannot be imported: {str(cause).splitlines()[0]}"
+        yield Finding(level="fail", what="imports", text=text, remedy=remedy)
+        return
+    yield Finding(level="ok", what="imports", text="torch, transformers and peft can be imported together")
+
+
 def check_quantisation() -> Iterator[Finding]:
     """Whether bitsandbytes quantises a small weight on the device that would train."""
     import torch
@@ -249,6 +264,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_dvc,
     check_hub,
     check_gpus,
+    check_imports,
     check_quantisation,
     check_allocator,
 )

@@ -1,15 +1,24 @@
 """`lean-finetune doctor`: each fault of a machine with its remedy, and an exit code."""
 
+import builtins
 import json
 import subprocess
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lean_finetune.commands import machine_checks
 from lean_finetune.commands.doctor import doctor
-from lean_finetune.commands.machine_checks import check_disk, check_git, check_gpus, check_memory, check_packages
+from lean_finetune.commands.machine_checks import (
+    check_disk,
+    check_git,
+    check_gpus,
+    check_imports,
+    check_memory,
+    check_packages,
+)
 from lean_finetune.commands.text import COLUMNS
 from tests.workspace import invoke
 
@@ -66,6 +75,20 @@ def test_a_driver_without_a_matching_torch_fails(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (finding,) = check_gpus()
     assert finding.level == "fail" and "NVIDIA A10G" in finding.text and "pytorch.org" in (finding.remedy or "")
+
+
+def test_a_library_for_another_torch_is_named(monkeypatch: pytest.MonkeyPatch):
+    """An import error of a model class, three pages above which stands the library that caused it."""
+
+    def broken(name: str, *_: Any, **__: Any) -> Any:
+        if name == "peft":
+            raise ModuleNotFoundError("Could not import module") from RuntimeError("operator other::nms does not exist")
+        return imported(name, *_, **__)
+
+    imported = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", broken)
+    (finding,) = check_imports()
+    assert finding.level == "fail" and finding.text.endswith(": operator other::nms does not exist")
 
 
 def test_a_gpu_in_use_and_an_old_one_are_noted(monkeypatch: pytest.MonkeyPatch):

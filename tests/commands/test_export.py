@@ -87,11 +87,12 @@ def test_push_uploads_what_was_written_with_the_pinned_base(
         use_hub(monkeypatch, hub, tmp_path / "cache")
         result = invoke(export, str(tmp_path / "out"), *TUNED, str(of_hub), "--what", "adapter", "--push", "me/tuned")
     assert result.exit_code == 0, result.output
-    assert hub.private == {"me/tuned": True} and f"hub:         {hub.url}/me/tuned/commit/" in result.stdout
+    assert hub.private == {"me/tuned": True} and f"hub:          {hub.url}/me/tuned/commit/" in result.stdout
     uploaded = hub.repositories["models/me/tuned"]
     assert uploaded == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     card = uploaded["README.md"].decode()
-    assert "base_model: org/base" in card and COMMIT in card and "library_name: peft" in card
+    assert "from_pretrained('me/tuned')" in card and "library_name: peft" in card
+    assert "base_model: org/base" in card and COMMIT in card
     refusal = error(
         invoke(export, str(tmp_path / "new"), *TUNED, str(adapter), "--what", "adapter", "--push", "me/tuned")
     )
