@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
-from tqdm import tqdm
 
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_json, write_json
 from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.plan.batch_plan import Plan, read_plan, write_plan
 from lean_finetune.plan.plan_summary import summarise
 from lean_finetune.plan.planner import PlanSettings
@@ -39,7 +39,7 @@ def main(index_path: Path, out: Path) -> None:
 
 def _shown(parts: Iterable[Plan], progress: bool) -> Iterator[Plan]:
     """The parts of a plan, with a progress bar."""
-    with tqdm(desc="bucket", unit=" rows", unit_scale=True, disable=not progress) as bar:
+    with progress_bar(desc="bucket", unit=" rows", unit_scale=True, disable=not progress) as bar:
         for part in parts:
             yield part
             bar.update(len(part.rows))

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from tqdm import tqdm
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import causal_lm
@@ -114,7 +114,7 @@ def greedy_answers(
     set_decoding(model, stops=stops, max_new_tokens=limits.max_new_tokens, pad_id=pad_id)
     answers: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].ids), number))
-    with tqdm(total=len(prompts), desc=progress, unit=" rows", disable=progress is None) as bar:
+    with progress_bar(total=len(prompts), desc=progress, unit=" rows", disable=progress is None) as bar:
         while order:
             at_once = limits.prompts_at_once(len(prompts[order[0]].ids))
             numbers, order = order[:at_once], order[at_once:]

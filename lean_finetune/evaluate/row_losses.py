@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
+from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.batches import Batch, Row, collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
@@ -96,7 +96,7 @@ def row_sums(
         progress: title of a progress bar; None = no bar.
     """
     sums: dict[int, list[float] | float] = {}
-    with tqdm(total=len(numbers), desc=progress, unit=" rows", disable=progress is None) as bar:
+    with progress_bar(total=len(numbers), desc=progress, unit=" rows", disable=progress is None) as bar:
         for batch_numbers in batch_rows(lengths, numbers, limits.max_tokens):
             length = int(lengths[batch_numbers[0]])
             batch = collate(gather(np.array(batch_numbers)), length, pad_id)

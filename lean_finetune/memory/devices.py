@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import AnyPrecision, Precision
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.memory_limits import memory_limits
+from lean_finetune.core.memory_limits import host_limit_bytes
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.memory.gpus import BF16_CAPABILITY, GPUS, Device, context_of
 from lean_finetune.model.attention_choice import choose_attention
@@ -95,10 +95,10 @@ def _this_machine() -> tuple[Device, str]:
         capability, memory_bytes = (found.major, found.minor), found.total_memory
         device = Device(name=found.name, kind="cuda", memory_bytes=memory_bytes, compute_capability=capability)
         return device, "auto: the CUDA device of this machine"
-    total = psutil.virtual_memory().total
-    limit_bytes = min((limit.limit_bytes for limit in memory_limits()), default=total)
-    memory = "this container's memory limit" if limit_bytes < total else "this machine's RAM"
-    return cpu_device(min(total, limit_bytes)), f"auto: no CUDA device here, so {memory}"
+    limit_bytes = host_limit_bytes()
+    limited = limit_bytes < psutil.virtual_memory().total
+    memory = "this container's memory limit" if limited else "this machine's RAM"
+    return cpu_device(limit_bytes), f"auto: no CUDA device here, so {memory}"
 
 
 def cpu_device(memory_bytes: int) -> Device:

@@ -24,7 +24,7 @@ from lean_finetune.train.monitor.memory_counters import (
     ProcessMemory,
     make_counters,
 )
-from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, MemoryMonitor, memory_text
+from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, MemoryMonitor
 from lean_finetune.train.train_job import TrainJob, TrainResult
 from lean_finetune.train.train_metrics import train_metrics
 from tests.small_model import CPU, spec_of
@@ -70,7 +70,6 @@ def test_without_counters_columns_are_empty(monkeypatch):
     row = MemoryMonitor(CPU, make_meter(CPU)).step_columns()
     assert row["live_bytes"] is row["reserved_bytes"] is row["alloc_retries"] is None
     assert row["rss_bytes"] is not None and row["rss_bytes"] > MIB
-    assert memory_text(row).startswith("rss ")
 
 
 @linux
@@ -120,8 +119,6 @@ def test_a_step_has_every_column_of_memory(monitor: MemoryMonitor):
     row = monitor.step_columns()
     assert tuple(row) == MEMORY_COLUMNS
     assert row["pinned_bytes"] is None
-    assert memory_text({**row, "allocated_bytes": MIB, "live_bytes": MIB}).startswith("peak 1 MiB, live 1 MiB, ")
-    assert memory_text({**row, "alloc_retries": 2}).endswith(", 2 retries") and "retries" not in memory_text(row)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from lean_finetune.core.atomic_files import repo_root, write_errors
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
+from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks
 from lean_finetune.data.shards.parts import MANIFEST, TokenizePart, collect, write_manifest
@@ -74,7 +73,7 @@ def _tokenize(job: TokenizeJob, run: Execution, root: Path, part: TokenizePart) 
     # The pool first: the thread of a progress bar would make forks unsafe.
     with (
         open_pool(job.tokenizer, make_tokenizer, workers, run.pool) as tokenize,
-        tqdm(total=data_bytes, desc="tokenize", unit="B", unit_scale=True, disable=not run.progress) as bar,
+        progress_bar(total=data_bytes, desc="tokenize", unit="B", unit_scale=True, disable=not run.progress) as bar,
     ):
 
         def checked(blocks: Iterable[RowBlock]) -> Iterator[Result]:

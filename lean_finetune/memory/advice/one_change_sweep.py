@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Bucket
+from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.switch import Support, flag
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
@@ -52,7 +52,7 @@ def sweep_switches(
     fewer = halved(steps)
     if fewer is not None and smaller_batch is not None and not setting.optimizer_in_backward:
         changes.insert(0, ((smaller_batch,), setting, fewer))
-    bar = tqdm(changes, "estimate", unit=" switches", disable=not progress)
+    bar = progress_bar(changes, desc="estimate", unit=" switches", disable=not progress)
     peaks = [(flags, predict(config, changed, shapes, target).peak.bytes) for flags, changed, shapes in bar]
     return [((), current.peak.bytes), *peaks]
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
@@ -114,7 +113,7 @@ class _Search:
         self._refused: set[tuple[str, ...]] = set()
         self.traced: dict[tuple[str, ...], tuple[Candidate, Peak]] = {}
         self._fitting: list[tuple[Candidate, int]] = []
-        self.bar = tqdm(total=MOST_TRACES, desc="advice", unit=" traces", disable=not progress)
+        self.bar = progress_bar(total=MOST_TRACES, desc="advice", unit=" traces", disable=not progress)
 
     @property
     def open(self) -> bool:

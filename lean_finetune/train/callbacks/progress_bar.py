@@ -1,28 +1,56 @@
 """Show progress, loss, throughput and memory on the terminal."""
 
+import sys
+
 from tqdm import tqdm
 
+from lean_finetune.core.progress_bar import progress_bar
+from lean_finetune.core.units import GIB, readable_size
 from lean_finetune.train.callbacks.callback import Callback, Row
-from lean_finetune.train.monitor.memory_monitor import memory_text
+from lean_finetune.train.monitor.memory_counters import make_counters
+
+FORMAT = "{desc} {bar:6} {n_fmt}/{total_fmt}{postfix}, {remaining} left"
+"""Fits 80 columns with 5-digit step counts."""
 
 
 class ProgressBar(Callback):
-    """A progress bar on stderr, and one line per held-out loss on stdout."""
+    """A progress bar on stderr, and one line per held-out loss on stdout.
+
+    Memory is what the limit applies to: reserved memory of a GPU, the process's resident memory on a CPU.
+    """
 
     def on_start(self) -> None:
-        """Open the bar."""
-        self._bar = tqdm(
-            total=self.info.total_steps,
-            initial=self.info.first_step,
+        """Open the bar; before a run on a GPU, say what follows."""
+        info = self.info
+        self._limit_gib = make_counters(info.device).limit_bytes() / GIB
+        self._column = "reserved_bytes" if info.device.type == "cuda" else "rss_bytes"
+        if info.device.type == "cuda" and info.show_progress:
+            tqdm.write(self._outlook(), file=sys.stderr)
+        self._bar = progress_bar(
+            total=info.total_steps,
+            initial=info.first_step,
             desc="train",
-            unit="step",
-            disable=not self.info.show_progress,
+            bar_format=FORMAT,
+            disable=not info.show_progress,
+        )
+
+    def _outlook(self) -> str:
+        """What a run on a GPU does first and how long it takes."""
+        predicted = self.info.predicted_peak_bytes
+        peak = "" if predicted is None else f", predicted peak {readable_size(predicted)}"
+        return (
+            f"train: loads the model, then runs {self.info.total_steps - self.info.first_step:,} steps on a GPU of "
+            f"{self._limit_gib:.4g} GiB{peak}. The first step is the largest and also loads kernels: if it succeeds, "
+            "later ones do. The time left is shown after it."
         )
 
     def on_step(self, row: Row) -> None:
         """Advance the bar."""
-        tokens_per_second = row["tokens"] / row["seconds"]
-        text = f"loss {row['loss']:.4f}, {tokens_per_second:,.0f} tokens/s, {memory_text(row)}"
+        text = f"loss {row['loss']:.4g}, {row['tokens'] / row['seconds']:,.0f} tok/s"
+        if row[self._column] is not None:
+            text += f", {row[self._column] / GIB:.3g}/{self._limit_gib:.3g} GiB"
+        if row["alloc_retries"]:
+            text += f", {row['alloc_retries']} retries"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
 

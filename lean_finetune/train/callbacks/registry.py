@@ -8,11 +8,12 @@ from lean_finetune.train.callbacks.growth_warnings import GrowthWarnings
 from lean_finetune.train.callbacks.live_curves import LiveCurves
 from lean_finetune.train.callbacks.mlflow_tracker import MlflowTracker
 from lean_finetune.train.callbacks.progress_bar import ProgressBar
+from lean_finetune.train.callbacks.slow_steps import SlowSteps
 from lean_finetune.train.callbacks.tensorboard_tracker import TensorBoardTracker
 from lean_finetune.train.callbacks.tracker import Tracker, refuse_missing_package
 from lean_finetune.train.callbacks.wandb_tracker import WandbTracker
 
-CALLBACKS: list[type[Callback]] = [GrowthWarnings, LiveCurves, ProgressBar]
+CALLBACKS: list[type[Callback]] = [GrowthWarnings, SlowSteps, LiveCurves, ProgressBar]
 """Of every run, called in this order."""
 TRACKERS: dict[str, type[Tracker]] = {
     tracker.name: tracker for tracker in (DvcLiveTracker, TensorBoardTracker, WandbTracker, MlflowTracker)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from lean_finetune.core.memory_limits import free_host_bytes
+from lean_finetune.core.memory_limits import free_host_bytes, host_limit_bytes
 from lean_finetune.core.process_status import STATUS, process_status
 
 
@@ -38,6 +38,10 @@ class Counters:
     def left_bytes(self) -> int:
         """Return the memory that is still available: on a CPU, to the process."""
         return free_host_bytes()[0]
+
+    def limit_bytes(self) -> int:
+        """Return all memory of the device: on a CPU, what the process may use."""
+        return host_limit_bytes()
 
     def pinned_bytes(self) -> int | None:
         """Return pinned host memory, cached blocks included; None without a GPU."""
@@ -67,6 +71,10 @@ class CudaCounters(Counters):
         counts = torch.cuda.memory_stats_as_nested_dict(self._device)
         reserved, live = (counts[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
         return torch.cuda.mem_get_info(self._device)[0] + reserved - live
+
+    def limit_bytes(self) -> int:
+        """Return the memory of the GPU."""
+        return torch.cuda.mem_get_info(self._device)[1]
 
     def pinned_bytes(self) -> int | None:
         """Return pinned host memory."""

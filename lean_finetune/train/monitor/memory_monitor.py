@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from lean_finetune.core.units import readable_size
 from lean_finetune.train.monitor.growth import RETRIES
 from lean_finetune.train.monitor.measured_peak import Meter
 from lean_finetune.train.monitor.memory_counters import ProcessMemory, make_counters
@@ -79,10 +77,3 @@ class MemoryMonitor:
             for key, figure in figures.items():
                 both = [one for one in (known.get(key), figure) if one is not None]
                 known[key] = (sum(both) if key == RETRIES else max(both)) if both else None
-
-
-def memory_text(row: Mapping[str, Any]) -> str:
-    """Return the memory of a step for the progress bar."""
-    columns = {"peak": "allocated_bytes", "live": "live_bytes", "reserved": "reserved_bytes", "rss": "rss_bytes"}
-    texts = [f"{name} {readable_size(row[key])}" for name, key in columns.items() if row[key] is not None]
-    return ", ".join(texts + ([f"{row['alloc_retries']} retries"] if row["alloc_retries"] else []))

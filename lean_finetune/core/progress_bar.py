@@ -1,0 +1,37 @@
+"""Progress bars of all stages: one line on a terminal, a line every ten seconds in a log."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+LOG_SECONDS = 10.0
+"""Least time between two lines where standard error is no terminal."""
+
+
+class _Lines:
+    """A stream that ends each update of a bar with a new line."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Write an update without the control characters that redraw a bar."""
+        if text := text.strip("\r\n "):
+            self._stream.write(f"{text}\n")
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
+
+def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm:
+    """Return a bar on standard error with the options of tqdm.
+
+    In a log it has no bar, and nothing is written if the work takes less than `LOG_SECONDS`.
+    """
+    if not sys.stderr.isatty():
+        options["bar_format"] = options.get("bar_format", "{l_bar}{r_bar}").replace("{bar:6}", "{percentage:.0f}%")
+        options |= {"file": _Lines(sys.stderr), "mininterval": LOG_SECONDS, "delay": LOG_SECONDS, "miniters": 1}
+    return tqdm(iterable, **options)
