@@ -185,13 +185,13 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically, with sorted keys and an indent of two.
+def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:
+    """Write JSON atomically, with sorted keys (unless their order matters to readers) and an indent of two.
 
     Raises:
         ValueError: the value contains NaN or infinity.
     """
-    write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, json.dumps(value, indent=2, sort_keys=sort_keys, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

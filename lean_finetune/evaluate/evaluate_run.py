@@ -62,7 +62,7 @@ def run_stage(
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_text(directory / "generations.jsonl", text)
         write_json(directory / FIGURES, figures)
-    write_json(metrics, {**{name: figures[name] for name in RESULTS}, **tasks})
+    write_json(metrics, {**{name: figures[name] for name in RESULTS}, **tasks}, sort_keys=False)
 
 
 def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:

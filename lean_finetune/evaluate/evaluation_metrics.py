@@ -13,8 +13,8 @@ from lean_finetune.evaluate.base_and_tuned import EvaluationRows, ModelOutputs
 from lean_finetune.evaluate.exact_match import is_exact_match
 from lean_finetune.model.merge_adapters import MERGED
 
-RESULTS = ("base_exact_match_percent", "base_loss", "tuned_exact_match_percent", "tuned_loss")
-"""Figures in metrics/evaluate.json, by which runs are compared."""
+RESULTS = ("tuned_loss", "tuned_exact_match_percent", "base_loss", "base_exact_match_percent")
+"""Figures in metrics/evaluate.json, by which runs are compared, in the order of columns of `dvc exp show`."""
 LENGTH_EDGES = (64, 128, 256, 512)
 """Upper limits of the length buckets, in tokens of a row; the last bucket has none."""
 

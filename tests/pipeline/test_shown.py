@@ -9,7 +9,7 @@ from tests.pipeline.conftest import FirstRun
 
 COMPARED = [
     *("fits", "peak_gib_predicted", "peak_gib_measured", "tokens_per_second", "train_loss"),
-    *("base_exact_match_percent", "base_loss", "tuned_exact_match_percent", "tuned_loss", "predicted_error_percent"),
+    *("tuned_loss", "tuned_exact_match_percent", "base_loss", "base_exact_match_percent", "predicted_error_percent"),
 ]
 DVC_COLUMNS = {"Experiment", "rev", "typ", "Created", "parent", "State", "Executor"}
 """DVC's own columns; the last two exist only if an experiment is queued or has failed."""

@@ -20,7 +20,23 @@ def test_change_is_relative_to_the_baseline():
     assert [row["Experiment"] for row in found] == ["workspace", "baseline", "warm-hare", "cold-hare"]
     assert [row["loss_change"] for row in found] == ["+0", "+0", "+0.0165", ""]
     assert list(found[0]) == ["Experiment", "peak_gib_measured", "tuned_loss", "loss_change", "train.grad_ckpt"]
+    assert list(next(with_change([{"Experiment": "", "x_percent": "1", "seed": "1", "tuned_loss": "2."}]))) == [
+        *("Experiment", "tuned_loss", "loss_change", "seed", "x_percent")
+    ]
     assert found[0]["peak_gib_measured"] == "0.05074" and found[3]["tuned_loss"] == ""
+
+
+def test_losses_of_other_models_and_data_are_not_subtracted():
+    """A larger model's lower loss passes for an improvement by a switch."""
+    base = {"Experiment": "", "tuned_loss": "2.5", "model.name": "a", "data.max_rows": "", "train.lr": "1e-3"}
+    rows = [
+        base,
+        base,
+        {**base, "Experiment": "m", "model.name": "b"},
+        {**base, "Experiment": "d", "data.max_rows": "9"},
+    ]
+    rows.append({**base, "Experiment": "lr", "train.lr": "2e-3", "tuned_loss": "2.25"})
+    assert [row["loss_change"] for row in with_change(rows)] == ["+0", "+0", "", "", "-0.25"]
 
 
 def test_a_table_is_aligned():
