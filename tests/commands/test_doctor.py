@@ -2,7 +2,9 @@
 
 import builtins
 import json
+import os
 import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from lean_finetune.commands.machine_checks import (
     check_packages,
 )
 from lean_finetune.commands.text import COLUMNS
+from tests.conftest import ROOT
+from tests.processes import run_bounded
 from tests.workspace import invoke
 
 
@@ -105,3 +109,14 @@ def test_a_gpu_in_use_and_an_old_one_are_noted(monkeypatch: pytest.MonkeyPatch):
     busy, kernels = check_gpus()
     assert busy.text == "Tesla T4: 4 GiB free of 15 GiB, driver 570.86"
     assert [busy.level, kernels.level] == ["note", "note"] and "no bf16" in kernels.text
+
+
+def test_nothing_imports_torch_before_the_checks_that_need_it():
+    """Five seconds of silence before the first line."""
+    program = (
+        "import sys; from lean_finetune.commands import machine_checks as m; "
+        "early = m.CHECKS[: m.CHECKS.index(m.check_gpus)]; found = [f for check in early for f in check()]; "
+        "assert len(found) > 5 and 'torch' not in sys.modules, sorted(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run_bounded([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True)
