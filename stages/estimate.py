@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from lean_finetune.config.declared_params import read_params
-from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.errors import StageCommand, exit_on_signal
 
 PATH = click.Path(path_type=Path)
 
@@ -26,7 +26,8 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
     allocation and free. This stage succeeds even if the run does not fit; stage train then refuses it by the verdict.
     """
     # Imported here because torch takes seconds, and --help does not need it.
-    from lean_finetune.memory.estimate.estimate_run import run_stage
+    with exit_on_signal():
+        from lean_finetune.memory.estimate.estimate_run import run_stage
 
     run_stage(read_params(), plan_path, index, model_lock, out, metrics)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.errors import StageCommand, exit_on_signal
 
 PATH = click.Path(path_type=Path)
 
@@ -26,7 +26,8 @@ def main(**paths: Path) -> None:
     Writes loss and perplexity of the trained tokens, overall and by row length, and exact match of greedy answers by
     task family. The base model is loaded as for training (4-bit for qlora), so that only training makes a difference.
     """
-    from lean_finetune.evaluate.evaluate_run import run_stage  # Here: imports torch, which --help skips.
+    with exit_on_signal():
+        from lean_finetune.evaluate.evaluate_run import run_stage  # Here: imports torch, which --help skips.
 
     run_stage(**paths)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.errors import StageCommand, exit_on_signal
 
 PATH = click.Path(path_type=Path)
 
@@ -31,7 +31,8 @@ def main(**paths: Path) -> None:
     model card, per-step curves and the measured peak memory.
     """
     # Imported here because torch takes seconds, and --help does not need it.
-    from lean_finetune.train.train_run import run_stage
+    with exit_on_signal():
+        from lean_finetune.train.train_run import run_stage
 
     run_stage(**paths)
 

@@ -58,6 +58,24 @@ def test_a_signal_ends_the_process_in_the_right_way(code, status, message):
     assert done.stderr.strip().splitlines()[-1:] == ([f"lean_finetune.core.signals.{message}"] if message else [])
 
 
+DURING_IMPORTS = """
+from lean_finetune.core.errors import exit_on_signal
+
+with signals.raised(), exit_on_signal():
+    try:
+        send()
+    except BaseException:
+        print("an exception inside of an import")
+"""
+
+
+def test_a_signal_during_imports_raises_no_exception():
+    """An abort with 80 lines, or an ignored Ctrl-C: PyTorch imports modules from C++ code."""
+    done = run_bounded([sys.executable, "-c", BEGINNING + DURING_IMPORTS], cwd=ROOT, timeout_seconds=20)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "")
+    assert done.stderr == "stopped by SIGTERM: no output is half-written; the same command starts again\n"
+
+
 WRITE = """
 from pathlib import Path
 from lean_finetune.core import atomic_files

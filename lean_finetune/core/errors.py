@@ -1,7 +1,11 @@
 """Errors that a user can correct, printed in one line without a traceback."""
 
 import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import click
@@ -47,7 +51,7 @@ class StageCommand(click.Command):
             with signals.raised():
                 return super().invoke(ctx)
         except signals.Interrupted as ending:
-            click.echo(f"stopped by {ending.name}: no output is half-written; the same command starts again", err=True)
+            click.echo(_stopped_line(ending), err=True)
             sys.exit(ending.exit_code)
         except UserError as error:
             message = " ".join(str(error).split())
@@ -55,3 +59,25 @@ class StageCommand(click.Command):
             for line in error.details:
                 click.echo(f"  {line}", err=True)
             sys.exit(1)
+
+
+@contextmanager
+def exit_on_signal() -> Iterator[None]:
+    """Exit at once at a stop signal, with the line of a stopped stage. The block must not need any cleanup.
+
+    For imports of PyTorch: an exception in a module that C++ code imports can abort the process.
+    """
+
+    def end(number: int, _: FrameType | None) -> None:
+        restore_metrics()
+        ending = signals.Interrupted(number)
+        os.write(2, f"{_stopped_line(ending)}\n".encode())
+        os._exit(ending.exit_code)
+
+    with signals.handled_by(end):
+        yield
+
+
+def _stopped_line(ending: signals.Interrupted) -> str:
+    """The line of a stage that a signal stopped."""
+    return f"stopped by {ending.name}: no output is half-written; the same command starts again"

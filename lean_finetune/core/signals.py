@@ -39,7 +39,7 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+def handled_by(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
     """Handle the stop signals with `handler`. Signals that this process ignores (`nohup`) stay ignored."""
     before = {number: old for number in ENDINGS if (old := signal.getsignal(number)) is not signal.SIG_IGN}
     for number in before:
@@ -65,7 +65,7 @@ def raised() -> Iterator[None]:
             raise Interrupted(number)
         _deferred[0] = number
 
-    with _handled_by(end):
+    with handled_by(end):
         try:
             yield
         finally:
@@ -97,7 +97,7 @@ def default_signal_actions() -> Iterator[None]:
 
     The block must not need any cleanup.
     """
-    with _handled_by(signal.SIG_DFL):
+    with handled_by(signal.SIG_DFL):
         yield
 
 
