@@ -43,7 +43,7 @@ from benchmarks.harness import Row
 from benchmarks.specs import Trainer, joined, model_spec, padded, random_batch
 from lean_finetune.config.field_types import LoraExperts, Method, OptimizerName, Precision
 from lean_finetune.memory.gpus import Device
-from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
@@ -189,6 +189,11 @@ def make_code_books() -> None:
 
 def compare(case: Case, directory: Path) -> dict[str, tuple[int, int]]:
     """Bytes predicted and measured, by phase and for the run."""
+    return compare_prediction(case, directory)[1]
+
+
+def compare_prediction(case: Case, directory: Path) -> tuple[Prediction, dict[str, tuple[int, int]]]:
+    """The prediction, and bytes predicted and measured, by phase and for the run."""
     steps = LAYOUTS[case.layout]
     predicted = predict(read_config(directory), case.setting, steps, CPU_TARGET)
     make_code_books()
@@ -196,7 +201,7 @@ def compare(case: Case, directory: Path) -> dict[str, tuple[int, int]]:
         counted = count(directory, case.setting, steps)
     assert counted.peak_bytes is not None
     by_phase = {phase: (peak.bytes, counted.peak_bytes_by_phase[phase]) for phase, peak in predicted.by_phase.items()}
-    return {**by_phase, "run": (predicted.peak.bytes, counted.peak_bytes)}
+    return predicted, {**by_phase, "run": (predicted.peak.bytes, counted.peak_bytes)}
 
 
 def worst_share(pairs: Mapping[str, tuple[int, int]]) -> float:

@@ -41,6 +41,31 @@ class _Root(nn.Module):
         return compute(self.model)
 
 
+def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that are sharded one by one.
+
+    Raises:
+        UserError: they are of a kind that is not known, or FSDP cannot shard them.
+    """
+    layers: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    fault = None
+    if not layers:
+        fault = "are of a kind that is not known"
+    owned = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    inside = {*owned}
+    if len(owned) > len(inside):
+        fault = "share weights"
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    for part in (*(layer.parameters() for layer in layers), outside):
+        if len(types := {str(p.dtype).removeprefix("torch.") for p in part if p.requires_grad}) > 1:
+            fault = f"train weights of several types ({', '.join(sorted(types))})"
+    if fault is not None:
+        raise UserError(
+            f"train.sharding: shards a model by its decoder layers, and this model's {fault}; use ddp or zero1"
+        )
+    return layers
+
+
 class ShardedModel(DataParallelModel):
     """A `DataParallelModel` whose processes each keep a shard of every weight."""
 
@@ -67,19 +92,14 @@ class ShardedModel(DataParallelModel):
                 copied to the device whenever the layer is gathered.
 
         Raises:
-            UserError: the decoder layers are of an unknown kind: all weights would be gathered at once.
+            UserError: FSDP cannot shard the decoder layers one by one.
         """
         super().__init__(model, rank=world.rank, size=world.size)
         self._device, self._group = device, mesh.get_group(SHARD)
         self._shard_rank, self._shards = mesh.get_local_rank(SHARD), mesh[SHARD].size()
         self._first_replica = REPLICATE not in (mesh.mesh_dim_names or ()) or mesh.get_local_rank(REPLICATE) == 0
         self._sum_every_micro_batch = sum_every_micro_batch
-        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        if not layers:
-            raise UserError(
-                "train.sharding: shards a model by its decoder layers, and this model's are of a kind that is not "
-                "known; use ddp or zero1"
-            )
+        layers = _decoder_layers(model)
         check_same_shapes(model, world, device)
         pinned = device.type == "cuda"
         policy = CPUOffloadPolicy(pin_memory=pinned) if offload_weights else OffloadPolicy()

@@ -29,6 +29,8 @@ from lean_finetune.model.language_part import left_out, pattern_of
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 
+READ_DIRECTLY = {"falcon_h1": {"out_proj"}, "jamba": {"dt_proj"}, "nemotron_h": {"out_proj"}}
+"""Layers whose weight a family's code reads without calling the layer, so that an adapter would have no effect."""
 ADAPTER_NAMES = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
 """Parts of the names of adapter parameters."""
 
@@ -39,10 +41,9 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
     Raises:
         UserError: train.lora.targets names layers that cannot have adapters.
     """
-    mixture = has_experts(model)
     if spec.peft_targets != ALL_LINEAR:
         _refuse_targets(model, spec.lora_targets)
-    if spec.lora_experts == "all" and not mixture:
+    if spec.lora_experts == "all" and not has_experts(model):
         raise UserError(
             f"train.lora.experts: {model.config.model_type} has no experts that can have adapters; got all; use none"
         )
@@ -54,7 +55,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
         r=spec.lora_rank,
         lora_alpha=spec.lora_alpha,
         lora_dropout=spec.lora_dropout,
-        target_modules=_mixture_targets(model) if by_name else spec.peft_targets,
+        target_modules=_linear_targets(model) if by_name else spec.peft_targets,
         # Layers of the same names in the parts that text never reaches: the adapter is for the complete model.
         exclude_modules=pattern_of(left_out(model)),
         use_rslora=spec.lora_rslora,
@@ -79,21 +80,39 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
 
 
 def adapts_by_name(model: PreTrainedModel) -> bool:
-    """Whether `all-linear` must be spelt out, because peft's would include routers of experts."""
-    return has_experts(model) or bool(gates(model))
+    """Whether `all-linear` must be spelt out, because peft's would include layers that get no adapter."""
+    return has_experts(model) or bool(gates(model)) or bool(_read_directly(model))
 
 
-def _mixture_targets(model: PreTrainedModel) -> list[str]:
-    """What `all-linear` names in a mixture of experts."""
+def _read_directly(model: PreTrainedModel) -> set[str]:
+    """Names of the layers of a model whose weight its code reads without calling the layer."""
+    return READ_DIRECTLY.get(model.config.get_text_config().model_type, set())
+
+
+def _linear_targets(model: PreTrainedModel) -> list[str]:
+    """What `all-linear` names where it is spelt out."""
+    return sorted(set(linear_targets(model, _linear_layers(model))) - _read_directly(model))
+
+
+def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers of a model by path, without its head."""
     head = model.get_output_embeddings()
-    modules = model.named_modules()
-    return linear_targets(model, {path: m for path, m in modules if isinstance(m, nn.Linear) and m is not head})
+    return {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
 
 
 def adaptable_layers(model: PreTrainedModel) -> list[nn.Linear]:
-    """The layers of a mixture of experts that `all-linear` adapts."""
-    names = set(_mixture_targets(model))
-    return [m for path, m in model.named_modules() if isinstance(m, nn.Linear) and path.rpartition(".")[2] in names]
+    """The layers that `all-linear` adapts where it is spelt out."""
+    names = set(_linear_targets(model))
+    return [layer for path, layer in _linear_layers(model).items() if path.rpartition(".")[2] in names]
+
+
+def layers_without_adapters(model: PreTrainedModel, spec: ModelSpec) -> list[str]:
+    """Names of the linear layers that `all-linear` leaves out, apart from the head and routers."""
+    if not spec.adapted or spec.peft_targets != ALL_LINEAR or not adapts_by_name(model):
+        return []
+    routers = gates(model)
+    names = {path.rpartition(".")[2] for path in _linear_layers(model) if path not in routers}
+    return sorted(names.difference(_linear_targets(model)))
 
 
 def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
@@ -114,6 +133,12 @@ def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
         raise UserError(
             f"train.lora.targets: peft takes {sorted(renamed)[0]} of {model.config.model_type} for its experts; got "
             f"{list(targets)}; leave it out, and set train.lora.experts=all for adapters of the experts"
+        )
+    family = model.config.model_type
+    if direct := _read_directly(model).intersection(target.rpartition(".")[2] for target in targets):
+        raise UserError(
+            f"train.lora.targets: {family} reads the weight of {sorted(direct)[0]} without calling the layer, so an "
+            f"adapter has no effect; got {list(targets)}; leave it out"
         )
     if wrong:
         known = ", ".join(sorted(_linear_names(model)))

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention_sinks import sink_attention
 
 ATTENTION = "lean_sdpa"
@@ -123,6 +124,12 @@ def _with_sinks(
     if torch.is_autocast_enabled(query.device.type):  # Autocast does not reach the kernels, which are called directly.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.shape[2] != key.shape[2]:
+        config: Any = module.config
+        raise UserError(
+            f"model.name: {config.model_type} attends to more than the tokens of a row, which is not supported "
+            "yet; choose another model"
+        )
     groups, capability = query.shape[1] // key.shape[1], _capability(query)
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     flash = capability is not None and mask is None and takes_flash(query, capability)

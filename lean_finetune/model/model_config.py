@@ -13,14 +13,17 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.empty_model import causal_class
 from lean_finetune.model.language_part import is_multimodal
 
-# Changes the logits after the head, which our loss would ignore.
-UNSUPPORTED_HEADS = ("logits_soft_cap",)
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Names of the soft cap of logits: Gemma 2, RecurrentGemma."""
 LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
 """Names of what a family multiplies its logits by: Cohere, Falcon-H1."""
 LOGIT_DIVISOR = "logits_scaling"
 """What Granite and MiniCPM-3 divide their logits by."""
 MULTIPLIES = {"hyperclovax"}
 """Families that multiply by `LOGIT_DIVISOR`."""
+
+OWN_ATTENTION = {"falcon"}
+"""Families that support transformers' own attention functions alone, by name."""
 
 SIZES = ("hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Sizes that config.json must have if its family has them: transformers replaces missing ones by those of the family's
@@ -82,9 +85,6 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
         yield f"{name} has no attention heads; choose a model with attention"
     if caps_scores(config) and not causal_class(config)._supports_attention_backend:
         yield f"{name} caps attention scores in its own attention code, which is not supported yet"
-    for key in UNSUPPORTED_HEADS:
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            yield f"{name} scales its logits ({key}), which is not supported yet"
 
 
 def _missing_sizes(config: PretrainedConfig, directory: Path) -> list[str]:
@@ -141,15 +141,22 @@ def logit_factor(config: PretrainedConfig) -> float:
     return factor
 
 
+def logit_cap(config: PretrainedConfig) -> float | None:
+    """The soft cap of a model's logits; None for most."""
+    text = config.get_text_config()
+    return next((cap for name in LOGIT_CAPS if (cap := getattr(text, name, None)) is not None), None)
+
+
 def caps_scores(config: PretrainedConfig) -> bool:
     """Whether a model caps its attention scores, so that all of them must exist."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def computes_own_attention(config: PretrainedConfig) -> bool:
-    """Whether a family's own code computes attention, with all length × length scores (BLOOM, MPT)."""
+    """Whether a family's own code computes attention, with all length × length scores (BLOOM, MPT, Falcon)."""
     kind = causal_class(config)
-    return not kind._supports_attention_backend and not kind._supports_sdpa
+    own = config.model_type in OWN_ATTENTION or not kind._supports_sdpa
+    return own and not kind._supports_attention_backend
 
 
 def has_sinks(config: PretrainedConfig) -> bool:

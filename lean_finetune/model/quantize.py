@@ -132,6 +132,7 @@ def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
     # peft chooses adapters for quantised layers by these attributes.
     attributes: Any = model
     attributes.is_loaded_in_4bit, attributes.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"
+    attributes.config._is_quantized = True  # As transformers sets it: Jamba's code reads no packed weight then.
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             _set_4bit_weight(module, spec)

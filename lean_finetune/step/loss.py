@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import JoinedRows, joined_forward
 from lean_finetune.model.experts.router import balancing_loss
-from lean_finetune.model.model_config import logit_factor
+from lean_finetune.model.model_config import logit_cap, logit_factor
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, join_rows
 
@@ -39,7 +39,7 @@ def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     logits = model.get_output_embeddings()(hidden).float()
     if (factor := logit_factor(model.config)) != 1.0:
         logits *= factor
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    cap = logit_cap(model.config)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 

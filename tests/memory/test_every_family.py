@@ -9,9 +9,11 @@ from click.testing import CliRunner
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.estimate_cpu import Case, compare, worst_share
+from benchmarks.models.small import COUNTED, tiny_config
 from lean_finetune.commands.fit import fit
 from lean_finetune.memory.predict.layer_structure import with_layers
-from tests.memory.small_families import COUNTED, NO_QLORA, tiny_config
+from tests.model.reload import reload_adapter
+from tests.small_model import spec_of
 from tests.workspace import lay_out
 
 PARTS = 16
@@ -67,10 +69,25 @@ def test_no_config_ends_in_a_traceback(part, method, tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", COUNTED)
 def test_a_family_is_predicted_as_it_is_counted(family, method, tmp_path):
     """Experts, Mamba, convolutions or linear attention that are traced unlike they run."""
-    if method == "qlora" and family in NO_QLORA:
-        pytest.skip(f"{family} reads a weight that 4 bits pack")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny_config(family)).save_pretrained(tmp_path)
     for grad_ckpt in (False, True):
         pairs = compare(Case(family=family, method=method, grad_ckpt=grad_ckpt), tmp_path)
         assert worst_share(pairs) < 1e-3, pairs
+
+
+UNLIKE = ("gpt2", "lfm2", "qwen3_next", "glm4_moe", "mpt", "falcon")
+"""Transposed weights, convolutions, linear attention, experts, ALiBi, attention of its own."""
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.parametrize(
+    "family", [one if one in UNLIKE else pytest.param(one, marks=pytest.mark.slow) for one in COUNTED]
+)
+def test_an_adapter_of_a_family_loads_in_peft_with_equal_logits(family, tmp_path):
+    """Adapters that peft adds to other layers than we trained, or layers that ignore them."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config(family)).save_pretrained(tmp_path / "base")
+    reload_adapter(tmp_path / "base", spec_of(), tmp_path / "adapter")

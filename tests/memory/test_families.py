@@ -17,14 +17,17 @@ from transformers import (
 )
 
 from benchmarks.estimate_cpu import FAMILIES, SMALL, Case, cases, compare, save_small, worst_share
+from benchmarks.models.small import tiny_config
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes, state_bytes, state_lines
 from lean_finetune.memory.trace.memory_trace import ADAPTERS
+from lean_finetune.model.load_model import uninitialized_model
 from lean_finetune.model.model_config import largest_head_size, read_config
 from tests.memory.common import CPU_TARGET, setting_of, shape
+from tests.small_model import CPU, spec_of
 
 TOLERATED_SHARE = 1e-3
 QUICK = ("Llama", "Gemma 3", "Mistral, window", "Phi 3")
@@ -182,23 +185,31 @@ def test_the_largest_head_size_of_two():
 @pytest.mark.parametrize(
     ("family", "values", "method", "message"),
     [
-        ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "qlora",
-         r"^train\.lora\.targets: must be layers .*Module 'out_proj' is incompatible .*; name others of down_proj, "),
         ("bert", {"is_decoder": True}, "full", r"^model\.name: bert has cls\.predictions\.transform\S* outside of"),
         ("modernbert-decoder", {"bos_token_id": 1}, "full", r"^model\.name: \S* has no decoder apart from its head"),
         ("ministral", {"head_dim": None}, "full", r"^model\.name: ministral cannot be built \(TypeError: .*; choose"),
         ("gemma3n_text", {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4},
          "qlora", r"^model\.name: gemma3n_text cannot be trained .* \(modeling_gemma3n\.py:[0-9]+: RuntimeError: "),
-        ("falcon", {}, "full", r"^model\.name: falcon cannot be built .its code knows no 'lean_sdpa'"),
     ],
-    ids=["PEFT's refusal", "layers before the head", "decoder is the head", "no size", "code fails", "other attention"],
+    ids=["layers before the head", "decoder is the head", "no size", "code fails"],
 )  # fmt: skip
-def test_refusals_of_other_libraries_are_one_line(family, values, method, message):
-    """A traceback of transformers or of PEFT; or a loss that passes over the layers before the head."""
+def test_refusals_of_other_libraries_are_one_line(family, values, method, message, capfd):
+    """A traceback of transformers, of PEFT or in torch's log; or a loss that passes over the layers before the head."""
     config = AutoConfig.for_model(family, **{**SMALL, **values})
     with pytest.raises(UserError, match=message) as caught:
         predict(config, setting_of(method=method), STEPS, CPU_TARGET)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("family", "layer"), [("falcon_h1", "out_proj"), ("jamba", "dt_proj")])
+def test_layers_whose_weight_is_read_directly_get_no_adapters(family, layer):
+    """Adapters without effect; or peft's refusal of all-linear."""
+    config = tiny_config(family)
+    model = uninitialized_model(config, spec_of(), CPU)
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name, _ in model.named_parameters() if ".lora_" in name}
+    assert layer not in adapted and "in_proj" in adapted
+    with pytest.raises(UserError, match=rf"^train\.lora\.targets: {family} reads the weight of {layer} without"):
+        uninitialized_model(config, spec_of(lora_targets=("in_proj", layer)), CPU)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import host_state_bytes
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.model.adapters import layers_without_adapters
 from lean_finetune.model.allocator_settings import environment_notes
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.language_part import left_out_text
@@ -77,8 +78,11 @@ class FitRun:
         return left_out_text(meta_model(self.config))
 
     def notes(self) -> list[str]:
-        """Settings of the environment that differ from those predicted."""
-        return list(environment_notes(self.params.train.expandable_segments)) if self.device.kind == "cuda" else []
+        """Settings of the environment that differ from those predicted, and layers without adapters."""
+        notes = list(environment_notes(self.params.train.expandable_segments)) if self.device.kind == "cuda" else []
+        if names := layers_without_adapters(meta_model(self.config), self.workload.setting.model):
+            notes.append(f"all-linear leaves out {', '.join(names)}: no effect there, or peft loads it elsewhere")
+        return notes
 
     def predict(self) -> Prediction:
         """Peaks by phase. Takes several seconds."""

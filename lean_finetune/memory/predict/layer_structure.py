@@ -67,8 +67,8 @@ def find_repetition(
     deepest = repetition.depths[-1]
     if _signatures(with_layers(config, deepest)) != signatures[:deepest]:
         return None, f"all {count} layers: those of a model with {deepest} are others"
-    kinds = "all alike" if period == 1 else f"alike in every {period}th"
-    return repetition, f"models of {', '.join(map(str, repetition.depths))} layers: its {count} are {kinds}"
+    kinds = "are all alike" if period == 1 else f"repeat every {period}"
+    return repetition, f"models of {', '.join(map(str, repetition.depths))} layers: its {count} {kinds}"
 
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
@@ -96,10 +96,9 @@ def _signatures(config: PretrainedConfig) -> list[Signature] | None:
     if layers is None:
         return None
     described = [_describe(layer) for layer in layers]
-    # An attribute that equals the layer's number in every layer is a position, not a difference.
-    numbers = {
-        key for key in described[0] if all(key in values and values[key] == k for k, values in enumerate(described))
-    }
+    # An attribute that equals the layer's number wherever it exists is a position, not a difference.
+    placed = {key: [(k, one[key]) for k, one in enumerate(described) if key in one] for one in described for key in one}
+    numbers = {key for key, found in placed.items() if len(found) > 1 and all(k == value for k, value in found)}
     return [tuple(sorted((k, repr(v)) for k, v in values.items() if k not in numbers)) for values in described]
 
 

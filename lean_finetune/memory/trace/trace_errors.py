@@ -1,5 +1,6 @@
 """Turn errors of a traced step into one-line refusals: untraceable operations, and faults in the model's code."""
 
+import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ def refuse_untraceable(config: PretrainedConfig) -> Iterator[None]:
     Raises:
         UserError: names the error and its place in the model's code.
     """
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = torch_log.level
+    torch_log.setLevel(logging.CRITICAL)  # It writes the traceback of every error, also of those refused below.
     try:
         yield
     except UserError:
@@ -49,6 +53,8 @@ def refuse_untraceable(config: PretrainedConfig) -> Iterator[None]:
             f"model.name: {config.model_type} cannot be trained with these settings: its code fails ({place}: "
             f"{type(error).__name__}: {error}); choose another model or another train.method"
         ) from None
+    finally:
+        torch_log.setLevel(level)
 
 
 def _place_in_model(error: Exception) -> str | None:

@@ -7,7 +7,7 @@ A_e, then by B_e. A saved adapter is peft's in every byte that peft reads.
 Shape legend: E experts, R rank, K inputs, N outputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -60,7 +60,7 @@ def target_experts(config: LoraConfig, model: nn.Module, rank: int) -> None:
     config.alpha_pattern = dict.fromkeys(config.target_parameters, config.lora_alpha * share)
 
 
-def linear_targets(model: Any, linear: dict[str, nn.Module]) -> list[str]:
+def linear_targets(model: Any, linear: Mapping[str, nn.Module]) -> list[str]:
     """What `all-linear` names in a mixture of experts: linear layers apart from the head and the routers.
 
     Where peft takes the name of a layer for that of experts in older files (`gate_proj` in Qwen2-MoE), the layer gets

@@ -1,8 +1,11 @@
 """A small model of any family of transformers: its config's defaults with small sizes."""
 
+from dataclasses import fields
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from lean_finetune.model.model_config import layer_settings
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16},
@@ -26,20 +29,41 @@ COUNTED = (
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "flex_olmo", "granitemoeshared", "solar_open"),
     *("olmo3", "smollm3", "cohere2", "glm4", "exaone4", "gpt2", "gptj", "codegen", "mpt", "apertus", "seed_oss"),
     *("helium", "nanochat", "arcee", "stablelm", "persimmon", "ministral3", "internlm3", "hyperclovax"),
+    *("falcon", "falcon_h1", "nemotron_h", "recurrent_gemma"),
 )
 """Families without a case in benchmarks.estimate_cpu."""
-NO_QLORA = {"jamba"}
-"""Families whose code reads a weight that 4 bits pack."""
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0},
+    "gemma4_text": {
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32, "sliding_window": 48},
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256},
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "mamba2": {"num_heads": 8},
+    **dict.fromkeys(("cwm", "emu3_text_model", "modernbert-decoder"), {"bos_token_id": 1}),
+    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "attention_head_dim": 32},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Values that a family needs beside or in place of SIZES."""
 
 
-def tiny_config(family: str) -> PretrainedConfig:
-    """The config of a small model."""
-    kind = CONFIG_MAPPING[family]
+def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
+    """The config of a small model; of a model of several parts, with a small language model.
+
+    `changes` replace values.
+    """
+    kind: Any = CONFIG_MAPPING[family]
     default = kind()
-    values = {name: value for name, value in SIZES.items() if hasattr(default, name)}
-    heads = getattr(default, "num_attention_heads", None)
-    if heads is not None and getattr(default, "num_key_value_heads", None) == heads:
+    if "text_config" in kind.sub_configs:
+        return kind(text_config=tiny_config(default.get_text_config().model_type).to_dict())
+    known = {field.name for field in fields(default)} | {*default.attribute_map}
+    values = {name: value for name, value in SIZES.items() if name in known}
+    heads, groups = (layer_settings(default, name)[0] for name in ("num_attention_heads", "num_key_value_heads"))
+    if heads is not None and heads == groups:
         values["num_key_value_heads"] = SIZES["num_attention_heads"]
-    if family == "lfm2_moe":
-        values["layer_types"] = ["conv", "full_attention"] * 2
-    return kind(**values)
+    return kind(**{**values, **OTHER_SIZES.get(family, {}), **changes})

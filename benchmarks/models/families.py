@@ -1,0 +1,114 @@
+"""What works with a small model of every family of causal language models, and what is refused with which reason."""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks.harness import Row
+from benchmarks.models.small import tiny_config
+from benchmarks.specs import joined, model_spec, padded
+from lean_finetune.config.field_types import Method
+from lean_finetune.core.atomic_files import write_json
+from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.sharding_modes import ShardSpec
+from lean_finetune.memory.devices import resolve_gpu
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.model.load_model import load_model
+from lean_finetune.model.merge_adapters import refuse_merge
+from lean_finetune.model.model_config import UNREADABLE, read_config, refuse_joined_rows
+from lean_finetune.step.loss import check_head, check_joined_rows
+
+CPU = torch.device("cpu")
+TARGET = target_of(resolve_gpu("A100-80GB")[0])
+LENGTH = 32
+PADDED: TracedSteps = ((padded(1, LENGTH, LENGTH - 1),),)
+JOINED: TracedSteps = ((joined((LENGTH // 2, LENGTH // 2), LENGTH - 2),),)
+ON_TWO_GPUS = Sharing(spec=ShardSpec(mode="zero3"), gpus=2, accumulates_gradients=False)
+METHODS: tuple[Method, ...] = ("full", "lora", "qlora", "int8_lora")
+LOADED = model_spec("full", "fp32", grad_ckpt=False)
+
+
+def family_names() -> list[str]:
+    """The families of the installed transformers."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def outcome(family: str) -> Row:
+    """The checks of a family that pass, and those that are refused by reason.
+
+    Raises:
+        Exception: one that is no refusal, so a fault of ours.
+    """
+    works: list[str] = []
+    refused: dict[str, list[str]] = {}
+    with TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        _write_config(family, directory)
+        for name, check in _checks(directory).items():
+            try:
+                check()
+                works.append(name)
+            except UserError as error:
+                reason = re.sub(r"(largest difference) [^)]*", r"\1 …", str(error).replace(f"{directory}/", ""))
+                refused.setdefault(reason, []).append(name)
+            if name == METHODS[-1] and not works:
+                break
+    return {"family": family, "works": works, "refused": refused}
+
+
+def _write_config(family: str, directory: Path) -> None:
+    """Write the config of a small model; of a family whose sizes have other names, one without sizes."""
+    try:
+        tiny_config(family).to_json_file(directory / "config.json", use_diff=False)
+    except (*UNREADABLE, NotImplementedError):
+        write_json(directory / "config.json", {"model_type": family})
+
+
+def _checks(directory: Path) -> Mapping[str, Callable[[], None]]:
+    """Everything that is tried with a model, by name; each raises UserError if it is refused."""
+
+    @cache
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(read_config(directory)).save_pretrained(directory)
+        loaded = load_model(directory, LOADED, CPU)
+        check_head(loaded, CPU)
+        return loaded
+
+    def train(method: Method, *, grad_ckpt: bool = False) -> None:
+        predict(read_config(directory), _setting(method, grad_ckpt=grad_ckpt), PADDED, TARGET)
+        model()
+
+    def packed() -> None:
+        config = read_config(directory)
+        refuse_joined_rows(config, LENGTH // 2)
+        predict(config, _setting("full"), JOINED, TARGET)
+        check_joined_rows(model(), CPU)
+
+    def zero3() -> None:
+        for method in METHODS[::2]:
+            predict(read_config(directory), _setting(method, sharing=ON_TWO_GPUS), PADDED, TARGET)
+
+    def merge(method: Method) -> None:
+        refuse_merge(read_config(directory), model_spec(method))
+
+    methods: dict[str, Callable[[], None]] = {method: partial(train, method) for method in METHODS}
+    merges = {f"merge_{method}": partial(merge, method) for method in ("lora", "qlora")}
+    return {**methods, "grad_ckpt": partial(train, "full", grad_ckpt=True), "packed": packed, "zero3": zero3, **merges}
+
+
+def _setting(method: Method, *, grad_ckpt: bool = False, sharing: Sharing | None = None) -> Setting:
+    """A setting of the check of a method."""
+    spec = model_spec(method, grad_ckpt=grad_ckpt, rank=4)
+    return Setting(model=spec, optimizer="adamw", loss_chunk=LENGTH, max_grad_norm=1.0, sharing=sharing)
