@@ -106,13 +106,14 @@ def _harness_tasks(
     device: torch.device,
 ) -> HarnessTasks | None:
     """Load the tasks of `evaluate.tasks`; None without any. A row is as long as a batch may be."""
-    if not p.evaluate.tasks:
+    names, rows = p.evaluate.tasks, p.evaluate.task_rows
+    if not names:
         return None
-    manager, tasks = load_tasks(p.evaluate.tasks)
+    manager, tasks = load_tasks(names)
     return HarnessTasks(
         manager=manager,
         tasks=tasks,
-        rows=p.evaluate.task_rows,
+        rows=rows,
         tokenizer=tokenizer,
         max_length=min(limits.max_tokens, _positions(base) or limits.max_tokens),
         limits=limits,

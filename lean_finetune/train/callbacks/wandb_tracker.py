@@ -1,6 +1,9 @@
 """Weights & Biases. Its environment variables apply: WANDB_MODE=offline, WANDB_PROJECT, WANDB_DIR, WANDB_API_KEY."""
 
 import os
+import sys
+
+from tqdm import tqdm
 
 from lean_finetune.train.callbacks.callback import Row
 from lean_finetune.train.callbacks.tracker import PROJECT, Tracker, figures, logs_root
@@ -33,6 +36,9 @@ class WandbTracker(Tracker):
                 console="off", init_timeout=MOST_WAIT_SECONDS, login_timeout=MOST_WAIT_SECONDS, silent=True
             ),
         )
+
+        if self._run.url:
+            tqdm.write(f"wandb: {self._run.url}", file=sys.stderr)
 
     def log(self, row: Row) -> None:
         """See the base class; the service drops a step that it has."""
