@@ -141,10 +141,15 @@ class Conversation:
 
     def _read(self) -> str | None:
         """The next line; None at the end of the input."""
-        if sys.stdin.isatty():
-            click.echo("> ", nl=False, err=True)
-        line = sys.stdin.readline()
-        return line.strip() if line else None
+        if not sys.stdin.isatty():
+            line = sys.stdin.readline()
+            return line.strip() if line else None
+        import readline  # noqa: F401 - lets `input` edit lines and recall earlier ones
+
+        try:
+            return input("> ").strip()
+        except EOFError:
+            return None
 
     def _prompt(self, line: str) -> list[int] | None:
         """The prompt for a new line, without the oldest turns that are too much; None if the line alone is too long."""

@@ -86,10 +86,11 @@ def fit(
     if as_json:
         click.echo(json.dumps({**fit_json(run), "from": converted and vars(converted)}, indent=2))
         return
+    source = str(config or file) if config or not usual else "a usual run; --set KEY=VALUE changes it"
     words, option = _this_command(), "--set"
     if file == PARAMS_FILE:
         words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
-    for text in chain(fit_lines(run, shlex.join(words), option), ["", *converted.lines()] if converted else []):
+    for text in chain(fit_lines(run, source, shlex.join(words), option), ["", *converted.lines()] if converted else []):
         click.echo(text)
 
 

@@ -20,10 +20,11 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 LARGEST_PARTS = 5
 
 
-def fit_lines(run: FitRun, command: str, option: str) -> Iterator[str]:
+def fit_lines(run: FitRun, source: str, command: str, option: str) -> Iterator[str]:
     """The lines of the answer, each as soon as it is known: the verdict first.
 
-    `command` and `option` make the lines that apply settings: `lean-finetune fit …` and `--set`.
+    `source` says where the parameters come from. `command` and `option` make the lines that apply settings:
+    `lean-finetune fit …` and `--set`.
     """
     prediction = run.predict()
     verdict, peak = run.judge(prediction), prediction.peak
@@ -32,6 +33,7 @@ def fit_lines(run: FitRun, command: str, option: str) -> Iterator[str]:
     yield ""
     yield from _peak_lines(run, prediction)
     yield ""
+    yield labelled("params", source)
     yield from _run_lines(run)
     if not verdict.fits:
         found = run.search(prediction)

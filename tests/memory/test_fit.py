@@ -45,7 +45,7 @@ def test_a_run_that_fits_is_answered_in_80_columns_and_leaves_no_file(workspace:
     labels = [text[:LABEL_WIDTH].strip() for text in lines if text and not text.startswith(" ")]
     peaks = ["peak by phase, as a s", "at the peak, in backw"]
     limits = ["smallest GPU", "longest row", "largest micro-batch"]
-    assert labels == ["verdict", *peaks, "device", "model", "run", "micro-batches", "attention", *limits]
+    assert labels == ["verdict", *peaks, "params", "device", "model", "run", "micro-batches", "attention", *limits]
     assert (
         lines[0].startswith(labelled("verdict", "fits: peak ")) and labelled("smallest GPU", "P4 (of") in result.stdout
     )
@@ -130,7 +130,7 @@ def test_what_would_fit_is_a_line_to_paste(workspace: Path):
 def test_the_verdict_comes_before_the_search(workspace: Path, monkeypatch: pytest.MonkeyPatch):
     """Half a minute of search before the answer to the question."""
     lay_out(workspace, data__max_length=128, bucket__max_tokens=65536)
-    lines = fit_lines(run_of(workspace, card_for(2**20), []), "lean-finetune fit", "--set")
+    lines = fit_lines(run_of(workspace, card_for(2**20), []), "", "lean-finetune fit", "--set")
     monkeypatch.delattr(FitRun, "search")
     assert next(lines).startswith(labelled("verdict", "does not fit: peak "))
 
