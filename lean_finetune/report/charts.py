@@ -51,10 +51,9 @@ class Line:
 
 
 def bar_chart(bars: Sequence[Bar], *, title: str, capacity: float | None = None) -> Markup:
-    """Return horizontal bars from zero; `capacity` is drawn as a line if it is in the bars' range or just above."""
+    """Return horizontal bars from zero, with a dashed line at `capacity`."""
     longest = max(max(sum(size for *_, size in bar.segments), bar.thin[2] if bar.thin else 0.0) for bar in bars)
-    drawn = capacity is not None and capacity <= 1.5 * longest
-    limit = max(longest, capacity if drawn and capacity else 0.0) or 1.0
+    limit = max(longest, capacity or 0.0) or 1.0
     parts = []
     for number, bar in enumerate(bars):
         top, start = number * BAR_ROW, 0.0
@@ -67,9 +66,9 @@ def bar_chart(bars: Sequence[Bar], *, title: str, capacity: float | None = None)
         if bar.thin is not None:
             name, color, size = bar.thin
             parts.append(_rectangle(0.0, top + 33, size / limit, 5, color, name))
-    if drawn and capacity:
-        x = f"{100 * capacity / limit:.2f}%"
-        parts.append(Markup('<line x1="{0}" x2="{0}" y1="0" y2="100%" class="capacity"/>').format(x))
+        if capacity is not None:
+            line = Markup('<line x1="{0:.2f}%" x2="{0:.2f}%" y1="{1}" y2="{2}" class="capacity"/>')
+            parts.append(line.format(100 * capacity / limit, top + 17, top + 41))
     return _svg(parts, title, len(bars) * BAR_ROW, "bars")
 
 

@@ -13,6 +13,8 @@ from lean_finetune.report.content import plan_note, size, switches
 from lean_finetune.report.report_figures import CPU
 from lean_finetune.report.report_inputs import Inputs, in_order
 
+CAPACITY_TIMES = 5
+"""Most times the predicted peak at which the capacity is drawn."""
 SWITCH_LEGEND = {"saves": "needs less", "current": "this run", "costs": "needs more, or the same"}
 
 
@@ -55,11 +57,19 @@ def _phases(inputs: Inputs) -> Picture:
     used = {name for phase in phases for name, _ in _parts(inputs, phase)}
     legend = [(color, _words(name)) for name, color in CATEGORY_COLORS.items() if name in used]
     legend.append((SERIES_COLORS["measured"], "measured (thin bar)"))
-    capacity = inputs.estimate["capacity_gib"] * GIB
-    share = 100 * inputs.estimate["peak_bytes_predicted"] / capacity
-    note = f"Capacity of {inputs.estimate['gpu']}: {size(round(capacity))}; the predicted peak is {share:.3g} % of it."
+    estimate, capacity = inputs.estimate, _capacity(inputs)
+    share = 100 * estimate["peak_bytes_predicted"] / (estimate["capacity_gib"] * GIB)
+    place = "too large for this scale" if capacity is None else "dashed line"
+    note = f"Capacity of {estimate['gpu']} ({place}): {estimate['capacity_gib']:.4g} GiB. "
+    note += f"The predicted peak is {share:.3g} % of it."
     title = "Predicted peak of each phase by category, and the measured peak"
     return Picture(title, bar_chart(bars, title=title, capacity=capacity), legend, note)
+
+
+def _capacity(inputs: Inputs) -> float | None:
+    """Bytes of the device; None if they are so many that the bars beside them would be too short."""
+    capacity = inputs.estimate["capacity_gib"] * GIB
+    return capacity if capacity <= CAPACITY_TIMES * inputs.estimate["peak_bytes_predicted"] else None
 
 
 def _parts(inputs: Inputs, phase: str) -> list[tuple[str, int]]:
@@ -164,4 +174,4 @@ def _switches(inputs: Inputs) -> Picture:
         bars.append(Bar(label=label, text=size(peak) + change, segments=[segment], strong=series == "current"))
     title = "Predicted peak after changing one switch"
     legend = [(SERIES_COLORS[name], text) for name, text in SWITCH_LEGEND.items()]
-    return Picture(title, bar_chart(bars, title=title, capacity=inputs.estimate["capacity_gib"] * GIB), legend)
+    return Picture(title, bar_chart(bars, title=title, capacity=_capacity(inputs)), legend)
