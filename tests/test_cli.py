@@ -39,6 +39,8 @@ def test_the_wheel_has_only_the_library_and_answers_in_an_empty_directory(tmp_pa
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} == {"lean_finetune"}
+    shipped = {path.name for path in (ROOT / "lean_finetune/other_tools").iterdir()}
+    assert {path.name for path in (installed / "lean_finetune/other_tools").iterdir()} == shipped
     empty.mkdir()
     shutil.copy(small_llama / "config.json", empty)
     program = f"import sys; sys.path.insert(0, {str(installed)!r}); from lean_finetune import cli; "
