@@ -243,11 +243,11 @@ TRAIN_RULES = [
         "train.lora.experts",
         lambda p: (
             p.train.lora.experts != "none"
-            and (p.train.lora.dropout > 0 or p.train.lora.dora or p.train.lora.init != "default" or p.train.merge)
+            and (p.train.lora.dropout > 0 or p.train.lora.dora or p.train.lora.init != "default")
         ),
-        "adapters of experts work without train.lora.dropout, dora, another init than default, and train.merge; got "
-        "{train.lora.experts} with {train.lora.dropout}, {train.lora.dora}, {train.lora.init}, {train.merge}; set them "
-        "to 0.0, false, default and false, or train.lora.experts to none",
+        "adapters of experts work without train.lora.dropout, dora and another init than default; got "
+        "{train.lora.experts} with {train.lora.dropout}, {train.lora.dora}, {train.lora.init}; set them to 0.0, false "
+        "and default, or train.lora.experts to none",
     ),
     Rule(
         "train.router_aux_loss",

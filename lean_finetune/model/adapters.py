@@ -10,14 +10,17 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lean_finetune.config.train_schema import ALL_LINEAR
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.adapter_init import ADAPTER, adapted_layers, first_adapters, on_original_weights
+from lean_finetune.model.adapter_init import ADAPTER, PEFT_PREFIX, adapted_layers, first_adapters, on_original_weights
+from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.expert_adapters import (
+    ExpertAdapter,
+    GroupedAdapter,
     linear_targets,
     multiply_by_rows,
     names_of_experts,
@@ -216,6 +219,31 @@ def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> 
     keep_trainable_on_cpu(adapted)
     _cast_adapters(adapted, spec)
     return adapted
+
+
+def take_experts(
+    config: PretrainedConfig, directory: Path, tensors: dict[str, torch.Tensor]
+) -> dict[str, ExpertAdapter]:
+    """Take the experts' adapters out of a saved adapter, by the name of the projection in the base model.
+
+    Args:
+        config: of the base.
+        directory: of the saved adapter.
+        tensors: those of its file; what this returns is removed.
+    """
+    own_config = LoraConfig.from_pretrained(str(directory))
+    if not own_config.target_parameters:
+        return {}
+    with _without_peft_warnings():
+        adapted = get_peft_model(meta_model(config), own_config, low_cpu_mem_usage=True)
+    multiply_by_rows(adapted)
+    found = {}
+    for path, module in adapted.named_modules():
+        if isinstance(module, GroupedAdapter):
+            name = f"{path.removeprefix(PEFT_PREFIX).replace('.base_layer', '')}.{module.parameter_name}"
+            A, B = (tensors.pop(f"{path}.lora_{side}.weight") for side in "AB")
+            found[name] = module.by_expert(A, B, module.scaling[ADAPTER])
+    return found
 
 
 @contextmanager

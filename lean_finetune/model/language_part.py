@@ -110,11 +110,23 @@ def pattern_of(parts: Iterable[str]) -> str | None:
 
 def names_in_model(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
     """The model's name of each tensor in its files, as transformers renames it while loading."""
+    return {key: name for key, (name, _, _) in conversions_in_model(model, stored).items()}
+
+
+def conversions_in_model(
+    model: PreTrainedModel, stored: Iterable[str]
+) -> dict[str, tuple[str, str | None, WeightConverter | None]]:
+    """What transformers makes of each tensor in a model's files: its name, the pattern that it matches, the operation.
+
+    The last two are None for a tensor that is taken as it is.
+    """
     conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     prefix, known = model.base_model_prefix, model.state_dict()
-    return {name: rename_source_key(name, renamings, converters, prefix, known)[0] for name in stored}
+    renamed = {key: rename_source_key(key, renamings, converters, prefix, known) for key in stored}
+    return {key: (name, pattern, by_pattern.get(pattern or "")) for key, (name, pattern) in renamed.items()}
 
 
 def stored_left_out(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:

@@ -12,19 +12,18 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from safetensors.torch import load_file
-from transformers import PretrainedConfig
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import PEFT_PREFIX
+from lean_finetune.model.adapters import take_experts
 from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.experts.experts_forward import has_experts
-from lean_finetune.model.experts.packed_weights import INT8_LARGEST
+from lean_finetune.model.experts.merge_experts import MergedExperts
 from lean_finetune.model.files.safetensors_files import StoredTensor, TensorSpec, stored_tensors, write_tensors
 from lean_finetune.model.language_part import names_in_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import WeightsSpec
-from lean_finetune.model.quantize import quantisation, quantize_on_meta
+from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
+from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
 
 SUFFIX = ".safetensors"
 MERGED = "merged"
@@ -49,7 +48,9 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
     """
     config = read_json(adapter / "adapter_config.json")
     tensors = load_file(adapter / "adapter_model.safetensors")
-    quantised, model = _quantised_layers(base, spec), meta_model(read_config(base))
+    model_config = read_config(base)
+    quantised, model = _quantised_layers(base, spec), meta_model(model_config)
+    experts = MergedExperts(base, model, spec, take_experts(model_config, adapter, tensors))
     unmerged = {_layer(key) for key in tensors}
     for name in sorted(files):
         if not name.endswith(SUFFIX):
@@ -62,10 +63,12 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
         def merged(
             key: str, stored: Mapping[str, StoredTensor] = stored, names: Mapping[str, str] = names
         ) -> torch.Tensor:
+            if key in experts:
+                return experts.merged(key)
             layer, weight = names[key].removesuffix(".weight"), stored[key].read()
             if layer not in quantised and layer not in unmerged:
                 return weight
-            weight_NK = _as_trained(weight, spec, layer in quantised)
+            weight_NK = as_trained(weight, spec, layer in quantised)
             if layer in unmerged:
                 weight_NK = _with_adapter(weight_NK, layer, tensors, config)
                 unmerged.remove(layer)
@@ -78,16 +81,18 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
         )
 
 
-def refuse_merge(config: PretrainedConfig, spec: WeightsSpec) -> None:
-    """Refuse to merge into a mixture whose experts training packs: the merged files would have them unpacked.
+def refuse_merge(base: Path, spec: ModelSpec) -> None:
+    """Refuse to merge into experts that training packs or adapts, if the files have them in an unknown form.
 
     Raises:
         UserError: naming the remedy.
     """
-    if quantisation(spec) is not None and has_experts(meta_model(config)):
+    config = read_config(base)
+    changed = quantisation(spec) is not None or spec.lora_experts == "all"
+    if changed and (missing := MergedExperts(base, meta_model(config), spec, {}).missing):
         raise UserError(
-            f"train.merge: experts that train.method={spec.method} packs cannot be merged yet; got true for "
-            f"{config.model_type}; set it to false, or use train.method=lora"
+            f"train.merge: the files of {config.model_type} have {missing[0]} in a form that cannot be merged; got "
+            "true; set it to false"
         )
 
 
@@ -104,20 +109,6 @@ def _quantised_layers(base: Path, spec: WeightsSpec) -> set[str]:
     quantize_on_meta(model, spec)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     return {name for name, module in model.named_modules() if isinstance(module, kinds)}
-
-
-def _as_trained(stored: torch.Tensor, spec: WeightsSpec, quantised: bool) -> torch.Tensor:
-    """A stored weight with the rounding that it had in training, fp32."""
-    weight = stored.to(spec.dtype)
-    if not quantised:
-        return weight.float()
-    if spec.method == "int8_lora":
-        values, scales, _ = bnb.functional.int8_vectorwise_quant(weight.half(), threshold=0.0)
-        return values.float() * (scales / INT8_LARGEST)[:, None]
-    packed, state = bnb.functional.quantize_4bit(
-        weight, compress_statistics=spec.double_quant, quant_type=spec.quant_type
-    )
-    return bnb.functional.dequantize_4bit(packed, state).float()
 
 
 def _with_adapter(

@@ -20,6 +20,7 @@ from lean_finetune.model.experts.packed_weights import (
     BLOCK_WEIGHTS,
     BYTE_LEVELS,
     INT8,
+    INT8_LARGEST,
     LEVELS_4BIT,
     NESTED_BLOCK_VALUES,
     pack_parameter,
@@ -207,3 +208,17 @@ def quantisation_tensors(model: nn.Module) -> list[torch.Tensor]:
             packing = packing_of(module, name)
             tensors += [] if packing is None else packing.state
     return tensors
+
+
+def as_trained(stored: torch.Tensor, spec: WeightsSpec, quantised: bool) -> torch.Tensor:
+    """A stored weight with the rounding that it had in training, fp32."""
+    weight = stored.to(spec.dtype)
+    if not quantised:
+        return weight.float()
+    if spec.method == "int8_lora":
+        values, scales, _ = bnb.functional.int8_vectorwise_quant(weight.half(), threshold=0.0)
+        return values.float() * (scales / INT8_LARGEST)[:, None]
+    packed, state = bnb.functional.quantize_4bit(
+        weight, compress_statistics=spec.double_quant, quant_type=spec.quant_type
+    )
+    return bnb.functional.dequantize_4bit(packed, state).float()

@@ -8,6 +8,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
 )
@@ -21,12 +22,14 @@ from lean_finetune.model.experts.expert_load import counting_rows, expert_load, 
 from lean_finetune.model.experts.experts_forward import expert_modules
 from lean_finetune.model.experts.packed_weights import packing_of, unpack_expert
 from lean_finetune.model.experts.router import router_parameters
-from lean_finetune.model.load_model import load_model, uninitialized_model
-from lean_finetune.model.merge_adapters import refuse_merge
-from lean_finetune.model.model_config import read_config
+from lean_finetune.model.files.safetensors_files import SINGLE, model_tensors
+from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
+from lean_finetune.model.merge_adapters import MERGED, refuse_merge
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.train.save_model import Merge, save_tuned
 from tests.model.reload import TOKENS, changed_adapters, reload_adapter
-from tests.small_model import CPU, spec_of
+from tests.small_model import CPU, base_of, spec_of
 
 
 @pytest.fixture(scope="module")
@@ -159,12 +162,44 @@ def test_routers_are_trained_only_where_it_is_asked_for(family):
     assert (frozen, full, lora) == (set(), ROUTERS[family], set())
 
 
-def test_packed_experts_are_not_merged(saved):
-    """A merged model whose experts differ from those that the adapters learnt beside."""
-    config = read_config(saved("Mixtral"))
-    with pytest.raises(UserError, match=r"^train\.merge: experts that train\.method=qlora packs"):
-        refuse_merge(config, spec_of(method="qlora"))
-    refuse_merge(config, spec_of(method="lora"))
+MERGED_FORMS = {
+    "lora": {"method": "lora", "lora_experts": "all", "lora_expert_rank": 2},
+    "qlora": {"method": "qlora", "lora_experts": "all", "lora_expert_rank": 2},
+    "qlora, experts without adapters": {"method": "qlora"},
+    "int8_lora": {"method": "int8_lora", "lora_experts": "all", "lora_expert_rank": 2},
+}
+INT8_ROUNDED = 0.05
+"""The 8-bit product of linear layers rounds its inputs too."""
+
+
+@pytest.mark.parametrize("form", MERGED_FORMS)
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral", "GPT-OSS"])
+def test_merged_experts_are_the_adapted_ones(family, form, saved, tmp_path):
+    """An adapter of another expert or projection, a transposed change, or experts without their rounding in training.
+
+    Files have a tensor for each expert and half of a projection (Qwen3-MoE, Mixtral), or stacks (GPT-OSS).
+    """
+    base, spec = saved(family), spec_of(**MERGED_FORMS[form])
+    model: Any = changed_adapters(load_model(base, spec, CPU))
+    files = [path.name for path in base.iterdir()]
+    refuse_merge(base, spec)
+    save_tuned(DataParallelModel(model), base_of(base), tmp_path / "tuned", Merge(spec=spec, files=files))
+    merged: Any = load_base(tmp_path / "tuned" / MERGED, spec_of(method="full"), CPU)
+    plain: Any = load_base(base, spec_of(method="full"), CPU)
+    expected, found, before = (m(input_ids=TOKENS, use_cache=False).logits for m in (model, merged, plain))
+    tolerated = INT8_ROUNDED if form == "int8_lora" else 2e-5
+    assert (found - expected).abs().max() < tolerated < (before - expected).abs().max()
+
+
+def test_experts_in_an_unknown_form_are_not_merged(saved, tmp_path):
+    """A merged model with experts of the base, found out after training."""
+    base = saved("Mixtral")
+    tensors = {key.replace("w1", "w1_packed"): one.read() for key, one in model_tensors(base).items()}
+    save_file(tensors, tmp_path / SINGLE)
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    with pytest.raises(UserError, match=r"^train\.merge: the files of mixtral have .*gate_up_proj in a form"):
+        refuse_merge(tmp_path, spec_of(method="qlora"))
+    refuse_merge(tmp_path, spec_of(method="lora"))
 
 
 def test_the_load_of_experts(saved):

@@ -21,9 +21,10 @@ from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from lean_finetune.model.adapters import adaptable_layers, adapts_by_name
 from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, stored_by_expert
+from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters
 from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.experts.router import router_parameters
+from lean_finetune.model.experts.stored_experts import stored_by_expert
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.host_transfer import STAGING_BYTES
 

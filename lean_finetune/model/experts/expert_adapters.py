@@ -9,6 +9,7 @@ Shape legend: E experts, R rank, K inputs, N outputs.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,22 +22,39 @@ from lean_finetune.model.experts.experts_forward import ADAPTERS, expert_modules
 from lean_finetune.model.experts.router import gates
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertAdapter:
+    """The adapter of a projection of all experts."""
+
+    A_ERK: torch.Tensor
+    B_ENR: torch.Tensor
+    scale: float
+
+    def change(self, expert: int) -> torch.Tensor:
+        """What it adds to the weight of an expert, (N, K) in fp32."""
+        return self.scale * (self.B_ENR[expert].float() @ self.A_ERK[expert].float())
+
+
 class GroupedAdapter(ParamWrapper):
     """peft's wrapper of an experts' parameter; while it runs, the experts' forward knows the adapter."""
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         experts: Any = self.get_base_layer()
-        (adapter,) = active_adapters
-        A, B = (cast(torch.Tensor, layers[adapter].weight) for layers in (self.lora_A, self.lora_B))
-        A_ERK = A.unflatten(0, (self.num_experts, -1))
-        B_ENR = B.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        (name,) = active_adapters
+        A, B = (cast(torch.Tensor, layers[name].weight) for layers in (self.lora_A, self.lora_B))
+        adapter = self.by_expert(A, B, self.scaling[name])
         before = getattr(experts, ADAPTERS, {})
-        setattr(experts, ADAPTERS, {**before, self.parameter_name: (A_ERK, B_ENR, self.scaling[adapter])})
+        setattr(experts, ADAPTERS, {**before, self.parameter_name: adapter})
         try:
             yield
         finally:
             setattr(experts, ADAPTERS, before)
+
+    def by_expert(self, A: torch.Tensor, B: torch.Tensor, scale: float) -> ExpertAdapter:
+        """The adapter of every expert, from peft's matrices of all of them: (E × R, K) and (N, R × E)."""
+        A_ERK = A.unflatten(0, (self.num_experts, -1))
+        return ExpertAdapter(A_ERK=A_ERK, B_ENR=B.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1), scale=scale)
 
 
 def multiply_by_rows(model: nn.Module) -> None:

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import MergeModulelist
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lean_finetune.model.experts.expert_load import count_rows
@@ -26,7 +24,7 @@ EXPERTS = "lean_grouped"
 UP_PROJECTIONS = ("gate_up_proj", "up_proj")
 DOWN_PROJECTION = "down_proj"
 ADAPTERS = "_expert_adapters"
-"""Attribute of a module of experts: its active adapters (A, B, scale) by parameter."""
+"""Attribute of a module of experts: its active adapters by parameter."""
 
 
 def experts_forward(
@@ -62,9 +60,8 @@ def _linear(module: Any, name: str, rows: torch.Tensor, experts_S: torch.Tensor,
     plain = weights if packing is not None else weights.to(dtype)
     out = grouped_linear(rows, plain, ends_E, transposed=module.is_transposed, packing=packing)
     if (adapter := getattr(module, ADAPTERS, {}).get(name)) is not None:
-        A_ERK, B_ENR, scale = adapter
-        low = grouped_linear(rows, A_ERK.to(dtype), ends_E, transposed=False)
-        out = out + scale * grouped_linear(low, B_ENR.to(dtype).contiguous(), ends_E, transposed=False)
+        low = grouped_linear(rows, adapter.A_ERK.to(dtype), ends_E, transposed=False)
+        out = out + adapter.scale * grouped_linear(low, adapter.B_ENR.to(dtype).contiguous(), ends_E, transposed=False)
     if module.has_bias:
         out = out + getattr(module, f"{name}_bias").to(dtype)[experts_S]
     return out
@@ -96,13 +93,6 @@ def is_grouped(module: nn.Module) -> bool:
 def expert_parameters(module: Any) -> tuple[str, str]:
     """Names of the two projections of a module of experts."""
     return UP_PROJECTIONS[0 if module.has_gate else 1], DOWN_PROJECTION
-
-
-def stored_by_expert(config: PretrainedConfig) -> bool:
-    """Whether a family's files have a tensor for each expert, which transformers stacks while loading."""
-    conversions = get_checkpoint_conversion_mapping(config.get_text_config().model_type) or ()
-    operations = (operation for one in conversions for operation in getattr(one, "operations", ()))
-    return any(isinstance(operation, MergeModulelist) for operation in operations)
 
 
 def experts_option(kind: type[PreTrainedModel]) -> dict[str, str]:

@@ -1,0 +1,77 @@
+"""Merge adapters into the weights of experts, one expert at a time, as the model's files store them.
+
+Shape legend: E experts, R rank, K inputs, N outputs.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from lean_finetune.model.experts.expert_adapters import ExpertAdapter
+from lean_finetune.model.experts.stored_experts import expert_parts, projections
+from lean_finetune.model.files.safetensors_files import StoredTensor, model_tensors
+from lean_finetune.model.model_spec import WeightsSpec
+from lean_finetune.model.quantize import as_trained, quantisation
+
+
+class MergedExperts:
+    """The tensors of a model's files that have weights of experts, with their rounding in training and adapters."""
+
+    def __init__(self, base: Path, model: PreTrainedModel, spec: WeightsSpec, adapters: Mapping[str, ExpertAdapter]):
+        """Find them; nothing is read yet.
+
+        Args:
+            base: the base model's directory.
+            model: on the meta device.
+            spec: number format of the base in training.
+            adapters: of the experts' projections, by name.
+        """
+        self._stored, self._spec, self._adapters = model_tensors(base), spec, adapters
+        self._packed = quantisation(spec) is not None
+        self._modules = projections(model)
+        self._parts = expert_parts(self._stored, model)
+        self._sources: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+        for key, part in sorted(self._parts.items(), key=lambda item: item[1].part):
+            self._sources[part.parameter, part.expert].append(key)
+        self._last: tuple[tuple[str, int], torch.Tensor] | None = None
+
+    @property
+    def missing(self) -> list[str]:
+        """Projections that no file has in a form that is known here."""
+        return sorted(self._modules.keys() - {part.parameter for part in self._parts.values()})
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a tensor of a file changes by merging."""
+        part = self._parts.get(key)
+        return part is not None and (self._packed or part.parameter in self._adapters)
+
+    def merged(self, key: str) -> torch.Tensor:
+        """The tensor for the merged file."""
+        part, stored = self._parts[key], self._stored[key]
+        if part.expert is None:
+            merged = torch.empty(stored.shape, dtype=stored.dtype)
+            for expert in range(len(merged)):
+                merged[expert] = self._with_adapter(part.parameter, expert, [stored.rows(expert, 1)])
+            return merged
+        place = (part.parameter, part.expert)
+        if self._last is None or self._last[0] != place:
+            self._last = None
+            sources = [self._stored[source] for source in self._sources[place]]
+            self._last = place, self._with_adapter(*place, sources)
+        weight = self._last[1]
+        if part.parts == 1:
+            self._last = None
+        return weight.chunk(part.parts)[part.part].to(stored.dtype)
+
+    def _with_adapter(self, parameter: str, expert: int, sources: list[StoredTensor]) -> torch.Tensor:
+        """The weight of one expert, fp32, from the tensors that have its parts."""
+        shape = sources[0].shape[-2:]
+        stored = torch.cat([source.read().view(-1, shape[1]) for source in sources])
+        weight = as_trained(stored, self._spec, self._packed)
+        if (adapter := self._adapters.get(parameter)) is not None:
+            change_NK = adapter.change(expert)
+            weight += change_NK.t() if self._modules[parameter].is_transposed else change_NK
+        return weight
