@@ -232,6 +232,7 @@ def take_experts(
         tensors: those of its file; what this returns is removed.
     """
     own_config = LoraConfig.from_pretrained(str(directory))
+    own_config.base_model_name_or_path = None  # Which peft would compare with the model's.
     if not own_config.target_parameters:
         return {}
     with _without_peft_warnings():

@@ -9,14 +9,13 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from benchmarks.estimate_cpu import FAMILIES, save_small
+from benchmarks.estimate_cpu import EXPERTS, FAMILIES, SMALL, save_small
 from benchmarks.models.small import tiny_config
 from benchmarks.specs import padded, random_batch
 from lean_finetune.core.errors import UserError
+from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.experts.expert_adapters import GroupedAdapter
 from lean_finetune.model.experts.expert_load import counting_rows, expert_load, forget_rows
 from lean_finetune.model.experts.experts_forward import expert_modules
@@ -24,9 +23,10 @@ from lean_finetune.model.experts.packed_weights import packing_of, unpack_expert
 from lean_finetune.model.experts.router import router_parameters
 from lean_finetune.model.files.safetensors_files import SINGLE, model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
-from lean_finetune.model.merge_adapters import MERGED, refuse_merge
+from lean_finetune.model.merge_adapters import MERGED, refuse_merge, write_merged
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import Merge, save_tuned
 from tests.model.reload import TOKENS, changed_adapters, reload_adapter
 from tests.small_model import CPU, base_of, spec_of
@@ -222,3 +222,20 @@ def test_the_load_of_experts(saved):
     assert [one.sum().item() for one in rows] == [2 * 12 * 2] * len(experts)
     forget_rows(model)
     assert expert_load(model, lambda rows: rows) is None
+
+
+def test_merging_experts_needs_memory_for_one_expert(tmp_path):
+    """The experts of a layer in fp32, or adapters of all experts multiplied out."""
+    experts = 64
+    config = Qwen3MoeConfig(**{**SMALL, **EXPERTS, "head_dim": 16}, num_experts=experts)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    spec = spec_of(method="lora", lora_experts="all", lora_expert_rank=1)
+    save_adapter(load_model(tmp_path / "base", spec, CPU), tmp_path / "tuned", "base")  # type: ignore[arg-type]
+    (tmp_path / MERGED).mkdir()
+    largest = max(stored.bytes for stored in model_tensors(tmp_path / "base").values())
+    adapters = (tmp_path / "tuned/adapter_model.safetensors").stat().st_size
+    meter = make_meter(CPU)
+    with meter.window("merge"), meter.phase("merge"):
+        write_merged(tmp_path / "base", ["config.json", SINGLE], tmp_path / "tuned", spec, tmp_path / MERGED)
+    one_expert = 4 * 64 * 64
+    assert meter.result().peak_bytes_by_phase["merge"] < adapters + largest + 5 * one_expert < experts * one_expert

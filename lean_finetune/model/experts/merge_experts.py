@@ -5,6 +5,7 @@ Shape legend: E experts, R rank, K inputs, N outputs.
 
 from collections import defaultdict
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -40,8 +41,12 @@ class MergedExperts:
 
     @property
     def missing(self) -> list[str]:
-        """Projections that no file has in a form that is known here."""
-        return sorted(self._modules.keys() - {part.parameter for part in self._parts.values()})
+        """Projections that the files do not have in full, in a form that is known here."""
+        found: dict[str, Fraction] = defaultdict(Fraction)
+        for part in self._parts.values():
+            whole = part.parts * (1 if part.expert is None else self._modules[part.parameter].num_experts)
+            found[part.parameter] += Fraction(1, whole)
+        return sorted(name for name in self._modules if found[name] != 1)
 
     def __contains__(self, key: str) -> bool:
         """Whether a tensor of a file changes by merging."""
