@@ -104,6 +104,14 @@ def test_activations_are_recomputed_before_they_are_offloaded(setting: dict[str,
     assert [" ".join(flag.removeprefix("train.") for flag in flags) for flags in found] == expected
 
 
+def test_adapters_of_experts_are_made_smaller_then_left_out():
+    """Advice that keeps what fills the memory, or a method that the rules refuse with adapters of experts."""
+    adapted = setting_of(method="lora", lora_experts="all", lora_expert_rank=4)
+    assert lighter("experts", adapted) == [("train.lora.expert_rank=2",), ("train.lora.experts=none",)]
+    assert lighter("experts", setting_of(method="lora")) == lighter("experts", setting_of(method="full")) == []
+    assert different(adapted, with_method("full"))["train.lora.experts"] == "none"
+
+
 def test_the_optimizer_is_offloaded_only_where_its_state_is_large_and_the_host_can_update():
     full = setting_of(method="full", precision="bf16", master_weights=True)
     assert lighter("offload", full) == [("train.offload=optimizer",)]

@@ -162,7 +162,7 @@ def test_routers_are_trained_only_where_it_is_asked_for(family):
     assert (frozen, full, lora) == (set(), ROUTERS[family], set())
 
 
-MERGED_FORMS = {
+MERGED_FORMS: dict[str, dict[str, Any]] = {
     "lora": {"method": "lora", "lora_experts": "all", "lora_expert_rank": 2},
     "qlora": {"method": "qlora", "lora_experts": "all", "lora_expert_rank": 2},
     "qlora, experts without adapters": {"method": "qlora"},
@@ -227,7 +227,7 @@ def test_the_load_of_experts(saved):
 def test_merging_experts_needs_memory_for_one_expert(tmp_path):
     """The experts of a layer in fp32, or adapters of all experts multiplied out."""
     experts = 64
-    config = Qwen3MoeConfig(**{**SMALL, **EXPERTS, "head_dim": 16}, num_experts=experts)
+    config: Any = Qwen3MoeConfig(**{**SMALL, **EXPERTS, "head_dim": 16}, num_experts=experts)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     spec = spec_of(method="lora", lora_experts="all", lora_expert_rank=1)
     save_adapter(load_model(tmp_path / "base", spec, CPU), tmp_path / "tuned", "base")  # type: ignore[arg-type]

@@ -125,10 +125,19 @@ def with_method(method: Method) -> Values:
     """Another method, with the options reset that it ignores or excludes."""
     values: dict[str, Any] = {"train.method": method, "train.lora.init": "default", "train.lora.dora": False}
     if method == "full":
-        values |= {"train.lora.dropout": 0.0, "train.lora.rslora": False}
+        values |= {"train.lora.dropout": 0.0, "train.lora.rslora": False, "train.lora.experts": "none"}
     if method != "qlora":
         values |= {"train.quant.type": "nf4", "train.quant.double": True}
     return {**values, "train.master_weights": False, "train.optimizer_in_backward": False}
+
+
+def _smaller_expert_adapters(setting: Setting, support: Support) -> Iterable[Values]:
+    """Adapters of half the rank on the experts of a mixture, then adapters beside the experts alone."""
+    model = setting.model
+    if model.adapted and model.lora_experts == "all":
+        if model.lora_expert_rank > 1:
+            yield {"train.lora.expert_rank": model.lora_expert_rank // 2}
+        yield {"train.lora.experts": "none"}
 
 
 def _update_in_backward(setting: Setting, support: Support) -> Iterable[Values]:
@@ -226,6 +235,17 @@ SWITCHES = [
         ],
         effect=OTHER_WEIGHTS,
         ease=7,
+    ),
+    Switch(
+        name="experts",
+        parameters={
+            "train.lora.experts": "model.lora_experts",
+            "train.lora.expert_rank": "model.lora_expert_rank",
+        },
+        lighter=_smaller_expert_adapters,
+        shown=_smaller_expert_adapters,
+        effect=OTHER_WEIGHTS,
+        ease=6,
     ),
     Switch(
         name="in_backward",
