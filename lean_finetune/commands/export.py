@@ -64,7 +64,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
     from lean_finetune.pinning.locate import TOKENIZER_FILES
 
     if what == "merged" and tuned.adapter is not None:
-        refuse_merge(tuned.config, tuned.spec)
+        refuse_merge(tuned.base, tuned.spec, experts=bool(tuned.adapter.get("target_parameters")))
     with atomic_directory(out) as directory:
         if what == "adapter":
             for name in ("adapter_config.json", "adapter_model.safetensors"):

@@ -22,7 +22,7 @@ from lean_finetune.model.experts.merge_experts import MergedExperts
 from lean_finetune.model.files.safetensors_files import StoredTensor, TensorSpec, stored_tensors, write_tensors
 from lean_finetune.model.language_part import names_in_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
+from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
 
 SUFFIX = ".safetensors"
@@ -81,15 +81,21 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
         )
 
 
-def refuse_merge(base: Path, spec: ModelSpec) -> None:
+def refuse_merge(base: Path, spec: WeightsSpec, *, experts: bool) -> None:
     """Refuse to merge into experts that training packs or adapts, if the files have them in an unknown form.
+
+    Args:
+        base: the base model's directory.
+        spec: number format of the base in training.
+        experts: whether they have adapters.
 
     Raises:
         UserError: naming the remedy.
     """
     config = read_config(base)
-    changed = quantisation(spec) is not None or spec.lora_experts == "all"
-    if changed and (missing := MergedExperts(base, meta_model(config), spec, {}).missing):
+    if (experts or quantisation(spec) is not None) and (
+        missing := MergedExperts(base, meta_model(config), spec, {}).missing
+    ):
         raise UserError(
             f"train.merge: the files of {config.model_type} have {missing[0]} in a form that cannot be merged; got "
             "true; set it to false"

@@ -96,7 +96,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
     config = read_config(directory)
     check_attention(device, config, spec)
     if params.train.merge:
-        refuse_merge(directory, spec)
+        refuse_merge(directory, spec, experts=spec.lora_experts == "all")
     if world.local_rank == 0:  # All processes of a node read the same files.
         verify_files(directory, lock["files"])
     plan, rows = _read_plan(params, spec, world, paths)
