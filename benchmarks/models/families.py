@@ -101,7 +101,8 @@ def _checks(directory: Path) -> Mapping[str, Callable[[], None]]:
             predict(read_config(directory), _setting(method, sharing=ON_TWO_GPUS), PADDED, TARGET)
 
     def merge(method: Method) -> None:
-        refuse_merge(read_config(directory), model_spec(method))
+        model()
+        refuse_merge(directory, model_spec(method), experts=False)
 
     methods: dict[str, Callable[[], None]] = {method: partial(train, method) for method in METHODS}
     merges = {f"merge_{method}": partial(merge, method) for method in ("lora", "qlora")}
