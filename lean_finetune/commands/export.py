@@ -60,7 +60,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
     from lean_finetune.commands.tuned.conversation import Prompter
     from lean_finetune.commands.tuned.ollama import modelfile
     from lean_finetune.core.atomic_files import atomic_directory
-    from lean_finetune.model.merge_adapters import refuse_merge, write_merged
+    from lean_finetune.model.merge.merge_adapters import refuse_merge, write_merged
     from lean_finetune.pinning.locate import TOKENIZER_FILES
 
     if what == "merged" and tuned.adapter is not None:

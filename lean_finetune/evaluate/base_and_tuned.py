@@ -16,7 +16,7 @@ from lean_finetune.evaluate.row_losses import row_losses
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base
-from lean_finetune.model.merge_adapters import MERGED
+from lean_finetune.model.merge.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.evaluation_limits import EvaluationLimits

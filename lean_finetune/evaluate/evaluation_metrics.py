@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from lean_finetune.evaluate.base_and_tuned import EvaluationRows, ModelOutputs
 from lean_finetune.evaluate.exact_match import is_exact_match
-from lean_finetune.model.merge_adapters import MERGED
+from lean_finetune.model.merge.merge_adapters import MERGED
 
 RESULTS = ("tuned_loss", "tuned_exact_match_percent", "base_loss", "base_exact_match_percent")
 """Figures in metrics/evaluate.json, by which runs are compared, in the order of columns of `dvc exp show`."""

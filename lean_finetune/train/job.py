@@ -14,7 +14,7 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.model.allocator_settings import use_segments
-from lean_finetune.model.merge_adapters import refuse_merge
+from lean_finetune.model.merge.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.pinning.locate import model_directory, verify_files

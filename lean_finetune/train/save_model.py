@@ -20,7 +20,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.files.safetensors_files import SINGLE, StoredTensor, write_loaded
 from lean_finetune.model.language_part import stored_left_out
-from lean_finetune.model.merge_adapters import MERGED, write_merged
+from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
 from lean_finetune.step.data_parallel import DataParallelModel

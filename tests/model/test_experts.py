@@ -23,7 +23,7 @@ from lean_finetune.model.experts.packed_weights import packing_of, unpack_expert
 from lean_finetune.model.experts.router import router_parameters
 from lean_finetune.model.files.safetensors_files import SINGLE, model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
-from lean_finetune.model.merge_adapters import MERGED, refuse_merge, write_merged
+from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge, write_merged
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.train.monitor.measured_peak import make_meter

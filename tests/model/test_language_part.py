@@ -20,7 +20,7 @@ from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.language_part import left_out, left_out_text, stored_left_out
 from lean_finetune.model.load_model import load_base, load_model
-from lean_finetune.model.merge_adapters import MERGED
+from lean_finetune.model.merge.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import causal_lm, check_head, check_joined_rows, decoder_hidden, head_logits

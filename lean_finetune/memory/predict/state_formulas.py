@@ -24,7 +24,7 @@ from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters
 from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.experts.router import router_parameters
-from lean_finetune.model.experts.stored_experts import stored_by_expert
+from lean_finetune.model.merge.stored_experts import stored_by_expert
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.host_transfer import STAGING_BYTES
 

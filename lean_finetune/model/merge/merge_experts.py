@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lean_finetune.model.experts.expert_adapters import ExpertAdapter
-from lean_finetune.model.experts.stored_experts import expert_parts, projections
 from lean_finetune.model.files.safetensors_files import StoredTensor, model_tensors
+from lean_finetune.model.merge.stored_experts import expert_parts, projections
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.quantize import as_trained, quantisation
 

@@ -18,9 +18,9 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import take_experts
 from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.experts.merge_experts import MergedExperts
 from lean_finetune.model.files.safetensors_files import StoredTensor, TensorSpec, stored_tensors, write_tensors
 from lean_finetune.model.language_part import names_in_model
+from lean_finetune.model.merge.merge_experts import MergedExperts
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
