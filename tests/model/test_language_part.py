@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import is_timm_available
 
 from benchmarks.estimate_cpu import CPU_TARGET, Case, compare, worst_share
 from benchmarks.specs import model_spec
@@ -169,6 +170,16 @@ def test_rows_can_be_joined(family, saved):
 def test_the_parts_that_are_not_loaded_are_named(saved):
     text = left_out_text(meta_model(read_config(saved("gemma3"))))
     assert text is not None and text.startswith("model.vision_tower (32,352 parameters), model.multi_modal_projector (")
+
+
+@pytest.mark.skipif(is_timm_available(), reason="timm is installed")
+def test_gemma_3n_is_refused_with_the_package_it_needs(tmp_path):
+    """A blank reason: the error's first line is empty."""
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3n"}')
+    with pytest.raises(
+        UserError, match=r"^model\.name: gemma3n cannot be built \(ImportError: .* requires the timm lib"
+    ):
+        meta_model(read_config(tmp_path))
 
 
 @pytest.mark.parametrize("family", ["t5gemma2", "blip"])
