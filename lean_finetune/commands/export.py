@@ -84,15 +84,21 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
 
 def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str]]:
     """Lines that load an export, by program."""
+    from lean_finetune.model.language_part import is_multimodal
+
+    multimodal = is_multimodal(tuned.config)
+    kind = "AutoModelForMultimodalLM" if multimodal else "AutoModelForCausalLM"
     path, name = shlex.quote(where), shlex.quote(Path(where).name.lower())
     if what == "adapter":
         options = f"--enable-lora --max-lora-rank {(tuned.adapter or {}).get('r')} --lora-modules {name}={path}"
+        alone = f"AutoPeftModelForCausalLM.from_pretrained({where!r})"
+        on_base = f"PeftModel.from_pretrained({kind}.from_pretrained({tuned.base_name!r}), {where!r})"
         return [
-            ("PEFT", f"AutoPeftModelForCausalLM.from_pretrained({where!r})"),
+            ("PEFT", on_base if multimodal else alone),
             ("vLLM", f"vllm serve {shlex.quote(tuned.base_name)} {options}"),
         ]
     return [
-        ("transformers", f"AutoModelForCausalLM.from_pretrained({where!r})"),
+        ("transformers", f"{kind}.from_pretrained({where!r})"),
         ("vLLM", f"vllm serve {path}"),
         (
             "llama.cpp",

@@ -58,6 +58,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**QWEN_TOWER, "hidden_size": 32, "deepstack_visual_indexes": [0]},
         **IMAGE_TOKENS,
     },
+    "qwen3_5": {
+        "text_config": {
+            **M_ROPE, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        "vision_config": {**QWEN_TOWER, "hidden_size": 32},
+        **IMAGE_TOKENS,
+    },
     "llama4": {
         "text_config": {
             **TEXT, "intermediate_size_mlp": 128, "num_local_experts": 4, "interleave_moe_layer_step": 2,
