@@ -180,6 +180,16 @@ def families_table(inputs: Inputs) -> Table:
     return Table(("family", "prompts", "correct before", "correct after"), rows)
 
 
+def tasks_table(inputs: Inputs) -> Table | None:
+    """Scores of evaluate.tasks before and after; None without tasks."""
+    rows = [
+        (task, metric, *(figure(found[model].get(metric)) for model in ("base", "tuned")))
+        for task, found in inputs.evaluate.get("tasks", {}).items()
+        for metric in found["tuned"]
+    ]
+    return Table(("task", "metric", "before", "after"), rows) if rows else None
+
+
 def answer_samples(inputs: Inputs) -> list[tuple[str, list[tuple[str, str, bool | None]]]]:
     """Family of each sample, and title, text and correctness of its prompt, its expected and its generated answers."""
     # The file alternates families, so its first lines are of different ones.

@@ -49,8 +49,8 @@ def _loss(inputs: Inputs) -> list[str]:
 
 def _answers(inputs: Inputs) -> list[str]:
     """Exact match by family, and a few sample answers."""
-    note = content.answers_note(inputs)
-    sections = ["## Answers", *([] if note is None else [note])]
+    note, tasks = content.answers_note(inputs), content.tasks_table(inputs)
+    sections = ["## Answers", *([] if tasks is None else [_table(tasks)]), *([] if note is None else [note])]
     if inputs.generations:
         sections += [_table(content.families_table(inputs)), "### Samples"]
     for family, parts in content.answer_samples(inputs):

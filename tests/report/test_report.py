@@ -149,6 +149,14 @@ def test_skipped_rows_missing_perplexity_and_merging_are_shown(place):
     assert "Merged into one model: loss 1.732, +0.0021 compared with the adapter on its base." in text
 
 
+def test_scores_of_tasks_are_on_both_pages(place):
+    scores = {"version": 3, "base": {"exact_match,none": 0.125}, "tuned": {"exact_match,none": 0.25}}
+    write_inputs(place, evaluate={"tasks": {"gsm8k": scores}})
+    assert "| gsm8k | exact_match,none | 0.125 | 0.25 |" in report(place)[1]
+    assert invoke(main).exit_code == 0
+    assert "<td>exact_match,none</td><td>0.125</td><td>0.25</td>" in (place / "data/report/report.html").read_text()
+
+
 def test_samples_are_of_different_families(place):
     """Six samples of one task show one sixth of the result."""
     names = [f"family{number:02}" for number in range(8)]
