@@ -18,6 +18,8 @@ from torch.nn import functional as F
 aten = torch.ops.aten
 IS_TENSOR = object()
 """Stands for a saved tensor."""
+BIAS = "_bias_of_sinks"
+"""Attribute of a mask: its bias."""
 BIAS_MULTIPLE = 16
 """The memory-efficient kernel reads its bias in whole tiles of this many tokens."""
 
@@ -116,6 +118,21 @@ def _backward(
     return cast(Any, backward(*inputs, bias, out, lse, seed, offset, 0.0, needed, causal, scale=scale)[:3])
 
 
+def _bias(mask: torch.Tensor, query: torch.Tensor, kernel: str) -> torch.Tensor:
+    """The mask as a kernel takes it: 0 or -inf in the queries' type.
+
+    All layers of a step get the same mask, so the first one's bias stays with it, and backward saves it once.
+    """
+    bias: torch.Tensor | None = getattr(mask, BIAS, None)
+    if bias is None or bias.dtype != query.dtype:
+        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        length = bias.shape[-1]
+        if kernel == "efficient" and length % BIAS_MULTIPLE:
+            bias = F.pad(bias, (0, -length % BIAS_MULTIPLE))[..., :length]
+        setattr(mask, BIAS, bias)
+    return bias.expand(query.shape[0], query.shape[1], -1, -1) if kernel == "efficient" else bias
+
+
 def sink_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -137,13 +154,6 @@ def sink_attention(
         scale: of the scores; None for D**-0.5.
         kernel: cpu, flash (takes no mask) or efficient.
     """
-    bias = None
-    if mask is not None:
-        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-        if kernel == "efficient":
-            length = bias.shape[-1]
-            if length % BIAS_MULTIPLE:
-                bias = F.pad(bias, (0, -length % BIAS_MULTIPLE))[..., :length]
-            bias = bias.expand(query.shape[0], query.shape[1], -1, -1)
+    bias = None if mask is None else _bias(mask, query, kernel)
     out = cast(torch.Tensor, _SinkAttention.apply(query, key, value, sinks_H, bias, scale, kernel))
     return out.transpose(1, 2).contiguous()

@@ -17,13 +17,17 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.model.experts.grouped_products import GROUPED_PRODUCTS
 from lean_finetune.model.model_spec import ModelSpec
 
 aten = torch.ops.aten
 
 # Products with a weight → position of their input among the arguments. Products of two activations (the scores of
 # unfused attention) are not among them, since their outputs are the largest.
-PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, torch.ops.bitsandbytes.gemm_4bit.default: 0}
+PRODUCTS = {
+    **{aten.mm.default: 0, aten.addmm.default: 1, torch.ops.bitsandbytes.gemm_4bit.default: 0},
+    **dict.fromkeys(GROUPED_PRODUCTS, 0),
+}
 FUSED_ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -53,6 +57,8 @@ def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
         model.enable_input_require_grads()
     if spec.grad_ckpt_policy == "selective":
         rank = spec.lora_rank if spec.adapted else 0
+        if spec.lora_experts == "all":
+            rank = max(rank, spec.lora_expert_rank)
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep_products, rank))
         # Saved outputs stay on the device under train.offload_activations, as in versions before torch 2.15.
         if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:

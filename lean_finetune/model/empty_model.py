@@ -1,5 +1,6 @@
 """Build models without weights from their config."""
 
+import re
 from typing import Any
 
 import torch
@@ -36,6 +37,27 @@ def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
         model.tie_weights()
     refuse_other_heads(model)
     return model
+
+
+def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """Names of the parameters and buffers that a family loads in fp32 where the others are of this type."""
+    of_fp16 = model._keep_in_fp32_modules if dtype == torch.float16 else None
+    of_16_bits = model._keep_in_fp32_modules_strict if dtype in (torch.float16, torch.bfloat16) else None
+    patterns = [pattern.replace("*", ".*") for pattern in (*(of_fp16 or ()), *(of_16_bits or ()))]
+    names = [name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors]
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+
+def keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give a meta model's tensors that a family loads in fp32 that type, such as DeepSeek's bias of the routers."""
+    for name in kept_in_fp32(model, dtype):
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        if last in module._buffers:
+            module._buffers[last] = module.get_buffer(last).float()
+        else:
+            parameter = module.get_parameter(last)
+            module._parameters[last] = torch.nn.Parameter(parameter.float(), parameter.requires_grad)
 
 
 def causal_class(config: PretrainedConfig) -> Any:

@@ -23,7 +23,7 @@ from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing
-from lean_finetune.model.empty_model import causal_kind, meta_model, refuse_other_heads
+from lean_finetune.model.empty_model import causal_kind, keep_in_fp32, meta_model, refuse_other_heads
 from lean_finetune.model.experts.experts_forward import experts_option
 from lean_finetune.model.experts.packed_weights import register_scales
 from lean_finetune.model.experts.router import prepare_routers
@@ -154,6 +154,7 @@ def uninitialized_model(config: PretrainedConfig, spec: ModelSpec, device: torch
         UserError: as `fake_model`.
     """
     model = meta_model(config, dtype=spec.dtype, attn_implementation=training_attention(config, spec.attention))
+    keep_in_fp32(model, spec.dtype)
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         if quantisation(spec) is not None:
             quantize_on_meta(model, spec)

@@ -1,5 +1,6 @@
 """Any causal language model of transformers: predicted as it is counted, or refused in one line."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,28 @@ def test_a_mixture_is_predicted_as_it_is_counted(family, method, saved):
         return check(Case(family=family, method=method), saved(family))
     case = Case(family=family, method=method, experts="all")
     check(case, saved(family))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selective(Case):
+    """Layers recomputed without their products."""
+
+    @property
+    def setting(self) -> Setting:
+        """See Case."""
+        setting = super().setting
+        return replace(setting, model=replace(setting.model, grad_ckpt=True, grad_ckpt_policy="selective"))
+
+
+@pytest.mark.parametrize("method", ["qlora", "lora"])
+def test_products_of_experts_that_are_saved_are_counted(method, saved):
+    """Selective checkpointing that multiplies by the experts again, or a product that the trace does not save."""
+    case = Selective(family="Qwen3-MoE", method=method, experts="all")
+    directory = saved(case.family)
+    check(case, directory)
+    recomputed = Case(family=case.family, method=case.method, experts=case.experts, grad_ckpt=True)
+    saved_bytes, recomputed_bytes = (compare(one, directory)["backward"][1] for one in (case, recomputed))
+    assert saved_bytes > recomputed_bytes
 
 
 @pytest.mark.parametrize(

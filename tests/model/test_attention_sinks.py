@@ -1,5 +1,6 @@
 """Attention with sinks: fused kernels scaled by the sinks equal all scores with one more column."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -40,3 +41,20 @@ def test_sinks_equal_transformers_scores(ours, length):
     assert any(name.endswith("sinks") for name in found)
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_layers_share_the_bias_of_a_window():
+    """A mask of length × length saved once for each layer with a window."""
+    config = copy.deepcopy(CONFIG)
+    config.num_hidden_layers, config.layer_types = 6, ["sliding_attention"] * 6
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=CAPPED_ATTENTION)
+    saved = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (40, 40):
+            saved.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(input_ids=torch.arange(40)[None] % 200, use_cache=False)
+    assert len(saved) == 1

@@ -239,3 +239,17 @@ def test_merging_experts_needs_memory_for_one_expert(tmp_path):
         write_merged(tmp_path / "base", ["config.json", SINGLE], tmp_path / "tuned", spec, tmp_path / MERGED)
     one_expert = 4 * 64 * 64
     assert meter.result().peak_bytes_by_phase["merge"] < adapters + largest + 5 * one_expert < experts * one_expert
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"), [("DeepSeek-V3", "bf16"), ("ernie4_5_moe", "bf16"), ("GPT-OSS", "fp16")]
+)
+def test_tensors_that_a_family_keeps_in_fp32_are_traced_so(family, precision, tmp_path):
+    """The correction bias of DeepSeek's routers: 2 bytes an expert and layer were missing in the trace."""
+    config = FAMILIES.get(family) or tiny_config(family)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    spec = spec_of(method="qlora", precision=precision)
+    loaded, traced = load_model(tmp_path, spec, CPU), uninitialized_model(copy.deepcopy(config), spec, CPU)
+    types = [{name: tensor.dtype for name, tensor in model.state_dict().items()} for model in (loaded, traced)]
+    assert types[0] == types[1]
+    assert torch.float32 in {dtype for name, dtype in types[0].items() if "lora" not in name}

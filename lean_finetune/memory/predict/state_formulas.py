@@ -20,7 +20,7 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from lean_finetune.model.adapters import adaptable_layers, adapts_by_name
-from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.empty_model import kept_in_fp32, meta_model
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters
 from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.experts.router import router_parameters
@@ -52,6 +52,8 @@ class ParameterShape:
     """Whether the weights of experts are (E, K, N)."""
     router: bool = False
     """A parameter of a router."""
+    fp32_in: frozenset[torch.dtype] = frozenset()
+    """Types of the other weights in which the family keeps this one in fp32."""
 
     @property
     def values(self) -> int:
@@ -99,6 +101,7 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
         id(getattr(module, name)): module for _, module in expert_modules(model) for name in expert_parameters(module)
     }
     routers = {id(parameter) for parameter in router_parameters(model).values()}
+    kept = {dtype: kept_in_fp32(model, dtype) for dtype in (torch.bfloat16, torch.float16)}
     parameters = tuple(
         ParameterShape(
             name=name,
@@ -108,6 +111,7 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
             experts=len(parameter) if id(parameter) in experts else 0,
             transposed=id(parameter) in experts and experts[id(parameter)].is_transposed,
             router=id(parameter) in routers,
+            fp32_in=frozenset(dtype for dtype, names in kept.items() if name in names),
         )
         for name, parameter in model.named_parameters()
     )
@@ -232,7 +236,9 @@ def weight_lines(shapes: ModelShapes, spec: ModelSpec) -> list[Line]:
     bits = PACKED_BITS.get(spec.method)
     plain = [p for p in shapes.parameters if bits is None or not p.packable]
     what, size = f"{DTYPE_NAMES[spec.dtype]}, {spec.dtype.itemsize} bytes a value", spec.dtype.itemsize
-    lines = [Line.of(WEIGHTS, what, (p.values * size for p in plain))]
+    lines = [Line.of(WEIGHTS, what, (p.values * size for p in plain if spec.dtype not in p.fp32_in))]
+    kept = [p.values * FP32_BYTES for p in plain if spec.dtype in p.fp32_in]
+    lines += [Line.of(WEIGHTS, "fp32, as the model's code keeps them", kept)] if kept else []
     if bits is not None:
         packed = [p for p in shapes.parameters if p.packable]
         what = f"{spec.quant_type.upper()}, half a byte a value" if bits == NF4_BITS else "int8, a byte a value"

@@ -91,6 +91,13 @@ def _(
     return rows_SK.new_empty(len(rows_SK), shape[1 if transpose else 2])
 
 
+GROUPED_PRODUCTS = (
+    torch.ops.lean_finetune.grouped_mm.default,
+    torch.ops.lean_finetune.packed_grouped_mm.default,
+)
+"""Products of rows, their first argument, with the weights of their experts."""
+
+
 def _bounds(ends_E: torch.Tensor) -> list[tuple[int, int]]:
     """First and last row (exclusive) of each expert, on the host."""
     ends = ends_E.tolist()
