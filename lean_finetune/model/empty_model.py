@@ -87,6 +87,8 @@ def refuse_other_heads(model: PreTrainedModel) -> None:
     name = model.config.model_type
     if head is None or decoder is None or decoder in (model, head):
         raise UserError(f"model.name: {name} has no decoder apart from its head; choose another model")
+    if not hasattr(model.get_input_embeddings(), "weight"):
+        raise UserError(f"model.name: {name} embeds tokens by code of its family alone; choose another model")
     if between:
         raise UserError(
             f"model.name: {name} has {between[0]} outside of its decoder and its head, which the loss would ignore; "

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import JoinedRows, joined_forward
 from lean_finetune.model.experts.router import balancing_loss
+from lean_finetune.model.language_part import left_out
 from lean_finetune.model.model_config import logit_cap, logit_factor
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, join_rows
@@ -136,7 +137,15 @@ def check_head(model: nn.Module, device: torch.device) -> None:
     training = lm.training
     lm.eval()
     input_ids = torch.arange(PROBE_TOKENS, device=device)[None] % lm.config.get_text_config().vocab_size
-    own = lm(input_ids=input_ids, use_cache=False).logits.float()
+    try:
+        own = lm(input_ids=input_ids, use_cache=False).logits.float()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # A family's code may need an image.
+        if not left_out(lm):
+            raise
+        raise UserError(
+            f"model.name: {lm.config.model_type} cannot be trained on text alone ({type(error).__name__}: "
+            f"{next(iter(str(error).strip().splitlines()), '')}); choose another model"
+        ) from None
     ours = head_logits(lm, decoder_hidden(lm, input_ids))
     input_ids[0, -1] = 0
     changed = head_logits(lm, decoder_hidden(lm, input_ids))
