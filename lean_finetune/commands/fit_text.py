@@ -12,6 +12,7 @@ from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest
 from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.verdict import describe
 from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.model.files.quantized_checkpoint import format_text
 
 VERDICTS = {"fits": "fits", "tight": "fits, but with less headroom than asked for", "does not fit": "does not fit"}
 BAR_WIDTH = 32
@@ -91,6 +92,8 @@ def _run_lines(run: FitRun) -> Iterator[str]:
         yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}; sizes are those of one GPU")
     yield labelled("micro-batches", describe(run.workload.steps[-1][-1]))
     yield labelled("attention", run.attention)
+    if (weights := format_text(run.config)) is not None:
+        yield labelled("weights", weights)
     if (experts := run.experts) is not None:
         yield labelled("experts", experts)
     for note in run.notes():

@@ -19,7 +19,9 @@ from transformers.pytorch_utils import Conv1D
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.core import progress
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.files.safetensors_files import StoredTensor, model_tensors
+from lean_finetune.model.files.quantized_checkpoint import file_tensors
+from lean_finetune.model.files.safetensors_files import FileTensor
+from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec
 
 ADAPTER = "default"
@@ -45,7 +47,7 @@ class FrozenLayer:
     """As the model stores it: N × K, or packed in 4 or 8 bits."""
     rank: int
     scale: float
-    files: Mapping[str, StoredTensor]
+    files: Mapping[str, FileTensor]
     """The model's tensors as its files have them."""
 
     def original(self) -> torch.Tensor:
@@ -93,7 +95,7 @@ def start_adapters(model: PeftModel, spec: ModelSpec, directory: Path) -> None:
         return
     torch.manual_seed(spec.seed)
     first: dict[str, Factors] = {}
-    files = model_tensors(directory)
+    files = file_tensors(directory, read_config(directory))
     for name, layer in adapted_layers(model):
         if isinstance(layer.get_base_layer(), Conv1D):
             raise UserError(

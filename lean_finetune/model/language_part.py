@@ -6,9 +6,8 @@ which are copied from the original files.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.auto_factory import _get_model_class
 
-from lean_finetune.model.files.safetensors_files import StoredTensor, model_tensors
+from lean_finetune.model.files.safetensors_files import FileTensor
 
 
 class LanguagePart:
@@ -129,13 +128,9 @@ def conversions_in_model(
     return {key: (name, pattern, by_pattern.get(pattern or "")) for key, (name, pattern) in renamed.items()}
 
 
-def stored_left_out(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:
-    """The tensors in a complete model's files that its language part lacks, not yet read.
-
-    Raises:
-        OSError, SafetensorError, ValueError: as `model_tensors`.
-    """
+def stored_left_out(model: PreTrainedModel, stored: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+    """The tensors in a complete model's files, `stored`, that its language part lacks."""
     if not left_out(model):
         return {}
-    stored, known = model_tensors(directory), model.state_dict()
+    known = model.state_dict()
     return {name: stored[name] for name, own in names_in_model(model, stored).items() if own not in known}

@@ -27,10 +27,10 @@ from lean_finetune.model.empty_model import causal_kind, keep_in_fp32, meta_mode
 from lean_finetune.model.experts.experts_forward import experts_option
 from lean_finetune.model.experts.packed_weights import register_scales
 from lean_finetune.model.experts.router import prepare_routers
-from lean_finetune.model.files.safetensors_files import model_tensors
+from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
-from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta
+from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
 
 PACKED_ATTRIBUTES = (
     *("quant_state", "blocksize", "quant_type", "bnb_quantized", "quant_storage", "module"),
@@ -50,7 +50,9 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
-    model = load_base(directory, spec, device, training_attention(read_config(directory), spec.attention))
+    config = read_config(directory)
+    refuse_other_method(config, spec)
+    model = load_base(directory, spec, device, training_attention(config, spec.attention))
     adapted: nn.Module = model
     if spec.adapted:
         adapted = add_adapters(model, spec, on_meta=False)
@@ -66,19 +68,22 @@ def load_base(
 ) -> PreTrainedModel:
     """The base model. Weights are read one at a time; each is converted and quantised before the next is read.
 
+    Weights in MXFP4 or FP8 are unpacked first; those that bitsandbytes packed are taken as they are.
+
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
     config = read_config(directory)
-    config_of_weights = quantisation(spec)
+    config_of_weights = quantisation(spec, kept_modules(config))
     quantized: dict[str, Any] = {} if config_of_weights is None else {"quantization_config": config_of_weights}
     with warnings.catch_warnings(), _threads_on_gpu_only(device):
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            kind, own_config = causal_kind(config)
+            tensors = file_tensors(directory, config)
+            kind, own_config = causal_kind(without_quantisation(config))
             loaded: Any = kind.from_pretrained(
                 None,
-                state_dict=model_tensors(directory),
+                state_dict=tensors,
                 config=own_config,
                 dtype=spec.dtype,
                 attn_implementation=attention or training_attention(config),
@@ -153,6 +158,7 @@ def uninitialized_model(config: PretrainedConfig, spec: ModelSpec, device: torch
     Raises:
         UserError: as `fake_model`.
     """
+    refuse_other_method(config, spec)
     model = meta_model(config, dtype=spec.dtype, attn_implementation=training_attention(config, spec.attention))
     keep_in_fp32(model, spec.dtype)
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():

@@ -11,6 +11,7 @@ from transformers.activations import ACT2CLS
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.empty_model import causal_class
+from lean_finetune.model.files.quantized_checkpoint import unsupported_format
 from lean_finetune.model.language_part import is_multimodal
 
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
@@ -69,11 +70,8 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
         yield f"must be a decoder alone; got {name}, an encoder with a decoder"
     if getattr(config, "is_decoder", True) is False and type(config) in AutoModelForMaskedLM._model_mapping:
         yield f"must be a decoder; {name} attends to later tokens as well, as {file} does not say is_decoder"
-    if getattr(config, "quantization_config", None) is not None:
-        yield (
-            f"{file} describes weights that are quantised already (quantization_config); give the model they were made "
-            "from: train.method=qlora and int8_lora quantise it while loading"
-        )
+    if (unsupported := unsupported_format(config)) is not None:
+        yield f"{directory} {unsupported}"
     if missing := _missing_sizes(config, directory):
         yield (
             f"{file} must have the model's sizes; missing {', '.join(missing)}; give the config.json that belongs to "

@@ -7,14 +7,16 @@ import bitsandbytes as bnb
 import torch
 from bitsandbytes.functional import QuantState
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.integrations import replace_with_bnb_linear
+from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb8bitDeserialize
 from transformers.quantizers.auto import register_quantizer
-from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, is_grouped
 from lean_finetune.model.experts.packed_weights import (
     BLOCK_WEIGHTS,
@@ -28,7 +30,14 @@ from lean_finetune.model.experts.packed_weights import (
     packing_of,
     register_scales,
 )
-from lean_finetune.model.model_spec import WeightsSpec
+from lean_finetune.model.files.quantized_checkpoint import (
+    BITSANDBYTES,
+    kept_modules,
+    stored_format,
+    stored_quantisation,
+)
+from lean_finetune.model.files.quantized_weights import AsStored
+from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 
 # It warns for every type but fp16 that 8-bit products use fp16 inputs; docs/memory-switches.md says so too.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -39,22 +48,55 @@ OUTLIER_THRESHOLD = 6.0
 """Input columns with a larger value are multiplied in 16 bits (LLM.int8(), section 3.2)."""
 
 
-def quantisation(spec: WeightsSpec) -> BitsAndBytesConfig | None:
-    """The quantisation config of the frozen weights; None without quantisation."""
+def quantisation(spec: WeightsSpec, kept: list[str] | None = None) -> BitsAndBytesConfig | None:
+    """The quantisation config of the frozen weights, without those of the layers `kept`; None without quantisation."""
     config = None
     if spec.method == "int8_lora":
-        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER_THRESHOLD)
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER_THRESHOLD, llm_int8_skip_modules=kept)
     elif spec.method == "qlora":
         config = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=spec.quant_type,
             bnb_4bit_use_double_quant=spec.double_quant,
             bnb_4bit_compute_dtype=spec.dtype,
+            llm_int8_skip_modules=kept,
         )
     if config is not None:
         attributes: Any = config
         attributes.quant_method = QUANTIZER_8BIT if config.load_in_8bit else QUANTIZER_4BIT
     return config
+
+
+def method_fault(config: PretrainedConfig, spec: ModelSpec) -> str | None:
+    """Why a run cannot take weights that bitsandbytes packed as they are, and what to set; None for other weights."""
+    found = stored_format(config)
+    if found not in BITSANDBYTES:
+        return None
+    method = "int8_lora" if found == INT8 else "qlora"
+    wanted: dict[str, tuple[Any, Any]] = {"train.method": (spec.method, method)}
+    if found != INT8:
+        double = bool(stored_quantisation(config).get("bnb_4bit_use_double_quant", False))
+        wanted["train.quant.type"] = (spec.quant_type, found.lower())
+        wanted["train.quant.double"] = (spec.double_quant, double)
+    wanted["train.lora.init"] = (spec.lora_init, "default")
+    for key, (got, right) in wanted.items():
+        if got != right:
+            right, got = (str(value).lower() if isinstance(value, bool) else value for value in (right, got))
+            return (
+                f"{key}: must be {right} for a model whose files have weights in {found} of bitsandbytes; got {got}; "
+                f"set it to {right}, or give the 16-bit model that they were made from"
+            )
+    return None
+
+
+def refuse_other_method(config: PretrainedConfig, spec: ModelSpec) -> None:
+    """Refuse a method that cannot take the packed weights in a model's files.
+
+    Raises:
+        UserError: naming the parameter and its value.
+    """
+    if (fault := method_fault(config, spec)) is not None:
+        raise UserError(fault)
 
 
 class _PackExperts:
@@ -63,6 +105,16 @@ class _PackExperts:
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether a parameter is quantised while loading."""
         return _is_expert(model, param_name) or super().param_needs_quantization(model, param_name, **kwargs)  # type: ignore[misc]
+
+    @staticmethod
+    def get_modules_to_not_convert(
+        model: PreTrainedModel,
+        skip_modules: list[str] | None = None,
+        keep_in_fp32_modules: list[str] | None = None,
+        add_default_skips: bool = True,
+    ) -> list[str]:
+        """Modules that stay in 16 bits: the head and tied weights, also where a checkpoint names others."""
+        return HfQuantizer.get_modules_to_not_convert(model, skip_modules, keep_in_fp32_modules, True)
 
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that quantises a parameter."""
@@ -79,16 +131,34 @@ class _Quantize(ConversionOps):
         """The quantised parameters by name."""
         found: dict[str, Any] = {}
         for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            if isinstance(weight, AsStored):
+                found[name] = _packed_parameter(model, name, weight, self._config)
+                continue
             if not _is_expert(model, name):
                 found.update(self._of_linear.convert({name: value}, model=model, **kwargs))
                 continue
             module, _, parameter = name.rpartition(".")
             experts = model.get_submodule(module)
             kind = INT8 if self._config.load_in_8bit else self._config.bnb_4bit_quant_type
-            weight = value[0] if isinstance(value, list) else value
             pack_parameter(experts, parameter, weight, kind, double_quant=self._config.bnb_4bit_use_double_quant)
             found[name] = experts.get_parameter(parameter)
         return found
+
+
+def _packed_parameter(model: PreTrainedModel, name: str, stored: AsStored, config: BitsAndBytesConfig) -> Any:
+    """The parameter of a layer whose weight bitsandbytes packed before: what packing it here would give."""
+    kind = Bnb8bitDeserialize if config.load_in_8bit else Bnb4bitDeserialize
+    tensors: dict[str, Any] = dict(stored.tensors)
+    parameter: Any = kind(None).convert(tensors, model=model, full_layer_name=name)["weight"]
+    if isinstance(parameter, bnb.nn.Params4bit):
+        parameter.data = parameter.data.view(torch.uint8).view(-1, 1)
+        state = parameter.quant_state
+        found = (state.blocksize, state.quant_type, state.nested, parameter.numel() * 2)
+        if found[:3] != (BLOCK_WEIGHTS, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant):
+            raise ValueError(f"{name} is packed as (block, type, double) {found[:3]}, config.json says otherwise")
+        state.dtype = config.bnb_4bit_compute_dtype
+    return parameter
 
 
 def _is_expert(model: PreTrainedModel, name: str) -> bool:
@@ -129,7 +199,8 @@ def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
             kind = INT8 if spec.method == "int8_lora" else spec.quant_type
             pack_parameter(experts, name, getattr(experts, name), kind, double_quant=spec.double_quant)
     register_scales(model)
-    replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantisation(spec))
+    kept = get_keys_to_not_convert(model) + (kept_modules(model.config) or [])
+    replace_with_bnb_linear(model, kept, quantisation(spec))
     # peft chooses adapters for quantised layers by these attributes.
     attributes: Any = model
     attributes.is_loaded_in_4bit, attributes.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"

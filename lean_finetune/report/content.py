@@ -96,6 +96,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
     shown = {name: parameters[name] for name in SHOWN}
     rows = [
         ("model", describe_model(inputs.model)),
+        *([("weights", text)] if (text := inputs.estimate.get("weights")) else []),
         *([("not loaded", not_loaded)] if (not_loaded := inputs.estimate.get("not_loaded")) else []),
         ("data", f"{describe_data(inputs.data)}, format {tokenize['format']}"),
         ("rows", f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out"),

@@ -18,9 +18,11 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from lean_finetune.core.atomic_files import atomic_directory
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
-from lean_finetune.model.files.safetensors_files import SINGLE, StoredTensor, write_loaded
+from lean_finetune.model.files.quantized_checkpoint import file_tensors, without_quantisation
+from lean_finetune.model.files.safetensors_files import SINGLE, FileTensor, write_loaded
 from lean_finetune.model.language_part import stored_left_out
 from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
+from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
 from lean_finetune.step.data_parallel import DataParallelModel
@@ -59,7 +61,7 @@ class Base:
             shutil.copyfile(self.chat_template, out / CHAT_TEMPLATE)
 
 
-def save_full(model: PreTrainedModel, directory: Path, others: Mapping[str, StoredTensor] | None = None) -> None:
+def save_full(model: PreTrainedModel, directory: Path, others: Mapping[str, FileTensor] | None = None) -> None:
     """Write a model as `save_pretrained` does, but tensor by tensor into one file: no second copy of the weights.
 
     `others` are tensors of the base's files that are not loaded: those of vision and audio parts.
@@ -67,7 +69,7 @@ def save_full(model: PreTrainedModel, directory: Path, others: Mapping[str, Stor
     """
     model.config.dtype = model.dtype
     model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(str(directory))
+    without_quantisation(model.config).save_pretrained(str(directory))
     model.generation_config.save_pretrained(str(directory))
     write_loaded(directory / SINGLE, _tensors_of(model), others)
 
@@ -116,7 +118,8 @@ def save_tuned(parallel: DataParallelModel, base: Base, out: Path, merge: Merge 
                     base.copy_tokenizer(directory / MERGED)
             else:
                 lm = cast(PreTrainedModel, model)
-                save_full(lm, directory, stored_left_out(lm, base.directory))
+                stored = file_tensors(base.directory, read_config(base.directory))
+                save_full(lm, directory, stored_left_out(lm, stored))
         except SafetensorError as error:
             raise UserError(f"{out}: cannot be written ({error}); free space, then rerun") from error
         base.copy_tokenizer(directory)

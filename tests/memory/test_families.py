@@ -260,7 +260,10 @@ def test_layers_whose_weight_is_read_directly_get_no_adapters(family, layer):
             {"model_type": "bert", "hidden_size": 64, **LAYERS},
             "must be a decoder; bert attends to later tokens as well",
         ),
-        ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "quantised already .quantization_config."),
+        (
+            {**LLAMA, "quantization_config": {"quant_method": "awq"}},
+            "has weights quantised with AWQ, .*; give the 16-bit",
+        ),
         ({**LLAMA, "hidden_act": "nosuch"}, "hidden_act must be an activation function of transformers; got 'nosuch'"),
         ({**LLAMA, "rope_parameters": {"rope_theta": None}}, "rope_theta must be a number; got None"),
         ({"model_type": "t5"}, "must be a causal language model; got model_type 't5'"),

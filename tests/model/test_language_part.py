@@ -19,6 +19,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.base_and_tuned import generation_attention
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
 from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.language_part import left_out, left_out_text, stored_left_out
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge.merge_adapters import MERGED
@@ -126,7 +127,7 @@ def check_other_parts(base: Path, out: Path) -> None:
     """The same tensors as in the base, those of other parts unchanged."""
     before, after = (load_file(directory / "model.safetensors") for directory in (base, out))
     assert before.keys() == after.keys()
-    others = stored_left_out(meta_model(read_config(base)), base)
+    others = stored_left_out(meta_model(read_config(base)), model_tensors(base))
     assert others and all(torch.equal(before[name], after[name]) for name in others)
 
 

@@ -14,6 +14,7 @@ from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import halved
 from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.model.quantize import method_fault
 
 SweepPoint = tuple[tuple[str, ...], int]
 """Overrides for `dvc exp run -S` (none for the run itself), and the predicted peak in bytes."""
@@ -48,7 +49,11 @@ def sweep_switches(
     """
     steps = current.steps_of_peak
     support = Support(cuda=target.foreach, native_bf16=native_bf16)
-    changes = [(flags, changed, steps) for flags, changed in single_changes(setting, support)]
+    changes = [
+        (flags, changed, steps)
+        for flags, changed in single_changes(setting, support)
+        if method_fault(config, changed.model) is None
+    ]
     fewer = halved(steps)
     if fewer is not None and smaller_batch is not None and not setting.optimizer_in_backward:
         changes.insert(0, ((smaller_batch,), setting, fewer))

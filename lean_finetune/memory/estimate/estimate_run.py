@@ -38,7 +38,7 @@ from lean_finetune.step.evaluation_limits import EvaluationLimits
 RESULTS = ("fits", "peak_gib_predicted")
 """Figures in metrics/estimate.json, by which runs are compared."""
 
-MODEL_REASONS = ("attention", "experts", "not_loaded")
+MODEL_REASONS = ("attention", "experts", "not_loaded", "weights")
 """Texts of `PlannedRun.reasons` about the model that are figures too."""
 
 

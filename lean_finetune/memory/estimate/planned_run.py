@@ -29,6 +29,7 @@ from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.allocator_settings import segments_from_environment
 from lean_finetune.model.attention_choice import materializes_scores
 from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.files.quantized_checkpoint import format_text
 from lean_finetune.model.language_part import left_out_text
 from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
 from lean_finetune.pinning.locate import config_directory
@@ -124,7 +125,11 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
     setting = Setting.from_params(p, precision, accumulates_gradients=accumulates_gradients(plan))
     beyond_window = longest >= (attention_window(config) or math.inf)
     segments = segments_from_environment()
-    of_model = {"experts": experts_on(device, config, setting.model), "not_loaded": left_out_text(meta_model(config))}
+    of_model = {
+        "experts": experts_on(device, config, setting.model),
+        "not_loaded": left_out_text(meta_model(config)),
+        "weights": format_text(config),
+    }
     planned = PlannedRun(
         plan=plan,
         lengths=lengths,

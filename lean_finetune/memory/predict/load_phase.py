@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
+from transformers import PretrainedConfig
 from transformers.core_model_loading import dot_natural_key
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
@@ -19,6 +20,8 @@ from lean_finetune.memory.predict.state_formulas import (
 )
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import QUANTISATION_STATE, WEIGHTS, Peak
+from lean_finetune.model.files.quantized_checkpoint import BITSANDBYTES, FP8, MXFP4, fp8_block, stored_format
+from lean_finetune.model.files.quantized_weights import ROWS_AT_ONCE, UNPACKED
 from lean_finetune.model.model_spec import ModelSpec
 
 FILE = "weight_files"
@@ -26,17 +29,26 @@ FILE = "weight_files"
 LOADING = "loading"
 """Category of temporary memory that quantising one weight needs."""
 HALF_BYTES = 2
+MXFP4_VALUE_BYTES = 4 + 7 / 32
+"""Of an expert while it is unpacked: an integer for two values, 16 bits a value, and for 32 values a scale thrice."""
 
 
 def load_peak(
-    shapes: ModelShapes, spec: ModelSpec, stored: torch.dtype, target: Target, states: Mapping[str, int], end: Peak
+    config: PretrainedConfig,
+    shapes: ModelShapes,
+    spec: ModelSpec,
+    stored: torch.dtype,
+    target: Target,
+    states: Mapping[str, int],
+    end: Peak,
 ) -> Peak:
     """Peak of loading: while weights are read, or at the `end` with the optimizer's state.
 
     Weights are read, converted and quantised one at a time, in the order of their names. A GPU gets each in its final
-    type, or in 16 or 32 bits if it quantises it there.
+    type, or in 16 or 32 bits if it quantises it there. Weights in MXFP4 or FP8 are unpacked on the host first.
     """
     placed, moments = 0, [end]
+    on_cpu, as_stored = target.capability is None, stored_format(config) in BITSANDBYTES
 
     def final_bytes(parameter: ParameterShape) -> int:
         """Bytes of a weight in its final type, with its scales."""
@@ -46,19 +58,39 @@ def load_peak(
 
     for parameter in sorted(shapes.parameters, key=lambda parameter: dot_natural_key(parameter.name)):
         own = final_bytes(parameter)
-        on_cpu = target.capability is None
+        unpacking = _unpacking_bytes(parameter, config) if on_cpu else 0
+        in_file = UNPACKED if unpacking else stored
+        if unpacking:
+            unpacked = parameter.values * UNPACKED.itemsize
+            moments.append(peak_of({WEIGHTS: placed, FILE: unpacked, LOADING: unpacking}))
         if parameter.experts:
             moments += _loading_experts(
-                parameter, spec, stored, placed, own, by_expert=shapes.stored_by_expert, on_cpu=on_cpu
+                parameter, spec, in_file, placed, own, by_expert=shapes.stored_by_expert, on_cpu=on_cpu
             )
-        else:
-            for file_bytes, loading_bytes in _temporary_bytes(parameter, spec, stored, on_cpu=on_cpu):
+        elif not (as_stored and parameter.linear):
+            for file_bytes, loading_bytes in _temporary_bytes(parameter, spec, in_file, on_cpu=on_cpu):
                 moments.append(peak_of({WEIGHTS: placed + own, FILE: file_bytes, LOADING: loading_bytes}))
         placed += own
     if spec.adapted and (spec.lora_dora or spec.lora_init != "default"):
         adapted = max(adapted_weights(shapes, spec), key=lambda parameter: parameter.values)
         moments.append(peak_of({**states, LOADING: _adapter_init_bytes(adapted, spec, final_bytes(adapted))}))
     return highest(moments)
+
+
+def _unpacking_bytes(parameter: ParameterShape, config: PretrainedConfig) -> int:
+    """Temporary bytes of unpacking a weight, beside the unpacked one; 0 if the files have it in 16 bits or more.
+
+    A linear layer that an FP8 checkpoint has in 16 bits counts too: at most `ROWS_AT_ONCE` of its rows.
+    """
+    found = stored_format(config)
+    if found == MXFP4 and parameter.experts:
+        return int(parameter.values // parameter.experts * MXFP4_VALUE_BYTES)
+    if found == FP8 and parameter.linear:
+        (rows, columns), (height, width) = parameter.shape, fp8_block(config)
+        at_once, grid_columns = min(rows, ROWS_AT_ONCE), -(-columns // width)
+        scales = (-(-rows // height) + at_once) * grid_columns
+        return FP32_BYTES * (at_once * (columns + grid_columns * width) + scales)
+    return 0
 
 
 def _loading_experts(

@@ -5,6 +5,7 @@ tests compare with measured loads. Merging needs one weight more than saving.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +36,8 @@ from lean_finetune.memory.trace.memory_trace import (
     WEIGHTS,
     Peak,
 )
+from lean_finetune.model.files.quantized_checkpoint import stored_format, without_quantisation
+from lean_finetune.model.files.quantized_weights import UNPACKED
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
@@ -98,8 +101,13 @@ def generation_shapes(
 
 
 def stored_dtype(config: PretrainedConfig) -> torch.dtype:
-    """Type of the weights in a model's files, by a config just read from its file; fp32 if not stated."""
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    """Type of the weights in a model's files, by a config just read from its file; fp32 if not stated.
+
+    Of quantised files, that of their other weights: bf16 if not stated.
+    """
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    return torch.float32 if stored_format(config) is None else UNPACKED
 
 
 def other_phases(
@@ -119,7 +127,7 @@ def other_phases(
     optimizer_bytes = states.pop(OPTIMIZER, 0)
     end = peak_of({**states, OPTIMIZER: optimizer_bytes})
     return {
-        LOAD: load_peak(shapes, setting.model, around.stored_dtype, target, states, end),
+        LOAD: load_peak(config, shapes, setting.model, around.stored_dtype, target, states, end),
         HELDOUT: _heldout(config, setting, around, target, optimizer_bytes),
         **_evaluation(config, setting, around, target),
         SAVE: end,
@@ -161,7 +169,8 @@ def _evaluation(config: PretrainedConfig, setting: Setting, around: OtherPhases,
     found = _evaluation_of(config, setting, around, target)
     if around.merged:
         merged = replace(setting, model=replace(setting.model, method="full"))
-        found[EVALUATE_MERGED] = highest(_evaluation_of(config, merged, around, target).values())
+        plain = without_quantisation(deepcopy(config))
+        found[EVALUATE_MERGED] = highest(_evaluation_of(plain, merged, around, target).values())
     return found
 
 

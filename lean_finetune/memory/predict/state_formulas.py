@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lean_finetune.config.train_schema import ALL_LINEAR
 from lean_finetune.memory.predict.optimizer_states import FP32_BYTES, PAGED, Line, optimizer_tensors
@@ -24,6 +25,7 @@ from lean_finetune.model.empty_model import kept_in_fp32, meta_model
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters
 from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.experts.router import router_parameters
+from lean_finetune.model.files.quantized_checkpoint import kept_modules
 from lean_finetune.model.merge.stored_experts import stored_by_expert
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.host_transfer import STAGING_BYTES
@@ -43,7 +45,7 @@ class ParameterShape:
     name: str
     shape: tuple[int, ...]
     linear: bool
-    """The weight of a linear layer other than the head: it is quantised."""
+    """The weight of a linear layer that is quantised: not the head, nor a layer that packed files have in 16 bits."""
     adaptable: bool
     """The weight of a layer that `all-linear` adapts."""
     experts: int = 0
@@ -93,13 +95,12 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
     """Shapes of a model's parameters, without allocating them."""
     model = meta_model(config)
     head = model.get_output_embeddings()
-    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
-    linear = {id(layer.weight) for layer in layers}
+    named = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+    layers = [layer for _, layer in named]
+    linear = {id(layer.weight) for name, layer in named if should_convert_module(name, kept_modules(config))}
     transposed = {id(layer.weight) for layer in layers if isinstance(layer, Conv1D)}  # GPT-2's are inputs × outputs.
-    adaptable = linear if not adapts_by_name(model) else {id(layer.weight) for layer in adaptable_layers(model)}
-    experts = {
-        id(getattr(module, name)): module for _, module in expert_modules(model) for name in expert_parameters(module)
-    }
+    adaptable = {id(layer.weight) for layer in (adaptable_layers(model) if adapts_by_name(model) else layers)}
+    experts = {id(getattr(m, name)): m for _, m in expert_modules(model) for name in expert_parameters(m)}
     routers = {id(parameter) for parameter in router_parameters(model).values()}
     kept = {dtype: kept_in_fp32(model, dtype) for dtype in (torch.bfloat16, torch.float16)}
     parameters = tuple(

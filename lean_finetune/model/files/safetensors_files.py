@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import EllipsisType
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -44,6 +45,25 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 HEADER_ALIGNMENT = 8
 LENGTH = struct.Struct("<Q")
 """Encoding of the header's length."""
+
+
+class FileTensor(Protocol):
+    """A tensor of a model's files, not yet read: as it is stored, or to be unpacked."""
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type that `read` returns."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape that `read` returns."""
+
+    def read(self) -> torch.Tensor:
+        """Read it into new memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +210,7 @@ def write_tensors(path: Path, specs: Mapping[str, TensorSpec], make: Callable[[s
 
 
 def write_loaded(
-    path: Path, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor] | None = None
+    path: Path, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, FileTensor] | None = None
 ) -> None:
     """Write tensors in memory, on GPUs or sharded over processes, and others from files; one by one on the host.
 
@@ -198,7 +218,7 @@ def write_loaded(
         OSError: the disk refused, or a file cannot be read.
     """
     others = stored or {}
-    every: dict[str, torch.Tensor | StoredTensor] = {**tensors, **others}
+    every: dict[str, torch.Tensor | FileTensor] = {**tensors, **others}
     specs = {name: TensorSpec(dtype=one.dtype, shape=tuple(one.shape)) for name, one in every.items()}
     write_tensors(path, specs, lambda name: others[name].read() if name in others else _gathered(tensors[name]))
 

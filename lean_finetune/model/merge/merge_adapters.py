@@ -12,13 +12,16 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from safetensors.torch import load_file
+from transformers import PretrainedConfig
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import take_experts
 from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.files.safetensors_files import StoredTensor, TensorSpec, stored_tensors, write_tensors
+from lean_finetune.model.files.quantized_checkpoint import file_tensors, stored_format, write_16_bit_config
+from lean_finetune.model.files.quantized_weights import BitsAndBytesWeight
+from lean_finetune.model.files.safetensors_files import FileTensor, TensorSpec, write_tensors
 from lean_finetune.model.language_part import names_in_model
 from lean_finetune.model.merge.merge_experts import MergedExperts
 from lean_finetune.model.model_config import read_config
@@ -31,10 +34,10 @@ MERGED = "merged"
 
 
 def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsSpec, out: Path) -> None:
-    """Write the merged model to `out` in the types of the base's files.
+    """Write the merged model to `out` in the types of the base's files; weights that are quantised there in bf16.
 
-    Weights that training quantised are quantised and dequantised here too: the adapters learnt to correct that error,
-    which the original weights do not have.
+    Weights that training quantised while loading are quantised and dequantised here too: the adapters learnt to
+    correct that error, which the original weights do not have.
 
     Args:
         base: the base model's directory.
@@ -48,20 +51,23 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
     """
     config = read_json(adapter / "adapter_config.json")
     tensors = load_file(adapter / "adapter_model.safetensors")
-    model_config = read_config(base)
-    quantised, model = _quantised_layers(base, spec), meta_model(model_config)
-    experts = MergedExperts(base, model, spec, take_experts(model_config, adapter, tensors))
+    base_config = read_config(base)
+    model, tensors_of_base = meta_model(base_config), file_tensors(base, base_config)
+    packed = [name for name, one in tensors_of_base.items() if isinstance(one, BitsAndBytesWeight)]
+    packed_layers = (name.removesuffix(".weight") for name in names_in_model(model, packed).values())
+    quantised = _quantised_layers(base_config, spec).difference(packed_layers)
+    experts = MergedExperts(tensors_of_base, model, spec, take_experts(base_config, adapter, tensors))
     unmerged = {_layer(key) for key in tensors}
     for name in sorted(files):
         if not name.endswith(SUFFIX):
             shutil.copyfile(base / name, out / name)
             continue
-        stored = stored_tensors(base / name)
+        stored = {key: one for key, one in tensors_of_base.items() if one.path == base / name}
         specs = {key: TensorSpec(dtype=one.dtype, shape=one.shape) for key, one in stored.items()}
         names = names_in_model(model, stored)
 
         def merged(
-            key: str, stored: Mapping[str, StoredTensor] = stored, names: Mapping[str, str] = names
+            key: str, stored: Mapping[str, FileTensor] = stored, names: Mapping[str, str] = names
         ) -> torch.Tensor:
             if key in experts:
                 return experts.merged(key)
@@ -75,6 +81,8 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
             return weight_NK.to(weight.dtype)
 
         write_tensors(out / name, specs, merged)
+    if stored_format(base_config) is not None:
+        write_16_bit_config(out, tensors_of_base)
     if unmerged:
         raise UserError(
             f"train.merge: {base} has no weight for {sorted(unmerged)[0]}, which has an adapter; set train.merge=false"
@@ -94,7 +102,7 @@ def refuse_merge(base: Path, spec: WeightsSpec, *, experts: bool) -> None:
     """
     config = read_config(base)
     if (experts or quantisation(spec) is not None) and (
-        missing := MergedExperts(base, meta_model(config), spec, {}).missing
+        missing := MergedExperts(file_tensors(base, config), meta_model(config), spec, {}).missing
     ):
         raise UserError(
             f"train.merge: the files of {config.model_type} have {missing[0]} in a form that cannot be merged; got "
@@ -107,11 +115,11 @@ def _layer(key: str) -> str:
     return key.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
 
 
-def _quantised_layers(base: Path, spec: WeightsSpec) -> set[str]:
+def _quantised_layers(config: PretrainedConfig, spec: WeightsSpec) -> set[str]:
     """Names of the layers that training quantises."""
     if quantisation(spec) is None:
         return set()
-    model = meta_model(read_config(base))
+    model = meta_model(config)
     quantize_on_meta(model, spec)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     return {name for name, module in model.named_modules() if isinstance(module, kinds)}

@@ -6,13 +6,13 @@ Shape legend: E experts, R rank, K inputs, N outputs.
 from collections import defaultdict
 from collections.abc import Mapping
 from fractions import Fraction
-from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from lean_finetune.model.experts.expert_adapters import ExpertAdapter
-from lean_finetune.model.files.safetensors_files import StoredTensor, model_tensors
+from lean_finetune.model.files.safetensors_files import FileTensor
 from lean_finetune.model.merge.stored_experts import expert_parts, projections
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.quantize import as_trained, quantisation
@@ -21,16 +21,22 @@ from lean_finetune.model.quantize import as_trained, quantisation
 class MergedExperts:
     """The tensors of a model's files that have weights of experts, with their rounding in training and adapters."""
 
-    def __init__(self, base: Path, model: PreTrainedModel, spec: WeightsSpec, adapters: Mapping[str, ExpertAdapter]):
+    def __init__(
+        self,
+        stored: Mapping[str, Any],
+        model: PreTrainedModel,
+        spec: WeightsSpec,
+        adapters: Mapping[str, ExpertAdapter],
+    ):
         """Find them; nothing is read yet.
 
         Args:
-            base: the base model's directory.
+            stored: the tensors of the base model's files.
             model: on the meta device.
             spec: number format of the base in training.
             adapters: of the experts' projections, by name.
         """
-        self._stored, self._spec, self._adapters = model_tensors(base), spec, adapters
+        self._stored, self._spec, self._adapters = stored, spec, adapters
         self._packed = quantisation(spec) is not None
         self._modules = projections(model)
         self._parts = expert_parts(self._stored, model)
@@ -71,7 +77,7 @@ class MergedExperts:
             self._last = None
         return weight.chunk(part.parts)[part.part].to(stored.dtype)
 
-    def _with_adapter(self, parameter: str, expert: int, sources: list[StoredTensor]) -> torch.Tensor:
+    def _with_adapter(self, parameter: str, expert: int, sources: list[FileTensor]) -> torch.Tensor:
         """The weight of one expert, fp32, from the tensors that have its parts."""
         shape = sources[0].shape[-2:]
         stored = torch.cat([source.read().view(-1, shape[1]) for source in sources])

@@ -1,0 +1,184 @@
+"""Checkpoints whose weights are already quantised: which ones are read, and their tensors.
+
+MXFP4 and FP8 are unpacked while a model is loaded, one weight at a time. What bitsandbytes packed is loaded as it is,
+and unpacked only to merge an adapter into it.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.utils import CONFIG_NAME
+
+from lean_finetune.core.atomic_files import read_json, write_json
+from lean_finetune.model.experts.packed_weights import INT8
+from lean_finetune.model.files.quantized_weights import (
+    ROWS_AT_ONCE,
+    UNPACKED,
+    BitsAndBytesWeight,
+    Fp8Weight,
+    Mxfp4Weight,
+)
+from lean_finetune.model.files.safetensors_files import INDEX, FileTensor, StoredTensor, model_tensors
+
+MXFP4, FP8, NF4, FP4 = "MXFP4", "FP8", "NF4", "FP4"
+BITSANDBYTES = (NF4, FP4, INT8)
+"""Formats that are loaded as they are."""
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_SCALES = ("_scale_inv", "_scale")
+"""Ends of the names of an FP8 weight's scales: transformers' and compressed-tensors'."""
+NOT_READ = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale", ".weight_format")
+"""Ends of names that say how activations are quantised, or how 8-bit weights are ordered."""
+
+
+def stored_quantisation(config: PretrainedConfig) -> dict[str, Any]:
+    """`quantization_config` of a config.json that was just read; empty without one."""
+    found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    return next((dict(one) for one in found if one), {})
+
+
+def without_quantisation(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the same model in 16 bits; changes `config`."""
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    return config
+
+
+def stored_format(config: PretrainedConfig) -> str | None:
+    """MXFP4, FP8, NF4, FP4 or int8; None for weights that are not quantised, or in a way that is not supported."""
+    how = stored_quantisation(config)
+    method = how.get("quant_method")
+    if how.get("load_in_4bit") or how.get("load_in_8bit"):
+        return INT8 if how.get("load_in_8bit") else str(how.get("bnb_4bit_quant_type", FP4)).upper()
+    if method == "compressed-tensors":
+        return FP8 if _is_float_quantized(how) else None
+    return {"mxfp4": MXFP4, "fp8": FP8}.get(str(method))
+
+
+def _is_float_quantized(how: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors stored 8-bit floating-point weights."""
+    weights = [group.get("weights") or {} for group in (how.get("config_groups") or {}).values()]
+    return how.get("format") == "float-quantized" and all(
+        one.get("type") == "float" and one.get("num_bits") == 8 for one in weights
+    )
+
+
+def unsupported_format(config: PretrainedConfig) -> str | None:
+    """What a refusal says of a quantised checkpoint that cannot be read; None for others."""
+    how, found = stored_quantisation(config), stored_format(config)
+    if not how or (found is not None and (found != MXFP4 or config.model_type == "gpt_oss")):
+        return None
+    name = "MXFP4" if found else str(how.get("quant_method", "an unnamed method")).upper()
+    return f"has weights quantised with {name}, which are not read; give the 16-bit model that they were made from"
+
+
+def format_text(config: PretrainedConfig) -> str | None:
+    """How the weights are stored and what is loaded; None if they are not quantised."""
+    found = stored_format(config)
+    if found in BITSANDBYTES:
+        return f"{found} of bitsandbytes in the model's files, taken as they are"
+    return found and f"{found} in the model's files, unpacked to bf16 while loading"
+
+
+def kept_modules(config: PretrainedConfig) -> list[str] | None:
+    """Names or patterns of layers that bitsandbytes did not pack, besides the head; None if the files name none."""
+    if stored_format(config) not in BITSANDBYTES:
+        return None
+    return stored_quantisation(config).get("llm_int8_skip_modules")
+
+
+def file_tensors(directory: Path, config: PretrainedConfig) -> dict[str, FileTensor]:
+    """The tensors of a model's files by the names that they have in 16 bits, not yet read.
+
+    Raises:
+        OSError, SafetensorError: as `model_tensors`.
+        ValueError: as `model_tensors`, or a quantised weight lacks its scales.
+    """
+    stored, found = model_tensors(directory), stored_format(config)
+    if found is None:
+        return dict(stored)
+    kept = {name: tensor for name, tensor in stored.items() if not name.endswith(NOT_READ)}
+    if found == MXFP4:
+        return _mxfp4(kept)
+    return _fp8(kept, config) if found == FP8 else _bitsandbytes(kept)
+
+
+def write_16_bit_config(directory: Path, tensors: Mapping[str, FileTensor]) -> None:
+    """Make copies of config.json and of the index in `directory` those of the same model in 16 bits."""
+    path = directory / CONFIG_NAME
+    config = read_json(path)
+    for part in (config, config.get("text_config", {})):
+        part.pop("quantization_config", None)
+    if not {"dtype", "torch_dtype"} & {*config}:
+        config["dtype"] = str(UNPACKED).removeprefix("torch.")
+    write_json(path, config)
+    if (directory / INDEX).exists():
+        size = sum(prod(one.shape) * one.dtype.itemsize for one in tensors.values())
+        names = {name: one.path.name for name, one in sorted(tensors.items())}
+        write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": names})
+
+
+def _mxfp4(stored: dict[str, StoredTensor]) -> dict[str, FileTensor]:
+    """Join the blocks and scales of experts."""
+    found: dict[str, FileTensor] = {}
+    for name, tensor in stored.items():
+        weight = name.removesuffix("_blocks")
+        if weight != name:
+            found[weight] = Mxfp4Weight(packed=tensor, scales=_part(stored, f"{weight}_scales"))
+        elif not name.endswith("_scales"):
+            found[name] = tensor
+    return found
+
+
+def fp8_block(config: PretrainedConfig) -> tuple[int, int]:
+    """Rows and columns of a block of FP8 weights with one scale, where scales are by block."""
+    how = stored_quantisation(config)
+    groups = [group.get("weights") or {} for group in (how.get("config_groups") or {}).values()]
+    blocks = [how.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
+    rows, columns = next((block for block in blocks if block), (ROWS_AT_ONCE, ROWS_AT_ONCE))
+    return rows, columns
+
+
+def _fp8(stored: dict[str, StoredTensor], config: PretrainedConfig) -> dict[str, FileTensor]:
+    """Join weights in FP8 and their scales."""
+    block, found = fp8_block(config), dict[str, FileTensor]()
+    for name, tensor in stored.items():
+        if tensor.dtype in FP8_DTYPES:
+            scales = next((name + end for end in FP8_SCALES if name + end in stored), name + FP8_SCALES[0])
+            found[name] = Fp8Weight(packed=tensor, scales=_part(stored, scales), block=block)
+        elif not name.endswith(FP8_SCALES):
+            found[name] = tensor
+        elif _part(stored, name.removesuffix("_inv").removesuffix("_scale")).dtype not in FP8_DTYPES:
+            raise ValueError(f"{name} scales a weight that is not in FP8, which is not supported")
+    return found
+
+
+def _bitsandbytes(stored: dict[str, StoredTensor]) -> dict[str, FileTensor]:
+    """Join packed weights, their scales and code books."""
+    found: dict[str, FileTensor] = {}
+    states: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        layer, weight, rest = name.rpartition(".weight.")
+        if weight:
+            states.setdefault(f"{layer}.weight", {})[f"weight.{rest}"] = tensor
+        elif name.endswith(".SCB"):
+            states.setdefault(name.removesuffix("SCB") + "weight", {})["SCB"] = tensor
+        else:
+            found[name] = tensor
+    for name, state in states.items():
+        found[name] = BitsAndBytesWeight(packed=_part(stored, name), state=state)
+    return found
+
+
+def _part(stored: Mapping[str, StoredTensor], name: str) -> StoredTensor:
+    """A tensor that a quantised weight needs.
+
+    Raises:
+        ValueError: the files lack it.
+    """
+    if name not in stored:
+        raise ValueError(f"a quantised weight needs {name}, which the files lack")
+    return stored[name]
