@@ -42,13 +42,12 @@ def _rows(name: str) -> list[Row]:
 
 
 def _published() -> Iterator[Line]:
-    """Peaks and smallest GPUs of published models, and what does not work with their families."""
-    missing = {row["family"]: _missing(row) for row in _rows("families")}
-    yield "model", "family", "parameters", "QLoRA", "LoRA", "does not work"
+    """Peaks and smallest GPUs of published models."""
+    yield "model", "family", "parameters", "QLoRA", "LoRA"
     for row in _rows("published_models"):
         name = f"{row['model']} {DEFAULT_SIZES}" if row["default_sizes"] else row["model"]
         size = f"{row['parameters'] / 1e9:.2f} B" if "parameters" in row else ""
-        yield name, f"`{row['family']}`", size, _peak(row["qlora"]), _peak(row["lora"]), missing[row["family"]]
+        yield name, f"`{row['family']}`", size, _peak(row["qlora"]), _peak(row["lora"])
 
 
 def _peak(found: Row) -> str:
@@ -89,11 +88,11 @@ def _refused() -> Iterator[Line]:
 
 def _depth() -> Iterator[Line]:
     """Largest differences of deep models, by family and method."""
-    percent = {row["case"]: row["worst_phase_percent"] for row in _rows("depth")}
+    percent = {row["case"]: f"{row['worst_phase_percent']:.4f} %" for row in _rows("depth")}
     yield "family", "method", *(f"{layers} layers" for layers in LAYERS)
     for family in PATTERNS:
         for method in METHODS:
-            cells = (f"{percent[f'{family}, {method}, {layers} layers']:.4f} %" for layers in LAYERS)
+            cells = (percent.get(f"{family}, {method}, {layers} layers", "not counted") for layers in LAYERS)
             yield f"`{family}`", method, *cells
 
 

@@ -191,7 +191,7 @@ def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
 def attention_window(config: PretrainedConfig) -> int | None:
     """Tokens of a model's sliding window, or of its chunks of attention (Llama 4); None without one."""
     found = (window for name in ("sliding_window", "attention_chunk_size") for window in layer_settings(config, name))
-    return min((window for window in found if window is not None), default=None)
+    return min((window for window in found if window), default=None)  # Qwen2-MoE without one: 0.
 
 
 def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
