@@ -20,6 +20,7 @@ from lean_finetune.memory.predict.state_formulas import (
 )
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import QUANTISATION_STATE, WEIGHTS, Peak
+from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS
 from lean_finetune.model.files.quantized_checkpoint import BITSANDBYTES, FP8, MXFP4, fp8_block, stored_format
 from lean_finetune.model.files.quantized_weights import ROWS_AT_ONCE, UNPACKED
 from lean_finetune.model.model_spec import ModelSpec
@@ -29,6 +30,8 @@ FILE = "weight_files"
 LOADING = "loading"
 """Category of temporary memory that quantising one weight needs."""
 HALF_BYTES = 2
+PACKED_EXPERT_BYTES = 1 + FP32_BYTES / BLOCK_WEIGHTS
+"""Of a value of an expert that is packed and not yet in the stack: 8 bits, or 4 and 4 of the one before; its scales."""
 MXFP4_VALUE_BYTES = 4 + 7 / 32
 """Of an expert while it is unpacked: an integer for two values, 16 bits a value, and for 32 values a scale thrice."""
 
@@ -113,7 +116,7 @@ def _loading_experts(
     yield peak_of({WEIGHTS: placed, FILE: as_read, LOADING: stacked})
     if spec.method in PACKED_BITS:
         one = parameter.values // parameter.experts
-        packing = int(one * _quantising_bytes(spec, on_cpu=on_cpu))
+        packing = int(one * (_quantising_bytes(spec, on_cpu=on_cpu) + PACKED_EXPERT_BYTES))
         yield peak_of({WEIGHTS: placed + own, LOADING: stacked + packing})
 
 
