@@ -61,14 +61,16 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
     from lean_finetune.commands.tuned.ollama import modelfile
     from lean_finetune.core.atomic_files import atomic_directory
     from lean_finetune.model.merge.merge_adapters import refuse_merge, write_merged
+    from lean_finetune.model.model_spec import BASE_WEIGHTS
     from lean_finetune.pinning.locate import TOKENIZER_FILES
 
     if what == "merged" and tuned.adapter is not None:
         refuse_merge(tuned.base, tuned.spec, experts=bool(tuned.adapter.get("target_parameters")))
     with atomic_directory(out) as directory:
         if what == "adapter":
-            for name in ("adapter_config.json", "adapter_model.safetensors"):
-                shutil.copyfile(tuned.directory / name, directory / name)
+            for name in ("adapter_config.json", "adapter_model.safetensors", BASE_WEIGHTS):
+                if (tuned.directory / name).is_file():
+                    shutil.copyfile(tuned.directory / name, directory / name)
         elif tuned.adapter is None:
             for name in tuned.weight_files():
                 shutil.copyfile(tuned.directory / name, directory / name)

@@ -22,6 +22,10 @@ from lean_finetune.config.train_schema import ALL_LINEAR
 DTYPES = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+BASE_WEIGHTS = "base_weights.json"
+"""File beside an adapter: the `WeightsSpec` of its base in training."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightsSpec:
     """Number format and quantisation of the base: what the user of a saved model must know about its training.

@@ -11,7 +11,7 @@ from lean_finetune.pinning.descriptions import describe_data, describe_model
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, model_address
 from lean_finetune.train.callbacks.callback import curve_columns
 from lean_finetune.train.job import Paths
-from lean_finetune.train.save_model import Base, Merge, save_tuned
+from lean_finetune.train.save_model import Base, save_tuned
 from lean_finetune.train.train_job import TrainJob, TrainResult
 
 RESULTS = ("peak_gib_measured", "resumed", "tokens_per_second", "train_loss")
@@ -73,8 +73,7 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
         tokenizer_files=list(read_json(paths.tokenizer_lock)["files"]),
         chat_template=template if template.exists() else None,
     )
-    merge = Merge(spec=job.model_spec, files=list(lock["files"])) if params.train.merge else None
-    save_tuned(result.parallel, base, paths.out, merge)
+    save_tuned(result.parallel, base, paths.out, job.model_spec, list(lock["files"]) if params.train.merge else None)
 
 
 def publish_record(result: TrainResult, figures: dict[str, Any], params: Params, paths: Paths) -> None:

@@ -4,7 +4,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from lean_finetune.core.atomic_files import atomic_directory
+from lean_finetune.core.atomic_files import atomic_directory, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, without_quantisation
@@ -23,19 +23,9 @@ from lean_finetune.model.files.safetensors_files import SINGLE, FileTensor, writ
 from lean_finetune.model.language_part import stored_left_out
 from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import WeightsSpec
+from lean_finetune.model.model_spec import BASE_WEIGHTS, WeightsSpec
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
 from lean_finetune.step.data_parallel import DataParallelModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Merge:
-    """Input for merging an adapter into its base model."""
-
-    spec: WeightsSpec
-    """Weights of the base model during training."""
-    files: Sequence[str]
-    """Names of the base model's files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +84,20 @@ def _send_shards(parallel: DataParallelModel) -> None:
         write_loaded(Path(os.devnull), _tensors_of(cast(PreTrainedModel, parallel.model)))
 
 
-def save_tuned(parallel: DataParallelModel, base: Base, out: Path, merge: Merge | None = None) -> None:
+def save_tuned(
+    parallel: DataParallelModel, base: Base, out: Path, spec: WeightsSpec, merge: Sequence[str] | None = None
+) -> None:
     """Write safetensors, config and tokenizer to `out` atomically; equal weights give equal bytes.
 
-    All processes call this, and the first one writes. An adapter is saved alone; `merge` also writes the merged model
-    to `MERGED` in `out`.
+    All processes call this, and the first one writes. An adapter is saved alone, with `BASE_WEIGHTS`; `merge` also
+    writes the merged model to `MERGED` in `out`.
+
+    Args:
+        parallel: the trained model.
+        base: the model it was made from.
+        out: directory to write.
+        spec: weights of the base during training.
+        merge: names of the base's files if the merged model is written.
 
     Raises:
         UserError: the disk refused.
@@ -112,9 +111,10 @@ def save_tuned(parallel: DataParallelModel, base: Base, out: Path, merge: Merge 
             if isinstance(model, PeftModel):
                 # Adapters are small: peft needs all tensors together.
                 save_adapter(model, directory, base.address, dict(parallel.full_parameters()), revision=base.revision)
+                write_json(directory / BASE_WEIGHTS, {key.name: getattr(spec, key.name) for key in fields(WeightsSpec)})
                 if merge is not None:
                     (directory / MERGED).mkdir()
-                    write_merged(base.directory, merge.files, directory, merge.spec, directory / MERGED)
+                    write_merged(base.directory, merge, directory, spec, directory / MERGED)
                     base.copy_tokenizer(directory / MERGED)
             else:
                 lm = cast(PreTrainedModel, model)

@@ -1,7 +1,7 @@
 """`lean-finetune chat` and `generate`: answers of the tuned model, within the memory that there is."""
 
 import json
-import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lean_finetune.commands.chat import chat
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.tuned import tuned_model
-from lean_finetune.core.atomic_files import write_json
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY
-from tests.workspace import error, invoke, lay_out, write_rows
+from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.train.save_model import save_tuned
+from tests.small_model import CPU, base_of, spec_of
+from tests.workspace import error, invoke, write_rows
 
 QUESTIONS = [[{"role": "user", "content": "Name a colour."}], [{"role": "user", "content": "What is 2 + 2?"}]]
 SHORT = ["--max-new-tokens", "12", "--bits", "16"]
@@ -106,16 +110,18 @@ def test_a_faulty_prompt_is_named_by_its_line_and_nothing_is_written(
     assert not (tmp_path / "a.jsonl").exists()
 
 
-def test_the_base_is_stored_as_the_run_here_trained_it(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A base in other bits than the adapter learnt to correct."""
-    lay_out(tmp_path, train__method="int8_lora", train__precision="auto")
-    write_json(tmp_path / "data/estimate/verdict.json", {"enforce": True, "refusal": None, "precision": "fp32"})
-    shutil.copytree(adapter, tmp_path / "data/tuned")
-    monkeypatch.chdir(tmp_path)
-    tuned = tuned_model.find_tuned(Path("data/tuned"), None)
-    assert (tuned.spec.method, tuned.spec.precision, tuned.reason) == ("int8_lora", "fp32", "as params.yaml trained it")
-    assert tuned_model.find_tuned(Path("data/tuned"), "4").spec.method == "qlora"
-    assert tuned_model.find_tuned(adapter, None).spec.method == "qlora"
+def test_the_base_is_stored_as_in_training(small_llama: Path, tmp_path: Path):
+    """A base in other bits than the adapter learnt to correct, also where the run is not here."""
+    spec, base = spec_of(method="int8_lora", precision="fp32"), replace(base_of(small_llama), address=str(small_llama))
+    save_tuned(DataParallelModel(load_model(small_llama, spec, CPU)), base, tmp_path / "tuned", spec)
+    tuned = tuned_model.find_tuned(tmp_path / "tuned", None)
+    assert (tuned.spec.method, tuned.spec.precision, tuned.reason) == ("int8_lora", "fp32", "as in training")
+    assert tuned_model.find_tuned(tmp_path / "tuned", "4").spec.method == "qlora"
+    (tmp_path / "tuned/base_weights.json").write_text('{"method": "none"}')
+    with pytest.raises(UserError, match=r"base_weights\.json: must be as training wrote it"):
+        tuned_model.find_tuned(tmp_path / "tuned", None)
+    (tmp_path / "tuned/base_weights.json").unlink()
+    assert "default" in tuned_model.find_tuned(tmp_path / "tuned", None).reason
 
 
 def test_a_directory_without_a_model_is_one_line(tmp_path: Path):

@@ -20,7 +20,7 @@ from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec, training_step
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.save_model import Merge, save_full, save_tuned
+from lean_finetune.train.save_model import save_full, save_tuned
 from tests.evaluate.conftest import CPU, PAD, TOKENIZER_FILES, questions_of, save_random_adapter, spec_of
 from tests.small_model import base_of
 from tests.small_model import spec_of as model_spec_of
@@ -55,7 +55,7 @@ def train_and_save(base: Path, spec: ModelSpec, chunk: int | None, rows: TokenRo
             heldout_loss(parallel, iter(batches), PAD, spec, chunk or MAX_TOKENS, CPU)
         with meter.phase("save"):
             files = [path.name for path in base.iterdir() if path.name not in TOKENIZER_FILES]
-            save_tuned(parallel, base_of(base), out, Merge(spec=spec, files=files) if spec.adapted else None)
+            save_tuned(parallel, base_of(base), out, spec, files if spec.adapted else None)
     return dict(meter.result().peak_bytes_by_phase)
 
 

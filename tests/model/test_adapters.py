@@ -22,7 +22,7 @@ from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
 from lean_finetune.step.data_parallel import DataParallelModel
-from lean_finetune.train.save_model import Merge, save_tuned
+from lean_finetune.train.save_model import save_tuned
 from tests.conftest import ROOT
 from tests.small_model import CPU, VOCABULARY, base_of, spec_of
 from tests.step.common import slow
@@ -119,7 +119,7 @@ def test_a_merged_model_is_the_adapted_one(fp32_llama: Path, tmp_path: Path, for
     spec = spec_of(**FORMS[form])
     model = trained(fp32_llama, spec)
     files = [path.name for path in fp32_llama.iterdir()]
-    save_tuned(DataParallelModel(model), base_of(fp32_llama), tmp_path / "tuned", Merge(spec=spec, files=files))
+    save_tuned(DataParallelModel(model), base_of(fp32_llama), tmp_path / "tuned", spec, files)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned" / MERGED, dtype=torch.float32)
     assert (logits(merged) - logits(model)).abs().max().item() < MERGED_ROUNDED[form]
     assert sorted(path.name for path in (tmp_path / "tuned" / MERGED).iterdir()) == sorted(files)

@@ -27,7 +27,7 @@ from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge, write
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.save_model import Merge, save_tuned
+from lean_finetune.train.save_model import save_tuned
 from tests.model.reload import TOKENS, changed_adapters, reload_adapter
 from tests.small_model import CPU, base_of, spec_of
 
@@ -183,7 +183,7 @@ def test_merged_experts_are_the_adapted_ones(family, form, saved, tmp_path):
     model: Any = changed_adapters(load_model(base, spec, CPU))
     files = [path.name for path in base.iterdir()]
     refuse_merge(base, spec, experts=spec.lora_experts == "all")
-    save_tuned(DataParallelModel(model), base_of(base), tmp_path / "tuned", Merge(spec=spec, files=files))
+    save_tuned(DataParallelModel(model), base_of(base), tmp_path / "tuned", spec, files)
     merged: Any = load_base(tmp_path / "tuned" / MERGED, spec_of(method="full"), CPU)
     plain: Any = load_base(base, spec_of(method="full"), CPU)
     expected, found, before = (m(input_ids=TOKENS, use_cache=False).logits for m in (model, merged, plain))

@@ -24,9 +24,10 @@ from lean_finetune.model.language_part import left_out, left_out_text, stored_le
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import causal_lm, check_head, check_joined_rows, decoder_hidden, head_logits
-from lean_finetune.train.save_model import Merge, save_tuned
+from lean_finetune.train.save_model import save_tuned
 from tests.memory.common import setting_of
 from tests.model.small_multimodal import CONFIGS, save_multimodal
 from tests.small_model import base_of
@@ -70,10 +71,10 @@ def auto_class(directory: Path) -> Any:
     return AutoModelForImageTextToText if images else AutoModelForMultimodalLM
 
 
-def save(model: nn.Module, base: Path, out: Path, merge: Merge | None = None) -> Path:
+def save(model: nn.Module, base: Path, out: Path, spec: WeightsSpec, merge: list[str] | None = None) -> Path:
     """Save as stage train does, with a file of the processor."""
     (base / PROCESSOR).write_text("{}")
-    save_tuned(DataParallelModel(model), base_of(base, PROCESSOR), out, merge)
+    save_tuned(DataParallelModel(model), base_of(base, PROCESSOR), out, spec, merge)
     return out
 
 
@@ -94,7 +95,7 @@ def test_adapter_and_merged_model_are_of_the_complete_model(family, saved, tmp_p
         if "lora_B" in name:
             parameter.data.normal_(std=0.3)
     files = [path.name for path in base.iterdir() if path.name != PROCESSOR]
-    out = save(model, base, tmp_path / "out", Merge(spec=spec, files=files))
+    out = save(model, base, tmp_path / "out", spec, files)
     ours = our_logits(model)
     complete = auto_class(base).from_pretrained(base)
     assert (complete_logits(complete) - ours).abs().max() > 0.1
@@ -112,11 +113,12 @@ def test_adapter_and_merged_model_are_of_the_complete_model(family, saved, tmp_p
 def test_a_full_model_is_saved_with_the_parts_that_were_not_loaded(family, saved, tmp_path):
     """A checkpoint that lost its vision tower, or whose language model is the old one."""
     base = saved(family)
-    model = load_model(base, model_spec("full", "fp32"), CPU)
+    spec = model_spec("full", "fp32")
+    model = load_model(base, spec, CPU)
     assert left_out(model)
     for parameter in model.parameters():
         parameter.data += 0.01
-    out = save(model, base, tmp_path / "out")
+    out = save(model, base, tmp_path / "out", spec)
     tuned, info = auto_class(base).from_pretrained(out, output_loading_info=True)
     assert not any(info.values()), info
     assert torch.equal(complete_logits(tuned), our_logits(model))

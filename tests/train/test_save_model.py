@@ -16,7 +16,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES, model_address
 from lean_finetune.step.data_parallel import DataParallelModel
-from lean_finetune.train.save_model import Merge, save_tuned
+from lean_finetune.train.save_model import save_tuned
 from tests.processes import run_bounded
 from tests.small_model import CPU, base_of, spec_of
 
@@ -30,9 +30,10 @@ def test_full_disk_while_saving_is_one_line_and_leaves_no_partial_output(small_l
         pytest.skip("this machine does not allow mounting a file system")
     try:
         for method in ("full", "lora"):
-            model = load_model(small_llama, spec_of(method=method, lora_rank=64), CPU)
+            spec = spec_of(method=method, lora_rank=64)
+            model = load_model(small_llama, spec, CPU)
             with pytest.raises(UserError, match=r"tuned: cannot be written .*[Nn]o space left"):
-                save_tuned(DataParallelModel(model), base_of(small_llama), disk / "tuned")
+                save_tuned(DataParallelModel(model), base_of(small_llama), disk / "tuned", spec)
             assert list(disk.iterdir()) == []
     finally:
         run_bounded(["umount", disk], check=True)
@@ -40,10 +41,10 @@ def test_full_disk_while_saving_is_one_line_and_leaves_no_partial_output(small_l
 
 def test_a_full_model_reloads_in_plain_transformers(small_llama: Path, tmp_path: Path):
     """The attention registered for training in the saved config: transformers does not know it."""
-    model = load_model(small_llama, spec_of(method="full"), CPU)
+    model, spec = load_model(small_llama, spec_of(method="full"), CPU), spec_of(method="full")
     (tmp_path / "base").mkdir()
     (tmp_path / "base/tokenizer.json").write_text("{}")
-    save_tuned(DataParallelModel(model), base_of(tmp_path / "base", "tokenizer.json"), tmp_path / "tuned")
+    save_tuned(DataParallelModel(model), base_of(tmp_path / "base", "tokenizer.json"), tmp_path / "tuned", spec)
     config = (tmp_path / "tuned/config.json").read_text()
     assert "lean_sdpa" not in config and '"use_cache": true' in config and (tmp_path / "tuned/tokenizer.json").exists()
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
@@ -54,9 +55,10 @@ def test_a_full_model_reloads_in_plain_transformers(small_llama: Path, tmp_path:
 def test_saving_twice_gives_the_same_bytes(small_llama: Path, tmp_path: Path):
     """Different bytes for the same weights would rerun evaluate."""
     for method in ("full", "qlora"):
-        model = load_model(small_llama, spec_of(method=method), CPU)
+        spec = spec_of(method=method)
+        model = load_model(small_llama, spec, CPU)
         for name in ("a", "b"):
-            save_tuned(DataParallelModel(model), base_of(small_llama), tmp_path / method / name)
+            save_tuned(DataParallelModel(model), base_of(small_llama), tmp_path / method / name, spec)
         files = sorted(p.name for p in (tmp_path / method / "a").iterdir())
         assert any(name.endswith(".safetensors") for name in files) and not any(n.endswith(".bin") for n in files)
         for name in files:
@@ -97,8 +99,8 @@ def test_saved_model_loads_with_its_template_from_any_directory(method, tmp_path
     ):
         known = base_of(TINY_DIRECTORY, *tokenizer_files)
         base = replace(known, address=model_address(lock), chat_template=template)
-        merge = Merge(spec=spec, files=["config.json", "model.safetensors"]) if method == "lora" else None
-        save_tuned(DataParallelModel(model), base, tmp_path / name, merge)
+        merge = ["config.json", "model.safetensors"] if method == "lora" else None
+        save_tuned(DataParallelModel(model), base, tmp_path / name, spec, merge)
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path / "elsewhere")
             auto: Any = AutoPeftModelForCausalLM if method == "lora" else AutoModelForCausalLM
@@ -121,6 +123,7 @@ def test_adapter_config_names_a_base_that_outlives_the_run(small_llama: Path, tm
     assert model_address({"kind": "tiny"}) == str(checkout / "lean_finetune/tiny")
     address = model_address({"kind": "hub", "name": "org/model"})
     hub = replace(base_of(small_llama), address=address, revision="0123abcd")
-    save_tuned(DataParallelModel(load_model(small_llama, spec_of(method="lora"), CPU)), hub, tmp_path / "tuned")
+    spec = spec_of(method="lora")
+    save_tuned(DataParallelModel(load_model(small_llama, spec, CPU)), hub, tmp_path / "tuned", spec)
     config = json.loads((tmp_path / "tuned/adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "0123abcd")

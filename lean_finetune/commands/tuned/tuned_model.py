@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import Method, Precision
-from lean_finetune.config.load import PARAMS_FILE, load_params
 from lean_finetune.config.train_schema import ALL_LINEAR
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
@@ -26,16 +26,13 @@ from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
-from lean_finetune.model.precision import precision_of
+from lean_finetune.model.model_spec import BASE_WEIGHTS, ModelSpec, WeightsSpec
 from lean_finetune.pinning.hub import download, list_files
 from lean_finetune.pinning.locate import CONFIG_FILE
 from lean_finetune.pinning.model_checks import INDEX, shard_names
 from lean_finetune.pinning.model_source import CONFIG_FILES
 
 ADAPTER_CONFIG = "adapter_config.json"
-TUNED = Path("data/tuned")
-VERDICT = Path("data/estimate/verdict.json")
 METHODS: Mapping[str, Method] = {"4": "qlora", "8": "int8_lora", "16": "lora"}
 """How an adapter's base is stored, by bits."""
 HEADROOM_PERCENT = 8.0
@@ -149,8 +146,7 @@ def free_bytes() -> tuple[int, str]:
 def find_tuned(directory: Path, bits: str | None) -> TunedModel:
     """The tuned model of a directory. The base of an adapter is fetched from the hub if it is not on this machine.
 
-    `bits` stores an adapter's base in 4, 8 or 16 bits; None means as in training, if the run is in the working
-    directory, else 4.
+    `bits` stores an adapter's base in 4, 8 or 16 bits; None means as in training, or 4 if another program trained it.
 
     Raises:
         UserError: there is no model, or its base is gone.
@@ -184,11 +180,21 @@ def _adapter_spec(directory: Path, bits: str | None) -> tuple[WeightsSpec, str]:
     """How to store an adapter's base, and why."""
     if bits is not None:
         return WeightsSpec(method=METHODS[bits], precision=_precision()), "--bits says so"
-    if directory.resolve() == TUNED.resolve() and PARAMS_FILE.is_file() and VERDICT.is_file():
-        params = load_params()
-        if params.train.method != "full":
-            return WeightsSpec.from_params(params, precision_of(params, VERDICT)), f"as {PARAMS_FILE} trained it"
+    if (directory / BASE_WEIGHTS).is_file():
+        return _spec_in_training(directory / BASE_WEIGHTS), "as in training"
     return WeightsSpec(method="qlora", precision=_precision()), "the default; --bits 8 or 16 for another"
+
+
+def _spec_in_training(file: Path) -> WeightsSpec:
+    """How training stored the base, as `save_tuned` wrote it.
+
+    Raises:
+        UserError: the file has something else.
+    """
+    try:
+        return TypeAdapter(WeightsSpec).validate_python(read_json(file))
+    except ValidationError:
+        raise UserError(f"{file}: must be as training wrote it; write it back, or remove it and set --bits") from None
 
 
 def _precision() -> Precision:
