@@ -119,12 +119,13 @@ def _with_sinks(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Attention with sinks, (B, H, T, D) → (B, T, H, D); joined rows one after the other."""
-    if options.get("dropout"):
+    cached = query.shape[2] != key.shape[2]
+    if options.get("dropout") or (cached and not module.training):
         return _by_scores(module, query, key, value, mask, s_aux=sinks_H, **options)
     if torch.is_autocast_enabled(query.device.type):  # Autocast does not reach the kernels, which are called directly.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.shape[2] != key.shape[2]:
+    if cached:
         config: Any = module.config
         raise UserError(
             f"model.name: {config.model_type} attends to more than the tokens of a row, which is not supported "
@@ -188,7 +189,8 @@ def _by_scores(
     if softcap is not None:
         scores_BHTT = torch.tanh(scores_BHTT) * softcap
     if attention_mask is None:
-        attention_mask = torch.ones(scores_BHTT.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        earlier = key.shape[2] - query.shape[2]  # Cached tokens, in generation.
+        attention_mask = torch.ones(scores_BHTT.shape[-2:], dtype=torch.bool, device=query.device).tril(earlier)
     # Not -inf: a padding token on the left attends to nothing, which must not give NaN.
     scores_BHTT = scores_BHTT.masked_fill(attention_mask.logical_not(), torch.finfo(scores_BHTT.dtype).min)
     if s_aux is not None:

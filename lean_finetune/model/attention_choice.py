@@ -103,8 +103,6 @@ def generation_attention(config: PretrainedConfig) -> str:
 
     It is transformers' sdpa, unless the model caps scores or has sinks, which sdpa ignores.
     """
-    if caps_scores(config):
-        return CAPPED_ATTENTION
-    if computes_own_attention(config):
+    if computes_own_attention(config) and not caps_scores(config):
         return "eager"
-    return EAGER_ATTENTION if has_sinks(config) else "sdpa"
+    return CAPPED_ATTENTION if caps_scores(config) or has_sinks(config) else "sdpa"

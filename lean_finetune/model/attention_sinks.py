@@ -20,6 +20,8 @@ IS_TENSOR = object()
 """Stands for a saved tensor."""
 BIAS = "_bias_of_sinks"
 """Attribute of a mask: its bias."""
+HIDDEN = -0.5
+"""Bias of a hidden token, as a share of the type's largest value: the kernel multiplies it by log2(e)."""
 BIAS_MULTIPLE = 16
 """The memory-efficient kernel reads its bias in whole tiles of this many tokens."""
 
@@ -119,13 +121,16 @@ def _backward(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, kernel: str) -> torch.Tensor:
-    """The mask as a kernel takes it: 0 or -inf in the queries' type.
+    """The mask as a kernel takes it: 0, or a negative value that outweighs every score, in the queries' type.
 
+    Not -inf: a padding token on the left attends to nothing, which must not give NaN.
     All layers of a step get the same mask, so the first one's bias stays with it, and backward saves it once.
     """
     bias: torch.Tensor | None = getattr(mask, BIAS, None)
     if bias is None or bias.dtype != query.dtype:
-        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
+            mask.logical_not(), HIDDEN * torch.finfo(query.dtype).max
+        )
         length = bias.shape[-1]
         if kernel == "efficient" and length % BIAS_MULTIPLE:
             bias = F.pad(bias, (0, -length % BIAS_MULTIPLE))[..., :length]

@@ -67,7 +67,7 @@ def test_losses_without_gradients_take_what_is_predicted(small_llama, method):
     assert predicted["heldout"].bytes == pytest.approx(measured["heldout"], rel=0.02)
 
 
-@pytest.mark.parametrize("family", [pytest.param("Llama", marks=pytest.mark.slow), "Gemma 3"])
+@pytest.mark.parametrize("family", [pytest.param("Llama", marks=pytest.mark.slow), "Gemma 3", "GPT-OSS"])
 @pytest.mark.parametrize(
     ("method", "new_tokens", "prompt_tokens", "rows"),
     [

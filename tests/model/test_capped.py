@@ -60,16 +60,33 @@ def test_logits_and_gradients_are_those_of_transformers(saved, length):
     assert (uncapped(ids, use_cache=False).logits - wanted).abs().max() > 2e-3  # The cap is at work.
 
 
-def test_answers_to_padded_prompts_are_those_of_transformers(saved):
-    """Padding on the left seen, or turned into NaN."""
-    model, reference = load_base(saved, spec_of(method="full"), CPU, generation_attention(GEMMA)).eval(), eager(saved)
+@pytest.fixture(scope="module")
+def with_sinks(tmp_path_factory):
+    """A small GPT-OSS."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["GPT-OSS"])
+    for name, parameter in model.named_parameters():
+        if "sinks" in name or "q_proj" in name:
+            torch.nn.init.normal_(parameter, std=2.0)
+    directory = tmp_path_factory.mktemp("gpt_oss")
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("rows", [3, 1], ids=["padded", "one by one"])
+@pytest.mark.parametrize("directory", ["saved", "with_sinks"], ids=["capped", "sinks"])
+def test_answers_are_those_of_transformers(directory, rows, request):
+    """Padding on the left seen, or turned into NaN; cached tokens not seen."""
+    saved = request.getfixturevalue(directory)
+    attention = generation_attention(read_config(saved))
+    model, reference = load_base(saved, spec_of(method="full"), CPU, attention).eval(), eager(saved)
     prompts = [Prompt(family="all", ids=list(range(3, 3 + size)), answer_ids=[]) for size in (60, 7, 20)]
     found = greedy_answers(
         model,
         spec_of(method="full"),
         prompts,
         stops=(),
-        limits=EvaluationLimits(max_tokens=1024, logits_chunk=64, max_new_tokens=6, generate_batch_rows=3),
+        limits=EvaluationLimits(max_tokens=1024, logits_chunk=64, max_new_tokens=6, generate_batch_rows=rows),
         pad_id=0,
         device=CPU,
     )

@@ -42,7 +42,7 @@ def test_full_disk_while_saving_is_one_line_and_leaves_no_partial_output(small_l
 def test_a_full_model_reloads_in_plain_transformers(small_llama: Path, tmp_path: Path):
     """The attention registered for training in the saved config: transformers does not know it."""
     model, spec = load_model(small_llama, spec_of(method="full"), CPU), spec_of(method="full")
-    (tmp_path / "base").mkdir()
+    shutil.copytree(small_llama, tmp_path / "base")
     (tmp_path / "base/tokenizer.json").write_text("{}")
     save_tuned(DataParallelModel(model), base_of(tmp_path / "base", "tokenizer.json"), tmp_path / "tuned", spec)
     config = (tmp_path / "tuned/config.json").read_text()

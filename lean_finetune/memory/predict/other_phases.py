@@ -180,7 +180,7 @@ def _evaluation_of(config: PretrainedConfig, setting: Setting, around: OtherPhas
     loss = peak_of_loss(
         config, plain, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)
     )
-    answers = [peak_of_answers(config, setting, shape, target) for shape in around.generation]
+    answers = [peak_of_answers(config, plain, shape, target) for shape in around.generation]
     return {EVALUATE: loss} | ({GENERATE: highest(answers)} if answers else {})
 
 
