@@ -45,7 +45,7 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 8},
-    **dict.fromkeys(("cwm", "emu3_text_model", "modernbert-decoder"), {"bos_token_id": 1}),
+    **dict.fromkeys(("cwm", "emu3_text_model", "mllama_text_model", "modernbert-decoder"), {"bos_token_id": 1}),
     "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "attention_head_dim": 32},
     "zaya": {"num_experts_per_tok": 1},
 }

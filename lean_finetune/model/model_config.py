@@ -194,6 +194,11 @@ def attention_window(config: PretrainedConfig) -> int | None:
     return min((window for window in found if window), default=None)  # Qwen2-MoE without one: 0.
 
 
+def other_layers(config: PretrainedConfig) -> list[str]:
+    """Types of a model's layers without attention that can be restricted to a row: Mamba, convolutions and others."""
+    return sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - JOINABLE_LAYERS)
+
+
 def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
     """Refuse to join rows if attention within a row is more than plain causal attention.
 
@@ -204,9 +209,7 @@ def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
     Raises:
         UserError: naming what the model has, and the remedy.
     """
-    text = config.get_text_config()
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - JOINABLE_LAYERS)
-    if kinds:
+    if kinds := other_layers(config):
         raise UserError(
             f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "
             f"{', '.join(kinds)}; set bucket.mode=bucketed"

@@ -15,7 +15,7 @@ from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.merge.merge_adapters import refuse_merge
-from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_config import other_layers, read_config
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.pinning.locate import model_directory, verify_files
 from lean_finetune.plan.batch_plan import Plan, read_plan
@@ -117,7 +117,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
         offload=make_offload(params.train.offload_activations, device, SCRATCH),
         heldout_every_steps=params.train.heldout_every_steps,
         heldout_rows=params.train.heldout_rows,
-        measured_steps=measured_steps(plan, rows.lengths),
+        measured_steps=measured_steps(plan, rows.lengths, chunked=bool(other_layers(config))),
         loader_threads=params.run.loader_threads,
         device=device,
         progress=params.run.progress and world.is_first,

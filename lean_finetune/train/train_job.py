@@ -83,12 +83,12 @@ class TrainResult:
         return self.parallel.model
 
 
-def measured_steps(plan: Plan, lengths: np.ndarray) -> frozenset[int]:
+def measured_steps(plan: Plan, lengths: np.ndarray, *, chunked: bool) -> frozenset[int]:
     """Return the steps to measure where measuring costs time: the predicted worst ones, and controls.
 
     The controls are spread evenly over the run, regardless of size, so that a worst step that the prediction overlooks
-    may be among them.
+    may be among them. `chunked`: layers work in chunks of a row.
     """
     last = len(plan.steps) - 1
     controls = {round(last * number / CONTROL_STEPS) for number in range(1, CONTROL_STEPS + 1)}
-    return frozenset({*worst_steps(plan, lengths), *controls})
+    return frozenset({*worst_steps(plan, lengths, chunked=chunked), *controls})

@@ -1,10 +1,51 @@
-"""docs/models.md shows what the results say."""
+"""The list of families and docs/models.md: what the installed transformers has, and what the results say."""
+
+from typing import Any
+
+import pytest
+import transformers
 
 from benchmarks.harness import RESULTS
+from benchmarks.models.families import family_names, outcome
 from benchmarks.models.page import PAGE, page_text
 from benchmarks.models.published import published_models
 from lean_finetune.core.atomic_files import read_json
 from tests.conftest import ROOT
+
+REMEDY = "python -m benchmarks.models families"
+PARTS = 16
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Rows of the list by family; skips where another transformers is installed."""
+    monkeypatch.chdir(ROOT)
+    results = read_json(RESULTS / "families.json")
+    made_with = results["versions"]["transformers"]
+    if made_with != transformers.__version__:
+        pytest.skip(f"the list was made with transformers {made_with}; `{REMEDY} --again all` makes it anew")
+    return {row["family"]: row for row in results["rows"]}
+
+
+def test_every_family_of_transformers_is_listed(listed):
+    """A family that transformers added and nobody tried."""
+    assert family_names() == [*listed], f"run `{REMEDY}`"
+    assert all(row["works"] or row["refused"] for row in listed.values())
+    assert all(reason.count("\n") == 0 for row in listed.values() for reason in row["refused"])
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba", "bart"])
+def test_a_family_does_what_the_list_says(family, listed):
+    """A refusal that came or went unseen."""
+    assert outcome(family) == listed[family]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_family_does_what_the_list_says(part, listed):
+    """As above, for all: some minutes."""
+    differing = {family: row for family in [*listed][part::PARTS] if (row := outcome(family)) != listed[family]}
+    assert not differing, f"{differing}; run `{REMEDY} --again FAMILY`"
 
 
 def test_the_page_shows_the_results(monkeypatch):

@@ -31,7 +31,13 @@ from lean_finetune.model.attention_choice import materializes_scores
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.files.quantized_checkpoint import format_text
 from lean_finetune.model.language_part import left_out_text
-from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
+from lean_finetune.model.model_config import (
+    attention_window,
+    other_layers,
+    read_config,
+    refuse_joined_rows,
+    refuse_long_rows,
+)
 from lean_finetune.pinning.locate import config_directory
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.plan.planner import PlanSettings
@@ -86,7 +92,8 @@ class PlannedRun:
     def predict(self) -> tuple[Prediction, Explanation]:
         """Predict and explain the peak of the worst micro-batches."""
         tiled = self.device.kind == "cuda"
-        steps = traced_steps(self.plan, self.lengths, tiled=tiled, windowed=self.windowed)
+        chunked = bool(other_layers(self.config))
+        steps = traced_steps(self.plan, self.lengths, tiled=tiled, windowed=self.windowed, chunked=chunked)
         return predict_explained(self.config, self.setting, steps, target_of(self.device))
 
     def replay(self, prediction: Prediction) -> tuple[PlanMemory | None, str | None]:

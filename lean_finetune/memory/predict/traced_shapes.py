@@ -10,16 +10,16 @@ TracedSteps = tuple[tuple[BatchShape, ...], ...]
 """Optimizer steps, each a sequence of micro-batch shapes."""
 
 
-def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool) -> TracedSteps:
+def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool, chunked: bool = False) -> TracedSteps:
     """Steps that reach the peak of the whole plan.
 
     The first step has the plan's first micro-batch and the worst of all that follow another one in their step, where
     gradients exist already. Each further step has one micro-batch that is the first of its step.
 
     `lengths` are the tokens of every training row. `tiled`: the device's attention works in tiles of tokens.
-    `windowed`: the model creates masks, or saves attention scores.
+    `windowed`: the model creates masks, or saves attention scores. `chunked`: layers work in chunks of a row.
     """
-    first, later = worst_micro_batches(plan, lengths, tiled=tiled, windowed=windowed)
+    first, later = worst_micro_batches(plan, lengths, tiled=tiled, windowed=windowed, chunked=chunked)
     starts = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in first))
     following = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in later))
     return ((starts[0], *following), *((start,) for start in starts[1:]))
