@@ -146,7 +146,7 @@ def test_under_a_sliding_window_a_longer_micro_batch_can_be_the_worst(tmp_path):
 
 
 def test_with_layers_in_chunks_more_rows_of_fewer_tokens_can_be_the_worst():
-    """Mamba 2 pads rows to full chunks: five of 12 tokens need more than four of 16. A run was predicted 25 % too low."""
+    """Mamba 2 pads rows to full chunks: five of 12 tokens need more than four of 16. A run was predicted 25 % low."""
     config = tiny_config("granitemoehybrid", mamba_chunk_size=16)
     plan = plan_of([[(1, 16, 9), (4, 16, 9), (5, 12, 9)]])
     traced = traced_steps(plan, LENGTHS, tiled=False, windowed=False, chunked=True)
