@@ -134,7 +134,7 @@ class Selective(Case):
         return replace(setting, model=replace(setting.model, grad_ckpt=True, grad_ckpt_policy="selective"))
 
 
-@pytest.mark.parametrize("method", ["qlora", "lora"])
+@pytest.mark.parametrize("method", ["qlora", pytest.param("lora", marks=pytest.mark.slow)])
 def test_products_of_experts_that_are_saved_are_counted(method, saved):
     """Selective checkpointing that multiplies by the experts again, or a product that the trace does not save."""
     case = Selective(family="Qwen3-MoE", method=method, experts="all")

@@ -142,7 +142,6 @@ def test_targets_that_are_no_linear_layers_are_told(small_llama: Path, targets: 
     [
         ({"model_type": "t5"}, "causal language model"),
         ({"model_type": "no_such_model"}, "config.json"),
-        ({"logits_soft_cap": 8.0}, "logits_soft_cap"),
     ],
 )
 def test_unsupported_configs_are_refused_in_one_line(small_llama: Path, tmp_path: Path, change: dict, message: str):

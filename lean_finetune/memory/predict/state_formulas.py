@@ -32,8 +32,7 @@ from lean_finetune.step.host_transfer import STAGING_BYTES
 
 ON_HOST = "host_optimizer"
 """Category of optimizer state and weights in host memory (train.offload)."""
-NF4_BITS = 4
-PACKED_BITS: Mapping[str, int] = {"qlora": NF4_BITS, "int8_lora": 8}
+PACKED_BITS: Mapping[str, int] = {"qlora": 4, "int8_lora": 8}
 """Bits of a quantised weight, by method."""
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -242,7 +241,7 @@ def weight_lines(shapes: ModelShapes, spec: ModelSpec) -> list[Line]:
     lines += [Line.of(WEIGHTS, "fp32, as the model's code keeps them", kept)] if kept else []
     if bits is not None:
         packed = [p for p in shapes.parameters if p.packable]
-        what = f"{spec.quant_type.upper()}, half a byte a value" if bits == NF4_BITS else "int8, a byte a value"
+        what = f"{spec.quant_type.upper()}, half a byte a value" if spec.method == "qlora" else "int8, a byte a value"
         lines.append(Line.of(WEIGHTS, what, (-(-p.values * bits // 8) for p in packed)))
     return [*lines, _buffers(shapes), *_quantisation_lines(shapes, spec)]
 
