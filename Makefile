@@ -14,6 +14,7 @@ PYTEST := python -m pytest --numprocesses 2 --dist loadscope --durations=20
 
 run: $(VENV)/.installed
 	$(WITH_VENV) dvc repro
+	@echo "report: data/report/report.html; chat: $(BIN)/lean-finetune chat"
 	@git config user.email >/dev/null || echo "note: \`dvc exp run\` commits to git; give it a name first:" \
 		"git config user.name you && git config user.email you@example.org"
 

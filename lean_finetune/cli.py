@@ -10,9 +10,28 @@ from lean_finetune.commands.fit import fit
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.import_config import import_config
 from lean_finetune.commands.preset import preset
+from lean_finetune.core.errors import one_line_usage_errors
 
 
-@click.group()
+class CommandGroup(click.Group):
+    """A group that answers an unknown command or option in one line and exits with code 1."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the options before the command. Without any argument, print the help."""
+        if not args:
+            return super().parse_args(ctx, args)
+        with one_line_usage_errors(ctx):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that `args` name, and its own arguments."""
+        with one_line_usage_errors(ctx):
+            return super().resolve_command(ctx, args)
+
+
+@click.group(cls=CommandGroup)
 @click.version_option(package_name="lean-finetune")
 def main() -> None:
     """Fine-tune language models inside the GPU memory you have: predict it, check this machine, use the result."""

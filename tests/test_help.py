@@ -4,6 +4,9 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
+
 from lean_finetune.cli import main
 from stages.code import ENTRIES
 from tests.conftest import ROOT
@@ -40,3 +43,21 @@ def test_help_and_cheap_commands_import_no_slow_library(tmp_path: Path):
     assert all("Usage: " in text and len(text.splitlines()) > 5 for text in texts[:-2])
     assert "H100" in texts[-2] and len(texts[-2].splitlines()) >= 16
     assert texts[-1].startswith("leak: live_bytes grows steadily")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (["fitt"], "'fitt'"),
+        (["--lenght"], "'--lenght'"),
+        (["fit", "nonsense"], "(nonsense)"),
+        (["fit", "--length", "0"], "'--length'"),
+        (["generate"], "'PROMPTS'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_with_exit_code_1(arguments: list[str], wrong: str):
+    """Click alone prints four lines and exits with 2, unlike every other fault of the user's."""
+    answer = CliRunner().invoke(main, arguments, prog_name="lean-finetune")
+    assert answer.exit_code == 1 and answer.stdout == ""
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1
+    assert wrong in answer.stderr and "--help`" in answer.stderr

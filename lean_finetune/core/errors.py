@@ -30,6 +30,17 @@ class UserError(Exception):
         self.details = details
 
 
+@contextmanager
+def one_line_usage_errors(ctx: click.Context) -> Iterator[None]:
+    """Print an error in the command line as one line on standard error and exit with code 1, as for a `UserError`."""
+    try:
+        yield
+    except click.UsageError as error:
+        message = " ".join(error.format_message().split()).removesuffix(".")
+        click.echo(f"error: {message}; see `{ctx.command_path} --help`", err=True)
+        ctx.exit(1)
+
+
 class StageCommand(click.Command):
     """A click command that prints a `UserError` as one line on standard error and exits with code 1."""
 
@@ -44,6 +55,11 @@ class StageCommand(click.Command):
             if isinstance(code, int) and code > signals.FIRST_OF_SIGNALS:
                 signals.end_soon(code)
             raise
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the command line. Exit with 1 and one line if it is wrong."""
+        with one_line_usage_errors(ctx):
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Exit with 1 after a `UserError`, with 128 + its number after a signal."""
