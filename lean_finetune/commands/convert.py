@@ -24,7 +24,8 @@ def read_config_of_tool(path: Path, gpus: int) -> Converted:
         first = str(error).splitlines()[0]
         raise UserError(f"{path}: must be a YAML file that can be read ({first}); name another") from None
     if not isinstance(content, Mapping):
-        raise UserError(f"{path}: must be a mapping of keys; got {type(content).__name__}; name another")
+        got = "an empty file" if content is None else type(content).__name__
+        raise UserError(f"{path}: must be a mapping of keys; got {got}; name another")
     given = {key: value for key, value in _flat(content) if value is not None}
     table = _table_of(given, path)
     converted = Converted(tool=table["tool"])

@@ -205,6 +205,7 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
         (AXOLOTL.replace("adapter: lora", ""), "weights in 8 bits cannot be trained themselves"),
         ("a: 1\n", "must be a configuration of Axolotl, LLaMA-Factory, torchtune, TRL; got keys a"),
         ("- 1\n", "must be a mapping of keys"),
+        ("", "must be a mapping of keys; got an empty file"),
         ("a: [\n", "must be a YAML file that can be read"),
     ],
 )
