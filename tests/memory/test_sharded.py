@@ -39,7 +39,7 @@ def check(group: Group, size: int, directory: Path, mode: str, steps: str, **cha
         assert abs(peak.bytes - counted[phase]) <= allowed, (phase, peak.bytes - counted[phase], peak)
 
 
-FAST = [("ddp", "full"), ("zero1", "lora"), ("zero3", "qlora")]
+FAST = [("zero1", "lora"), ("zero3", "qlora")]
 ALL = list(product(MODES, ("full", "lora", "qlora"), STEPS))
 
 

@@ -81,6 +81,7 @@ def test_colours_are_those_of_the_report():
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_plots_are_drawn_without_network(tmp_path):
     """`dvc plots show` is a blank page where its scripts cannot be loaded."""
     pytest.importorskip("vl_convert", reason="needs the extra `plots`, which is not installed")

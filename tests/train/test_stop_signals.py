@@ -113,7 +113,8 @@ def start(small_llama: Path, tmp_path: Path) -> Iterator[Callable[..., Trainer]]
         each.process.close()
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_stopped_training_resumes_to_the_same_weights(
     start: Callable[..., Trainer], small_llama: Path, tmp_path: Path, number: signal.Signals
 ):
