@@ -133,6 +133,7 @@ def test_stopped_training_resumes_to_the_same_weights(
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(start: Callable[..., Trainer]):
     """A second Ctrl-C waits for a batch that takes minutes."""
     training = start("stuck")
