@@ -125,12 +125,12 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
             "train.grad_ckpt_policy=selective; train.grad_ckpt=true; train.method=int8_lora",
             "train.grad_ckpt_policy: selective .*=int8_lora; use full or every_n",
         ),
-        ("train.merge=true; train.method=full", "train.merge: has an effect only with adapters"),
+        ("train.merge=true; train.method=full", "train.merge: has an effect only with train.method=lora or qlora or "),
         ("hardware.num_gpus=2", "train.sharding: several GPUs need a way .*num_gpus=2; set it to ddp .* or zero3"),
         ("train.sharding=ddp", "train.sharding: has an effect only with hardware.num_gpus above 1; got ddp with 1"),
         (
             "hardware.num_gpus=4; train.sharding=zero3; train.shard_group_gpus=2",
-            "train.shard_group_gpus: has an effect only with train.sharding=hsdp; got 2 with zero3; leave it blank",
+            "train.shard_group_gpus: has an effect only with train.sharding=hsdp; got 2 with train.sharding=zero3; set",
         ),
         (
             "hardware.num_gpus=4; train.sharding=hsdp; train.shard_group_gpus=3",

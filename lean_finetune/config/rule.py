@@ -1,8 +1,9 @@
-"""A rule of params.yaml that compares two or more values."""
+"""Rules of params.yaml that compare two or more values."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from lean_finetune.core.errors import UserError
 
@@ -22,12 +23,25 @@ class Rule:
     """The rule, the value and the remedy. `{train.method}` stands for that parameter's value."""
 
 
-def check_rules(params: "Params", rules: Iterable[Rule]) -> None:
-    """Refuse parameters that break a rule.
+def needs(key: str, off: Any, other: str, *values: Any) -> Rule:
+    """The rule that parameter `key` must be `off` unless parameter `other`, without which it has no effect, fits."""
+    value, found = attrgetter(key), attrgetter(other)
+    fitting = f"{other}={' or '.join(map(_shown, values))}"
 
-    Raises:
-        UserError: for the first rule that is broken.
-    """
+    def message(params: "Params") -> str:
+        got = f"{_shown(value(params))} with {other}={_shown(found(params))}"
+        return f"has an effect only with {fitting}; got {got}; set it to {_shown(off)}, or use {fitting}"
+
+    return Rule(key, lambda params: value(params) != off and found(params) not in values, message)
+
+
+def _shown(value: Any) -> str:
+    """A value as params.yaml has it."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def check_rules(params: "Params", rules: Iterable[Rule]) -> None:
+    """Raise UserError for the first rule that the parameters break."""
     for rule in rules:
         if rule.broken(params):
             message = rule.message if isinstance(rule.message, str) else rule.message(params)

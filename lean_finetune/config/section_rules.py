@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 
 from lean_finetune.config.data_schema import HELDOUT_SOURCE, HUB_PREFIX, Data
-from lean_finetune.config.rule import Rule
+from lean_finetune.config.rule import Rule, needs
 from lean_finetune.config.schema import Params, round_up
 from lean_finetune.core.errors import UserError
 
@@ -21,11 +21,7 @@ SECTION_RULES = [
         "a micro-batch must have room for a row of data.max_length={data.max_length} (padded to a multiple of "
         "{bucket.pad_multiple}); got {bucket.max_tokens}; raise bucket.max_tokens or lower data.max_length",
     ),
-    Rule(
-        "bucket.constant_shape",
-        lambda p: p.bucket.constant_shape and p.bucket.mode != "packed",
-        "has an effect only with bucket.mode=packed; got true with bucket.mode={bucket.mode}; set it to false",
-    ),
+    needs("bucket.constant_shape", False, "bucket.mode", "packed"),
     Rule(
         "evaluate.max_tokens",
         lambda p: p.evaluate.max_tokens is not None and p.evaluate.max_tokens < padded_max_length(p),
@@ -71,8 +67,8 @@ SECTION_RULES = [
 def check_sources(data: Data) -> None:
     """Refuse settings that a source cannot have. Stage pin_data checks `split`, which needs the files.
 
-    Raises:
-        UserError: a named column is also ignored, a local source has a Hub revision, or a held-out one has a weight.
+    Raises UserError if a named column is also ignored, a local source has a Hub revision, or a held-out one has a
+    weight.
     """
     sources = data.named_sources()
     columns = [data.columns, *(source.columns for _, source in sources)]
@@ -104,8 +100,7 @@ def _hub_settings(data: Data) -> Iterator[tuple[str, str | None, list[str]]]:
 def check_heldout_readers(params: Params) -> None:
     """Refuse settings that need held-out rows where no rows are held out, all of them in one message.
 
-    Raises:
-        UserError: with the overrides that turn them off.
+    Raises UserError with the overrides that turn them off.
     """
     data = params.data
     if data.heldout_fraction > 0:

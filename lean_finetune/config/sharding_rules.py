@@ -1,7 +1,7 @@
 """Rules of params.yaml for runs on several GPUs."""
 
 from lean_finetune.config.field_types import Sharding
-from lean_finetune.config.rule import Rule
+from lean_finetune.config.rule import Rule, needs
 from lean_finetune.config.schema import Params
 
 SPLIT_WEIGHTS: frozenset[Sharding] = frozenset({"zero2", "zero3", "hsdp"})
@@ -37,12 +37,7 @@ SHARDING_RULES = [
         "has an effect only with hardware.num_gpus above 1; got {train.sharding} with 1; set it to none, or raise "
         "hardware.num_gpus",
     ),
-    Rule(
-        "train.shard_group_gpus",
-        lambda p: p.train.shard_group_gpus is not None and p.train.sharding != "hsdp",
-        "has an effect only with train.sharding=hsdp; got {train.shard_group_gpus} with {train.sharding}; leave it "
-        "blank",
-    ),
+    needs("train.shard_group_gpus", None, "train.sharding", "hsdp"),
     Rule(
         "train.shard_group_gpus",
         _indivisible,

@@ -27,7 +27,7 @@ from lean_finetune.config.field_types import (
     Text,
 )
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
-from lean_finetune.config.rule import Rule
+from lean_finetune.config.rule import Rule, needs
 
 if TYPE_CHECKING:
     from lean_finetune.config.schema import Params
@@ -130,7 +130,7 @@ class Train(Section):
     """Also write the full model with merged adapters to data/tuned/merged."""
 
 
-METHOD = "train.method={train.method}"
+ADAPTER_METHODS = ("lora", "qlora", "int8_lora")
 IN_BACKWARD = "train.optimizer_in_backward"
 
 
@@ -153,7 +153,8 @@ def _foreach_excludes(setting: str, given: Callable[["Params"], bool]) -> Rule:
 def _start_message(params: "Params") -> str:
     start = ADAPTER_STARTS[params.train.lora.init]
     methods = " or ".join(f"train.method={method}" for method in start.methods)
-    return f"{{train.lora.init}} {start.reason}; got {{train.lora.init}} with {METHOD}; use {methods}, or default"
+    got = "{train.lora.init} with train.method={train.method}"
+    return f"{{train.lora.init}} {start.reason}; got {got}; use {methods}, or default"
 
 
 TRAIN_RULES = [
@@ -180,12 +181,7 @@ TRAIN_RULES = [
         "needs one GPU, because several GPUs sum their gradients first; got true with "
         "hardware.num_gpus={hardware.num_gpus}; set train.optimizer_in_backward=false, or hardware.num_gpus=1",
     ),
-    Rule(
-        IN_BACKWARD,
-        lambda p: p.train.optimizer_in_backward and p.train.method != "full",
-        f"has an effect only with train.method=full, because gradients of adapters are small; got true with {METHOD}; "
-        "set it to false, or use train.method=full",
-    ),
+    needs(IN_BACKWARD, False, "train.method", "full"),
     Rule(
         IN_BACKWARD,
         lambda p: p.train.optimizer_in_backward and p.train.max_grad_norm is not None,
@@ -199,29 +195,10 @@ TRAIN_RULES = [
         "updates weights before an fp16 overflow is known; got true with train.precision=fp16; use bf16 or fp32, or "
         "set train.optimizer_in_backward=false",
     ),
-    Rule(
-        "train.quant.type",
-        lambda p: p.train.quant.type != "nf4" and p.train.method != "qlora",
-        f"has an effect only with train.method=qlora; got {{train.quant.type}} with {METHOD}; set it to nf4, or use "
-        "train.method=qlora",
-    ),
-    Rule(
-        "train.quant.double",
-        lambda p: not p.train.quant.double and p.train.method != "qlora",
-        f"has an effect only with train.method=qlora; got false with {METHOD}; set it to true, or use "
-        "train.method=qlora",
-    ),
-    Rule(
-        "train.lora.dropout",
-        lambda p: p.train.lora.dropout > 0 and p.train.method == "full",
-        "has an effect only with adapters; got {train.lora.dropout} with train.method=full; set it to 0.0, or use "
-        "train.method=lora",
-    ),
-    Rule(
-        "train.lora.rslora",
-        lambda p: p.train.lora.rslora and p.train.method == "full",
-        "has an effect only with adapters; got true with train.method=full; set it to false, or use train.method=lora",
-    ),
+    needs("train.quant.type", "nf4", "train.method", "qlora"),
+    needs("train.quant.double", True, "train.method", "qlora"),
+    needs("train.lora.dropout", 0.0, "train.method", *ADAPTER_METHODS),
+    needs("train.lora.rslora", False, "train.method", *ADAPTER_METHODS),
     Rule(
         "train.lora.init",
         lambda p: p.train.method not in ADAPTER_STARTS[p.train.lora.init].methods,
@@ -233,12 +210,7 @@ TRAIN_RULES = [
         "needs train.method=lora or qlora (peft drops the scales of 8-bit weights) and train.lora.init=default; got "
         "{train.method}, {train.lora.init}; set it to false",
     ),
-    Rule(
-        "train.lora.experts",
-        lambda p: p.train.lora.experts != "none" and p.train.method == "full",
-        "has an effect only with adapters; got {train.lora.experts} with train.method=full; set it to none, or use "
-        "train.method=lora",
-    ),
+    needs("train.lora.experts", "none", "train.method", *ADAPTER_METHODS),
     Rule(
         "train.lora.experts",
         lambda p: (
@@ -255,32 +227,18 @@ TRAIN_RULES = [
         "has no gradient where int8_lora recomputes layers; got {train.router_aux_loss}; set it to 0.0, or "
         "train.grad_ckpt=false",
     ),
-    Rule(
-        "train.router",
-        lambda p: p.train.router != "frozen" and p.train.method != "full",
-        f"has an effect only with train.method=full; got {{train.router}} with {METHOD}; set it to frozen, or use "
-        "train.method=full",
-    ),
+    needs("train.router", "frozen", "train.method", "full"),
     Rule(
         "train.lora.targets",
         lambda p: ALL_LINEAR in p.train.lora.targets and len(p.train.lora.targets) > 1,
         f"{ALL_LINEAR} must be the only entry; got {{train.lora.targets}}; remove it or the other names",
     ),
-    Rule(
-        "train.grad_ckpt_policy",
-        lambda p: p.train.grad_ckpt_policy != "full" and not p.train.grad_ckpt,
-        "has an effect only with train.grad_ckpt=true; got {train.grad_ckpt_policy} with train.grad_ckpt=false; set "
-        "train.grad_ckpt=true, or the policy to full",
-    ),
+    needs("train.grad_ckpt_policy", "full", "train.grad_ckpt", True),
     Rule(
         "train.grad_ckpt_policy",
         lambda p: p.train.grad_ckpt_policy == "selective" and p.train.method == "int8_lora",
         "selective cannot see bitsandbytes' 8-bit matmuls; got selective with train.method=int8_lora; use full or "
         "every_n",
     ),
-    Rule(
-        "train.merge",
-        lambda p: p.train.merge and p.train.method == "full",
-        "has an effect only with adapters; got true with train.method=full; set it to false",
-    ),
+    needs("train.merge", False, "train.method", *ADAPTER_METHODS),
 ]
