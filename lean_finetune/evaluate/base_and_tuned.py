@@ -12,7 +12,7 @@ from torch import nn
 from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.generate import Prompt, greedy_answers, stop_ids
 from lean_finetune.evaluate.harness_tasks import HarnessTasks
-from lean_finetune.evaluate.row_losses import row_losses
+from lean_finetune.evaluate.row_losses import row_sums
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base
@@ -68,15 +68,27 @@ def evaluate_models(
 ) -> dict[str, ModelOutputs]:
     """Evaluate the base, the tuned and, with `merged`, the merged model; keys are `MODELS` and `MERGED`.
 
-    Raises:
-        UserError: a model cannot be loaded, does not fit in memory, or has losses that are not finite.
+    Raises UserError if a model cannot be loaded, does not fit in memory, or has losses that are not finite.
     """
     if not evaluated.loss_rows and tasks is None:
         return {name: ModelOutputs(row_losses=np.zeros(0), answers=[]) for name in MODELS}
     outputs: dict[str, ModelOutputs] = {}
+    shared: dict[str, Any] = {"limits": limits, "pad_id": evaluated.pad_id, "device": device}
     try:
         for name, model in _models(base, tuned, spec, device, merged):
-            outputs[name] = _evaluate(name, model, spec, evaluated, limits, device, progress, tasks)
+            loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
+            rows, loss_rows, prompts = evaluated.rows, evaluated.loss_rows, evaluated.prompts
+            stops = stop_ids(model, evaluated.eos_id, prompts, evaluated.special)
+            losses = row_sums(model, spec, rows.gather, rows.lengths, loss_rows, **shared, progress=loss_title)
+            answers = greedy_answers(model, spec, prompts, stops=stops, **shared, progress=answers_title)
+            if not np.isfinite(losses).all():
+                raise UserError(
+                    f"{rows.path}: loss of the {name} model must be finite; it is not for row "
+                    f"{loss_rows[int(np.isfinite(losses).argmin())]}; check the training curves, or train in another "
+                    "precision"
+                )
+            scores = {} if tasks is None else tasks.score(model, stops)
+            outputs[name] = ModelOutputs(row_losses=losses, answers=answers, tasks=scores)
             del model  # Free it before the next one is loaded.
     except Exception as error:
         if not is_out_of_memory(error):
@@ -106,45 +118,3 @@ def _models(
     if merged:
         del adapted
         yield MERGED, load_base(tuned / MERGED, replace(spec, method="full"), device, attention).eval()
-
-
-def _evaluate(
-    name: str,
-    model: nn.Module,
-    spec: WeightsSpec,
-    evaluated: EvaluationRows,
-    limits: EvaluationLimits,
-    device: torch.device,
-    progress: bool,
-    tasks: HarnessTasks | None,
-) -> ModelOutputs:
-    """Compute losses, answers and scores of one model."""
-    stops = stop_ids(model, evaluated.eos_id, evaluated.prompts, evaluated.special)
-    losses = row_losses(
-        model,
-        spec,
-        evaluated.rows,
-        evaluated.loss_rows,
-        limits,
-        pad_id=evaluated.pad_id,
-        device=device,
-        progress=f"{name} loss" if progress else None,
-    )
-    answers = greedy_answers(
-        model,
-        spec,
-        evaluated.prompts,
-        stops=stops,
-        limits=limits,
-        pad_id=evaluated.pad_id,
-        device=device,
-        progress=f"{name} answers" if progress else None,
-    )
-    if not np.isfinite(losses).all():
-        row = evaluated.loss_rows[int(np.flatnonzero(~np.isfinite(losses))[0])]
-        raise UserError(
-            f"{evaluated.rows.path}: loss of the {name} model must be finite; it is not for row {row}; "
-            "check the training curves, or train in another precision"
-        )
-    scores = {} if tasks is None else tasks.score(model, stops)
-    return ModelOutputs(row_losses=losses, answers=answers, tasks=scores)

@@ -1,6 +1,7 @@
 """Compute the metrics of each model, and the lines of generations.jsonl."""
 
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -10,16 +11,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from lean_finetune.evaluate.base_and_tuned import EvaluationRows, ModelOutputs
-from lean_finetune.evaluate.exact_match import is_exact_match
 from lean_finetune.model.merge.merge_adapters import MERGED
 
 RESULTS = ("tuned_loss", "tuned_exact_match_percent", "base_loss", "base_exact_match_percent")
 """Figures in metrics/evaluate.json, by which runs are compared, in the order of columns of `dvc exp show`."""
 LENGTH_EDGES = (64, 128, 256, 512)
 """Upper limits of the length buckets, in tokens of a row; the last bucket has none."""
-
 LARGEST_EXPONENT = math.log(sys.float_info.max)
 """Above this, `exp` overflows."""
+ANSWER_MARKER = re.compile(r"^(?:Answer: |答案：)", re.MULTILINE)
+"""Start of the line with the final answer after worked steps."""
 
 
 def generation_lines(
@@ -100,3 +101,17 @@ def _exact_match(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> di
         correct = sum(line[f"{name}_correct"] for line in lines)
         found[f"{name}_exact_match_percent"] = round(100 * correct / len(lines), 3) if lines else None
     return found
+
+
+def final_answer(text: str) -> str | None:
+    """Return the text after the last answer marker at the start of a line; None without one."""
+    before, *answers = ANSWER_MARKER.split(text.strip())
+    return answers[-1].strip() if answers else None
+
+
+def is_exact_match(expected: str, generated: str) -> bool:
+    """Whether the final answers are equal or, if none is expected, the stripped texts are."""
+    answer = final_answer(expected)
+    if answer is None:
+        return generated.strip() == expected.strip()
+    return final_answer(generated) == answer

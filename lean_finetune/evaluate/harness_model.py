@@ -14,7 +14,7 @@ from torch import nn
 from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers
 from lean_finetune.evaluate.row_losses import row_sums
-from lean_finetune.step.batches import Batch, Row
+from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import trained_logits
 
 if TYPE_CHECKING:
@@ -67,20 +67,16 @@ class HarnessModel(TemplateLM):
             ids = [*context, *continuation][-tasks.max_length :]
             start = max(1, len(ids) - len(continuation))  # The first token of a row has no prediction.
             rows.append((np.array(ids), np.array([[start, len(ids)]])))
-
-        def gather(numbers: np.ndarray) -> list[Row]:
-            return [rows[number] for number in numbers]
-
         sums = row_sums(
             self._model,
             tasks.spec,
-            gather,
+            lambda numbers: [rows[number] for number in numbers],
             np.array([len(ids) for ids, _ in rows]),
             list(range(len(rows))),
             tasks.limits,
-            losses_and_misses,
             pad_id=tasks.pad_id,
             device=tasks.device,
+            of_tokens=losses_and_misses,
         )
         return [(-loss, misses == 0) for loss, misses in sums.tolist()]
 
@@ -98,8 +94,7 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """See the base class; greedy decoding, cut at the first stop text.
 
-        Raises:
-            UserError: a task samples, or its answers are longer than the limits allow.
+        Raises UserError if a task samples, or its answers are longer than the limits allow.
         """
         given = [normalize_gen_kwargs(request.args[1]) for request in requests]
         answers: dict[int, str] = {}

@@ -41,8 +41,7 @@ class HarnessTasks:
     def score(self, model: nn.Module, stops: Sequence[int]) -> dict[str, dict[str, Any]]:
         """Return version, shots, rows and metrics of each task; `stops` are tokens that end an answer.
 
-        Raises:
-            UserError: the data of a task cannot be loaded, or an answer is longer than the limits allow.
+        Raises UserError if the data of a task cannot be loaded, or an answer is longer than the limits allow.
         """
         import lm_eval
 
@@ -75,8 +74,7 @@ class HarnessTasks:
 def load_tasks(names: Sequence[str]) -> tuple[Any, list[Any]]:
     """Return the harness's index and the tasks: names of its own, or paths of YAML files.
 
-    Raises:
-        UserError: the harness is not installed, or has no such task.
+    Raises UserError if the harness is not installed, or has no such task.
     """
     if find_spec("lm_eval") is None:
         raise UserError(

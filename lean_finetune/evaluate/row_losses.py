@@ -14,7 +14,6 @@ from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.batches import Batch, Row, collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import token_losses
-from lean_finetune.step.token_rows import TokenRows
 
 
 def spread_rows(rows: np.ndarray, count: int | None) -> list[int]:
@@ -39,35 +38,6 @@ def batch_rows(lengths: np.ndarray, numbers: Sequence[int], max_tokens: int) -> 
         yield batch
 
 
-def row_losses(
-    model: nn.Module,
-    spec: WeightsSpec,
-    rows: TokenRows,
-    numbers: Sequence[int],
-    limits: EvaluationLimits,
-    *,
-    pad_id: int,
-    device: torch.device,
-    progress: str | None = None,
-) -> np.ndarray:
-    """Return the summed cross-entropy of each row of `numbers`, in this order, float64.
-
-    At most `limits.logits_chunk` × vocabulary logits exist at a time. `progress` is the title of a progress bar.
-    """
-    return row_sums(
-        model,
-        spec,
-        rows.gather,
-        rows.lengths,
-        numbers,
-        limits,
-        token_losses,
-        pad_id=pad_id,
-        device=device,
-        progress=progress,
-    )
-
-
 def row_sums(
     model: nn.Module,
     spec: WeightsSpec,
@@ -75,25 +45,17 @@ def row_sums(
     lengths: np.ndarray,
     numbers: Sequence[int],
     limits: EvaluationLimits,
-    of_tokens: Callable[[nn.Module, Batch, int], torch.Tensor],
     *,
     pad_id: int,
     device: torch.device,
     progress: str | None = None,
+    of_tokens: Callable[[nn.Module, Batch, int], torch.Tensor] = token_losses,
 ) -> np.ndarray:
-    """Return the sums of figures of trained tokens over each row of `numbers`, in this order, float64.
+    """Return the sum of the trained tokens' cross-entropy in each row of `numbers`, in this order, float64.
 
-    Args:
-        model: what computes the figures.
-        spec: its method and precision.
-        gather: returns tokens and trained spans of rows.
-        lengths: tokens of every row.
-        numbers: the rows to sum over.
-        limits: on batches and logits.
-        of_tokens: returns figures of shape (N, …) of a batch; its last argument is `limits.logits_chunk`.
-        pad_id: token in the padding.
-        device: of the model.
-        progress: title of a progress bar; None = no bar.
+    `gather` returns tokens and trained spans of rows, `lengths` are the tokens of all rows, and `progress` is the title
+    of a progress bar. `of_tokens` may return other figures of a batch, of shape (N, …); its last argument is
+    `limits.logits_chunk`, the number of trained tokens whose logits exist at a time.
     """
     sums: dict[int, list[float] | float] = {}
     with progress_bar(total=len(numbers), desc=progress, unit=" rows", disable=progress is None) as bar:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lean_finetune.evaluate.row_losses import batch_rows, row_losses, spread_rows
+from lean_finetune.evaluate.row_losses import batch_rows, row_sums, spread_rows
 from lean_finetune.model.load_model import load_base
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from tests.evaluate.conftest import CPU, PAD, spec_of
@@ -20,7 +20,7 @@ VOCABULARY = 1536
 def losses_of(model, rows, max_tokens=128, logits_chunk=16, numbers=None):
     numbers = list(range(len(rows))) if numbers is None else numbers
     limits = EvaluationLimits(max_tokens=max_tokens, logits_chunk=logits_chunk, max_new_tokens=1, generate_batch_rows=1)
-    return row_losses(model, spec_of("full"), rows, numbers, limits, pad_id=PAD, device=CPU)
+    return row_sums(model, spec_of("full"), rows.gather, rows.lengths, numbers, limits, pad_id=PAD, device=CPU)
 
 
 @pytest.fixture(scope="module")

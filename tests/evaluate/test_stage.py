@@ -157,7 +157,7 @@ def test_adapter_without_finite_loss_is_one_line(place, tokens_dir, locks_dir, a
     ("function", "fault"),
     [
         ("load_base", torch.OutOfMemoryError("CUDA out of memory")),
-        ("row_losses", RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes.")),
+        ("row_sums", RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes.")),
     ],
 )
 def test_out_of_memory_names_the_parameters_that_help(
