@@ -23,8 +23,7 @@ def main(what: str, locks: Path) -> None:
     """
     p = read_params()
     if what == "data":
-        d = p.data
-        if note := pin_data(d.source, d.heldout_source, d.revision, d.config, d.split, d.chat_template, locks):
+        if note := pin_data(p.data, locks):
             click.echo(f"note: {note}", err=True)
     else:
         pin_model(p.model.name, p.model.revision, locks)

@@ -4,48 +4,35 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 LOCK_FILE = "lock"
 
 
 def lock_directory(directory: Path, waits: Callable[[], object] | None = None, *, shared: bool = False) -> int | None:
-    """Lock a directory by a file in it.
+    """Lock a directory, created if it is missing, by a file in it; return the file's descriptor, to be closed later.
 
-    Args:
-        directory: created if it is missing.
-        waits: called before waiting for another process. None means not to wait.
-        shared: take a lock that other shared locks do not exclude.
-
-    Returns:
-        The open file descriptor of the lock, which the caller closes; None if another process has the lock and `waits`
-        is None.
-
-    Raises:
-        OSError: the directory or the file could not be created.
+    If another process has the lock, `waits` is called before waiting for it; without `waits` the result is None. Shared
+    locks do not exclude each other. Raises OSError if the directory or the file could not be created.
     """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / LOCK_FILE
-        try:
+        with suppress(FileNotFoundError), ExitStack() as opened:  # Another process may remove the directory.
             handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
-        except FileNotFoundError:  # Another process has just removed the directory.
-            continue
-        try:
-            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-            if not _try_lock(handle, kind):
+            opened.callback(os.close, handle)
+            try:
+                fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
                 if waits is None:
-                    os.close(handle)
                     return None
                 waits()
                 fcntl.flock(handle, kind)
-        except BaseException:
-            os.close(handle)
-            raise
-        if _is_still(path, handle):
-            return handle
-        os.close(handle)
+            if os.path.samestat(path.stat(), os.fstat(handle)):
+                opened.pop_all()
+                return handle
 
 
 def clear(directory: Path) -> None:
@@ -67,20 +54,3 @@ def unlock_directory(directory: Path, handle: int) -> None:
             (directory / LOCK_FILE).unlink()
             directory.rmdir()
     os.close(handle)
-
-
-def _try_lock(handle: int, kind: int) -> bool:
-    """Lock an open file without waiting; False if another process has the lock."""
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_still(path: Path, handle: int) -> bool:
-    """Whether a path still names this open file, which another process may have removed."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(handle))
-    except FileNotFoundError:
-        return False

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.config.data_schema import HELDOUT_SOURCE, HUB_PREFIX, Source, named_sources
+from lean_finetune.config.data_schema import HELDOUT_SOURCE, HUB_PREFIX, Data, Source, named_sources
 from lean_finetune.core.atomic_files import sha256_file, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import KNOWN_NAMES, file_kind
@@ -14,49 +14,35 @@ from lean_finetune.pinning.locate import DATA_SCHEMA, template_file
 from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, refuse_unignored, watch_sources
 
 
-def pin_data(
-    source: str | list[Source],
-    heldout_source: str | list[Source] | None,
-    revision: str | None,
-    config: str | None,
-    split: str | None,
-    chat_template: str,
-    locks: Path,
-) -> str | None:
+def pin_data(data: Data, locks: Path) -> str | None:
     """Write locks/data.json for data.source and data.heldout_source, and link local files so that DVC watches them.
 
-    `revision`, `config` and `split` are the section's: a list entry that can have them inherits them unless it sets its
-    own. A source's weight is not pinned, because it does not change the rows.
-
-    Returns:
-        A note for the user, None for none.
-
-    Raises:
-        UserError: a source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
+    A list entry that can have them inherits the section's `revision`, `config` and `split`, unless it sets its own. A
+    source's weight is not pinned, because it does not change the rows. Returns a note for the user, None for none.
+    Raises UserError if a source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
     """
     pinned, watched = [], []
-    named = named_sources(source)
+    shared = {"revision": data.revision, "config": data.config, "split": data.split}
+    named = named_sources(data.source)
     trained = len(named)
-    if heldout_source is not None:
-        named += named_sources(heldout_source, HELDOUT_SOURCE)
+    if data.heldout_source is not None:
+        named += named_sources(data.heldout_source, HELDOUT_SOURCE)
     for parameter, one in named:
         if one.source.startswith(HUB_PREFIX):
-            shared = {"revision": revision, "config": config, "split": split}
             inherited = {key: value for key, value in shared.items() if getattr(one, key) is None}
             pinned.append(_pin_hub(parameter, one.model_copy(update=inherited)))
         else:
-            local = pin_local(parameter, one.source, one.split, split)
+            local = pin_local(parameter, one.source, one.split, data.split)
             refuse_unignored(parameter, one.source, local.paths)
             watched.append(local)
             pinned.append(_entry(one, local.kind, local.files, split=local.split))
-    if split is not None and all(entry["split"] is None for entry in pinned):
-        refuse_split("data.split", split, ", ".join(repr(entry["source"]) for entry in pinned[:3]))
+    if data.split is not None and all(entry["split"] is None for entry in pinned):
+        refuse_split("data.split", data.split, ", ".join(repr(entry["source"]) for entry in pinned[:3]))
     _hold_out(pinned[:trained], pinned[trained:])
-    template = template_file(chat_template)
-    size_bytes = sum(file["bytes"] for entry in pinned for file in entry["files"])
+    template = template_file(data.chat_template)
     lock = {
         "schema": DATA_SCHEMA,
-        "bytes": size_bytes,
+        "bytes": sum(file["bytes"] for entry in pinned for file in entry["files"]),
         "sources": pinned,
         "chat_template_sha256": None if template is None else sha256_file(template),
     }
