@@ -72,10 +72,8 @@ def read_params() -> Params:
     """The parameters of the running stage.
 
     Under DVC (`DVC_STAGE` is set) only the keys that dvc.yaml declares can be read. If `LEAN_FINETUNE_PARAM_READS`
-    names a directory, the keys that the stage read are written there as `<stage>.json`, for the contract test.
-
-    Raises:
-        UserError: params.yaml has a wrong value.
+    names a directory, the keys that the stage read are written there as `<stage>.json`, for the contract test. Raises
+    UserError if params.yaml has a wrong value.
     """
     params = load_params()
     # In a subdirectory, DVC's name of the stage includes the file: ../dvc.yaml:train.

@@ -18,11 +18,7 @@ PARAMS_FILE = Path("params.yaml")
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:
-    """Read and validate a params.yaml.
-
-    Raises:
-        UserError: the file is missing, is not YAML, or has a wrong value.
-    """
+    """Read and validate a params.yaml. Raises UserError if the file is missing, is not YAML, or has a wrong value."""
     # ruamel reads YAML 1.2 as DVC does: 1e-05 is a float, `no` is a string.
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
@@ -43,8 +39,7 @@ def load_params(path: Path = PARAMS_FILE) -> Params:
 def parse_params(values: Any) -> Params:
     """Validate the content of a params.yaml.
 
-    Raises:
-        UserError: naming the dotted key, the rule, the value and the remedy.
+    Raises UserError, naming the dotted key, the rule, the value and the remedy.
     """
     if not isinstance(values, Mapping):
         raise UserError(f"params.yaml: must be a mapping of sections, got {type(values).__name__}")

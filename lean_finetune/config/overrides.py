@@ -10,8 +10,7 @@ from lean_finetune.core.errors import UserError
 def with_flags(params: Params, flags: Iterable[str]) -> Params:
     """Parameters with overrides such as `train.lr=1e-4`: a dotted key, an equals sign and a YAML value.
 
-    Raises:
-        UserError: a flag has another form, or the result has a wrong value.
+    Raises UserError if a flag has another form, or the result has a wrong value.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError

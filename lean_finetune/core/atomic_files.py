@@ -74,11 +74,7 @@ def sha256_json(value: Any) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that another stage wrote.
-
-    Raises:
-        UserError: the file is missing or not JSON.
-    """
+    """Read a JSON file that another stage wrote. Raises UserError if the file is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -103,8 +99,7 @@ def write_errors(path: Path) -> Iterator[None]:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path for a file, which replaces `path` when the block ends without an exception.
 
-    Raises:
-        UserError: writing failed, or another run is writing the same path.
+    Raises UserError if writing failed, or another run is writing the same path.
     """
     with _temporary(path) as temporary:
         made = temporary / path.name
@@ -118,8 +113,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory, which replaces `path` when the block ends without an exception.
 
-    Raises:
-        UserError: writing failed, or another run is writing the same path.
+    Raises UserError if writing failed, or another run is writing the same path.
     """
     with _temporary(path) as temporary:
         made = temporary / path.name
@@ -188,18 +182,13 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:
     """Write JSON atomically, with sorted keys (unless their order matters to readers) and an indent of two.
 
-    Raises:
-        ValueError: the value contains NaN or infinity.
+    Raises ValueError if the value contains NaN or infinity.
     """
     write_text(path, json.dumps(value, indent=2, sort_keys=sort_keys, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a CSV atomically. None becomes an empty cell.
-
-    Raises:
-        ValueError: a row has a key that is not a column.
-    """
+    """Write a CSV atomically. None becomes an empty cell. Raises ValueError if a row has a key that is not a column."""
     with atomic_path(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(columns), lineterminator="\n")
         writer.writeheader()

@@ -11,8 +11,7 @@ KIB = 2**10
 def process_status() -> dict[str, int]:
     """Bytes by counter (`VmRSS`, `RssFile`). Some kernels lack some of them.
 
-    Raises:
-        FileNotFoundError: this is not Linux.
+    Raises FileNotFoundError if this is not Linux.
     """
     with open(STATUS, "rb", buffering=0) as file:
         return {name.decode(): int(kib) * KIB for name, kib in LINES.findall(file.read())}

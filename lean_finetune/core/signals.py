@@ -76,8 +76,7 @@ def raised() -> Iterator[None]:
 def defer_signals() -> Iterator[None]:
     """Defer stop signals to the end of the block, which must be short. Has no effect outside the main thread.
 
-    Raises:
-        Interrupted: at the end of the outermost block, if a signal arrived in it.
+    Raises Interrupted at the end of the outermost block, if a signal arrived in it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -17,8 +17,7 @@ RepoType = Literal["model", "dataset"]
 def hub_errors(parameter: str, repo_id: str) -> Iterator[None]:
     """Turn the hub client's exceptions into a `UserError`.
 
-    Raises:
-        UserError: the network, the repository, the revision or the disk is at fault.
+    Raises UserError if the network, the repository, the revision or the disk is at fault.
     """
     from huggingface_hub import errors
 
@@ -68,10 +67,8 @@ def list_files(
 ) -> tuple[str, dict[str, tuple[int, str]]]:
     """The current commit of `revision` (None: main), and its files: (size in bytes, blob id) by path, sorted.
 
-    The blob id is the hex sha256 of the content for a large file (LFS), else git's blob sha1.
-
-    Raises:
-        UserError: the hub cannot be reached, or has no such repository or revision.
+    The blob id is the hex sha256 of the content for a large file (LFS), else git's blob sha1. Raises UserError if the
+    hub cannot be reached, or has no such repository or revision.
     """
     from huggingface_hub import HfApi
 
@@ -87,8 +84,7 @@ def list_files(
 def download(parameter: str, repo_id: str, repo_type: RepoType, commit: str, paths: Sequence[str]) -> Path:
     """The local directory of a commit with at least `paths` in it; missing files are downloaded.
 
-    Raises:
-        UserError: a file is missing and the hub cannot be reached.
+    Raises UserError if a file is missing and the hub cannot be reached.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -122,8 +118,7 @@ def cached_file(repo_id: str, commit: str, path: str) -> Path | None:
 def open_stream(parameter: str, repo_id: str, commit: str, path: str) -> BinaryIO:
     """A data file of a commit, streamed from the hub without storing it. Wrap its `read` in `hub_errors`.
 
-    Raises:
-        UserError: the hub cannot be reached.
+    Raises UserError if the hub cannot be reached.
     """
     from huggingface_hub import HfFileSystem
 

@@ -13,10 +13,8 @@ def split_files(
 ) -> tuple[str, list[str]]:
     """The split's name and its files in reading order. Downloads only the data set's card.
 
-    `config` None means the default configuration, `split` None means train.
-
-    Raises:
-        UserError: there is no such configuration or split, no file of a known kind, or no hub to be reached.
+    `config` None means the default configuration, `split` None means train. Raises UserError if there is no such
+    configuration or split, no file of a known kind, or no hub to be reached.
     """
     from datasets import load_dataset_builder
     from datasets.exceptions import FileNotFoundDatasetsError

@@ -42,10 +42,8 @@ class LocalSource:
 def pin_local(parameter: str, source: str, split: str | None, shared_split: str | None) -> LocalSource:
     """Pin a path by the content of its files, in order of path.
 
-    `split` is the source's; `shared_split` is the section's, used only for sources that have splits.
-
-    Raises:
-        UserError: it is missing, empty, of an unknown kind, or written by the pipeline itself.
+    `split` is the source's; `shared_split` is the section's, used only for sources that have splits. Raises UserError
+    if it is missing, empty, of an unknown kind, or written by the pipeline itself.
     """
     if "://" in source:
         raise UserError(

@@ -40,11 +40,7 @@ NAMED_TEMPLATES = ("tokenizer", "chatml")
 
 
 def template_file(chat_template: str) -> Path | None:
-    """The file that data.chat_template names; None for a named template.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """The file that data.chat_template names; None for a named template. Raises UserError if there is no such file."""
     if chat_template in NAMED_TEMPLATES:
         return None
     path = find_source(chat_template)
@@ -59,8 +55,7 @@ def template_file(chat_template: str) -> Path | None:
 def model_directory(lock: Mapping[str, Any]) -> Path:
     """The directory of the model pinned in locks/model.json, with config, weights and tokenizer.
 
-    Raises:
-        UserError: it is gone, or it is on a hub that cannot be reached.
+    Raises UserError if it is gone, or it is on a hub that cannot be reached.
     """
     return _directory(lock, [*lock["files"], *lock["tokenizer_files"]])
 
@@ -121,11 +116,7 @@ class DataFile:
 
 
 def data_files(lock: Mapping[str, Any]) -> list[DataFile]:
-    """The files of `locks/data.json` in reading order.
-
-    Raises:
-        UserError: the lock is of another schema.
-    """
+    """The files of `locks/data.json` in reading order. Raises UserError if the lock is of another schema."""
     if lock.get("schema") != DATA_SCHEMA:
         raise UserError("locks/data.json: was written by another version of pin_data; run `dvc repro pin_data`")
     located = []
@@ -166,8 +157,7 @@ def new_digest(pinned: str, size_bytes: int) -> "hashlib._Hash":
 def verify_files(directory: Path, files: Mapping[str, str]) -> None:
     """Compare files with their pinned hashes, sha256 or git blob ids by name.
 
-    Raises:
-        UserError: a file is missing or changed.
+    Raises UserError if a file is missing or changed.
     """
     for name in sorted(files):
         path = directory / name

@@ -13,8 +13,7 @@ INDEX = "model.safetensors.index.json"
 def check_config(directory: Path) -> dict[str, Any]:
     """Read and check config.json.
 
-    Raises:
-        UserError: it is not a JSON object, names no model type, or requires its own code.
+    Raises UserError if it is not a JSON object, names no model type, or requires its own code.
     """
     path = directory / "config.json"
     config = _json_object(path)
@@ -32,8 +31,7 @@ def check_config(directory: Path) -> dict[str, Any]:
 def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
     """Load the tokenizer's files, so that damaged ones are not pinned, and compare its ids with the vocabulary's size.
 
-    Raises:
-        UserError: a file cannot be read, or the model has no embedding for an id.
+    Raises UserError if a file cannot be read, or the model has no embedding for an id.
     """
     from tokenizers import Tokenizer
 
@@ -63,8 +61,7 @@ def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
 def shard_names(directory: Path) -> list[str]:
     """The names of a model's weight files in order, from the index where there is one.
 
-    Raises:
-        UserError: the index is damaged, or names other files than safetensors files in its directory.
+    Raises UserError if the index is damaged, or names other files than safetensors files in its directory.
     """
     index = directory / INDEX
     if not index.exists():
@@ -82,8 +79,7 @@ def shard_names(directory: Path) -> list[str]:
 def check_weights(path: Path) -> None:
     """Check the header of a safetensors file: its tensors must cover the file without gaps.
 
-    Raises:
-        UserError: the file is missing, damaged or has no tensors.
+    Raises UserError if the file is missing, damaged or has no tensors.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -17,10 +17,8 @@ def pin_model(name: str, revision: str | None, locks: Path) -> None:
     """Write locks/model.json and locks/tokenizer.json, and link the model as locks/watched-model.
 
     The tokenizer's lock has only content hashes, so that a model with the same tokenizer does not tokenize again.
-
-    Raises:
-        UserError: the model is missing, unsafe (pickle, custom code), incomplete, damaged, cannot be reached, or is in
-            the checkout where git neither tracks nor ignores it.
+    Raises UserError if the model is missing, unsafe (pickle, custom code), incomplete, damaged, cannot be reached, or
+    is in the checkout where git neither tracks nor ignores it.
     """
     local = TINY_DIRECTORY if name == TINY else find_source(name)
     commit = None

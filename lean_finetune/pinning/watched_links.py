@@ -24,12 +24,8 @@ FILE_LINKS = "watched-files"
 def watch_sources(locks: Path, sources: Sequence[LocalSource], template: Path | None) -> list[Path]:
     """Link the local sources and the user's chat template.
 
-    Returns:
-        The directories for which no directory link is left. Their files are linked one by one, so that DVC does not
-        notice files added to them.
-
-    Raises:
-        UserError: the disk cannot be written.
+    Returns the directories for which no directory link is left. Their files are linked one by one, so that DVC does not
+    notice files added to them. Raises UserError if the disk cannot be written.
     """
     roots = list(dict.fromkeys(source.root for source in sources))
     folders = roots if len(roots) == 1 else [root for root in roots if not root.is_file()]
@@ -54,10 +50,7 @@ def watch(link: Path, target: Path) -> None:
     """Point `link` at `target`: by a relative path if copies of the repository have the target too, else absolute.
 
     Links in `target` are not resolved, so that DVC notices when they change. The link is replaced atomically, and not
-    touched if it is right already.
-
-    Raises:
-        UserError: the disk cannot be written.
+    touched if it is right already. Raises UserError if the disk cannot be written.
     """
     absolute = Path(os.path.abspath(target))
     text = os.path.relpath(absolute, link.parent.resolve()) if _is_in_copies(absolute) else str(absolute)
@@ -75,10 +68,8 @@ def refuse_unignored(parameter: str, source: str, paths: Iterable[Path]) -> None
     """Refuse files in the user's checkout that git neither tracks nor ignores.
 
     `dvc exp apply` stashes untracked files: it copies them into .git, and deletes ignored files that lie in the same
-    untracked directory (libgit2 removes the directory with everything in it).
-
-    Raises:
-        UserError: naming the line for .git/info/exclude that keeps git away from them.
+    untracked directory (libgit2 removes the directory with everything in it). Raises UserError, naming the line for
+    .git/info/exclude that keeps git away from them.
     """
     root = repo_root().resolve()
     command = ["git", "-C", str(root), "ls-files", "-z", "--others", "--exclude-standard", "--directory"]

@@ -19,10 +19,7 @@ def open_batches(
 
     Arrays of the batches are views of the file's pages, unless the file is compressed. `columns` lists the allowed
     types of each column that the caller reads. `check_values` checks list offsets and nulls too, without reading the
-    tokens.
-
-    Raises:
-        UserError: the file is missing, truncated, damaged, or of another schema.
+    tokens. Raises UserError if the file is missing, truncated, damaged, or of another schema.
     """
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)), options=READ_OPTIONS)

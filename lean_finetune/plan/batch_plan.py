@@ -187,8 +187,8 @@ def write_plan(path: Path, parts: Iterable[Plan], *, settings_hash: str = "") ->
 def read_plan(path: Path) -> Plan:
     """Read a plan.
 
-    Raises:
-        UserError: the file is missing or damaged, its steps are not 0, 1, 2, …, or GPUs have unequal shares of a step.
+    Raises UserError if the file is missing or damaged, its steps are not 0, 1, 2, …, or GPUs have unequal shares of a
+    step.
     """
     batches = open_batches(path, {field.name: (field.type,) for field in SCHEMA})
     if not sum(batch.num_rows for batch in batches):

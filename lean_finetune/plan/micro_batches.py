@@ -62,10 +62,8 @@ def split_steps(steps: Iterable[Steps], index: RowIndex, settings: MicroBatchSet
     The run's first micro-batch starts with the longest row and is as large as the largest later one needs to be (mode
     packed: as `max_tokens` allows). Its padded tokens cap all others in modes bucketed and packed. So memory peaks in
     the first micro-batch: a run is out of memory at once or never. Within a step the largest micro-batches run first,
-    concurrently with those of similar size on the other GPUs.
-
-    Raises:
-        UserError: the longest row does not fit in `max_tokens`.
+    concurrently with those of similar size on the other GPUs. Raises UserError if the longest row does not fit in
+    `max_tokens`.
     """
     _check_fits(index.lengths, settings)
     steps, number = iter(steps), 0

@@ -39,9 +39,7 @@ def run_steps(index: RowIndex, *, seed: int, epochs: int, tokens_per_step: int) 
     Each epoch is shuffled and divided into steps, so steps are independent random draws. The first step with a row of
     the greatest length moves to the front of the run: memory then peaks in step 0, and a run that does not fit fails
     there. With weights, that row may be absent from epoch 0; the step then comes from the first epoch that has it.
-
-    Raises:
-        UserError: the weights leave no row in any epoch.
+    Raises UserError if the weights leave no row in any epoch.
     """
     front_epoch = _epoch_of_longest(index, seed, epochs)
     steps = _epoch_steps(index, seed, front_epoch, tokens_per_step)

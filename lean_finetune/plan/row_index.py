@@ -48,9 +48,8 @@ def source_weights(source: str | Sequence[Source]) -> tuple[float, ...]:
 def read_index(path: Path, weights: Sequence[float]) -> RowIndex:
     """Read train-index.arrow.
 
-    Raises:
-        UserError: the file is missing or damaged, is empty, or has a row without supervised tokens or of an unknown
-            source.
+    Raises UserError if the file is missing or damaged, is empty, or has a row without supervised tokens or of an
+    unknown source.
     """
     batches = open_batches(path, COLUMNS)
     columns = [read_column(batches, name, types[0].to_pandas_dtype()) for name, types in COLUMNS.items()]

@@ -50,11 +50,7 @@ class Inputs:
 def read_inputs(
     *, locks: Path, tokens: Path, batches: Path, estimate: Path, train: Path, tuned: Path, evaluate: Path
 ) -> Inputs:
-    """Read all inputs from the output directories of the stages.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """Read all inputs from the output directories of the stages. Raises UserError if a file is missing or damaged."""
     return Inputs(
         model=read_json(locks / "model.json"),
         data=read_json(locks / "data.json"),

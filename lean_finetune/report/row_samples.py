@@ -18,8 +18,7 @@ Segments = list[tuple[str, bool]]
 def row_samples(tokens: Path, tokenizer_file: Path) -> list[Segments]:
     """Return `SAMPLED_ROWS` training rows, spread evenly over the rows.
 
-    Raises:
-        UserError: the token files are missing or damaged.
+    Raises UserError if the token files are missing or damaged.
     """
     rows = TokenRows(tokens, "train")
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
