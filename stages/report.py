@@ -13,7 +13,7 @@ from lean_finetune.core.errors import StageCommand
 from lean_finetune.report.html_page import html_page
 from lean_finetune.report.markdown_page import markdown_page
 from lean_finetune.report.report_figures import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics
-from lean_finetune.report.report_inputs import read_inputs
+from lean_finetune.report.report_inputs import Inputs
 
 PATH = click.Path(path_type=Path)
 
@@ -34,7 +34,7 @@ def main(metrics: Path, out: Path, **places: Path) -> None:
     Also writes metrics/report.json (the prediction's error in percent) and memory.csv for `dvc plots`.
     """
     parameters = dotted_values(read_params())
-    inputs = read_inputs(**places)
+    inputs = Inputs(**places)
     figures = report_metrics(inputs)
     with atomic_directory(out) as directory:
         write_csv(directory / "memory.csv", MEMORY_COLUMNS, memory_records(inputs))

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,8 @@ def override(value: Any) -> str:
 
 
 def locks_table(inputs: Inputs) -> Table:
-    """The pinned content of model and data."""
-    return Table(("file", "of", "SHA-256"), list(_locked_files(inputs)))
-
-
-def _locked_files(inputs: Inputs) -> Iterator[tuple[str, str, str]]:
-    """Yield name, owner and hash of each pinned file."""
-    for name, digest in inputs.model["files"].items():
-        yield name, describe_model(inputs.model), digest
-    for source in inputs.data["sources"]:
-        for file in source["files"]:
-            yield file["path"], source["source"], file["sha256"]
+    """The pinned content of model and data: name, owner and hash of each file."""
+    model = [(name, describe_model(inputs.model), digest) for name, digest in inputs.model["files"].items()]
+    sources = inputs.data["sources"]
+    data = [(file["path"], source["source"], file["sha256"]) for source in sources for file in source["files"]]
+    return Table(("file", "of", "SHA-256"), model + data)

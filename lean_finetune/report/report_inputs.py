@@ -4,71 +4,47 @@ import csv
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.report.row_samples import Segments, row_samples
+from lean_finetune.report.row_samples import row_samples
 
 PHASES = ("load", "forward", "backward", "clip", "optimizer", "heldout", "save", "evaluate")
 """Phases in the order in which they run; others follow by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Inputs of the report; each field is the content of one file."""
+    """The content of the other stages' files."""
 
-    model: Mapping[str, Any]
-    """locks/model.json."""
-    data: Mapping[str, Any]
-    """locks/data.json."""
-    tokenize: Mapping[str, Any]
-    bucket: Mapping[str, Any]
-    estimate: Mapping[str, Any]
-    train: Mapping[str, Any]
-    evaluate: Mapping[str, Any]
-    breakdown: Mapping[str, Mapping[str, int]]
-    """Bytes by category at the peak of each phase and, under `peak`, of the whole run."""
-    explanation: Mapping[str, Any]
-    """The largest tensors at the peak, and the memory that persists between steps."""
-    timeline: list[dict[str, str]]
-    """Bytes by category over the events of the worst step, in GiB."""
-    reserved: list[dict[str, str]]
-    """Memory by optimizer step in plan order, in GiB; reserved cells are empty without a replay of the plan."""
-    verdict: Mapping[str, Any]
-    switches: list[dict[str, str]]
-    """Predicted peak of the run, and after changing one switch."""
-    curves: list[dict[str, str]]
-    """One record per optimizer step; a cell is empty where nothing was measured."""
-    generations: list[dict[str, Any]]
-    samples: list[Segments]
-    """A few training rows as text."""
-
-
-def read_inputs(
-    *, locks: Path, tokens: Path, batches: Path, estimate: Path, train: Path, tuned: Path, evaluate: Path
-) -> Inputs:
-    """Read all inputs from the output directories of the stages. Raises UserError if a file is missing or damaged."""
-    return Inputs(
-        model=read_json(locks / "model.json"),
-        data=read_json(locks / "data.json"),
-        tokenize=read_json(tokens / FIGURES),
-        bucket=read_json(batches / FIGURES),
-        estimate=read_json(estimate / FIGURES),
-        train=read_json(train / FIGURES),
-        evaluate=read_json(evaluate / FIGURES),
-        breakdown=read_json(estimate / "breakdown.json"),
-        explanation=read_json(estimate / "explanation.json"),
-        timeline=read_csv(estimate / "timeline.csv"),
-        reserved=read_csv(estimate / "reserved.csv"),
-        verdict=read_json(estimate / "verdict.json"),
-        switches=read_csv(estimate / "switches.csv"),
-        curves=read_csv(train / "curves.csv"),
-        generations=read_lines(evaluate / "generations.jsonl"),
-        samples=row_samples(tokens, tuned / "tokenizer.json"),
-    )
+    def __init__(
+        self, *, locks: Path, tokens: Path, batches: Path, estimate: Path, train: Path, tuned: Path, evaluate: Path
+    ):
+        """Read all files from the stages' output directories. Raises UserError if one is missing or damaged."""
+        self.model = read_json(locks / "model.json")
+        self.data = read_json(locks / "data.json")
+        self.tokenize = read_json(tokens / FIGURES)
+        self.bucket = read_json(batches / FIGURES)
+        self.estimate = read_json(estimate / FIGURES)
+        self.train = read_json(train / FIGURES)
+        self.evaluate = read_json(evaluate / FIGURES)
+        self.breakdown = read_json(estimate / "breakdown.json")
+        """Bytes by category at the peak of each phase and, under `peak`, of the whole run."""
+        self.explanation = read_json(estimate / "explanation.json")
+        """The largest tensors at the peak, and the memory that persists between steps."""
+        self.timeline = read_csv(estimate / "timeline.csv")
+        """Bytes by category over the events of the worst step, in GiB."""
+        self.reserved = read_csv(estimate / "reserved.csv")
+        """Memory by optimizer step in plan order, in GiB; reserved cells are empty without a replay of the plan."""
+        self.verdict = read_json(estimate / "verdict.json")
+        self.switches = read_csv(estimate / "switches.csv")
+        """Predicted peak of the run, and after changing one switch."""
+        self.curves = read_csv(train / "curves.csv")
+        """One record per optimizer step; a cell is empty where nothing was measured."""
+        self.generations = read_lines(evaluate / "generations.jsonl")
+        self.samples = row_samples(tokens, tuned / "tokenizer.json")
+        """A few training rows as text."""
 
 
 def in_order(phases: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from lean_finetune.config.declared_params import dotted_values
 from lean_finetune.config.load import load_params
 from lean_finetune.report.markdown_page import markdown_page
 from lean_finetune.report.report_figures import memory_records, report_metrics
-from lean_finetune.report.report_inputs import Inputs, read_inputs
+from lean_finetune.report.report_inputs import Inputs
 from stages.report import main
 from tests.report.conftest import GENERATION, MIB, metrics, write_inputs
 from tests.workspace import error, invoke, run_module
@@ -19,7 +19,7 @@ from tests.workspace import error, invoke, run_module
 
 def inputs_of(place: Path) -> Inputs:
     stages = ("tokens", "batches", "estimate", "train", "tuned", "evaluate")
-    return read_inputs(locks=place / "locks", **{name: place / "data" / name for name in stages})
+    return Inputs(locks=place / "locks", **{name: place / "data" / name for name in stages})
 
 
 def report(place: Path, **settings: Any) -> tuple[dict, str]:

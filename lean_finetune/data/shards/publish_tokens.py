@@ -32,6 +32,25 @@ REPORTED = (
     *("control_tokens_as_text", "surrogates_replaced", "sampled_rows", "sampled_rows_differing"),
 )
 
+NOTES = {
+    "bad_rows": "{share} were left out because they cannot be used{first}; the first are listed in "
+    "data/tokens/rejects.jsonl",
+    "truncated_rows": "{share} were truncated at {limit}; raise data.max_length",
+    "no_answer_rows": "{share} were dropped because no answer was left within {limit}{first}; raise data.max_length",
+    "dropped_long_rows": "{share} were dropped because they are longer than {limit}{first}; raise it or change "
+    "data.over_length",
+    "split_rows": "{share} were split because they are longer than {limit}",
+    "empty_answer_rows": "{share} were dropped because an answer in them is empty{first}; fill or remove them",
+    "reasoning_left_out_rows": "{share} have earlier answers whose reasoning the chat template omits{first}, so they "
+    "are trained without it; data.train_on=last_assistant trains each row's last answer alone",
+    "control_tokens_as_text": "{count} control tokens in the rows' own text{first} were encoded as plain characters",
+    "surrogates_replaced": "{count} lone surrogates in the rows' text{first} were replaced by U+FFFD",
+    "engine_fallback_rows": "{count} rows were encoded by tokenizers because tiktoken cannot",
+    "sampled_rows_differing": "{count} of {sampled} sampled rows have other ids when encoded as one text: a token "
+    "would cross from the prompt into the answer there, which never happens at inference",
+}
+"""By name of a count, the note for the user."""
+
 
 def publish(job: TokenizeJob, located: Sequence[LocatedShard], out: Path) -> list[str]:
     """Write the token directory `out` in one step; return notes for the user.
@@ -185,42 +204,20 @@ def _write_rejects(path: Path, totals: Totals, file_names: Sequence[str]) -> Non
 
 def _notes(job: TokenizeJob, totals: Totals) -> list[str]:
     """Notes for the user on rows that were left out or changed."""
-    counts, limit = totals.counts, f"data.max_length={job.settings.max_length}"
-
-    def share(name: str) -> str:
-        return f"{counts[name]} of {counts['rows']} rows ({100 * counts[name] / counts['rows']:.1f} %)"
-
-    def first(name: str) -> str:
-        if name not in totals.tally.first:
-            return ""
-        file, line = totals.tally.first[name]
-        return f" (first at {job.file_names[file]}:{line})"
-
-    texts = {
-        "bad_rows": f"{share('bad_rows')} were left out because they cannot be used{first('bad_rows')}; the first are "
-        "listed in data/tokens/rejects.jsonl",
-        "truncated_rows": f"{share('truncated_rows')} were truncated at {limit}; raise data.max_length",
-        "no_answer_rows": f"{share('no_answer_rows')} were dropped because no answer was left within {limit}"
-        f"{first('no_answer_rows')}; raise data.max_length",
-        "dropped_long_rows": f"{share('dropped_long_rows')} were dropped because they are longer than {limit}"
-        f"{first('dropped_long_rows')}; raise it or change data.over_length",
-        "split_rows": f"{share('split_rows')} were split because they are longer than {limit}",
-        "empty_answer_rows": f"{share('empty_answer_rows')} were dropped because an answer in them is empty"
-        f"{first('empty_answer_rows')}; fill or remove them",
-        "reasoning_left_out_rows": f"{share('reasoning_left_out_rows')} have earlier answers whose reasoning "
-        f"the chat template omits{first('reasoning_left_out_rows')}, so they are trained without it; "
-        "data.train_on=last_assistant trains each row's last answer alone",
-        "control_tokens_as_text": f"{counts['control_tokens_as_text']} control tokens in the rows' own text"
-        f"{first('control_tokens_as_text')} were encoded as plain characters",
-        "surrogates_replaced": f"{counts['surrogates_replaced']} lone surrogates in the rows' text"
-        f"{first('surrogates_replaced')} were replaced by U+FFFD",
-        "engine_fallback_rows": f"{counts['engine_fallback_rows']} rows were encoded by tokenizers because "
-        "tiktoken cannot",
-        "sampled_rows_differing": f"{counts['sampled_rows_differing']} of {counts['sampled_rows']} sampled rows "
-        "have other ids when encoded as one text: a token would cross from the prompt into the answer there, "
-        "which never happens at inference",
-    }
-    lines = [line for name, line in texts.items() if counts[name]]
+    counts = totals.counts
+    lines = []
+    for name, text in NOTES.items():
+        if not counts[name]:
+            continue
+        share = f"{counts[name]} of {counts['rows']} rows ({100 * counts[name] / counts['rows']:.1f} %)"
+        first = ""
+        if name in totals.tally.first:
+            file, line = totals.tally.first[name]
+            first = f" (first at {job.file_names[file]}:{line})"
+        limit = f"data.max_length={job.settings.max_length}"
+        lines.append(
+            text.format(share=share, first=first, limit=limit, count=counts[name], sampled=counts["sampled_rows"])
+        )
     train, heldout = totals.side("train"), totals.side("heldout")
     if duplicates := train.duplicates + heldout.duplicates:
         # Chunks of split rows are compared one by one, so there may be more duplicates than rows.

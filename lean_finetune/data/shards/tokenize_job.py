@@ -200,13 +200,12 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int) -> _InspectedSourc
 
 def _detect(rows: list[_PlacedRow], columns: Mapping[str, str], skips: bool) -> tuple[str, str]:
     """(format, reason) of the first row, or, with on_bad_row: skip, of the first row that has a known format."""
-    for number, (place, row) in enumerate(rows, start=1):
+    for place, row in rows if skips else rows[:1]:
         try:
             return detect_format(row, columns)
         except RowFault as fault:
-            if not skips or number == len(rows):
-                raise UserError(f"{place}: {fault}") from None
-    raise AssertionError("the last row returned or raised")
+            refusal = UserError(f"{place}: {fault}")
+    raise refusal
 
 
 def _has_conversations(rows: list[_PlacedRow], source_format: SourceFormat) -> bool:

@@ -12,6 +12,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -71,13 +72,12 @@ def _map(
 ) -> Iterator[Result]:
     """See `TokenizeBlocks`; at most `bound` blocks are in memory."""
     waiting: deque[tuple[RowBlock, Future[BlockTokens]]] = deque()
+    unread = iter(blocks)
     try:
-        for block in blocks:
-            waiting.append((block, submit(block)))
-            if len(waiting) >= bound:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        while waiting:
+        while True:
+            waiting.extend((block, submit(block)) for block in islice(unread, bound - len(waiting)))
+            if not waiting:
+                return
             first, future = waiting.popleft()
             yield first, future.result()
     except BrokenProcessPool:
