@@ -1,20 +1,24 @@
 """Load params.yaml, validate it against the schema and check the rules between parameters."""
 
+import difflib
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from lean_finetune.config.data_schema import SOURCE_FORMS, SOURCE_KEYS, Source
+from lean_finetune.config.other_tools import our_names
 from lean_finetune.config.rule import check_rules
 from lean_finetune.config.schema import Params
-from lean_finetune.config.schema_errors import first_error
 from lean_finetune.config.section_rules import SECTION_RULES, check_heldout_readers, check_sources
 from lean_finetune.config.sharding_rules import SHARDING_RULES
 from lean_finetune.config.train_schema import TRAIN_RULES
 from lean_finetune.core.errors import UserError
 
 PARAMS_FILE = Path("params.yaml")
+LONGEST_VALUE = 80
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:
@@ -46,8 +50,48 @@ def parse_params(values: Any) -> Params:
     try:
         params = Params.model_validate(values)
     except ValidationError as error:
-        raise UserError(first_error(error)) from None
+        raise UserError(_first_error(error)) from None
     check_sources(params.data)
     check_rules(params, [*SECTION_RULES, *TRAIN_RULES, *SHARDING_RULES])
     check_heldout_readers(params)
     return params
+
+
+def _first_error(error: ValidationError) -> str:
+    """The message for one of the errors: a misspelt key comes before the key that is missing because of it."""
+    faults = error.errors()
+    fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+    # pydantic adds the form of data.source, and a marker for the key of a dictionary.
+    keys = [str(part) for part in fault["loc"] if part not in (*SOURCE_FORMS, "[key]")]
+    dotted = ".".join(keys)
+    match fault["type"]:
+        case "extra_forbidden":
+            return f"{dotted}: unknown parameter; {_known_keys(keys)}"
+        case "missing":
+            return f"{dotted}: parameter is missing; add it to params.yaml, which must have every parameter"
+        case "model_type" | "model_attributes_type":
+            rule = "must be a section with its own keys"
+        case _:
+            rule = fault["msg"][0].lower() + fault["msg"][1:]
+    return f"{dotted}: {rule}; got {_short_json(fault['input'])}"
+
+
+def _known_keys(keys: list[str]) -> str:
+    """Our name for a key of another tool, the key most like the last of `keys`, or all keys of its section."""
+    section: type[BaseModel] = Params
+    for key in keys[:-1]:
+        if not key.isdigit():
+            annotation = Source if key in SOURCE_KEYS else section.model_fields[key].annotation
+            section = cast(type[BaseModel], annotation)
+    if ours := our_names(keys[-1]):
+        return f"its name here is {' or '.join(ours)}"
+    similar = difflib.get_close_matches(keys[-1], section.model_fields, n=1)
+    if similar:
+        return f"did you mean {'.'.join([*keys[:-1], similar[0]])}?"
+    return f"known: {', '.join(section.model_fields)}"
+
+
+def _short_json(value: Any) -> str:
+    """A value as JSON, shortened."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."

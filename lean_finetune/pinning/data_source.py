@@ -7,8 +7,7 @@ from lean_finetune.config.data_schema import HELDOUT_SOURCE, HUB_PREFIX, Data, S
 from lean_finetune.core.atomic_files import sha256_file, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import KNOWN_NAMES, file_kind
-from lean_finetune.pinning.hub import HUB_ID, list_files
-from lean_finetune.pinning.hub_splits import split_files
+from lean_finetune.pinning.hub import HUB_ID, list_files, split_files
 from lean_finetune.pinning.local_source import pin_local, refuse_split
 from lean_finetune.pinning.locate import DATA_SCHEMA, template_file
 from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, refuse_unignored, watch_sources

@@ -11,13 +11,13 @@ from lean_finetune.config.data_schema import HUB_PREFIX
 from lean_finetune.core.atomic_files import find_source, repo_root, sha256_file
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import KNOWN_NAMES, file_kind, glob_base, is_documentation, is_hidden
+from lean_finetune.pinning.hub import DEFAULT_SPLIT
 
 OUTPUTS = (
     *("data/tokens", "data/batches", "data/estimate", "data/train", "data/tuned", "data/evaluate", "data/report"),
     *("locks", "metrics"),
 )
 """Paths that the stages write, as in dvc.yaml."""
-DEFAULT_SPLIT = "train"
 SAVED_STATE = "state.json"
 SAVED_SPLITS = "dataset_dict.json"
 
