@@ -7,12 +7,11 @@ import os
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from lean_finetune.core.atomic_files import read_json
 from tests.conftest import ROOT
+from tests.data.read.common import parquet
 from tests.pinning.hub_server import COMMIT, blob, serve
 from tests.processes import run_bounded
 
@@ -32,12 +31,6 @@ configs:
     path: b/*
 ---
 """
-
-
-def parquet(rows: list[dict]) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows), sink)
-    return sink.getvalue().to_pybytes()
 
 
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

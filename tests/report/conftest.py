@@ -48,6 +48,18 @@ TIMELINE = [
     for event, phase, size in ((0, "forward", 0.01), (9, "forward", 0.05), (20, "backward", 0.06))
 ]
 
+GPU = {
+    "gpu": "L4",
+    "reserved_bytes_predicted": 150 * MIB,
+    "reserved_bytes_predicted_expandable": 130 * MIB,
+    "reserved_bytes_predicted_native": 150 * MIB,
+    "process_bytes_predicted": 291 * MIB,
+    "host_bytes_predicted": 512 * MIB,
+    "reserved_replayed": "all 3 steps replayed",
+    "reserved_settled_step": 1,
+    "retries_predicted": 2,
+}
+"""Figures of stage estimate for a GPU."""
 GENERATION = {
     "family": "sums",
     "prompt": "<|im_start|>user\n1 + 1<|im_end|>\n",

@@ -1,5 +1,6 @@
 """report.html in a browser: complete without network, readable on a phone, escaped; its command gives the run."""
 
+import json
 import shlex
 from pathlib import Path
 
@@ -12,19 +13,8 @@ from lean_finetune.report.charts import Bar, Line, bar_chart, line_chart
 from lean_finetune.report.colors import CATEGORY_COLORS, TEXT
 from stages.report import main
 from tests.report.browser import browser, needs_chromium
-from tests.report.conftest import GENERATION, MIB, curves, write_inputs
+from tests.report.conftest import GENERATION, GPU, curves, write_inputs
 from tests.workspace import invoke, lay_out
-
-GPU = {
-    "gpu": "L4",
-    "capacity_gib": 0.13,
-    "reserved_bytes_predicted": 150 * MIB,
-    "reserved_bytes_predicted_expandable": 130 * MIB,
-    "reserved_bytes_predicted_native": 150 * MIB,
-    "process_bytes_predicted": 291 * MIB,
-    "host_bytes_predicted": 512 * MIB,
-    "reserved_replayed": "one step replayed",
-}
 
 
 def written(place: Path) -> str:
@@ -37,7 +27,7 @@ def written(place: Path) -> str:
 @needs_chromium
 def test_a_browser_asks_for_nothing_else_and_shows_all_on_a_phone(place, tmp_path):
     """A font or script from elsewhere: a page that is broken offline. A wide chart: scrolling in two directions."""
-    write_inputs(place, [{**GENERATION, "tuned": "x" * 3000}], estimate={**GPU, "fits": False})
+    write_inputs(place, [{**GENERATION, "tuned": "x" * 3000}], estimate={**GPU, "capacity_gib": 0.13, "fits": False})
     written(place)
     page = place / "data/report/report.html"
     with browser(tmp_path / "profile") as tab:
@@ -87,8 +77,11 @@ def test_pages_of_odd_runs_can_be_written(place):
     write_inputs(place, [], evaluate={**dict.fromkeys(names), **counts}, train=nothing)
     header, first, *_ = (place / "data/train/curves.csv").read_text().splitlines(keepends=True)
     (place / "data/train/curves.csv").write_text(header + first.replace(str(curves()[0]["allocated_bytes"]), ""))
-    text = written(place)
-    assert "not measured on cpu" in text and "None" not in text and "nan" not in text
+    page, text = written(place), (place / "data/report/report.md").read_text()
+    assert "not measured on cpu" in page and "None" not in page and "nan" not in page
+    assert text.count("no rows are held out (data.heldout_fraction is 0)") == 3
+    figures = json.loads((place / "data/report/figures.json").read_text())
+    assert figures["heldout_loss_change"] is None and figures["exact_match_change_points"] is None
 
 
 def test_the_command_sets_all_parameters(place, tmp_path):

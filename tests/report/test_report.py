@@ -13,7 +13,7 @@ from lean_finetune.report.markdown_page import markdown_page
 from lean_finetune.report.report_figures import memory_records, report_metrics
 from lean_finetune.report.report_inputs import Inputs
 from stages.report import main
-from tests.report.conftest import GENERATION, MIB, metrics, write_inputs
+from tests.report.conftest import GENERATION, GPU, MIB, metrics, write_inputs
 from tests.workspace import error, invoke, run_module
 
 
@@ -129,16 +129,6 @@ def test_page_without_prompts(place):
     assert "no held-out row has a prompt that can be answered" in text and "None %" not in text
 
 
-def test_page_without_held_out_rows(place):
-    """data.heldout_fraction 0: the last stage fails."""
-    names = (f"{model}_{name}" for model in ("base", "tuned") for name in ("loss", "perplexity", "exact_match_percent"))
-    counts = {"evaluated_rows": 0, "generated_rows": 0, "by_length": {}, "by_family": {}}
-    write_inputs(place, [], evaluate={**dict.fromkeys(names), **counts}, tokenize={"heldout_rows": 0})
-    figures, text = report(place)
-    assert figures["heldout_loss_change"] is None and figures["exact_match_change_points"] is None
-    assert text.count("no rows are held out (data.heldout_fraction is 0)") == 3
-
-
 def test_skipped_rows_missing_perplexity_and_merging_are_shown(place):
     """Exact match over short answers only passes for one over all."""
     merged = {"merged_loss": 1.7321, "merged_minus_tuned_loss": 0.0021, "merged_exact_match_percent": None}
@@ -168,18 +158,7 @@ def test_samples_are_of_different_families(place):
 
 
 def test_reserved_memory_of_a_gpu_is_shown_and_plotted(place):
-    gpu = {
-        "gpu": "L4",
-        "reserved_bytes_predicted": 150 * MIB,
-        "reserved_bytes_predicted_expandable": 130 * MIB,
-        "reserved_bytes_predicted_native": 150 * MIB,
-        "process_bytes_predicted": 291 * MIB,
-        "host_bytes_predicted": 512 * MIB,
-        "reserved_replayed": "all 3 steps replayed",
-        "reserved_settled_step": 1,
-        "retries_predicted": 2,
-    }
-    write_inputs(place, estimate=gpu)
+    write_inputs(place, estimate=GPU)
     (place / "data/estimate/verdict.json").write_text('{"enforce": true, "refusal": "predicted peak 9 GiB exceeds 8"}')
     _, text = report(place)
     assert "Verdict: predicted peak 9 GiB exceeds 8." in text, "with estimate.enforce false the run continues"

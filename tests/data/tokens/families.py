@@ -9,10 +9,14 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
+from lean_finetune.data.chat.trained_segments import Segment
+from lean_finetune.data.format.example import Conversation
 from tests.data.tokens.common import DATE
 
 TEMPLATES = Path(__file__).parent / "templates"
 LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 MISTRAL = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]")
 
 
@@ -92,3 +96,17 @@ def save_tokenizer(directory: Path, name: str) -> Path:
 
 def open_family(directory: Path, name: str, train_on: str = "assistant", template: str = "tokenizer") -> ChatTemplate:
     return load_template(template, directory, FAMILIES[name].special_tokens, train_on, DATE)
+
+
+def turn(role: str, content: str, **others: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **others}
+
+
+def chat(*texts: str, system: str | None = None, **fields: str) -> Conversation:
+    """Alternating questions and answers; every answer has the fields."""
+    messages = [turn("assistant", text, **fields) if n % 2 else turn("user", text) for n, text in enumerate(texts)]
+    return Conversation(messages=([turn("system", system)] if system else []) + messages, tools=None)
+
+
+def trained(segments: list[Segment]) -> list[str]:
+    return [segment.text for segment in segments if segment.trained]

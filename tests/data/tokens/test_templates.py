@@ -16,22 +16,22 @@ from lean_finetune.data.chat.compiled_template import CompiledTemplate
 from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.format.example import Conversation, RowFault
 from tests.data.tokens.common import DATE, conversation, decoder, encode_one, row_tokenizer
-from tests.data.tokens.families import FAMILIES, open_family, save_tokenizer, template_source
+from tests.data.tokens.families import (
+    ASK,
+    FAMILIES,
+    TURNS,
+    chat,
+    open_family,
+    save_tokenizer,
+    template_source,
+    trained,
+    turn,
+)
 
 CALL = {"type": "function", "id": "a1B2c3D4e", "function": {"name": "add", "arguments": {"a": 1, "b": "二"}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 THOUGHT = "<think>\nHm, two.\n</think>\n\n"
 WITH_TOOLS = ("llama-3.1", "mistral-tools", "qwen2.5", "qwen3")
-
-
-def turn(role: str, content: str, **others: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **others}
-
-
-def chat(*texts: str, system: str | None = None) -> Conversation:
-    """Alternating questions and answers."""
-    messages = [turn("user" if n % 2 == 0 else "assistant", text) for n, text in enumerate(texts)]
-    return Conversation(messages=([turn("system", system)] if system else []) + messages, tools=None)
 
 
 RESULT = turn("tool", "3", tool_call_id="a1B2c3D4e")
@@ -46,10 +46,6 @@ CALLING = Conversation(
     ],
     tools=TOOLS,
 )
-
-
-def trained(segments: list[Segment]) -> list[str]:
-    return [segment.text for segment in segments if segment.trained]
 
 
 def joined(segments: list[Segment]) -> str:
@@ -260,17 +256,15 @@ def custom(directories, source: str, name: str = "chatml", train_on: str = "assi
     return open_family(directories[name], name, train_on, source)
 
 
-LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def test_a_greeting_before_any_question_is_found(directories):
     """Templates that read the first message cannot render an empty list."""
-    template = custom(directories, UNKNOWN + "{{ '' if messages[0].role.strip() else '' }}" + LOOP + ASK)
+    template = custom(directories, UNKNOWN + "{{ '' if messages[0].role.strip() else '' }}" + TURNS + ASK)
     greeting = Conversation(messages=[turn("assistant", "Welcome!"), *chat("Q", "A").messages], tools=None)
     assert trained(template.render(greeting)) == ["Welcome!<|im_end|>", "A<|im_end|>"]
 
@@ -278,10 +272,10 @@ def test_a_greeting_before_any_question_is_found(directories):
 @pytest.mark.parametrize(
     "source",
     [
-        LOOP + "{% if not add_generation_prompt %}<pad>{% endif %}" + ASK,
-        LOOP + ASK.replace("assistant\n", "assistant\n<think>\n"),
-        "{{ messages | length }}" + LOOP + ASK,
-        LOOP.replace("m.content", "(m.content if loop.last else m.content | upper | lower)") + ASK,
+        TURNS + "{% if not add_generation_prompt %}<pad>{% endif %}" + ASK,
+        TURNS + ASK.replace("assistant\n", "assistant\n<think>\n"),
+        "{{ messages | length }}" + TURNS + ASK,
+        TURNS.replace("m.content", "(m.content if loop.last else m.content | upper | lower)") + ASK,
     ],
     ids=["text behind the last turn", "a longer header", "a count in front", "a filter on earlier turns"],
 )
@@ -344,7 +338,7 @@ def test_a_marked_template_whose_marks_are_not_one_a_turn_follows_weights_by_the
 
 def test_a_template_that_trains_no_end_of_turn_is_refused(directories):
     """The model would never stop."""
-    unclosed = LOOP.replace("<|im_end|>", "")
+    unclosed = TURNS.replace("<|im_end|>", "")
     for source in (unclosed, unclosed + ASK, MARKED.replace("<|im_end|>", "")):
         with pytest.raises(UserError, match="^data.chat_template: the template trains no end-of-turn token after"):
             custom(directories, source)

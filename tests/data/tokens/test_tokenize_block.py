@@ -1,7 +1,6 @@
 """Tokenizing of a block: every row is either in the tokens, with its number, or counted."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,8 @@ from lean_finetune.data.format.format_base import SourceFormat
 from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.shards.block_tokens import BlockTokens, token_schema
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
-from tests.conftest import ROOT
 from tests.data.tokens.built import byte_level, save
 from tests.data.tokens.common import DATE, chat_row, decoder, spans_of
-from tests.processes import run_bounded
 
 ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(70)]
 SETTINGS: dict[str, Any] = {
@@ -205,16 +202,6 @@ def test_a_row_that_begins_with_two_bos_tokens_is_refused(tmp_path):
     assert counted(worker(block_of([chat_row("once", "a")]))) == {"rows": 1}
     with pytest.raises(UserError, match=r"^data.chat_template: a row begins with two <\|endoftext\|>"):
         worker(block_of([chat_row("once", "a"), chat_row("twice", "a")]))
-
-
-def test_a_worker_imports_nothing_heavy():
-    """Each worker process pays for what it imports; transformers alone takes seconds and hundreds of MB."""
-    code = (
-        "import sys, lean_finetune.data.shards.tokenize_block\n"
-        "print(*{'torch', 'transformers', 'tiktoken', 'pandas'} & set(sys.modules))"
-    )
-    found = run_bounded([sys.executable, "-c", code], cwd=ROOT, check=True)
-    assert found.stdout.split() == []
 
 
 def test_a_block_without_usable_rows_is_empty_batches(tiny_dir):

@@ -13,12 +13,10 @@ from lean_finetune.data.chat.bundled_templates import read_bundled
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.format.example import Conversation, RowFault
 from tests.data.tokens.common import DATE, chat_row, decoder, read_tokens
+from tests.data.tokens.families import ASK, TURNS, chat, trained
 from tests.workspace import error, write_rows
 
-LOOP = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+LOOP = TURNS + ASK
 ROWS = [chat_row(f"Say {n}", f"Well, {n}") for n in range(40)]
 
 
@@ -118,15 +116,15 @@ def test_a_template_that_omits_or_trains_the_wrong_text_is_refused(tiny_dir, sou
 def test_marks_that_leave_out_a_turn_of_one_row_are_that_rows_fault(tiny_dir):
     source = ASSISTANT_MARKED.replace("CONDITION", "(loop.last or messages[0].content != 'Q')")
     template = load_template(source, tiny_dir, {}, "assistant", DATE)
-    assert trained(template, chat("P", "A", "R", "B")) == ["A<|im_end|>", "B<|im_end|>"]
+    assert answers(template, chat("P", "A", "R", "B")) == ["A<|im_end|>", "B<|im_end|>"]
     with pytest.raises(RowFault, match="marks 1 of the row's 2 assistant turns"):
         template.render(chat("Q", "A", "R", "B"))
 
 
 def test_marks_around_the_last_answer_serve_where_that_alone_is_trained(tiny_dir):
-    source = ASSISTANT_MARKED.replace("CONDITION", "loop.last") + LOOP[LOOP.index("{% if add") :]
+    source = ASSISTANT_MARKED.replace("CONDITION", "loop.last") + ASK
     template = load_template(source, tiny_dir, {}, "last_assistant", DATE)
-    assert trained(template, chat("Q", "A", "R", "B")) == ["B<|im_end|>"]
+    assert answers(template, chat("Q", "A", "R", "B")) == ["B<|im_end|>"]
     assert load_template(MARKED, tiny_dir, {}, "all", DATE).method == "all"
 
 
@@ -136,23 +134,16 @@ REASONING = LOOP.replace(
 )
 
 
-def chat(*texts: str, **fields: str) -> Conversation:
-    """Alternating questions and answers; every answer has the fields."""
-    turns = [{"role": "user", "content": q} for q in texts[::2]]
-    answers = [{"role": "assistant", "content": a, **fields} for a in texts[1::2]]
-    return Conversation(messages=[m for pair in zip(turns, answers, strict=True) for m in pair], tools=None)
-
-
-def trained(template: ChatTemplate, conversation: Conversation) -> list[str]:
-    return [segment.text for segment in template.render(conversation) if segment.trained]
+def answers(template: ChatTemplate, conversation: Conversation) -> list[str]:
+    return trained(template.render(conversation))
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_trained_where_the_template_shows_it(tiny_dir, field):
     template = load_template(REASONING.replace("FIELD", field), tiny_dir, {}, "assistant", DATE)
-    assert trained(template, chat("Q", "A", **{field: " Hm.\n"})) == ["<think>Hm.</think>A<|im_end|>"]
-    assert trained(template, chat("Q", "", **{field: "Hm."})) == ["<think>Hm.</think><|im_end|>"]
-    assert trained(template, chat("Q", "A", **{field: ""})) == ["A<|im_end|>"]
+    assert answers(template, chat("Q", "A", **{field: " Hm.\n"})) == ["<think>Hm.</think>A<|im_end|>"]
+    assert answers(template, chat("Q", "", **{field: "Hm."})) == ["<think>Hm.</think><|im_end|>"]
+    assert answers(template, chat("Q", "A", **{field: ""})) == ["A<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +158,7 @@ def test_a_key_that_the_template_does_not_show_is_a_fault_of_the_row(tiny_dir, s
     for answer in ("A", ""):
         with pytest.raises(RowFault, match=f"does not show '{field}', which the row has; .*, {remedy}"):
             template.render(chat("Q", answer, **{field: "analysis"}))
-    assert trained(template, chat("Q", "A", **{field: " "})) == ["A<|im_end|>"]
+    assert answers(template, chat("Q", "A", **{field: " "})) == ["A<|im_end|>"]
 
 
 def test_reasoning_of_earlier_answers_is_counted_and_of_the_last_refused(run_template):
