@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,19 +46,17 @@ def tracked_values(params: Params) -> dict[str, Any]:
 
 def dotted_values(params: Params) -> dict[str, Any]:
     """`tracked_values` by dotted name, in the order of params.yaml."""
-    found: dict[str, Any] = {}
+    return {name: to_jsonable_python(value) for name, value in _leaves(params) if not name.startswith("run.")}
 
-    def add(section: Any, prefix: str) -> None:
-        names = section._declared if isinstance(section, Declared) else type(section).model_fields
-        for key in names:
-            value = getattr(section, key)
-            if isinstance(value, Declared | BaseModel):
-                add(value, f"{prefix}{key}.")
-            else:
-                found[prefix + key] = to_jsonable_python(value)
 
-    add(params, "")
-    return {name: value for name, value in found.items() if not name.startswith("run.")}
+def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of each parameter that may be read."""
+    for key in section._declared if isinstance(section, Declared) else type(section).model_fields:
+        value = getattr(section, key)
+        if isinstance(value, Declared | BaseModel):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _plain(value: Any) -> Any:

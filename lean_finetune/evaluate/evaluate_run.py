@@ -40,6 +40,21 @@ def run_stage(
     evaluated = _choose_rows(p, tokens, base, tokenizer)
     limits = EvaluationLimits.from_params(p)
     spec = WeightsSpec.from_params(p, precision_of(p, verdict))
+    tasks = None
+    if p.evaluate.tasks:
+        manager, found = load_tasks(p.evaluate.tasks)
+        tasks = HarnessTasks(
+            manager=manager,
+            tasks=found,
+            rows=p.evaluate.task_rows,
+            tokenizer=tokenizer,
+            max_length=min(limits.max_tokens, _positions(base) or limits.max_tokens),
+            limits=limits,
+            spec=spec,
+            pad_id=evaluated.pad_id,
+            eos_id=evaluated.pad_id if evaluated.eos_id is None else evaluated.eos_id,
+            device=device,
+        )
     if not evaluated.loss_rows:
         click.echo(
             "note: no rows are held out (data.heldout_fraction is 0), so there is nothing to evaluate on", err=True
@@ -53,16 +68,16 @@ def run_stage(
         device=device,
         progress=p.run.progress,
         merged=p.evaluate.merged,
-        tasks=_harness_tasks(p, base, tokenizer, evaluated, limits, spec, device),
+        tasks=tasks,
     )
     lines = generation_lines(evaluated, outputs, tokenizer)
-    tasks = task_figures({name: one.tasks for name, one in outputs.items()})
-    figures = {**evaluate_metrics(evaluated, outputs, lines), **tasks}
+    scores = task_figures({name: one.tasks for name, one in outputs.items()})
+    figures = {**evaluate_metrics(evaluated, outputs, lines), **scores}
     with atomic_directory(out) as directory:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_text(directory / "generations.jsonl", text)
         write_json(directory / FIGURES, figures)
-    write_json(metrics, {**{name: figures[name] for name in RESULTS}, **tasks}, sort_keys=False)
+    write_json(metrics, {**{name: figures[name] for name in RESULTS}, **scores}, sort_keys=False)
 
 
 def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
@@ -94,31 +109,3 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
 def _positions(base: Path) -> int | None:
     """Return the number of positions that the model has; None if it does not say."""
     return getattr(read_config(base).get_text_config(), "max_position_embeddings", None)
-
-
-def _harness_tasks(
-    p: Params,
-    base: Path,
-    tokenizer: Tokenizer,
-    evaluated: EvaluationRows,
-    limits: EvaluationLimits,
-    spec: WeightsSpec,
-    device: torch.device,
-) -> HarnessTasks | None:
-    """Load the tasks of `evaluate.tasks`; None without any. A row is as long as a batch may be."""
-    names, rows = p.evaluate.tasks, p.evaluate.task_rows
-    if not names:
-        return None
-    manager, tasks = load_tasks(names)
-    return HarnessTasks(
-        manager=manager,
-        tasks=tasks,
-        rows=rows,
-        tokenizer=tokenizer,
-        max_length=min(limits.max_tokens, _positions(base) or limits.max_tokens),
-        limits=limits,
-        spec=spec,
-        pad_id=evaluated.pad_id,
-        eos_id=evaluated.pad_id if evaluated.eos_id is None else evaluated.eos_id,
-        device=device,
-    )

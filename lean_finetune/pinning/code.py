@@ -14,14 +14,10 @@ PACKAGES = (PACKAGE.name, "stages")
 
 
 def code_hashes(module: str, root: Path = ROOT) -> dict[str, str]:
-    """Hashes of the project files that running a module depends on, by path below `root`, sorted.
+    """Hashes of the project files that running a module (by its dotted name) depends on, by path below `root`, sorted.
 
-    These are the modules it imports, directly or indirectly, also inside functions, and the data files of their
+    These are the module, those it imports, directly or indirectly, also inside functions, and the data files of their
     packages, such as chat templates. Packages must have an empty `__init__.py`.
-
-    Args:
-        module: dotted name of the module, whose own hash is included.
-        root: directory of the packages.
     """
     modules = _import_closure(module, root)
     packages = {path.parent for path in modules}
