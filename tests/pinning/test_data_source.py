@@ -10,7 +10,6 @@ from datasets import Dataset, DatasetDict
 from ruamel.yaml import YAML
 
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.local_source import OUTPUTS
 from lean_finetune.pinning.locate import data_files
 from stages.pin import main
@@ -182,11 +181,6 @@ def test_a_link_in_a_directory_that_would_be_skipped_is_refused(pin, tmp_path):
     (folder / "more").unlink()
     (folder / "gone.jsonl").symlink_to("nowhere.jsonl")
     assert error(pin(folder)).startswith(f"data.source: {folder}/gone.jsonl is a link to nowhere.jsonl, which does not")
-
-
-def test_a_missing_lock_is_refused():
-    with pytest.raises(UserError, match="file is missing; run `dvc repro`"):
-        read_json(Path("no/such/lock.json"))
 
 
 def save(path: Path, rows: list[dict], **options) -> None:

@@ -12,7 +12,7 @@ from lean_finetune.report import html_page
 from lean_finetune.report.charts import Bar, Line, bar_chart, line_chart
 from lean_finetune.report.colors import CATEGORY_COLORS, TEXT
 from stages.report import main
-from tests.report.browser import browser, needs_chromium
+from tests.report.browser import look, needs_chromium
 from tests.report.conftest import GENERATION, GPU, curves, write_inputs
 from tests.workspace import invoke, lay_out
 
@@ -28,20 +28,15 @@ def written(place: Path) -> str:
 def test_a_browser_asks_for_nothing_else_and_shows_all_on_a_phone(place, tmp_path):
     """A font or script from elsewhere: a page that is broken offline. A wide chart: scrolling in two directions."""
     write_inputs(place, [{**GENERATION, "tuned": "x" * 3000}], estimate={**GPU, "capacity_gib": 0.13, "fits": False})
-    written(place)
-    page = place / "data/report/report.html"
-    with browser(tmp_path / "profile") as tab:
-        for width in (400, 1400):
-            backgrounds = set()
-            for dark in (False, True):
-                tab.open(page, width=width, dark=dark)
-                assert tab.requests() == [page.resolve().as_uri()] and tab.errors() == []
-                assert tab.value("document.documentElement.scrollWidth <= innerWidth")
-                backgrounds.add(tab.value("getComputedStyle(document.body).backgroundColor"))
-                widths = "[...document.querySelectorAll('svg.bars, svg.plot')].map(svg => svg.clientWidth)"
-                assert len(found := tab.value(widths)) == 5 and min(found) > 250
-            assert len(backgrounds) == 2
-        assert tab.value("document.querySelectorAll('svg .capacity').length") == 5
+    page, seen = written(place), "[page.innerWidth, page.getComputedStyle(page.document.body).backgroundColor, "
+    seen += "page.document.documentElement.scrollWidth, $$('svg .capacity').length, "
+    seen += "...$$('svg.bars, svg.plot').map(svg => svg.clientWidth)]"
+    for width in (400, 1400):
+        light, dark = (look(page, seen, tmp_path / "profile", width=width, dark=dark) for dark in (False, True))
+        assert light[0] == dark[0] == width and light[1] != dark[1], "two themes"
+        for _, _, scroll_width, capacities, *charts in (light, dark):
+            assert scroll_width <= width and capacities == 5
+            assert len(charts) == 5 and min(charts) > 250
 
 
 def test_the_page_has_the_results(place):

@@ -39,12 +39,6 @@ def test_all_rows_of_the_heldout_source_and_no_others_are_held_out(run_rows):
     assert describe_data(read_json(Path("locks/data.json"))) == "rows.jsonl, test.jsonl (held out)"
 
 
-def test_a_lock_without_a_heldout_source_is_unchanged(run_rows):
-    """Otherwise the pin of every data set would change, and with it all that follows."""
-    run_rows(ROWS)
-    assert "heldout" not in read_json(Path("locks/data.json"))["sources"][0]
-
-
 def test_without_held_out_rows_all_are_trained(run_rows):
     result = run_rows(ROWS, **NO_SHARE)
     assert result.exit_code == 0, result.stderr

@@ -7,8 +7,6 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, processors
 
 from lean_finetune.core.errors import UserError
@@ -85,21 +83,6 @@ def test_the_prompt_before_an_answer_is_what_the_model_is_given_at_inference(tok
     row = encode_chat(tokenizer, MESSAGES)
     prompt = reference.apply_chat_template(MESSAGES[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert row.ids[: row.spans[-1, 0]].tolist() == prompt
-
-
-WORDS = st.lists(st.one_of(st.sampled_from(CONTROL), st.text(max_size=6)), max_size=6).map("".join)
-
-
-@given(prompt=WORDS, answer=WORDS)
-@settings(max_examples=60, deadline=None)
-def test_no_text_of_a_row_becomes_a_control_token(tokenizer, decode, control_ids, prompt, answer):
-    """A user who writes <|im_end|> must neither end a turn nor open the assistant's."""
-    plain = encode_chat(tokenizer, chat_row("x", "y")["messages"])
-    row = encode_chat(tokenizer, chat_row(prompt, answer)["messages"])
-    count = np.isin(row.ids, list(control_ids)).sum()
-    assert count == np.isin(plain.ids, list(control_ids)).sum()
-    assert trained_texts(row, decode) == [f"{answer}<|im_end|>"]
-    assert decode(row.ids) == f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
 
 
 def test_control_tokens_are_guarded_in_calls_tools_and_keys_and_counted(tiny_dir, decode, control_ids):

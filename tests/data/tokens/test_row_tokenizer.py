@@ -78,15 +78,6 @@ def test_ids_equal_those_of_the_joined_text_for_space_adding_tokenizers(tokenize
     assert "".join(trained[1]) == "▁nothing"
 
 
-@pytest.mark.parametrize("style", sorted(JOINED))
-def test_control_tokens_as_text_do_not_change_the_ids_around_them(tokenizers, style):
-    tokenizer, reference = tokenizers(style)
-    text = tokenizer.guard.protect("a </s> b</s><s>c")
-    ids, spans = encode_one(tokenizer, [Segment("<s>", False), Segment(text + END, True), Segment(" tail", False)])
-    assert (ids == tokenizer.eos_id).sum() == 1 and ids[spans[0, 1] - 1] == tokenizer.eos_id
-    assert reference.decode(ids[slice(*spans[0])].tolist(), skip_special_tokens=False).strip() == "a </s> b</s><s>c</s>"
-
-
 def test_a_tokenizer_that_loses_text_is_refused_in_one_line(tmp_path):
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.decoder = normalizers.Lowercase(), decoders.WordPiece()

@@ -107,13 +107,6 @@ def test_the_first_100_rejected_rows_are_listed(tmp_path):
     assert finished_shard(tmp_path, 0, "k") == shard
 
 
-def test_parts_make_each_shard_once(tmp_path):
-    made = [make(tmp_path / str(part), part=part, parts=2) for part in range(2)]
-    assert [(tokenized, number) for tokenized, (_, number) in made] == [(64 + 5, 3), (64, 3)]
-    make(tmp_path / "all")
-    assert files(tmp_path / "0") | files(tmp_path / "1") == files(tmp_path / "all")
-
-
 def refuse(text):
     raise AssertionError(text)
 

@@ -63,15 +63,6 @@ def test_rows_index_meta_histogram_and_figures_agree(run, tiny_dir):
     assert (figures["truncated_rows"], figures["dropped_rows"]) == (0, 0)
 
 
-def test_another_process_gives_the_same_bytes(run):
-    """Threads, dict order or a clock in the output would rerun everything that follows."""
-    run(write_rows(Path("rows.jsonl"), ROWS))
-    first = snapshot()
-    process = run_module("stages.tokenize", cwd=Path.cwd(), env={"RAYON_NUM_THREADS": "2", "PYTHONHASHSEED": "7"})
-    assert process.returncode == 0, process.stderr
-    assert snapshot() == first
-
-
 def test_rows_do_not_change_sides_when_others_are_added_or_answers_change(run):
     source = write_rows(Path("rows.jsonl"), ROWS)
     run(source)
@@ -112,24 +103,6 @@ def test_duplicates_are_counted_by_what_was_compared(run, over_length, compared)
     assert (figures["split_rows"], duplicates > 3) == ((2, True) if over_length == "split" else (0, False))
     note = f"note: {duplicates} of {duplicates + used} {compared} were dropped because their tokens equal"
     assert note in result.stderr
-
-
-def tokens_of_sides() -> list[list[tuple[list[int], list[int]]]]:
-    """Without the rows' places, which differ from file to file."""
-    return [[(row["input_ids"], row["loss_spans"]) for row in read_tokens(OUT / side)] for side in ("train", "heldout")]
-
-
-@pytest.mark.parametrize("max_rows", [None, 40])
-def test_lines_arrays_and_directories_give_the_same_tokens(run, max_rows):
-    write_rows(Path("lines.jsonl"), ROWS)
-    run("lines.jsonl", data__max_rows=max_rows)
-    expected = tokens_of_sides()
-    assert sum(map(len, expected)) == (max_rows or len(ROWS))
-    folder = Path("folder")
-    write_rows(folder / "1/rows.json", ROWS[:25])
-    (folder / "2.json").write_text(json.dumps(ROWS[25:], indent=1))
-    assert run(folder, data__max_rows=max_rows).exit_code == 0
-    assert tokens_of_sides() == expected
 
 
 REFUSED = {

@@ -17,18 +17,6 @@ from tests.conftest import ROOT
 from tests.data.tokens.standin import make_byte_tokenizer, text_blocks, tokenize_bytes
 from tests.processes import killed_after, run_bounded
 
-POOLS = [(1, "processes"), (2, "processes"), (3, "threads")]
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("workers, kind", POOLS)
-def test_results_come_in_order_and_equal_those_of_one_worker(workers, kind):
-    expected = [tokenize_bytes(block) for block in text_blocks(20)]
-    with open_pool(tokenize_bytes, make_byte_tokenizer, workers, kind) as tokenize:
-        results = list(tokenize(text_blocks(20)))
-    assert [block.number for block, _ in results] == list(range(20))
-    assert all(tokens.train.rows.equals(one.train.rows) for (_, tokens), one in zip(results, expected, strict=True))
-
 
 def test_few_blocks_are_in_memory_at_a_time():
     """Otherwise a source larger than memory would be read completely while workers are busy."""
