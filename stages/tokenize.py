@@ -20,7 +20,7 @@ from lean_finetune.core.atomic_files import read_json  # noqa: E402
 from lean_finetune.core.errors import StageCommand, UserError  # noqa: E402
 from lean_finetune.data.shards.parts import parse_part  # noqa: E402
 from lean_finetune.data.shards.tokenize_job import prepare_job  # noqa: E402
-from lean_finetune.data.shards.tokenize_run import Execution, merge_parts, tokenize_all, tokenize_part  # noqa: E402
+from lean_finetune.data.shards.tokenize_run import merge_parts, tokenize_all, tokenize_part  # noqa: E402
 from lean_finetune.pinning.locate import tokenizer_directory, verify_files  # noqa: E402
 
 PATH = click.Path(path_type=Path)
@@ -57,11 +57,10 @@ def main(
     directory = tokenizer_directory(read_json(model_lock))
     verify_files(directory, tokenizer["files"])
     job = prepare_job(p.data, "tokenizers" if merge else p.run.tokenizer_engine, data, tokenizer, directory)
-    run = Execution(p.run.data_workers, p.run.data_pool, p.run.progress)
     if chosen is not None:
-        notes = tokenize_part(job, run, chosen, out, _note)
+        notes = tokenize_part(job, p.run, chosen, out, _note)
     else:
-        notes = merge_parts(job, directories, out) if merge else tokenize_all(job, run, out, _note)
+        notes = merge_parts(job, directories, out) if merge else tokenize_all(job, p.run, out, _note)
     for note in notes:
         _note(note)
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
+from lean_finetune.config.schema import Run
 from lean_finetune.core.atomic_files import repo_root, write_errors
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
@@ -25,16 +25,7 @@ Notify = Callable[[str], None]
 ALL_SHARDS = TokenizePart(number=0, of=1)
 
 
-class Execution(NamedTuple):
-    """How a job runs on this machine, which changes no byte of the result."""
-
-    workers: int | None
-    """None: one for each core that this process may use."""
-    pool: str
-    progress: bool
-
-
-def tokenize_all(job: TokenizeJob, run: Execution, out: Path, notify: Notify) -> list[str]:
+def tokenize_all(job: TokenizeJob, run: Run, out: Path, notify: Notify) -> list[str]:
     """Make all shards that are not finished, and publish the token directory; return notes.
 
     Raises UserError, see `make_shards` and `publish`.
@@ -46,7 +37,7 @@ def tokenize_all(job: TokenizeJob, run: Execution, out: Path, notify: Notify) ->
     return [job.engine_note(), *notes]
 
 
-def tokenize_part(job: TokenizeJob, run: Execution, part: TokenizePart, out: Path, notify: Notify) -> list[str]:
+def tokenize_part(job: TokenizeJob, run: Run, part: TokenizePart, out: Path, notify: Notify) -> list[str]:
     """Make one part's shards and its manifest below `out`; return notes. Raises UserError, see `make_shards`."""
     root = part.directory(out)
     with locked_directory(root, notify):
@@ -65,14 +56,14 @@ def merge_parts(job: TokenizeJob, directories: Sequence[Path], out: Path) -> lis
     return publish(job, collect(directories, job.inputs, job.key), out)
 
 
-def _tokenize(job: TokenizeJob, run: Execution, root: Path, part: TokenizePart) -> tuple[list[Shard], int]:
+def _tokenize(job: TokenizeJob, run: Run, root: Path, part: TokenizePart) -> tuple[list[Shard], int]:
     """`make_shards` with a pool of workers, a progress bar, and a refusal of the first bad row."""
     data_bytes = job.data_lock["bytes"]
-    workers = max(1, min(run.workers or available_workers(), -(-data_bytes // BLOCK_BYTES)))
+    workers = max(1, min(run.data_workers or available_workers(), -(-data_bytes // BLOCK_BYTES)))
     make_tokenizer = partial(BlockTokenizer, job.settings)
     # The pool first: the thread of a progress bar would make forks unsafe.
     with (
-        open_pool(job.tokenizer, make_tokenizer, workers, run.pool) as tokenize,
+        open_pool(job.tokenizer, make_tokenizer, workers, run.data_pool) as tokenize,
         progress_bar(total=data_bytes, desc="tokenize", unit="B", unit_scale=True, disable=not run.progress) as bar,
     ):
 
