@@ -27,12 +27,12 @@ def open_batches(
     except FileNotFoundError:
         raise UserError(f"{path}: file is missing; run `dvc repro`") from None
     except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, f"not a complete Arrow file ({error})") from error
+        raise damaged(path, f"not a complete Arrow file ({error})") from error
     for name, types in columns.items():
         index = reader.schema.get_field_index(name)
         found = reader.schema.field(index).type if index >= 0 else None
         if found not in types:
-            raise _damaged(path, f"column {name} must be {' or '.join(map(str, types))}, got {found}")
+            raise damaged(path, f"column {name} must be {' or '.join(map(str, types))}, got {found}")
         for batch in batches if check_values else ():
             _check_column(path, name, batch.column(index))
     return batches
@@ -49,12 +49,12 @@ def _check_column(path: Path, name: str, column: pa.Array) -> None:
     try:
         column.validate(full=True)
     except pa.ArrowException as error:
-        raise _damaged(path, f"column {name} is broken ({error})") from error
+        raise damaged(path, f"column {name} is broken ({error})") from error
     nested_nulls = column.values.null_count if pa.types.is_list(column.type) else 0
     if column.null_count + nested_nulls and not pa.types.is_string(column.type):
-        raise _damaged(path, f"column {name} must not hold nulls")
+        raise damaged(path, f"column {name} must not hold nulls")
 
 
-def _damaged(path: Path, rule: str) -> UserError:
+def damaged(path: Path, rule: str) -> UserError:
     """The error for a file that the pipeline cannot have written."""
     return UserError(f"{path}: {rule}; delete it and run `dvc repro`")

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.core.errors import UserError
-from lean_finetune.plan.arrow_files import open_batches
+from lean_finetune.plan.arrow_files import damaged, open_batches
 
 SCHEMA = pa.schema(
     [
@@ -192,11 +191,11 @@ def read_plan(path: Path) -> Plan:
     """
     batches = open_batches(path, {field.name: (field.type,) for field in SCHEMA})
     if not sum(batch.num_rows for batch in batches):
-        raise UserError(f"{path}: has no micro-batch; delete it and run `dvc repro`")
+        raise damaged(path, "has no micro-batch")
     metadata = batches[0].schema.metadata or {}
     layout, ranks = (metadata.get(key, b"").decode(errors="replace") for key in (b"layout", b"ranks"))
     if layout not in (PADDED, FLAT) or not (ranks.isascii() and ranks.isdigit() and 0 < int(ranks) < 2**31):
-        raise UserError(f"{path}: layout {layout!r} of {ranks!r} ranks is unknown; delete it and run `dvc repro`")
+        raise damaged(path, f"layout {layout!r} of {ranks!r} ranks is unknown")
     plan = Plan.joined([_part(batch, int(ranks), layout == FLAT) for batch in batches])
     _check(path, plan)
     return plan
@@ -237,8 +236,9 @@ def _check(path: Path, plan: Plan) -> None:
     wrong |= sums_between(plan.rows < 0, plan.bounds) > 0
     if wrong.any():
         number = int(wrong.argmax())
-        raise UserError(
-            f"{path}: record {number} cannot be right (step {plan.step[number]} after {before[number]}, rank "
+        raise damaged(
+            path,
+            f"record {number} cannot be right (step {plan.step[number]} after {before[number]}, rank "
             f"{plan.rank[number]} of {plan.ranks}, {plan.sizes[number]} rows of {plan.length[number]} tokens, "
-            f"{plan.supervised[number]} supervised); delete it and run `dvc repro`"
+            f"{plan.supervised[number]} supervised)",
         )

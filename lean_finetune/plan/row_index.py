@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from lean_finetune.config.data_schema import Source
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.arrow_files import open_batches, read_column
+from lean_finetune.plan.arrow_files import damaged, open_batches, read_column
 
 COLUMNS = {
     "length": (pa.int32(),),
@@ -60,10 +60,8 @@ def read_index(path: Path, weights: Sequence[float]) -> RowIndex:
     wrong = np.flatnonzero((index.supervised < 1) | (index.supervised >= index.lengths))
     if len(wrong):
         row = wrong[0]
-        raise UserError(
-            f"{path}: row {row}: needs 1 or more supervised tokens and fewer than its tokens, got "
-            f"{index.supervised[row]} of {index.lengths[row]}; delete it and run `dvc repro`"
-        )
+        found = f"got {index.supervised[row]} of {index.lengths[row]}"
+        raise damaged(path, f"row {row}: needs 1 or more supervised tokens and fewer than its tokens, {found}")
     if index.sources.max() >= len(index.weights):
         row = int(index.sources.argmax())
         raise UserError(
