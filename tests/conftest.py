@@ -9,6 +9,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported. Otherwise every worker would use all cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Stages that a test runs are not those of a DVC run that started the tests.
+for name in ("DVC_STAGE", "DVC_ROOT"):
+    os.environ.pop(name, None)
+
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC_DATA = ROOT.parent / "shared" / "data"
 

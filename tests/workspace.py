@@ -39,7 +39,6 @@ def error(result: Result) -> str:
 def run_module(module: str, *arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `python -m module` in a child process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options.pop("env", {})}
-    environment.pop("DVC_STAGE", None)
     return run_bounded([sys.executable, "-m", module, *arguments], cwd=cwd, env=environment, **options)
 
 

@@ -14,8 +14,6 @@ def workspace(tmp_path, monkeypatch) -> Path:
     directory = tmp_path / "checkout"
     directory.mkdir()
     monkeypatch.chdir(directory)
-    monkeypatch.delenv("DVC_STAGE", raising=False)
-    monkeypatch.delenv("DVC_ROOT", raising=False)
     return directory
 
 

@@ -97,8 +97,6 @@ def call(directory: Path, url: str, *calls: tuple[str, dict]) -> list:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     environment |= {"HF_ENDPOINT": url, "HF_HOME": str(directory / "cache")}
     environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    for name in ("DVC_STAGE", "DVC_ROOT"):
-        environment.pop(name, None)
     done = run_bounded([sys.executable, "-c", CALLS, json.dumps(calls)], cwd=directory, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -22,7 +22,6 @@ NAMES = tuple(COLUMNS)
 def workspace(tmp_path, monkeypatch) -> Path:
     """A directory with params.yaml and an index of 300 rows, as `tokenize` writes it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DVC_STAGE", raising=False)
     lengths = np.minimum(log_normal_lengths(300), 512)
     write_index(tmp_path / INDEX, lengths, lengths // 2)
     return lay_out(tmp_path)

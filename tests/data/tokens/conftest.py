@@ -25,8 +25,6 @@ def model_locks(tmp_path_factory) -> dict[str, bytes]:
 def run(tmp_path, monkeypatch, model_locks):
     """A function that pins a source, tokenizes it, and returns the first failed result, or the last."""
     monkeypatch.chdir(tmp_path)
-    for name in ("DVC_STAGE", "DVC_ROOT"):
-        monkeypatch.delenv(name, raising=False)
 
     def pin_and_tokenize(source, *arguments, **values):
         # `auto` would compare the engines for longer than these tests take.

@@ -48,8 +48,6 @@ def peak_bytes(directory: Path) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="the bound is that of forked workers")
 def test_memory_is_bounded_and_flat(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("DVC_STAGE", "DVC_ROOT"):
-        monkeypatch.delenv(name, raising=False)
     lay_out(tmp_path, data__source="rows.jsonl", run__data_workers=2)
     peaks = []
     for rows in (SMALL_ROWS, 10 * SMALL_ROWS):

@@ -34,8 +34,6 @@ def prepared(tmp_path_factory, request):
     patch = pytest.MonkeyPatch()
     request.addfinalizer(patch.undo)
     patch.chdir(directory)
-    for name in ("DVC_STAGE", "DVC_ROOT"):
-        patch.delenv(name, raising=False)
     make_blocks_small(patch.setattr)
     rows = [*ROWS, {"messages": "bad"}, *ROWS[:300]]
     lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
