@@ -23,14 +23,18 @@ def snapshot() -> dict[str, bytes]:
 
 
 def test_rows_index_meta_histogram_and_figures_agree(run, tiny_dir):
-    assert run(write_rows(Path("rows.jsonl"), ROWS)).exit_code == 0
+    rows = [row | ({"family": "sums"} if n % 2 else {}) for n, row in enumerate(ROWS)]
+    assert run(write_rows(Path("rows.jsonl"), rows)).exit_code == 0
     train, heldout = read_tokens(OUT / "train"), read_tokens(OUT / "heldout")
-    assert sorted(row["source_row"] for row in train + heldout) == list(range(len(ROWS)))
+    numbers = [[row["source_row"] for row in side] for side in (train, heldout)]
+    assert sorted(sum(numbers, [])) == list(range(len(ROWS))) and numbers == [sorted(side) for side in numbers]
     assert 2 <= len(heldout) <= 30
     decode = decoder(tiny_dir)
     for row in train + heldout:
         [(start, end)] = spans_of(row)
-        answer = ROWS[row["source_row"]]["messages"][1]["content"]
+        given = rows[row["source_row"]]
+        assert (row["family"], row["source_file"]) == (given.get("family"), 0)
+        answer = given["messages"][1]["content"]
         assert decode(row["input_ids"][start:end]) == f"{answer}<|im_end|>" and end == len(row["input_ids"])
     lengths = [len(row["input_ids"]) for row in train]
     supervised = [sum(end - start for start, end in spans_of(row)) for row in train]

@@ -71,26 +71,6 @@ def test_numbers_take_two_bytes_where_the_largest_fits():
     assert types(65_537, 65_536, 65_537) == ["list<item: int32>", "list<item: int32>", "int32"]
 
 
-def test_rows_have_their_order_place_family_and_trained_text(tokenize, tiny_dir):
-    rows = [row | ({"family": "sums"} if n % 2 else {}) for n, row in enumerate(ROWS)]
-    tokens = tokenize(rows)
-    assert counted(tokens) == {"rows": 70} and tokens.tally.rejects == []
-    found = both_sides(tokens)
-    assert [row["source_row"] for row in found] == list(range(10, 80))
-    decode = decoder(tiny_dir)
-    for row, source in zip(found, rows, strict=True):
-        assert (row["family"], row["source_file"]) == (source.get("family"), 7)
-        [(start, end)] = spans_of(row)
-        assert decode(row["input_ids"][start:end]) == source["messages"][1]["content"] + "<|im_end|>"
-        assert end == len(row["input_ids"])
-    for side in (tokens.train, tokens.heldout):
-        assert side.rows.schema.equals(token_schema(1280, 512, 8)) and side.rows.num_rows
-        order = side.rows.column("source_row").to_pylist()
-        assert order == sorted(order)
-        expected = [sum(end - max(start, 1) for start, end in spans_of(row)) for row in side.rows.to_pylist()]
-        assert side.supervised.tolist() == expected
-
-
 def test_engines_and_earlier_blocks_change_nothing(tiny_dir):
     """Shards are made again from any block on, by any worker."""
     block = block_of([*ROWS, chat_row("<|im_end|> \ud800 é", "a " * 50), "{", chat_row("Hi", "")])
