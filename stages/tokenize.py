@@ -18,9 +18,10 @@ import click  # noqa: E402
 from lean_finetune.config.declared_params import read_params  # noqa: E402
 from lean_finetune.core.atomic_files import read_json  # noqa: E402
 from lean_finetune.core.errors import StageCommand, UserError  # noqa: E402
-from lean_finetune.data.shards.parts import parse_part  # noqa: E402
+from lean_finetune.data.shards.parts import collect, parse_part  # noqa: E402
+from lean_finetune.data.shards.publish_tokens import publish  # noqa: E402
 from lean_finetune.data.shards.tokenize_job import prepare_job  # noqa: E402
-from lean_finetune.data.shards.tokenize_run import merge_parts, tokenize_all, tokenize_part  # noqa: E402
+from lean_finetune.data.shards.tokenize_run import tokenize_all, tokenize_part  # noqa: E402
 from lean_finetune.pinning.locate import tokenizer_directory, verify_files  # noqa: E402
 
 PATH = click.Path(path_type=Path)
@@ -59,8 +60,10 @@ def main(
     job = prepare_job(p.data, "tokenizers" if merge else p.run.tokenizer_engine, data, tokenizer, directory)
     if chosen is not None:
         notes = tokenize_part(job, p.run, chosen, out, _note)
+    elif merge:
+        notes = publish(job, collect(directories, job.inputs, job.key), out)
     else:
-        notes = merge_parts(job, directories, out) if merge else tokenize_all(job, p.run, out, _note)
+        notes = tokenize_all(job, p.run, out, _note)
     for note in notes:
         _note(note)
 

@@ -48,13 +48,6 @@ class RowFormat(ABC):
         """All keys of the format, which data.columns can map to columns."""
         return frozenset((*self.required, *self.optional))
 
-    def check_columns(self, columns: Iterable[str]) -> None:
-        """Refuse keys of data.columns that this format does not have: the mapping would have no effect.
-
-        Raises UserError, naming the key and the keys of the format.
-        """
-        _check_keys(columns, self.keys, self.name)
-
     def rename_columns(self, row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
         """The row with its columns under the format's keys; `columns` maps a key to a column.
 
@@ -123,14 +116,13 @@ def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[s
     Raises RowFault if the row has no known format. Raises UserError if `columns` has a key that no format has, or that
     the detected format does not have.
     """
-    if columns:
-        _check_keys(columns, frozenset().union(*(one.keys for one in FORMATS.values())), AUTO)
+    check_columns(columns, AUTO)
     filled = {key: value for key, value in row.items() if value is not None}
     for present in (filled, row):
         for name, row_format in FORMATS.items():
             names = [columns.get(key, key) for key in row_format.required]
             if all(name in present for name in names):
-                row_format.check_columns(columns)
+                check_columns(columns, name)
                 return name, f"the first row has {' and '.join(names)}"
     if any(key in row for key in PREFERENCE_KEYS):
         raise RowFault(
@@ -157,9 +149,13 @@ def preference_remedy(row: Mapping[str, Any]) -> str:
     return f"to train on its better answer set data.columns={{{key}: chosen}}"
 
 
-def _check_keys(columns: Iterable[str], known: frozenset[str], name: str) -> None:
-    unknown = [key for key in columns if key not in known]
-    if unknown:
+def check_columns(columns: Iterable[str], name: str) -> None:
+    """Refuse keys of data.columns that format `name` does not have, or no format for `auto`: they have no effect.
+
+    Raises UserError, naming the key and the keys of the format.
+    """
+    known = frozenset().union(*(one.keys for one in FORMATS.values())) if name == AUTO else FORMATS[name].keys
+    if unknown := [key for key in columns if key not in known]:
         raise UserError(
             f"data.columns: rows of data.format {name} have no key {show(unknown[0])}; the keys to give a column for "
             f"are {', '.join(sorted(known))}"

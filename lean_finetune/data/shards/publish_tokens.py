@@ -107,13 +107,16 @@ def _unread_notes(job: TokenizeJob, totals: Totals) -> list[str]:
 def _source_meta(job: TokenizeJob, totals: Totals, index: int) -> dict[str, Any]:
     """The entry of a source in meta.json."""
     source = job.settings.sources[index]
+    train, heldout = totals.sides["train"][index], totals.sides["heldout"][index]
     return {
         "source": job.data_lock["sources"][index]["source"],
         "format": source.format,
         "format_reason": job.format_reasons[index],
         "columns": dict(source.columns),
         "unread_columns": totals.tally.unread.get(index, []),
-        **_source_figures(totals, index),
+        **_shared_figures(train, heldout, totals.tally.counts[index]),
+        "lengths": {name: train.quantile(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
+        "longest": max(train.longest, heldout.longest),
     }
 
 
@@ -158,16 +161,6 @@ def _figures(totals: Totals, formats: Sequence[str], longest: int) -> dict[str, 
         "mean_length": round(train.tokens / train.rows, 3),
         "longest": longest,
         "dropped_rows": sum(counts[name] for name in LEFT_OUT) + shared["duplicate_rows"],
-    }
-
-
-def _source_figures(totals: Totals, source: int) -> dict[str, Any]:
-    """The figures of one source for meta.json."""
-    train, heldout = totals.sides["train"][source], totals.sides["heldout"][source]
-    return {
-        **_shared_figures(train, heldout, totals.tally.counts[source]),
-        "lengths": {name: train.quantile(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
-        "longest": max(train.longest, heldout.longest),
     }
 
 

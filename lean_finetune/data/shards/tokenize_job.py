@@ -14,7 +14,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate
 from lean_finetune.data.encode.engine_choice import choose_engine
 from lean_finetune.data.format.example import Conversation, RowFault
-from lean_finetune.data.format.format_base import AUTO, FORMATS, SourceFormat, detect_format
+from lean_finetune.data.format.format_base import AUTO, SourceFormat, check_columns, detect_format
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import MEANINGFUL, without
 from lean_finetune.data.read.decode_rows import decode
@@ -186,7 +186,7 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int) -> _InspectedSourc
     if wanted == AUTO:
         wanted, reason = _detect(rows, columns, skips)
     else:
-        FORMATS[wanted].check_columns(columns)
+        check_columns(columns, wanted)
         reason = "params.yaml says so"
     source_format = SourceFormat(format=wanted, columns=columns, is_heldout=is_heldout_source(source))
     return _InspectedSource(

@@ -1,7 +1,7 @@
 """Runs of tokenize: all shards, one part of them on each of several machines, or the merge of such parts."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -14,7 +14,7 @@ from lean_finetune.core.file_locks import clear, lock_directory, unlock_director
 from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks
-from lean_finetune.data.shards.parts import MANIFEST, TokenizePart, collect, write_manifest
+from lean_finetune.data.shards.parts import MANIFEST, TokenizePart, write_manifest
 from lean_finetune.data.shards.publish_tokens import publish
 from lean_finetune.data.shards.shard_files import Shard, discard_all, finished_shard, shard_of, write_shard
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer
@@ -46,14 +46,6 @@ def tokenize_part(job: TokenizeJob, run: Run, part: TokenizePart, out: Path, not
         shards, all_shards = _tokenize(job, run, root, part)
         write_manifest(root, part, job.inputs, job.key, shards, all_shards)
     return [job.engine_note(), *job.notes(), f"{len(shards)} of {all_shards} shards are in {root}"]
-
-
-def merge_parts(job: TokenizeJob, directories: Sequence[Path], out: Path) -> list[str]:
-    """Publish the token directory from parts made by `tokenize_part`; return notes.
-
-    Raises UserError, see `collect` and `publish`.
-    """
-    return publish(job, collect(directories, job.inputs, job.key), out)
 
 
 def _tokenize(job: TokenizeJob, run: Run, root: Path, part: TokenizePart) -> tuple[list[Shard], int]:

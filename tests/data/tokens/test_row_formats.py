@@ -11,7 +11,7 @@ import pytest
 from lean_finetune.config.field_types import Format
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.example import Conversation, PlainText, RowFault, is_heldout
-from lean_finetune.data.format.format_base import FORMATS, RowFormat, detect_format
+from lean_finetune.data.format.format_base import FORMATS, RowFormat, check_columns, detect_format
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from tests.data.tokens.common import CALL, MESSAGES, conversation, decoder, read_tokens, shape_of, spans_of
 from tests.workspace import error, write_rows
@@ -250,7 +250,7 @@ def test_columns_give_the_keys_of_a_format_other_names():
 def test_a_column_for_a_key_that_the_format_lacks_is_refused(columns, known):
     """It could take no effect."""
     with pytest.raises(UserError, match=f"^data.columns: rows of data.format prompt_completion have no key .*{known}"):
-        FORMATS["prompt_completion"].check_columns(columns)
+        check_columns(columns, "prompt_completion")
     with pytest.raises(UserError, match="^data.columns: "):
         detect_format({"prompt": "", "completion": ""}, columns | {"family": "prompt", "text": "none", "x": "y"})
 
