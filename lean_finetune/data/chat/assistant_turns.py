@@ -10,7 +10,7 @@ the generation prompt ends before it, and the token that ends a turn follows it.
 import re
 from collections.abc import Iterable
 
-from lean_finetune.data.chat.compiled_template import CompiledTemplate
+from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
 from lean_finetune.data.chat.control_tokens import any_of
 from lean_finetune.data.format.example import Conversation, RowFault
 
@@ -49,7 +49,7 @@ class TurnFinder:
     def _start(self, conversation: Conversation, full: str, turn: int, done: int) -> int | None:
         """Index behind the generation prompt of the turn."""
         messages = conversation.messages
-        prompt = self._render(conversation, messages[:turn], add_generation_prompt=True)
+        prompt = rendering(self._template, conversation, messages[:turn], add_generation_prompt=True)
         if prompt is not None and full.startswith(prompt):
             return len(prompt)
         content = self._content(conversation, full, turn)
@@ -57,7 +57,7 @@ class TurnFinder:
             return None
         if self._generation_prompt and (found := full.rfind(self._generation_prompt, done, content[0])) >= 0:
             return found + len(self._generation_prompt)
-        before = self._render(conversation, messages[:turn])
+        before = rendering(self._template, conversation, messages[:turn])
         if prompt is not None and before is not None and full.startswith(before):
             return min(content[0], _common_prefix(prompt, full))
         return None
@@ -65,7 +65,8 @@ class TurnFinder:
     def _end(self, conversation: Conversation, full: str, turn: int, start: int) -> int | None:
         """Index behind the end-of-turn token."""
         is_last = turn + 1 == len(conversation.messages)
-        upto = full if is_last else self._render(conversation, conversation.messages[: turn + 1])
+        messages = conversation.messages[: turn + 1]
+        upto = full if is_last else rendering(self._template, conversation, messages)
         stop = None if upto is None else self._last_control_token(upto, start)
         if upto is not None and full.startswith(upto[: stop[1] if stop else len(upto)]):
             return stop[1] if stop else len(upto)
@@ -88,7 +89,7 @@ class TurnFinder:
         messages = list(conversation.messages)
         placeholder = OTHER_PLACEHOLDER if PLACEHOLDER in messages[turn]["content"] else PLACEHOLDER
         messages[turn] = {**messages[turn], "content": placeholder}
-        other = self._render(conversation, messages)
+        other = rendering(self._template, conversation, messages)
         if other is None or other == full:
             return None
         before = _common_prefix(other, full)
@@ -103,18 +104,11 @@ class TurnFinder:
                 return None if text[end:].strip() else found[-1].span()
         return None
 
-    def _render(self, conversation: Conversation, messages: list, *, add_generation_prompt: bool = False) -> str | None:
-        """A rendering; None where the template refuses it."""
-        try:
-            return self._template.text(messages, conversation.tools, add_generation_prompt=add_generation_prompt)
-        except RowFault:
-            return None
-
     def _find_generation_prompt(self) -> str:
         """The text before an answer; empty where there is none or the template refuses a lone question."""
         question = Conversation(messages=[{"role": "user", "content": "Q"}], tools=None)
-        prompt = self._render(question, question.messages, add_generation_prompt=True)
-        text = self._render(question, question.messages)
+        prompt = rendering(self._template, question, add_generation_prompt=True)
+        text = rendering(self._template, question)
         return prompt[len(text) :] if prompt and text and prompt.startswith(text) else ""
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Set
 from pathlib import Path
 
-from lean_finetune.data.chat.compiled_template import CompiledTemplate
-from lean_finetune.data.chat.template_probes import PROBES, parts_of, rendering
+from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
+from lean_finetune.data.chat.template_probes import PROBES, parts_of
 
 DIRECTORY = Path(__file__).parent / "templates"
 FAMILIES = {

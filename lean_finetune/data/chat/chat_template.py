@@ -195,11 +195,7 @@ def _trained(segments: list[Segment]) -> list[str]:
 
 def _added_tokens(directory: Path) -> dict[str, bool]:
     """The tokens added to the tokenizer's vocabulary, and whether each is special."""
-    path = directory / "tokenizer.json"
-    try:
-        added = orjson.loads(path.read_bytes()).get("added_tokens") or []
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise UserError(f"model.name: {path} cannot be read ({error}); save the tokenizer again") from error
+    added = orjson.loads((directory / "tokenizer.json").read_bytes()).get("added_tokens") or []
     return {token["content"]: bool(token.get("special")) for token in added}
 
 

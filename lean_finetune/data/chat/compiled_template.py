@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.control_tokens import TRAINED_END, TRAINED_START
 from lean_finetune.data.chat.trained_segments import split_at_marks
-from lean_finetune.data.format.example import Message, RowFault
+from lean_finetune.data.format.example import Conversation, Message, RowFault
 
 REFUSAL_CHARACTERS = 200
 LARGEST_PRODUCT = 1 << 26
@@ -133,6 +133,21 @@ class CompiledTemplate:
         """The rendering as one text, without sentinels. Raises RowFault if the template refuses the conversation."""
         text = "".join(self.parts(messages, tools, add_generation_prompt=add_generation_prompt))
         return text.replace(TRAINED_START, "").replace(TRAINED_END, "") if self.has_marks else text
+
+
+def rendering(
+    template: CompiledTemplate,
+    conversation: Conversation,
+    messages: list[Message] | None = None,
+    *,
+    add_generation_prompt: bool = False,
+) -> str | None:
+    """The rendering of a conversation, or of other messages with its tools; None where the template refuses them."""
+    given = conversation.messages if messages is None else messages
+    try:
+        return template.text(given, conversation.tools, add_generation_prompt=add_generation_prompt)
+    except RowFault:
+        return None
 
 
 def _product_size(operator: str, left: Any, right: Any) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.compiled_template import CompiledTemplate
+from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
 from lean_finetune.data.chat.trained_segments import Segment, split_segments
 from lean_finetune.data.format.example import Conversation, Message, RowFault
 
@@ -50,14 +50,6 @@ PROBES = (
     ),
     Conversation(messages=[_ASK, _turn("assistant", "B", tool_calls=[_CALL]), _RESULT, _ANSWER], tools=None),
 )
-
-
-def rendering(template: CompiledTemplate, conversation: Conversation) -> str | None:
-    """The rendering; None where the template refuses the conversation."""
-    try:
-        return template.text(conversation.messages, conversation.tools)
-    except RowFault:
-        return None
 
 
 def omitted_parts(template: CompiledTemplate) -> frozenset[str]:
