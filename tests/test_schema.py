@@ -77,6 +77,10 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
             "data.heldout_source=[{source: a.jsonl, weight: 2.0}]; data.heldout_fraction=0",
             "data.heldout_source.0.weight: held-out rows are not trained; got 2.0",
         ),
+        (
+            "data.ignore_columns=[text]; data.columns={messages: text}",
+            "data.ignore_columns: 'text' is also named in data.columns",
+        ),
         ("bucket.max_tokens=100", "bucket.max_tokens: .*data.max_length=512 .*got 100; raise"),
         ("bucket.constant_shape=true", "bucket.constant_shape: .* bucket.mode=packed; got true .*bucketed; set"),
         ("evaluate.max_tokens=100", "evaluate.max_tokens: .*got 100; raise"),

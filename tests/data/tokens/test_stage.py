@@ -117,7 +117,6 @@ REFUSED = {
         {},
         "rows.jsonl:3: a row of data.format text needs 'text'",
     ),
-    "unknown format": ('{"text": "a"}\n', {"data__format": "csv"}, "data.format: "),
     "none to read": ("{]\n\n}\n", {"data__on_bad_row": "skip"}, "rows.jsonl:1: not JSON ("),
     "no rows": ("\n \n", {}, "data.source: rows.jsonl holds no rows"),
     "none trained": ('{"text": "a"}\n', {"data__heldout_fraction": 0.99}, "data.heldout_fraction: leaves no row to"),
