@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lean_finetune.config.data_schema import Data
-from lean_finetune.config.field_types import OomRecovery, PositiveFloat, PositiveInt, Resume, Section, Text, TrackerName
+from lean_finetune.config.field_types import PositiveFloat, PositiveInt, Resume, Section, Text, TrackerName
 from lean_finetune.config.train_schema import Train
 
 
@@ -87,7 +87,7 @@ class Run(Section):
     """Whether these workers are processes or threads."""
     tokenizer_engine: Literal["auto", "tokenizers", "tiktoken"]
     """Library that encodes text. `auto` uses tiktoken where it gives the same ids, which every run checks."""
-    oom_recovery: OomRecovery
+    oom_recovery: Literal["none", "split"]
     """What train does when a step runs out of memory: stop, or split the step's micro-batches and repeat it."""
     loader_threads: Annotated[int, Field(ge=0)]
     """Threads that read batches ahead of training. 0 reads them in the training thread. The batches are the same."""
