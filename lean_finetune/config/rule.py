@@ -24,7 +24,7 @@ class Rule:
 
 
 def needs(key: str, off: Any, other: str, *values: Any) -> Rule:
-    """The rule that parameter `key` must be `off` unless parameter `other`, without which it has no effect, fits."""
+    """The rule that `key` must be `off` unless `other` has one of `values`: without that it has no effect."""
     value, found = attrgetter(key), attrgetter(other)
     fitting = f"{other}={' or '.join(map(_shown, values))}"
 
