@@ -24,9 +24,9 @@ _SPACED_COLON = b" :"
 # Maps every digit to 0 and white space to a blank, so that two searches find both cases.
 _SIMPLIFY = bytes.maketrans(b"123456789\t\r\n", b"000000000   ")
 
-# Arrow raises these for text that is not UTF-8, a time outside Python's range, an unknown time zone, and a struct with
-# two fields of one name.
-_UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
+# Arrow raises these for text that is not UTF-8, a time outside Python's range, an unknown time zone (with pytz a
+# KeyError), and a struct with two fields of one name.
+_UNREADABLE = (ValueError, OverflowError, KeyError, pa.ArrowException)
 
 Parsed = tuple[dict[str, Any] | None, str | None, int]
 """(value, fault, line of the fault counted from the row's first)."""
