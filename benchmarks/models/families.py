@@ -1,6 +1,5 @@
 """What works with a small model of every family of causal language models, and what is refused with which reason."""
 
-import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -63,8 +62,7 @@ def outcome(family: str) -> Row:
                 check()
                 works.append(name)
             except UserError as error:
-                reason = re.sub(r"(largest difference) [^)]*", r"\1 …", str(error).replace(f"{directory}/", ""))
-                refused.setdefault(reason, []).append(name)
+                refused.setdefault(str(error).replace(f"{directory}/", ""), []).append(name)
             if name == METHODS[-1] and not works:
                 break
     return {"family": family, "works": works, "refused": refused}

@@ -23,13 +23,15 @@ SIZES: dict[str, Any] = {
     **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2},
     **{"conv_dim": 64, "block_ff_dim": 128, "use_mamba_kernels": False},
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 COUNTED = (
     *("afmoe", "bamba", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoehybrid", "hunyuan_v1_moe"),
     *("jamba", "lfm2", "lfm2_moe", "mimo_v2_flash", "minimax", "minimax_m2", "olmo_hybrid", "olmoe", "phimoe"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "flex_olmo", "granitemoeshared", "solar_open"),
     *("olmo3", "smollm3", "cohere2", "glm4", "exaone4", "gpt2", "gptj", "codegen", "mpt", "apertus", "seed_oss"),
     *("helium", "nanochat", "arcee", "stablelm", "persimmon", "ministral3", "internlm3", "hyperclovax"),
-    *("falcon", "falcon_h1", "nemotron_h", "recurrent_gemma"),
+    *("falcon", "falcon_h1", "nemotron_h", "recurrent_gemma", "mamba", "mamba2", "falcon_mamba", "zamba", "zamba2"),
+    "xlstm",
 )
 """Families without a case in benchmarks.estimate_cpu."""
 OTHER_SIZES: dict[str, dict[str, Any]] = {
@@ -46,7 +48,10 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 8},
     **dict.fromkeys(("cwm", "emu3_text_model", "mllama_text_model", "modernbert-decoder"), {"bos_token_id": 1}),
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "attention_head_dim": 32},
+    **dict.fromkeys(("zamba", "zamba2"), {"layers_block_type": ["linear_attention", "hybrid"] * 2}),
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {**ROPE, "mrope_section": [4, 2, 2]}}},
+    "longcat_flash": {"head_dim": 8},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 32}},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Values that a family needs beside or in place of SIZES."""

@@ -16,7 +16,7 @@ from lean_finetune.evaluate.generate import choose_prompts, special_ids
 from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks, task_figures
 from lean_finetune.evaluate.row_losses import spread_rows
 from lean_finetune.model.allocator_settings import use_segments
-from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.precision import precision_of
 from lean_finetune.pinning.locate import model_directory, verify_files
@@ -48,7 +48,7 @@ def run_stage(
             tasks=found,
             rows=p.evaluate.task_rows,
             tokenizer=tokenizer,
-            max_length=min(limits.max_tokens, _positions(base) or limits.max_tokens),
+            max_length=min(limits.max_tokens, max_positions(read_config(base)) or limits.max_tokens),
             limits=limits,
             spec=spec,
             pad_id=evaluated.pad_id,
@@ -85,7 +85,7 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
     rows = TokenRows(tokens, "heldout")
     meta = read_json(tokens / "meta.json")
     special = special_ids(tokenizer)
-    positions = _positions(base)
+    positions = max_positions(read_config(base))
     most_prompt_tokens = None if positions is None else positions - p.evaluate.max_new_tokens
     prompts, unanswerable_rows = choose_prompts(
         rows,
@@ -104,8 +104,3 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
         eos_id=meta["eos_id"],
         pad_id=meta["pad_id"],
     )
-
-
-def _positions(base: Path) -> int | None:
-    """Return the number of positions that the model has; None if it does not say."""
-    return getattr(read_config(base).get_text_config(), "max_position_embeddings", None)

@@ -32,7 +32,11 @@ from lean_finetune.model.language_part import left_out, pattern_of
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 
-READ_DIRECTLY = {"falcon_h1": {"out_proj"}, "jamba": {"dt_proj"}, "nemotron_h": {"out_proj"}}
+READ_DIRECTLY = {
+    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), {"out_proj"}),
+    **dict.fromkeys(("falcon_mamba", "mamba"), {"dt_proj", "out_proj"}),
+    "jamba": {"dt_proj"},
+}
 """Layers whose weight a family's code reads without calling the layer, so that an adapter would have no effect."""
 ADAPTER_NAMES = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
 """Parts of the names of adapter parameters."""

@@ -84,6 +84,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one layer; shapes as in transformers' attention interface, which calls the sinks `s_aux`."""
+    if _rows_are_joined:
+        _got_rows.append(joined_rows is not None)
     if softcap is not None:
         assert joined_rows is None  # `refuse_joined_rows` refuses such models.
         return _by_scores(module, query, key, value, attention_mask, softcap=softcap, **kwargs), None
@@ -153,6 +155,8 @@ def _eager_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer with explicit scores; joined rows one after the other."""
+    if _rows_are_joined:
+        _got_rows.append(joined_rows is not None)
     if joined_rows is None:
         return _by_scores(module, query, key, value, attention_mask, **kwargs), None
     rows = zip(*(tensor.split(joined_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
@@ -250,6 +254,12 @@ def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwarg
 
 
 _without_mask = _rows_are_joined = False
+_got_rows: list[bool] = []  # Whether each call of attention in the forward of joined rows got them.
+
+
+def rows_reached_attention() -> bool:
+    """Whether the family's code gave all attention of the last forward the joined rows."""
+    return bool(_got_rows) and all(_got_rows)
 
 
 @contextmanager
@@ -261,6 +271,7 @@ def joined_forward(joined_rows: JoinedRows | None) -> Iterator[dict[str, Any]]:
     """
     global _without_mask, _rows_are_joined
     _without_mask, _rows_are_joined = True, joined_rows is not None
+    _got_rows.clear()
     try:
         yield {} if joined_rows is None else {"position_ids": joined_rows.positions_BT, "joined_rows": joined_rows}
     finally:

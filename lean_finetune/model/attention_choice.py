@@ -15,7 +15,13 @@ from lean_finetune.model.attention import (
     FLASH_CAPABILITY,
     FLASH_MAX_HEAD_SIZE,
 )
-from lean_finetune.model.model_config import caps_scores, computes_own_attention, has_sinks, largest_head_size
+from lean_finetune.model.model_config import (
+    caps_scores,
+    computes_own_attention,
+    has_attention,
+    has_sinks,
+    largest_head_size,
+)
 from lean_finetune.model.model_spec import ModelSpec
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -51,6 +57,10 @@ def choose_attention(
         raise UserError(
             f"train.attention: {config.model_type} caps its scores, which no fused kernel does; got {choice}; use auto"
         )
+    if not has_attention(config):
+        if choice != "auto":
+            raise UserError(f"train.attention: {config.model_type} has no attention; got {choice}; use auto")
+        return "none", "the model has no attention"
     if computes_own_attention(config):
         if choice not in ("auto", "eager"):
             raise UserError(f"train.attention: {config.model_type} computes its own attention; got {choice}; use auto")
@@ -85,7 +95,8 @@ def _no_flash(
 
 def materializes_scores(config: PretrainedConfig, choice: AttentionName) -> bool:
     """Whether all length × length scores exist in training."""
-    return choice == "eager" or caps_scores(config) or computes_own_attention(config)
+    own = computes_own_attention(config) and has_attention(config)
+    return choice == "eager" or caps_scores(config) or own
 
 
 def training_attention(config: PretrainedConfig, choice: AttentionName = "auto") -> str:

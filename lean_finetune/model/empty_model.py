@@ -1,17 +1,25 @@
 """Build models without weights from their config."""
 
 import re
+import sys
+from inspect import isfunction
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.integrations import hub_kernels
 from transformers.models.auto.auto_factory import _get_model_class
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import experts_option
 from lean_finetune.model.language_part import is_multimodal, language_part_class
+from lean_finetune.model.selective_scan import selective_scan
+
+REPLACED = {"mamba_selective_scan": selective_scan, "FalconLinear": nn.Linear}
+"""What families' code uses in place of its own, by its name there: bitsandbytes packs no layers of Falcon's class."""
 
 
 def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
@@ -57,14 +65,32 @@ def keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
             module._buffers[last] = module.get_buffer(last).float()
         else:
             parameter = module.get_parameter(last)
-            module._parameters[last] = torch.nn.Parameter(parameter.float(), parameter.requires_grad)
+            module._parameters[last] = nn.Parameter(parameter.float(), parameter.requires_grad)
 
 
 def causal_class(config: PretrainedConfig) -> Any:
     """The class of the causal language model of a config; of a multimodal one without its other parts."""
     if is_multimodal(config):
-        return language_part_class(config)
-    return _get_model_class(config, AutoModelForCausalLM._model_mapping)
+        kind: Any = language_part_class(config)
+    else:
+        kind = _get_model_class(config, AutoModelForCausalLM._model_mapping)
+    replace_code(kind)
+    return kind
+
+
+def replace_code(kind: type) -> None:
+    """Make the code of a family of models use `REPLACED`, and no kernels of other packages.
+
+    transformers calls those of mamba-ssm, causal-conv1d and flash-linear-attention where they are installed. They
+    cannot be traced, and they take other memory.
+    """
+    for name in {base.__module__ for base in kind.__mro__ if base.__module__.startswith("transformers.models.")}:
+        code = sys.modules[name]
+        for key, value in list(vars(code).items()):
+            if key in REPLACED:
+                setattr(code, key, REPLACED[key])
+            elif isfunction(value) and value.__code__.co_filename == hub_kernels.__file__:
+                setattr(code, key, getattr(value, "__wrapped__", value))
 
 
 def causal_kind(config: PretrainedConfig) -> tuple[Any, PretrainedConfig]:

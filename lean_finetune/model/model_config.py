@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from lean_finetune.model.empty_model import causal_class
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
 from lean_finetune.model.language_part import is_multimodal
 
-LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Names of the soft cap of logits: Gemma 2, RecurrentGemma."""
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names of the soft cap of logits: Gemma 2, RecurrentGemma, xLSTM."""
 LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
 """Names of what a family multiplies its logits by: Cohere, Falcon-H1."""
-LOGIT_DIVISOR = "logits_scaling"
-"""What Granite and MiniCPM-3 divide their logits by."""
+LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+"""Names of what a family divides its logits by: Granite and MiniCPM-3, Inkling."""
 MULTIPLIES = {"hyperclovax"}
-"""Families that multiply by `LOGIT_DIVISOR`."""
+"""Families that multiply by a divisor of this name."""
 
 OWN_ATTENTION = {"falcon"}
 """Families that support transformers' own attention functions alone, by name."""
@@ -29,6 +30,18 @@ OWN_ATTENTION = {"falcon"}
 SIZES = ("hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Sizes that config.json must have if its family has them: transformers replaces missing ones by those of the family's
 first model."""
+
+INDEXED = "indexed_attention"
+"""Type of the layers with an index of tokens: DeepSeek-V3.2, GLM-5 and others."""
+
+NEEDS_MASK = "a mask of all pairs of tokens, which training does not create"
+UNSUPPORTED = {
+    "blt": "reads bytes in patches whose number depends on the text",
+    "cpmant": "lets a token see later ones",
+    "doge": f"attends with {NEEDS_MASK}",
+    "rwkv": "computes one token after the other, except by a kernel from the hub, and changes its weights to evaluate",
+}
+"""Families that would fail in training, and why."""
 
 # Layer types whose attention we can restrict to each joined row.
 JOINABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -79,8 +92,10 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
         )
     if wrong := _impossible_size(config):
         yield f"{file}: {wrong}; give the config.json that belongs to the model"
-    if None in layer_settings(config, "num_attention_heads"):
-        yield f"{name} has no attention heads; choose a model with attention"
+    if INDEXED in other_layers(config):
+        yield f"{name} chooses the tokens to attend to with {NEEDS_MASK}; choose another model"
+    if name in UNSUPPORTED:
+        yield f"{name} {UNSUPPORTED[name]}; choose another model"
     if caps_scores(config) and not causal_class(config)._supports_attention_backend:
         yield f"{name} caps attention scores in its own attention code, which is not supported yet"
 
@@ -132,17 +147,27 @@ def layer_settings(config: PretrainedConfig, name: str) -> list[Any]:
 def logit_factor(config: PretrainedConfig) -> float:
     """What a model multiplies the head's output by; 1 for most."""
     text = config.get_text_config()
-    factor = float(getattr(text, LOGIT_DIVISOR, None) or 1.0)
-    factor = factor if text.model_type in MULTIPLIES else 1.0 / factor
-    for name in LOGIT_FACTORS:
-        factor *= float(getattr(text, name, None) or 1.0)
-    return factor
+    multiplied, divided = (
+        prod(float(_declared(text, name) or 1.0) for name in names) for names in (LOGIT_FACTORS, LOGIT_DIVISORS)
+    )
+    return multiplied * divided if text.model_type in MULTIPLIES else multiplied / divided
+
+
+def unpadded_vocabulary(config: PretrainedConfig) -> int | None:
+    """The tokens whose logits a model returns, where its head is padded to more (Inkling); None for most."""
+    size: int | None = _declared(config.get_text_config(), "unpadded_vocab_size")
+    return size
+
+
+def _declared(config: PretrainedConfig, name: str) -> Any:
+    """A value that the family's config class declares; None for a key of config.json that its code does not read."""
+    return getattr(config, name, None) if name in {field.name for field in fields(config)} else None
 
 
 def logit_cap(config: PretrainedConfig) -> float | None:
     """The soft cap of a model's logits; None for most."""
     text = config.get_text_config()
-    return next((cap for name in LOGIT_CAPS if (cap := getattr(text, name, None)) is not None), None)
+    return next((cap for name in LOGIT_CAPS if (cap := _declared(text, name)) is not None), None)
 
 
 def caps_scores(config: PretrainedConfig) -> bool:
@@ -163,8 +188,15 @@ def has_sinks(config: PretrainedConfig) -> bool:
     return kind._supports_attention_backend and not kind._supports_sdpa
 
 
+def has_attention(config: PretrainedConfig) -> bool:
+    """Whether any layer has attention; those of Mamba have none."""
+    return None not in layer_settings(config, "num_attention_heads")
+
+
 def largest_head_size(config: PretrainedConfig) -> int:
-    """The largest attention head size of any layer."""
+    """The largest attention head size of any layer; 0 without attention."""
+    if not has_attention(config):
+        return 0
     names = ("head_dim", "hidden_size", "num_attention_heads")
     settings = zip(*(layer_settings(config, name) for name in names), strict=True)
     return max(head or hidden // heads for head, hidden, heads in settings)
@@ -180,12 +212,19 @@ def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
     Raises:
         UserError: naming both numbers.
     """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and longest > positions:
+    limit = max_positions(config)
+    if limit is not None and longest > limit:
         raise UserError(
-            f"data.max_length: rows must fit the model's {positions} positions (max_position_embeddings); the longest "
-            f"is padded to {longest}; lower data.max_length to {positions} or less"
+            f"data.max_length: rows must fit the model's {limit} positions (max_position_embeddings); the longest is "
+            f"padded to {longest}; lower data.max_length to {limit} or less"
         )
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest row that a model takes; None without a limit. MPT calls them max_seq_len."""
+    text = config.get_text_config()
+    limit: int | None = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    return limit
 
 
 def attention_window(config: PretrainedConfig) -> int | None:

@@ -17,7 +17,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, is_grouped
+from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, has_experts, is_grouped
 from lean_finetune.model.experts.packed_weights import (
     BLOCK_WEIGHTS,
     BYTE_LEVELS,
@@ -193,6 +193,9 @@ def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
     """Replace the linear layers of a meta model as transformers would, with hand-made states, and pack its experts.
 
     The same layers are skipped (head and tied weights), so shapes and bytes equal those of a quantised model.
+
+    Raises:
+        UserError: nothing can be packed.
     """
     for _, experts in expert_modules(model):
         for name in expert_parameters(experts):
@@ -205,13 +208,15 @@ def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
     attributes: Any = model
     attributes.is_loaded_in_4bit, attributes.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"
     attributes.config._is_quantized = True  # As transformers sets it: Jamba's code reads no packed weight then.
-    for module in model.modules():
+    layers = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
+    if not layers and not has_experts(model):
+        family = model.config.model_type
+        raise UserError(f"train.method: bitsandbytes can pack no layer of {family}; got {spec.method}; use lora")
+    for module in layers:
         if isinstance(module, bnb.nn.Linear4bit):
             _set_4bit_weight(module, spec)
-        elif isinstance(module, bnb.nn.Linear8bitLt):
-            _set_8bit_weight(module)
         else:
-            continue
+            _set_8bit_weight(module)
         if module.bias is not None:  # The layer makes it in fp32; loading would convert it like all other weights.
             module.bias = nn.Parameter(module.bias.to(spec.dtype), requires_grad=False)
 

@@ -21,13 +21,14 @@ from benchmarks.estimate_cpu import FAMILIES, SMALL, Case, cases, compare, save_
 from benchmarks.models.small import tiny_config
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.one_change_sweep import sweep_switches
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes, state_bytes, state_lines
 from lean_finetune.memory.trace.memory_trace import ADAPTERS
 from lean_finetune.model.load_model import uninitialized_model
 from lean_finetune.model.model_config import largest_head_size, read_config
-from tests.memory.common import CPU_TARGET, setting_of, shape
+from tests.memory.common import CPU_TARGET, joined, setting_of, shape
 from tests.small_model import CPU, spec_of
 
 TOLERATED_SHARE = 1e-3
@@ -103,6 +104,21 @@ def test_a_model_without_checkpointing_is_refused():
     config = CTRLConfig(**OLD_SIZES, dff=128)
     with pytest.raises(UserError, match=r"^train\.grad_ckpt: ctrl .*; set it to false"):
         predict(config, setting_of(method="full", grad_ckpt=True), STEPS, CPU_TARGET)
+
+
+def test_a_switch_that_a_model_cannot_have_is_left_out_of_the_sweep():
+    """A run without recomputed layers was refused, because advice tried them."""
+    config, setting = CTRLConfig(**{**OLD_SIZES, "n_layer": 1}, dff=128), setting_of(method="full")
+    current = predict(config, setting, STEPS, CPU_TARGET)
+    points = sweep_switches(config, setting, CPU_TARGET, current, smaller_batch=None, native_bf16=True, progress=False)
+    assert len(points) > 1 and not any("train.grad_ckpt=true" in flags for flags, _ in points)
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "nemotron", "stablelm", "xglm"])
+def test_rows_that_would_see_each_other_are_refused_by_the_prediction(family):
+    """A run that was predicted, and refused after its model was loaded."""
+    with pytest.raises(UserError, match=rf"^bucket\.mode: packed needs .* {family} .*; set bucket\.mode=bucketed"):
+        predict(tiny_config(family), setting_of(method="full"), ((joined((16, 16), 30),),), CPU_TARGET)
 
 
 def test_experts_that_are_called_one_by_one_are_refused():
@@ -253,8 +269,8 @@ def test_layers_whose_weight_is_read_directly_get_no_adapters(family, layer):
         ({**LLAMA, "vocab_size": -5}, "vocab_size must be at least 1; got -5"),
         ({**LLAMA, "num_key_value_heads": 3}, "must be a multiple of num_key_value_heads; got 4 and 3"),
         (
-            {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256},
-            "mamba has no attention heads",
+            {"model_type": "rwkv", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256},
+            "rwkv computes one token after the other, except by a kernel from the hub",
         ),
         (
             {"model_type": "bert", "hidden_size": 64, **LAYERS},

@@ -25,7 +25,7 @@ from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base
-from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.model_spec import BASE_WEIGHTS, ModelSpec, WeightsSpec
 from lean_finetune.pinning.hub import download, list_files
 from lean_finetune.pinning.locate import CONFIG_FILE
@@ -80,7 +80,7 @@ class TunedModel:
     @property
     def positions(self) -> int | None:
         """Tokens that the model can read; None without a limit."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return max_positions(self.config)
 
     def _setting(self) -> Setting:
         """The setting of predictions."""

@@ -26,7 +26,13 @@ from lean_finetune.model.adapters import layers_without_adapters
 from lean_finetune.model.allocator_settings import environment_notes
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.language_part import left_out_text
-from lean_finetune.model.model_config import attention_window, read_config, refuse_joined_rows, refuse_long_rows
+from lean_finetune.model.model_config import (
+    attention_window,
+    max_positions,
+    read_config,
+    refuse_joined_rows,
+    refuse_long_rows,
+)
 from lean_finetune.pinning.hub import HUB_ID, download
 from lean_finetune.pinning.locate import CONFIG_FILE, TINY, TINY_DIRECTORY
 from lean_finetune.step.activation_offload import refuse_offload
@@ -112,7 +118,7 @@ class FitRun:
             self.device,
             peak_bytes=prediction.peak.bytes,
             headroom_percent=self.headroom_percent,
-            positions=_positions(self.config),
+            positions=max_positions(self.config),
         )
 
     def _confirmed_peak(self, candidate: Candidate, peak_bytes: int) -> int | None:
@@ -142,15 +148,11 @@ def fit_run(p: Params, *, shorten: bool = False) -> FitRun:
     refuse_offload(p.train.offload_activations, device.kind)
     refuse_offloaded_state(p.train.offload, device.kind)
     config = read_config(find_model(p.model.name, p.model.revision))
-    positions = _positions(config)
+    positions = max_positions(config)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])
     workload = _checked_workload(p, device, config)
     return FitRun(params=p, model=p.model.name, device=device, device_reason=reason, workload=workload)
-
-
-def _positions(config: PretrainedConfig) -> int | None:
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def _checked_workload(p: Params, device: Device, config: PretrainedConfig) -> Workload:

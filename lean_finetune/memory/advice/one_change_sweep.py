@@ -1,11 +1,13 @@
 """Predict the peak of every setting that differs from the run in one switch, for switches.csv and advice.json."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Bucket
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.switch import Support, flag
@@ -58,8 +60,11 @@ def sweep_switches(
     if fewer is not None and smaller_batch is not None and not setting.optimizer_in_backward:
         changes.insert(0, ((smaller_batch,), setting, fewer))
     bar = progress_bar(changes, desc="estimate", unit=" switches", disable=not progress)
-    peaks = [(flags, predict(config, changed, shapes, target).peak.bytes) for flags, changed, shapes in bar]
-    return [((), current.peak.bytes), *peaks]
+    points: list[SweepPoint] = [((), current.peak.bytes)]
+    for flags, changed, shapes in bar:
+        with suppress(UserError):  # The model cannot have this switch, as CTRL cannot recompute layers.
+            points.append((flags, predict(config, changed, shapes, target).peak.bytes))
+    return points
 
 
 def halving_flag(bucket: Bucket, longest: int) -> str | None:

@@ -123,7 +123,7 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
     # A token looks its input embedding up: no product.
     parameters = shapes.active_values - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
     # Scores and their product with the values, of width × length each, over the causal half; twice that in backward.
-    width = max(layer_settings(config, "num_attention_heads")) * largest_head_size(config)
+    width = max(heads or 0 for heads in layer_settings(config, "num_attention_heads")) * largest_head_size(config)
     scores = 2 * FLOP_PER_PRODUCT * text.num_hidden_layers * width * run.longest * tokens / 2
     # Dequantization reads a weight, writes a value and reads it again.
     weight_bytes = {"qlora": 0.5 + element_bytes, "int8_lora": 1 + element_bytes}.get(model.method, 0)

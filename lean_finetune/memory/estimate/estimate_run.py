@@ -32,6 +32,7 @@ from lean_finetune.memory.predict.state_formulas import closed_form
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.allocator_settings import environment_notes
+from lean_finetune.model.model_config import max_positions
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 
@@ -137,7 +138,7 @@ def _phases(p: Params, planned: PlannedRun, prediction: Prediction) -> dict[str,
         in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), longest),
         evaluation=heldout_shape(limits.max_tokens, longest),
         logits_chunk=limits.logits_chunk,
-        generation=generation_shapes(limits, prompts=prompts, longest=longest, positions=planned.positions),
+        generation=generation_shapes(limits, prompts=prompts, longest=longest, positions=max_positions(planned.config)),
         merged=p.evaluate.merged,
     )
     target, training = target_of(planned.device), prediction.by_phase
@@ -179,7 +180,7 @@ def _what_fits(p: Params, planned: PlannedRun, run: Workload, prediction: Predic
         planned.device,
         peak_bytes=prediction.peak.bytes,
         headroom_percent=p.estimate.headroom_percent,
-        positions=planned.positions,
+        positions=max_positions(planned.config),
     )
     return {"reason": None, **asdict(found)}
 

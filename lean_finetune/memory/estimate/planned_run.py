@@ -80,11 +80,6 @@ class PlannedRun:
         return longest_row(self.plan, self.lengths)
 
     @property
-    def positions(self) -> int | None:
-        """The model's max_position_embeddings; None if unlimited."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
-
-    @property
     def own_plan(self) -> Plan:
         """The micro-batches of one GPU."""
         return self.plan.of_rank(0) if self.plan.ranks > 1 else self.plan

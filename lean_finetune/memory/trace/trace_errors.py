@@ -16,14 +16,10 @@ from transformers import PretrainedConfig
 
 from lean_finetune.core.errors import UserError
 
-UNTRACEABLE = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-    NotImplementedError,
-)
-"""Raised for data-dependent values or shapes, and for operations without a shape function."""
+DEPEND_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised where code reads a value, or where the shape of a result depends on values: the tokens of one expert."""
+UNTRACEABLE = (UnsupportedFakeTensorException, UnsupportedOperatorException, NotImplementedError)
+"""Raised for operations without a shape function."""
 PACKAGE = Path(__file__).parents[2]
 
 
@@ -41,6 +37,11 @@ def refuse_untraceable(config: PretrainedConfig) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except DEPEND_ON_VALUES as error:
+        raise UserError(
+            f"model.name: the step of {config.model_type} reads values of tensors ({_place_in_model(error)}: {error}), "
+            "which do not exist before training, so its memory is not known; choose another model"
+        ) from None
     except UNTRACEABLE as error:
         raise UserError(
             f"model.name: the step of {config.model_type} cannot be traced ({type(error).__name__}: {error}), so its "

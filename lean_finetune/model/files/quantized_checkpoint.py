@@ -33,6 +33,9 @@ FP8_SCALES = ("_scale_inv", "_scale")
 NOT_READ = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale", ".weight_format")
 """Ends of names that say how activations are quantised, or how 8-bit weights are ordered."""
 
+READ_UNPACKED = {"mamba": ("dt_proj",)}
+"""Layers whose weight a family's code multiplies by itself, which a packed one does not allow."""
+
 
 def stored_quantisation(config: PretrainedConfig) -> dict[str, Any]:
     """`quantization_config` of a config.json that was just read; empty without one."""
@@ -84,10 +87,11 @@ def format_text(config: PretrainedConfig) -> str | None:
 
 
 def kept_modules(config: PretrainedConfig) -> list[str] | None:
-    """Names or patterns of layers that bitsandbytes did not pack, besides the head; None if the files name none."""
-    if stored_format(config) not in BITSANDBYTES:
-        return None
-    return stored_quantisation(config).get("llm_int8_skip_modules")
+    """Names or patterns of layers that bitsandbytes does not pack, besides the head; None without any."""
+    kept = [*READ_UNPACKED.get(config.model_type, ())]
+    if stored_format(config) in BITSANDBYTES:
+        kept += stored_quantisation(config).get("llm_int8_skip_modules") or []
+    return kept or None
 
 
 def file_tensors(directory: Path, config: PretrainedConfig) -> dict[str, FileTensor]:
