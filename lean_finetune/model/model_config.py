@@ -24,6 +24,9 @@ LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 MULTIPLIES = {"hyperclovax"}
 """Families that multiply by a divisor of this name."""
 
+UNREAD = {"mpt": {"logit_scale"}}
+"""Values that a family's config class declares, and its code does not read."""
+
 OWN_ATTENTION = {"falcon"}
 """Families that support transformers' own attention functions alone, by name."""
 
@@ -161,7 +164,8 @@ def unpadded_vocabulary(config: PretrainedConfig) -> int | None:
 
 def _declared(config: PretrainedConfig, name: str) -> Any:
     """A value that the family's config class declares; None for a key of config.json that its code does not read."""
-    return getattr(config, name, None) if name in {field.name for field in fields(config)} else None
+    read = name in {field.name for field in fields(config)} and name not in UNREAD.get(config.model_type, ())
+    return getattr(config, name, None) if read else None
 
 
 def logit_cap(config: PretrainedConfig) -> float | None:
