@@ -1,6 +1,7 @@
 """Factors and caps of logits: ours are those of the family's own code."""
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from lean_finetune.model.model_config import (
 from lean_finetune.step.loss import check_head
 from tests.small_model import CPU
 
-CHANGED = {
+CHANGED: dict[str, Any] = {
     **dict.fromkeys(LOGIT_CAPS, 0.5),
     **dict.fromkeys(LOGIT_FACTORS, 1.5),
     **dict.fromkeys(LOGIT_DIVISORS, 2.0),

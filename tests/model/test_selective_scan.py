@@ -50,7 +50,8 @@ def test_chunks_give_the_outputs_and_gradients_of_single_tokens():
     (expected.square().sum() + last.sum()).backward()
     (scanned.square().sum() + state.sum()).backward()
     for name, tensor in {**found, "x": x}.items():
-        torch.testing.assert_close(tensor.grad, exact[name].grad.float(), rtol=1e-3, atol=1e-4, msg=name)
+        expected_grad: Any = exact[name].grad
+        torch.testing.assert_close(tensor.grad, expected_grad.float(), rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("family", ["falcon_mamba", "jamba", "mamba", "zamba"])
