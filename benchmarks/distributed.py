@@ -5,35 +5,24 @@ each). The ways take turns, so that they share the machine's noise. Sent bytes a
 bytes that both processes read while the model loads are compared with the size of its file.
 """
 
-import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.harness import Measured, Row, at_most, benchmark, interleaved, median_ratio
+from benchmarks.harness import Measured, Row, at_most, benchmark, median_ratio
+from benchmarks.processes import ROOT, clean_environment, run
+from benchmarks.rivals.shared_steps import HF, PLAIN, STEPS, WARM_STEPS
 from benchmarks.specs import llama
 
-PROCESSES = 2
-MODES = ("ddp", "zero1", "zero2", "zero3")
-PLAIN, HF = "ddp_plain", "hf"
 NAMES = {PLAIN: "plain DDP", HF: "HF Trainer (DDP)"}
 ROUNDS, QUICK_ROUNDS = 9, 1
-STEPS = 6
-WARM_STEPS = 1
-"""First steps of each call, which do not count: the Trainer builds its DDP in each call."""
 STEP_LIMIT, READ_LIMIT = 1.0, 1.1
 HIDDEN, QUICK_HIDDEN = 256, 64
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def save_model(directory: Path, hidden: int) -> int:
@@ -45,68 +34,15 @@ def save_model(directory: Path, hidden: int) -> int:
     return (directory / "model.safetensors").stat().st_size
 
 
-class Pair:
-    """The two processes that share steps."""
-
-    def __init__(self, processes: list[subprocess.Popen[str]]):
-        """Use these processes."""
-        self._processes = processes
-
-    def call(self, **request: Any) -> dict[str, Any]:
-        """Send a request to both processes and return the answer of the first.
-
-        Raises:
-            RuntimeError: a process ended.
-        """
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-        answers = []
-        for process in self._processes:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise RuntimeError(f"a process ended during {request}")
-            answers.append(json.loads(line))
-        return answers[0]
-
-
-@contextmanager
-def started(model: Path, out: Path) -> Iterator[Pair]:
-    """Start two processes, which end with the block."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= {"WORLD_SIZE": str(PROCESSES), "LOCAL_WORLD_SIZE": str(PROCESSES), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "benchmarks.rivals.shared_steps", str(model), str(out)]
-    processes = [
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(PROCESSES)
-    ]
-    try:
-        yield Pair(processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
 def measure(quick: bool) -> Measured:
     """Load in every mode, then run steps in turns."""
+    environment = clean_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(ROOT))
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
         file_bytes = save_model(model, QUICK_HIDDEN if quick else HIDDEN)
-        with started(model, Path(directory) / "out") as pair:
-            loads = {mode: pair.call(way=mode, steps=0, load=True) for mode in MODES}
-            cases = {way: partial(pair.call, way=way, steps=WARM_STEPS + STEPS) for way in (*MODES, PLAIN, HF)}
-            answers = interleaved(cases, QUICK_ROUNDS if quick else ROUNDS)
+        arguments = (model, Path(directory) / "out", str(QUICK_ROUNDS if quick else ROUNDS))
+        done = run([*TORCHRUN, "-m", "benchmarks.rivals.shared_steps", *arguments], environment=environment)
+    loads, answers = done.figures["loads"], done.figures["steps"]
     seconds = {way: [median(one["seconds"][WARM_STEPS:]) for one in found] for way, found in answers.items()}
     rows: list[Row] = [
         {

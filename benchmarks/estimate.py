@@ -1,13 +1,8 @@
-"""Predicted memory against figures that others measured, and against real runs on the CPU.
-
-Every figure of benchmarks/facts has a row, misses too, with its assumptions. The CPU rows compare the trace with
-torch.profiler's memory events of the same step on real tensors.
-"""
+"""Predicted memory against figures that others measured: every figure of benchmarks/facts, misses too."""
 
 from collections.abc import Iterator
 from statistics import mean
 
-from benchmarks import estimate_cpu
 from benchmarks.estimate_facts import (
     PEFT_REFERENCE,
     PEFT_STATISTICS,
@@ -19,12 +14,11 @@ from benchmarks.estimate_facts import (
     published_facts,
     t4_facts,
 )
-from benchmarks.harness import Measured, Row, at_least, at_most, benchmark
+from benchmarks.harness import Measured, Row, at_most, benchmark
 
 FITTED_LENGTHS = {"reserved_avg": 301, "reserved_99th": 595, "reserved_max": 660}
 """Results of `fit_length`, which --quick uses."""
 PEFT_MEAN_PERCENT, PEFT_WORST_PERCENT, DORA_WORST_PERCENT = 1.5, 3.0, 6.0
-CPU_WORST_PERCENT = 0.1
 FITTED = "not counted: the batch length was fitted to this figure"
 
 
@@ -32,8 +26,6 @@ def measure(quick: bool) -> Measured:
     """Compare every figure, summarise each source, and check the bars."""
     figures = [*_peft_rows(quick), *(row_of(fact, size) for fact, size in _others(quick))]
     summary = list(summary_of(figures))
-    cpu = estimate_cpu.rows(quick)
-    differences = [float(row["worst_phase_percent"]) for row in cpu]
     peft, dora = (
         next(row for row in summary if row["source"] == source) for source in ("PEFT on L40S", "PEFT on L40S, DoRA")
     )
@@ -41,11 +33,8 @@ def measure(quick: bool) -> Measured:
         at_most("PEFT on L40S: mean error, percent", peft["mean_percent"], PEFT_MEAN_PERCENT),
         at_most("PEFT on L40S: worst error, percent", peft["worst_percent"], PEFT_WORST_PERCENT),
         at_most("PEFT on L40S, DoRA: worst error, percent", dora["worst_percent"], DORA_WORST_PERCENT),
-        at_most("CPU, any phase: worst error, percent", max(differences), CPU_WORST_PERCENT),
     ]
-    if not quick:
-        bars.append(at_least("CPU: configurations", len(cpu), 24))
-    return Measured(rows=[*figures, *map(_cpu_row, cpu), *_summary_rows(summary)], bars=bars)
+    return Measured(rows=[*figures, *_summary_rows(summary)], bars=bars)
 
 
 def _peft_rows(quick: bool) -> Iterator[Row]:
@@ -102,22 +91,6 @@ def _summary_rows(summary: list[Row]) -> Iterator[Row]:
         for kind in ("mean", "worst"):
             run = f"{kind} of {source['figures']} errors"
             yield {"source": source["source"], "run": run, "error_percent": source[f"{kind}_percent"]}
-
-
-def _cpu_row(row: Row) -> Row:
-    """A CPU configuration in the table's columns."""
-    switches = ("family", "method", "precision", "optimizer", "layout")
-    note = "without oneDNN, whose scratch memory in bf16 products no trace can see"
-    words = [str(row[key]) for key in switches] + [f"ckpt={row['grad_ckpt']}", f"loss_chunk={row['loss_chunk']}"]
-    return {
-        "source": "CPU, torch.profiler",
-        "run": " ".join(words),
-        "measured_bytes": row["counted_B"],
-        "predicted_bytes": row["predicted_B"],
-        "error_percent": 100 * row["difference_B"] / row["counted_B"],
-        "note": note if row["precision"] == "bf16" else "",
-        "assumed": "",
-    }
 
 
 if __name__ == "__main__":

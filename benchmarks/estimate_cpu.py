@@ -5,10 +5,9 @@ what the real allocator reports while a small model of random weights is loaded 
 """
 
 import gc
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from transformers import (
     Starcoder2Config,
 )
 
-from benchmarks.harness import Row
 from benchmarks.specs import Trainer, joined, model_spec, padded, random_batch
 from lean_finetune.config.field_types import LoraExperts, Method, OptimizerName, Precision
 from lean_finetune.memory.gpus import Device
@@ -221,7 +219,7 @@ SWITCHES: tuple[tuple[OptimizerName, bool, int | None, str], ...] = (
 """Optimizer, grad_ckpt, loss_chunk and layout that one family is tried with."""
 
 
-def cases(quick: bool = False) -> list[Case]:
+def cases() -> list[Case]:
     """Every method, precision, optimizer, checkpointing, loss and layout on one family, then every other family."""
     llama = [
         Case(
@@ -243,26 +241,4 @@ def cases(quick: bool = False) -> list[Case]:
         if family != "Llama"
         for method, grad_ckpt in METHODS
     ]
-    return llama[::6] if quick else llama + others
-
-
-def rows(quick: bool = False) -> list[Row]:
-    """The table: one row per configuration, with the bytes of the run."""
-    found: list[Row] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for case in cases(quick):
-            directory = Path(scratch) / case.family
-            if not directory.exists():
-                save_small(case.family, directory)
-            pairs = compare(case, directory)
-            predicted, counted = pairs["run"]
-            found.append(
-                {
-                    **asdict(case),
-                    "predicted_B": predicted,
-                    "counted_B": counted,
-                    "difference_B": predicted - counted,
-                    "worst_phase_percent": 100 * worst_share(pairs),
-                }
-            )
-    return found
+    return llama + others

@@ -8,6 +8,7 @@ and plan again and makes the first batch of a random step.
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ RESUMES, QUICK_RESUMES = 40, 2
 SEED = 5
 MEAN_TOKENS, SIGMA, LONGEST = 314, 1.1, 4096
 VOCABULARY_SIZE = 32_000
-ROWS_PER_BLOCK, BLOCKS_PER_SHARD = 900, 64
-"""Rows of about 1 MiB of chat text, and blocks of a shard of tokenize."""
+ROWS_PER_BLOCK, ROWS_PER_SHARD = 900, 64 * 900
+"""Rows of about 1 MiB of chat text, and of the blocks of a shard of tokenize."""
 BATCH_TOKENS, STEP_TOKENS, PAD_MULTIPLE, PAD_ID = 16_384, 131_072, 8, 0
 MODES: tuple[Literal["bucketed", "packed"], ...] = ("bucketed", "packed")
 HF = "Dataset, torch format"
@@ -86,7 +87,7 @@ def measure(quick: bool) -> Measured:
         for mode, source in sources.items():
             cases: dict[str, Callable[[], Any]] = {
                 **{f"ours, {threads} threads": partial(read, source, threads) for threads in (0, 1)},
-                HF: partial(read_rival, dataset, source),
+                HF: lambda source=source: deque(rival_batches(dataset, source), maxlen=0),
             }
             seconds = interleaved_seconds(cases, rounds)
             table += [_row(mode, name, seconds[name], seconds[HF], source) for name in cases]
@@ -106,45 +107,34 @@ def write_tokens(directory: Path, rows: int) -> None:
     edges[:, -1] = lengths  # The last span ends the row, like an answer.
     edges[:, -2] = np.minimum(edges[:, -2], lengths - 1)
     edges[:, :-2] = np.minimum(edges[:, :-2], edges[:, -2:-1])
-    (directory / "train").mkdir()
-    blocks = range(0, rows, ROWS_PER_BLOCK)
-    for shard in range(0, len(blocks), BLOCKS_PER_SHARD):
-        path = directory / "train" / f"{shard // BLOCKS_PER_SHARD:05}.arrow"
-        parts = [
-            _block(draw, lengths[start : start + ROWS_PER_BLOCK], edges[start : start + ROWS_PER_BLOCK])
-            for start in blocks[shard : shard + BLOCKS_PER_SHARD]
-        ]
-        _write(path, parts)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    span_offsets = np.arange(0, edges.size + 1, 4, dtype=np.int32)
+    ids = draw.integers(3, VOCABULARY_SIZE, offsets[-1], dtype=np.uint16)
+    tokens = pa.table(
+        {
+            "input_ids": pa.ListArray.from_arrays(offsets, ids),
+            "loss_spans": pa.ListArray.from_arrays(span_offsets, edges.reshape(-1).astype(np.uint16)),
+            "family": pa.nulls(rows, pa.string()),
+            "source_file": pa.array(np.zeros(rows, np.uint16)),
+            "source_row": pa.array(np.arange(rows, dtype=np.uint32)),
+        }
+    )
     index = {
         "length": pa.array(lengths),
         "supervised": pa.array((edges[:, 1] - edges[:, 0] + edges[:, 3] - edges[:, 2]).astype(np.int32)),
         "source": pa.array(np.zeros(rows, np.uint16)),
         "dropped": pa.array(np.zeros(rows, bool)),
     }
-    _write(directory / "train-index.arrow", [pa.record_batch(index)], INDEX_OPTIONS)
+    (directory / "train").mkdir()
+    for shard, start in enumerate(range(0, rows, ROWS_PER_SHARD)):
+        _write(directory / "train" / f"{shard:05}.arrow", tokens.slice(start, ROWS_PER_SHARD), ROWS_PER_BLOCK)
+    _write(directory / "train-index.arrow", pa.table(index), rows, INDEX_OPTIONS)
 
 
-def _block(draw: np.random.Generator, lengths: np.ndarray, edges: np.ndarray) -> pa.RecordBatch:
-    """One record batch of random tokens."""
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    span_offsets = np.arange(0, edges.size + 1, 4, dtype=np.int32)
-    ids = draw.integers(3, VOCABULARY_SIZE, offsets[-1], dtype=np.uint16)
-    return pa.record_batch(
-        {
-            "input_ids": pa.ListArray.from_arrays(offsets, ids),
-            "loss_spans": pa.ListArray.from_arrays(span_offsets, edges.reshape(-1).astype(np.uint16)),
-            "family": pa.nulls(len(lengths), pa.string()),
-            "source_file": pa.array(np.zeros(len(lengths), np.uint16)),
-            "source_row": pa.array(np.arange(len(lengths), dtype=np.uint32)),
-        }
-    )
-
-
-def _write(path: Path, batches: list[pa.RecordBatch], options: pa.ipc.IpcWriteOptions | None = None) -> None:
-    """An Arrow IPC file of these record batches."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batches[0].schema, options=options) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
+def _write(path: Path, table: pa.Table, batch_rows: int, options: pa.ipc.IpcWriteOptions | None = None) -> None:
+    """Write an Arrow IPC file with record batches of so many rows."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=batch_rows)
 
 
 def plan_for(directory: Path, mode: Literal["bucketed", "packed"], batches: int) -> Source:
@@ -169,14 +159,7 @@ def plan_for(directory: Path, mode: Literal["bucketed", "packed"], batches: int)
 def read(source: Source, threads: int) -> None:
     """Read the micro-batches as stage train does."""
     with closing(_ours(source, threads)) as stream:
-        for _ in islice(stream, source.batches):
-            pass
-
-
-def read_rival(dataset: Any, source: Source) -> None:
-    """Read the micro-batches through the Dataset."""
-    for _ in rival_batches(dataset, source):
-        pass
+        deque(islice(stream, source.batches), maxlen=0)
 
 
 def _ours(source: Source, threads: int) -> Any:

@@ -1,38 +1,33 @@
 """Cost of watching memory in stage train: samples in every phase, a row after every step, the search for growth.
 
-Real optimizer steps of a small Llama (fp32, LoRA) run as in stage train, with the monitor and without, interleaved. The
-monitor alone is timed too, since the difference is below a machine's noise: the samples of one step with the model in
-memory, and all searches for growth of a long run, divided by its steps. tracemalloc counts the memory that the monitor
-retains.
+The monitor is timed alone, since its share of a step is below a machine's noise: the samples of one step with the model
+in memory, and all searches for growth of a long run, divided by its steps. The share is of a real optimizer step of a
+small Llama (fp32, LoRA) without the monitor. tracemalloc counts the memory that the monitor retains.
 """
 
 import gc
 import tempfile
 import time
 import tracemalloc
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.harness import Bar, Measured, Row, at_most, benchmark, interleaved_seconds, median_ratio
+from benchmarks.harness import Bar, Measured, Row, at_most, benchmark
 from benchmarks.specs import Trainer, llama, model_spec, padded, random_batch
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step.training_step import Phase
 from lean_finetune.train.monitor.growth import classify
 from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS, check_is_due
-from lean_finetune.train.monitor.measured_peak import Meter, make_meter
+from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
 from lean_finetune.train.process.training_device import training_device
 
 SEED = 11
-ROUNDS, QUICK_ROUNDS = 31, 2
-STEPS_A_ROUND = 5
+STEPS, QUICK_STEPS = 155, 10
 SAMPLES, QUICK_SAMPLES = 2_000, 50
 RUN_STEPS, QUICK_RUN_STEPS = 20_000, 200
 """Steps of the run whose growth is searched for."""
@@ -49,20 +44,15 @@ RETAINED_LIMIT_BYTES = 16 << 10
 def measure(quick: bool) -> Measured:
     """Time steps and samples, for each model."""
     device = training_device()
-    growth_s, rows = _growth_seconds(QUICK_RUN_STEPS if quick else RUN_STEPS)
-    samples = QUICK_SAMPLES if quick else SAMPLES
+    growth_s = _growth_seconds(QUICK_RUN_STEPS if quick else RUN_STEPS)
+    steps, samples = (QUICK_STEPS, QUICK_SAMPLES) if quick else (STEPS, SAMPLES)
     table: list[Row] = []
     bars: list[Bar] = []
     for name, (layers, hidden) in MODELS.items():
         with tempfile.TemporaryDirectory() as directory:
             trainer = _trainer(Path(directory), layers, hidden, device)
-            meter = make_meter(device)
-            monitor = MemoryMonitor(device, meter)
-            bare = partial(_bare_steps, trainer, meter, device)
-            watched = partial(_watched_steps, trainer, monitor, rows, device)
-            seconds = interleaved_seconds({"bare": bare, "watched": watched}, QUICK_ROUNDS if quick else ROUNDS)
-            step_s = median(seconds["bare"]) / STEPS_A_ROUND
-            sample_s = _sample_seconds(MemoryMonitor(device, meter), samples)
+            step_s = _step_seconds(trainer, device, steps)
+            sample_s = _sample_seconds(MemoryMonitor(device, make_meter(device)), samples)
         share = (sample_s + growth_s) / step_s
         table.append(
             {
@@ -71,7 +61,6 @@ def measure(quick: bool) -> Measured:
                 "looks_us": 1e6 * sample_s,
                 "causes_us": 1e6 * growth_s,
                 "percent": 100 * share,
-                "percent, interleaved": 100 * (median_ratio(seconds["watched"], seconds["bare"]) - 1),
             }
         )
         if not quick:  # Few rounds are too noisy.
@@ -91,25 +80,15 @@ def _trainer(directory: Path, layers: int, hidden: int, device: torch.device) ->
     return Trainer.of(load_model(directory, spec, device), setting, device)
 
 
-def _step(trainer: Trainer, device: torch.device, phase: Phase) -> None:
-    """Run one optimizer step and wait for its loss."""
-    batches = (random_batch(SHAPE, VOCABULARY, device) for _ in range(MICRO_BATCHES))
-    trainer.step(batches, MICRO_BATCHES * SHAPE.supervised, phase).loss.item()
-
-
-def _bare_steps(trainer: Trainer, meter: Meter, device: torch.device) -> None:
-    """Run steps with the meter alone."""
-    for _ in range(STEPS_A_ROUND):
-        _step(trainer, device, meter.phase)
-        meter.peak_bytes_of_step()
-
-
-def _watched_steps(trainer: Trainer, monitor: MemoryMonitor, rows: list[dict[str, Any]], device: torch.device) -> None:
-    """Run the same steps with the monitor, at a time when no search for growth is due."""
-    for _ in range(STEPS_A_ROUND):
-        _step(trainer, device, monitor.phase)
-        monitor.step_columns()
-        check_is_due(FIRST_CHECK_STEPS - 1)
+def _step_seconds(trainer: Trainer, device: torch.device, steps: int) -> float:
+    """Median seconds of an optimizer step with the meter alone, up to the value of its loss."""
+    meter, taken = make_meter(device), []
+    for _ in range(steps):
+        start = time.perf_counter()
+        batches = (random_batch(SHAPE, VOCABULARY, device) for _ in range(MICRO_BATCHES))
+        trainer.step(batches, MICRO_BATCHES * SHAPE.supervised, meter.phase).loss.item()
+        taken.append(time.perf_counter() - start)
+    return median(taken)
 
 
 def _sample(monitor: MemoryMonitor) -> None:
@@ -130,8 +109,8 @@ def _sample_seconds(monitor: MemoryMonitor, samples: int) -> float:
     return median(taken)
 
 
-def _growth_seconds(steps: int) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds per step of searching a long run for growth, as often as stage train does; and the run's rows."""
+def _growth_seconds(steps: int) -> float:
+    """Seconds per step of searching a long run for growth, as often as stage train does."""
     draw = np.random.default_rng(SEED)
     tokens = np.clip(draw.lognormal(5.2, 0.9, steps), 16, 2048).round()
     peaks = 1e9 + 2e6 * tokens + draw.normal(0, 1e6, steps)
@@ -151,7 +130,7 @@ def _growth_seconds(steps: int) -> tuple[float, list[dict[str, Any]]]:
     start = time.perf_counter()
     for due in filter(check_is_due, range(steps + 1)):
         classify(rows[:due])
-    return (time.perf_counter() - start) / steps, rows
+    return (time.perf_counter() - start) / steps
 
 
 def retained_bytes(monitor: MemoryMonitor, steps: int) -> int:

@@ -1,16 +1,17 @@
 """One of several processes that share training steps: ours in each mode, plain DDP, and Hugging Face's Trainer.
 
-Run as `python -m benchmarks.rivals.shared_steps MODEL OUT` with torchrun's variables set. Each line of standard input
-is a JSON request: way, steps, load. The answer has the seconds of each step and the bytes sent over the loopback; with
-`load`, the bytes read and allocated while the model was loaded.
+Run by torchrun as `-m benchmarks.rivals.shared_steps MODEL OUT ROUNDS`. All processes load in every mode, then run each
+way in turn. The last line that the first one prints is JSON: the bytes read and allocated by each load, and by way and
+round the seconds of each step and the bytes sent over the loopback.
 """
 
 import json
-import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from benchmarks.harness import interleaved
 from benchmarks.specs import model_spec
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
 from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.step.batches import Batch, collate
+from lean_finetune.step.batches import collate
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
 
@@ -34,6 +36,11 @@ ROWS, LENGTH = 4, 128
 """Shape of each process's micro-batch, one per step."""
 LR, MAX_GRAD_NORM = 1e-4, 1.0
 LOOPBACK = "lo"
+MODES = ("ddp", "zero1", "zero2", "zero3")
+PLAIN, HF = "ddp_plain", "hf"
+STEPS = 6
+WARM_STEPS = 1
+"""First steps of each round, which do not count: the Trainer builds its DDP in each."""
 SPEC = model_spec("full", "fp32", grad_ckpt=False)
 
 
@@ -41,6 +48,11 @@ def token_rows(rank: int, vocabulary: int) -> list[list[int]]:
     """The rows of a process as token ids."""
     draw = torch.Generator().manual_seed(rank)
     return torch.randint(3, vocabulary, (ROWS, LENGTH), generator=draw).tolist()
+
+
+def load_plain(directory: Path) -> Any:
+    """Load the model as scripts do."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 def load_ours(directory: Path, mode: str, world: World) -> Any:
@@ -51,64 +63,60 @@ def load_ours(directory: Path, mode: str, world: World) -> Any:
     return make_parallel(model, world, sharing, CPU)
 
 
-class Ours:
+Run = Callable[[int], list[float]]
+"""Runs so many steps and returns the seconds of each."""
+
+
+def timed(step: Callable[[], torch.Tensor], steps: int) -> list[float]:
+    """Seconds of each step, up to the value of its loss."""
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step().item()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def ours(directory: Path, mode: str, world: World) -> Run:
     """The training step of stage train."""
+    parallel = load_ours(directory, mode, world)
+    spec = OptimSpec(name="adamw", lr=LR, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
+    optimizer = build_optimizer(parallel.owned, spec)
+    rows = token_rows(world.rank, read_config(directory).vocab_size)
+    batch = collate([(np.array(row), np.array([[0, LENGTH]])) for row in rows], LENGTH, 0)
 
-    def __init__(self, directory: Path, mode: str, world: World):
-        """Load the model and make the optimizer."""
-        self._parallel = load_ours(directory, mode, world)
-        spec = OptimSpec(name="adamw", lr=LR, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
-        self._optimizer = build_optimizer(self._parallel.owned, spec)
-        rows = token_rows(world.rank, read_config(directory).vocab_size)
-        self._rows = [(np.array(row), np.array([[0, LENGTH]])) for row in rows]
-        self._supervised = ROWS * (LENGTH - 1) * world.size
+    def step() -> torch.Tensor:
+        return training_step(
+            parallel.owned,
+            optimizer,
+            iter([batch]),
+            supervised_tokens=ROWS * (LENGTH - 1) * world.size,
+            model_spec=SPEC,
+            spec=StepSpec(loss_chunk=None, max_grad_norm=MAX_GRAD_NORM, foreach=False),
+            phase=lambda name: nullcontext(),
+            guard=lambda losses, norm: None,
+            parallel=parallel,
+            micro_batches=1,
+        ).loss
 
-    def run(self, steps: int) -> list[float]:
-        """Seconds of each step."""
-        batch: Batch = collate(self._rows, LENGTH, 0, flat=False)
-        seconds = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            result = training_step(
-                self._parallel.owned,
-                self._optimizer,
-                iter([batch]),
-                supervised_tokens=self._supervised,
-                model_spec=SPEC,
-                spec=StepSpec(loss_chunk=None, max_grad_norm=MAX_GRAD_NORM, foreach=False),
-                phase=lambda name: nullcontext(),
-                guard=lambda losses, norm: None,
-                parallel=self._parallel,
-                micro_batches=1,
-            )
-            result.loss.item()
-            seconds.append(time.perf_counter() - start)
-        return seconds
+    return partial(timed, step)
 
 
-class PlainDdp:
+def plain_ddp(directory: Path, world: World) -> Run:
     """The loop of a tutorial: DDP, clipping, fused AdamW."""
+    model = torch.nn.parallel.DistributedDataParallel(load_plain(directory))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+    ids = torch.tensor(token_rows(world.rank, model.module.config.vocab_size))
 
-    def __init__(self, directory: Path, world: World):
-        """Load the model and make the optimizer."""
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        self._model = torch.nn.parallel.DistributedDataParallel(model)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, weight_decay=0.0, fused=True)
-        self._ids = torch.tensor(token_rows(world.rank, model.config.vocab_size))
+    def step() -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
 
-    def run(self, steps: int) -> list[float]:
-        """Seconds of each step."""
-        seconds = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            loss = self._model(input_ids=self._ids, labels=self._ids).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
-            loss.item()
-            seconds.append(time.perf_counter() - start)
-        return seconds
+    return partial(timed, step)
 
 
 class Clock(TrainerCallback):
@@ -128,22 +136,15 @@ class Clock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._start)
 
 
-class HfTrainer:
+def hf_trainer(directory: Path, world: World, out: str) -> Run:
     """Hugging Face's Trainer, which uses DDP."""
+    model = load_plain(directory)
+    rows = [{"input_ids": row, "labels": row} for row in token_rows(world.rank, model.config.vocab_size)]
 
-    def __init__(self, directory: Path, world: World, out: str):
-        """Load the model and make the optimizer."""
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        self._rows = [
-            {"input_ids": row, "labels": row} for row in token_rows(world.rank, self._model.config.vocab_size)
-        ]
-        self._out = out
-
-    def run(self, steps: int) -> list[float]:
-        """Seconds of each step."""
+    def run(steps: int) -> list[float]:
         clock = Clock()
         arguments = TrainingArguments(
-            output_dir=self._out,
+            output_dir=out,
             max_steps=steps,
             per_device_train_batch_size=ROWS,
             learning_rate=LR,
@@ -159,9 +160,11 @@ class HfTrainer:
             ddp_find_unused_parameters=False,
             dataloader_pin_memory=False,
         )
-        rows = self._rows * (steps * dist.get_world_size())
-        Trainer(model=self._model, args=arguments, train_dataset=rows, callbacks=[clock]).train()
+        dataset = rows * (steps * world.size)
+        Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[clock]).train()
         return clock.seconds
+
+    return run
 
 
 def loaded(directory: Path, mode: str, world: World) -> dict[str, Any]:
@@ -177,34 +180,30 @@ def loaded(directory: Path, mode: str, world: World) -> dict[str, Any]:
     return {"read_bytes": int(figures[:, 0].sum()), "own_bytes": figures[:, 1].tolist()}
 
 
+def measured(run: Run) -> dict[str, Any]:
+    """Seconds of the steps of a round, and bytes that all processes sent."""
+    dist.barrier()
+    sent = psutil.net_io_counters(pernic=True)[LOOPBACK].bytes_sent
+    seconds = run(WARM_STEPS + STEPS)
+    dist.barrier()
+    return {"seconds": seconds, "sent_bytes": psutil.net_io_counters(pernic=True)[LOOPBACK].bytes_sent - sent}
+
+
 def main() -> None:
-    """Answer requests until standard input ends."""
-    directory, out = Path(sys.argv[1]), sys.argv[2]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """Load, run all rounds, and print."""
+    directory, out, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
-    ways: dict[str, Any] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        way, steps = request["way"], request["steps"]
-        if request.get("load"):
-            answer = loaded(directory, way, world)
-        else:
-            if way not in ways:
-                made = {"ddp_plain": lambda: PlainDdp(directory, world), "hf": lambda: HfTrainer(directory, world, out)}
-                ways[way] = made[way]() if way in made else Ours(directory, way, world)
-            dist.barrier()
-            sent = psutil.net_io_counters(pernic=True)[LOOPBACK].bytes_sent
-            seconds = ways[way].run(steps)
-            dist.barrier()
-            sent = psutil.net_io_counters(pernic=True)[LOOPBACK].bytes_sent - sent
-            answer = {"seconds": seconds, "sent_bytes": sent}
-        print(json.dumps(answer), file=answers, flush=True)
+    loads = {mode: loaded(directory, mode, world) for mode in MODES}
+    ways = {mode: ours(directory, mode, world) for mode in MODES}
+    ways |= {PLAIN: plain_ddp(directory, world), HF: hf_trainer(directory, world, out)}
+    steps = interleaved({way: partial(measured, run) for way, run in ways.items()}, rounds)
     dist.destroy_process_group()
+    if world.is_first:
+        print(json.dumps({"loads": loads, "steps": steps}))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.plan.split_step import split_micro_batches
@@ -33,19 +34,17 @@ def load(
     Raises:
         UserError: at the batch concerned: the plan was made for other tokens, or the tokens are damaged.
     """
-    planned = _planned(tokens, plan, start_step, rank, max_tokens)
+    steps = range(start_step, len(plan.steps))
+    planned = chain.from_iterable(own_micro_batches(tokens, plan, step, rank, max_tokens) for step in steps)
     if threads:
         return _read_ahead(tokens, planned, pad_id, pin_memory, threads)
     return (read_batch(tokens, micro_batch, pad_id, pin_memory=pin_memory) for micro_batch in planned)
 
 
-def _planned(tokens: TokenRows, plan: Plan, start_step: int, rank: int, max_tokens: int | None) -> Iterator[MicroBatch]:
-    """The micro-batches of one rank, from a step on."""
-    for step in range(start_step, len(plan.steps)):
-        own = [one for one in plan.steps[step] if one.rank == rank]
-        if max_tokens is not None:
-            own = split_micro_batches(own, max_tokens, tokens.lengths, tokens.supervised)
-        yield from own
+def own_micro_batches(tokens: TokenRows, plan: Plan, step: int, rank: int, max_tokens: int | None) -> list[MicroBatch]:
+    """The micro-batches of one rank in a step; those of more than `max_tokens` padded tokens are split."""
+    own = [one for one in plan.steps[step] if one.rank == rank]
+    return own if max_tokens is None else split_micro_batches(own, max_tokens, tokens.lengths, tokens.supervised)
 
 
 def _read_ahead(

@@ -177,8 +177,6 @@ class Trainer:
         self.curves.append(row)
         for callback in self.callbacks:
             callback.on_step(row)
-            if "heldout_loss" in row:
-                callback.on_heldout(row)
         with self.position.phase(CHECKPOINT):
             saved = self.checkpoints.after_step(run)
         if saved:

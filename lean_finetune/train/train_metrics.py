@@ -52,7 +52,7 @@ def train_metrics(result: TrainResult, measured: MeasuredPeaks, device: torch.de
         "load_host_peak_bytes": result.load_host.peak_bytes,
         "load_host_added_bytes": result.load_host.added_bytes,
         "growth": {
-            "summary": growth_line(growth, curves, lambda series: None, result.settings),
+            "summary": growth_line(growth, curves, None, result.settings),
             "cause": growth.cause,
             "series": growth.series,
             "slope_bytes_per_step": growth.slope_bytes_per_step,

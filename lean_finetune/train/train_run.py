@@ -27,7 +27,7 @@ from lean_finetune.train.job import Paths, make_job, prepare_device
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.oom.oom_handler import OomHandler
-from lean_finetune.train.oom.oom_report import RunOptions, oom_error, read_prediction
+from lean_finetune.train.oom.oom_report import oom_error, read_prediction
 from lean_finetune.train.oom.oom_state import SAVE, Failure, OutOfMemory
 from lean_finetune.train.process.best_effort_output import ignore_output_errors
 from lean_finetune.train.process.crash_marker import crash_marker
@@ -124,7 +124,7 @@ def _train_and_publish(
         with oom_handler.position.phase(SAVE):
             publish_weights(result, job, params, paths)
         wait_for_all()  # The first process may have merged a large model.
-        measured = largest_over_ranks(meter.result(), result.parallel, job.device)
+        measured = largest_over_ranks(meter.result(), ControlChannel(job.world, job.device), job.device)
         figures = {**train_metrics(result, measured, job.device), **resumed_figures(where)}
         if job.world.is_first:
             publish_record(result, figures, params, paths)
@@ -143,16 +143,19 @@ def _oom_handler(job: TrainJob, run: Run, paths: Paths, on_step: Callable[[int],
     """Create the handler; it reads the prediction only when memory runs out."""
     name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "this machine"
     split = run.oom_recovery == "split"
-    options = RunOptions(
-        method=job.model_spec.method,
-        precision=job.model_spec.precision,
-        optimizer=job.optim_spec.name,
-        can_split=not (split or job.world.size > 1 or job.step_spec.optimizer_in_backward),
-    )
+    can_split = not (split or job.world.size > 1 or job.step_spec.optimizer_in_backward)
 
     def report(failure: Failure) -> OutOfMemory:
         prediction = read_prediction(read_json(paths.estimate), paths.verdict.parent)
-        return oom_error(failure, prediction, device=name, options=options, record=scratch_root() / "oom.json")
+        return oom_error(
+            failure,
+            prediction,
+            device=name,
+            spec=job.model_spec,
+            optimizer=job.optim_spec.name,
+            can_split=can_split,
+            record=scratch_root() / "oom.json",
+        )
 
     return OomHandler(
         job.device,

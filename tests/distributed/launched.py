@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ruamel.yaml import YAML
-
+from benchmarks.processes import write_params
 from stages.bucket import main as bucket
 from tests.conftest import ROOT
 from tests.processes import kill_group, killed_after
@@ -18,13 +17,7 @@ from tests.workspace import invoke
 
 def change(root: Path, **values: object) -> None:
     """Write values into params.yaml: `train__lr` is train.lr."""
-    yaml = YAML()
-    params = yaml.load((root / "params.yaml").read_text())
-    for dotted, value in values.items():
-        section, key = dotted.split("__")
-        params[section][key] = value
-    with open(root / "params.yaml", "w") as file:
-        yaml.dump(params, file)
+    write_params(root, {key.replace("__", "."): value for key, value in values.items()}, root / "params.yaml")
 
 
 def planned(root: Path, gpus: int, sharding: str, **values: object) -> None:

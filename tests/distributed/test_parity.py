@@ -105,22 +105,19 @@ def case_of(directory: Path, mode: str, method: str, option: str) -> Case:
     return Case(directory=str(directory), mode=mode, model=model, **{"steps": 8, **given})
 
 
+FAST = {
+    ("ddp", "qlora", "accumulation"),
+    ("zero1", "lora", "chunk"),
+    ("zero3", "full", "accumulation"),
+    ("zero3", "qlora", "all"),
+}
+
+
 @pytest.mark.parametrize(
     ("mode", "method", "option"),
-    [
-        ("ddp", "qlora", "accumulation"),
-        ("zero1", "lora", "chunk"),
-        ("zero3", "full", "accumulation"),
-        ("zero3", "qlora", "all"),
-    ],
+    [case if case in FAST else slow(*case) for case in product(MODES, METHODS, OPTIONS)],
 )
 def test_two_processes_learn_what_one_learns(small_llama: Path, pair: Group, single: Single, mode, method, option):
-    check_exact_parity(pair, single, case_of(small_llama, mode, method, option))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "method", "option"), list(product(MODES, METHODS, OPTIONS)))
-def test_every_mode_method_and_switch(small_llama: Path, pair: Group, single: Single, mode, method, option):
     check_exact_parity(pair, single, case_of(small_llama, mode, method, option))
 
 
@@ -221,24 +218,16 @@ EXPERT_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "model"), [EXPERT_CASES[0], *(slow(*case) for case in EXPERT_CASES[1:])])
-def test_experts_shared_by_processes_learn_the_same(tmp_path, pair: Group, single: Single, mode, model):
-    """Packed experts sharded without their scales, or rows sent to the experts of another process's weights."""
-    check_experts(pair, single, tmp_path, mode, model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "model"), EXPERT_CASES)
-def test_experts_shared_by_four_processes_learn_the_same(tmp_path, four: Group, single: Single, mode, model):
-    """Three of four have no work in the last turn."""
-    check_experts(four, single, tmp_path, mode, model)
-
-
-def check_experts(group: Group, single: Single, directory: Path, mode: str, model: dict[str, Any]) -> None:
-    """Losses, weights and the load of experts; processes without work count no tokens."""
-    save_small("Qwen3-MoE", directory)
-    case = Case(directory=str(directory), mode=mode, sizes=IDLE, chunk=16, steps=8, model=model)
-    results = check(group, single, case, same_batches(case), EXACT)
+@pytest.mark.parametrize(
+    ("processes", "mode", "model"),
+    [("pair", *EXPERT_CASES[0]), *(slow("pair", *case) for case in EXPERT_CASES[1:])]
+    + [slow("four", *case) for case in EXPERT_CASES],
+)
+def test_experts_shared_by_processes_learn_the_same(request, tmp_path, single: Single, processes, mode, model):
+    """Packed experts sharded without their scales, rows sent to another process's experts, or padding counted."""
+    save_small("Qwen3-MoE", tmp_path)
+    case = Case(directory=str(tmp_path), mode=mode, sizes=IDLE, chunk=16, steps=8, model=model)
+    results = check(request.getfixturevalue(processes), single, case, same_batches(case), EXACT)
     found, expected = (results[name]["expert_loads"] for name in ("found", "expected"))
     assert len(expected) == 8
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)

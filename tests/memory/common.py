@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 from transformers import LlamaConfig
 
+from benchmarks.specs import joined  # noqa: F401 - for the tests
+from benchmarks.specs import llama as large_llama
+from benchmarks.specs import padded as shape  # noqa: F401
 from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.devices import cpu_device, resolve_gpu
@@ -15,7 +18,6 @@ from lean_finetune.memory.gpus import BF16_CAPABILITY, Device, context_of
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.step.batches import BatchShape
 from tests.small_model import spec_of
 
 CPU_TARGET = target_of(cpu_device(2**34))
@@ -48,22 +50,8 @@ def llama(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**sizes, **changes})
 
 
-LLAMA_3_1_8B = llama(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-)
-LLAMA_3_1_70B = llama(
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    vocab_size=128256,
-)
+LLAMA_3_1_8B = large_llama(4096, 14336, layers=32, heads=32, kv_heads=8)
+LLAMA_3_1_70B = large_llama(8192, 28672, layers=80, heads=64, kv_heads=8)
 
 
 def setting_of(**changes: Any) -> Setting:
@@ -71,14 +59,6 @@ def setting_of(**changes: Any) -> Setting:
     own: dict[str, Any] = {"optimizer": "adamw", "loss_chunk": 32, "max_grad_norm": 1.0}
     own |= {name: changes.pop(name) for name in set(changes) & set(Setting.__dataclass_fields__)}
     return Setting(model=spec_of(**changes), **own)
-
-
-def shape(rows: int, length: int, supervised: int) -> BatchShape:
-    return BatchShape(rows=rows, length=length, supervised=supervised, joined_lengths=None)
-
-
-def joined(lengths: tuple[int, ...], supervised: int) -> BatchShape:
-    return BatchShape(rows=1, length=sum(lengths), supervised=supervised, joined_lengths=lengths)
 
 
 def micro_batch(step: int, rows: Iterable[int], length: int, supervised: int, **changes: Any) -> MicroBatch:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from benchmarks.specs import llama
 from lean_finetune.core.units import GIB
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.switches import weights_on_host
@@ -13,16 +14,9 @@ from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import host_state_bytes
 from lean_finetune.memory.trace.fake_distributed import Sharing
-from tests.memory.common import LLAMA_3_1_8B, LLAMA_3_1_70B, gpu_target, llama, setting_of, shape
+from tests.memory.common import LLAMA_3_1_8B, LLAMA_3_1_70B, gpu_target, setting_of, shape
 
-LLAMA_2_7B = llama(
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    vocab_size=32000,
-)
+LLAMA_2_7B = llama(4096, 11008, layers=32, heads=32, kv_heads=32, vocabulary=32000)
 FULL: dict[str, Any] = {"method": "full", "precision": "bf16", "grad_ckpt": True}
 COPIES = {**FULL, "master_weights": True}
 IN_4_BITS: dict[str, Any] = {"method": "qlora", "lora_rank": 16, "loss_chunk": 512}

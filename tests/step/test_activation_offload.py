@@ -12,7 +12,7 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore, HostStore, make_offload
 from lean_finetune.step.loss import summed_loss
 from tests.small_model import CPU, spec_of
-from tests.step.common import assert_equal, run, slow, split
+from tests.step.common import assert_equal, run, split
 
 
 class RecordingStore(HostStore):
@@ -37,8 +37,6 @@ class RecordingStore(HostStore):
     [
         ("full", False),
         ("qlora", True),
-        *(slow(*case) for case in (("full", True), ("lora", False), ("lora", True), ("qlora", False))),
-        *(slow("int8_lora", grad_ckpt) for grad_ckpt in (False, True)),
     ],
 )
 def test_losses_and_weights_are_equal_to_the_last_bit(small_llama, tmp_path, method, grad_ckpt):

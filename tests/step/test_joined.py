@@ -67,19 +67,6 @@ def test_every_token_of_a_joined_row_has_the_loss_it_has_alone(config):
     check_joined_rows(model, CPU)
 
 
-@pytest.mark.parametrize(
-    ("method", "chunk"), [("full", None), ("lora", 16), slow("full", 16), slow("qlora", None), slow("qlora", 16)]
-)
-def test_joined_rows_train_as_padded_ones(small_llama: Path, method: str, chunk: int | None):
-    """Packing changes speed and memory, never what is learnt."""
-    padded, weights = run(small_llama, split([8]), method=method, chunk=chunk)
-    packed, other = run(small_llama, joined([3, 5], padding=9), method=method, chunk=chunk)
-    for a, b in zip(padded, packed, strict=True):
-        assert a.loss.item() == pytest.approx(b.loss.item(), abs=1e-5)
-        assert a.grad_norm.item() == pytest.approx(b.grad_norm.item(), rel=1e-3)
-    assert_equal(weights, other, 5e-3 if method == "full" else 2e-3)
-
-
 @pytest.mark.parametrize("method", ["full", slow("qlora")])
 def test_checkpointing_changes_no_bit_of_joined_rows(small_llama: Path, method: str):
     """Recomputation runs in backward, where no context of forward is left: row bounds must travel with it."""

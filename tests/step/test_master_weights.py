@@ -33,7 +33,7 @@ def optim_of(name: str) -> OptimSpec:
 
 @pytest.mark.parametrize(
     "form",
-    [{"method": "full"}, *FORMS, *(slow({"method": "full", "optim": optim_of(name)}) for name in OTHERS)],
+    [*FORMS, *(slow({"method": "full", "optim": optim_of(name)}) for name in OTHERS)],
     ids=str,
 )
 def test_an_update_on_the_host_is_that_of_the_device(small_llama, form):

@@ -104,7 +104,7 @@ def test_jumps_are_reported_with_step_and_size():
         values[150:] += 380 * MIB
         growth = classify(rows := rows_of(live_bytes=values))[0]
         assert growth.cause == "jump"
-        assert re.search(r"live_bytes jumps by 0\.3\d+ GiB at step 150;", growth_line(growth, rows, lambda _: None, {}))
+        assert re.search(r"live_bytes jumps by 0\.3\d+ GiB at step 150;", growth_line(growth, rows, None, {}))
     values[300:] += 100 * MIB
     assert str(classify(rows_of(live_bytes=values))[0].jumps).endswith("at steps 150, 300")
 
@@ -167,7 +167,7 @@ def test_remedies_that_are_set_are_not_proposed():
     }
     for columns in ({"live_bytes": LINE}, {"rss_bytes": LINE}, STAIRS):
         growth = classify(rows := rows_of(**columns))[0]
-        already_set, unknown = (growth_line(growth, rows, lambda _: None, settings) for settings in (current, {}))
+        already_set, unknown = (growth_line(growth, rows, None, settings) for settings in (current, {}))
         assert not any(name in already_set for name in current) and "-S " in unknown
 
 
@@ -185,7 +185,7 @@ def test_remedies_that_are_set_are_not_proposed():
 def test_each_cause_is_one_line_with_figures_and_parameters_that_exist(columns, cause: str, pattern: str):
     rows = rows_of(**columns)
     growth = next(one for one in classify(rows) if one.cause == cause)
-    line = growth_line(growth, rows, lambda _: 6 * GIB, {})
+    line = growth_line(growth, rows, 6 * GIB, {})
     assert re.search(pattern, line) and "\n" not in line
     for parameter in re.findall(r"-S ([a-z_.]+)=", line):
         section, key = parameter.split(".")

@@ -10,7 +10,6 @@ import pytest
 from benchmarks.estimate_cpu import save_small
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import Plan
-from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import refuse_other_ranks
 from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.training_step import StepSpec
@@ -40,24 +39,6 @@ def losses(directory: Path, tokens: Tokens, plan: Plan, threads: int, **changes:
     return [value for row in curves for value in (row["loss"], row.get("heldout_loss"), row["grad_norm"])]
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_reading_ahead_does_not_change_results(small_llama: Path, tokens, flat: bool):
-    plan = two_micro_batches(tokens, flat=flat)
-    alone = losses(small_llama, tokens, plan, 0)
-    assert len(alone) == 3 * STEPS and alone[0] > 1
-    assert losses(small_llama, tokens, plan, 2) == alone
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_activations_on_disk_do_not_change_results(small_llama: Path, tokens, tmp_path: Path, flat: bool):
-    """A held-out pass between two steps, or joined rows, that read activations of another micro-batch."""
-    plan = two_micro_batches(tokens, flat=flat)
-    store = DiskStore(CPU, tmp_path)
-    assert losses(small_llama, tokens, plan, 0, offload=ActivationOffload(store)) == losses(
-        small_llama, tokens, plan, 0
-    )
-
-
 def test_place_and_time_of_updates_do_not_change_results(small_llama: Path, tokens):
     """A learning rate or held-out pass that updates in backward or on the host ignore."""
     two = two_micro_batches(tokens, flat=False)
@@ -79,16 +60,6 @@ def test_a_packed_run_has_the_losses_of_the_padded_run(small_llama: Path, tokens
     assert len(compared) == 2 * STEPS + 2
     for a, b in compared:
         assert a == pytest.approx(b, rel=1e-5)
-
-
-@pytest.mark.parametrize("threads", [0, 2])
-def test_wrong_plan_is_one_line(small_llama: Path, tokens, threads: int):
-    """A reader that fails in a thread must not leave the loop waiting for it."""
-    with pytest.raises(UserError, match=r"rows of step 1 differ from the batch plan"):
-        plan = two_micro_batches(tokens, flat=False)
-        planned = [plan.micro_batch(number) for number in range(len(plan))]
-        broken = [replace(one, supervised=one.supervised + (one.step == 1)) for one in planned]
-        losses(small_llama, tokens, Plan.of(broken), threads)
 
 
 def test_a_plan_for_another_number_of_gpus_is_refused(tokens):

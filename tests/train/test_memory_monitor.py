@@ -21,10 +21,10 @@ from lean_finetune.train.monitor.memory_counters import (
     Counters,
     CudaCounters,
     MallocCounters,
-    ProcessMemory,
     make_counters,
+    process_bytes,
 )
-from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, MemoryMonitor
+from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
 from lean_finetune.train.train_job import TrainJob, TrainResult
 from lean_finetune.train.train_metrics import train_metrics
 from tests.small_model import CPU, spec_of
@@ -75,18 +75,18 @@ def test_without_counters_columns_are_empty(monkeypatch):
 @linux
 def test_process_memory_is_separated_from_mapped_files(tmp_path: Path):
     """Weights and token shards that are read counted as growth of the process."""
-    size, resident = 48 * MIB, ProcessMemory()
+    size = 48 * MIB
     (tmp_path / "file").write_bytes(bytes(size))
-    rss, own = resident.read_both()
+    rss, own = process_bytes()
     with open(tmp_path / "file", "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         assert sum(mapped[:: mmap.PAGESIZE]) == 0
-        rss_read, own_read = resident.read_both()
+        rss_read, own_read = process_bytes()
     assert own is not None and own_read is not None
     assert rss_read - rss > 0.9 * size and own_read - own < size / 4
     with mmap.mmap(-1, size) as filled:  # malloc's heap may have as many resident pages already.
         filled.write(b"\1" * size)
-        assert resident.read() > rss_read + 0.9 * size - size
-        assert resident.read_both()[1] > own + 0.9 * size  # type: ignore[operator]
+        assert process_bytes()[0] > rss_read + 0.9 * size - size
+        assert process_bytes()[1] > own + 0.9 * size  # type: ignore[operator]
 
 
 @glibc
@@ -113,12 +113,6 @@ def test_restored_figures_sum_retries_and_keep_the_largest_bytes(monitor: Memory
     monitor.restore({"forward": seen})
     monitor.restore({"forward": {**seen, "reserved_bytes": 7 * MIB, "alloc_retries": 3}})
     assert monitor.by_phase() == {"forward": {**seen, "alloc_retries": 5}}
-
-
-def test_a_step_has_every_column_of_memory(monitor: MemoryMonitor):
-    row = monitor.step_columns()
-    assert tuple(row) == MEMORY_COLUMNS
-    assert row["pinned_bytes"] is None
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ from lean_finetune.core.address_limit import AddressLimit
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.step.oom_errors import is_out_of_memory
-from lean_finetune.train.oom.oom_report import Prediction, RunOptions, changes_that_fit, oom_error, read_prediction
+from lean_finetune.train.oom.oom_report import Prediction, changes_that_fit, oom_error, read_prediction
 from lean_finetune.train.oom.oom_state import Failure, requested_bytes
+from tests.small_model import spec_of
 
 FAILURE = Failure(
     message="OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. " + "GPU 0 has figures. " * 20,
@@ -36,7 +37,7 @@ FAILURE = Failure(
     weights_intact=True,
     snapshot={"segments": []},
 )
-FULL = RunOptions(method="full", precision="fp32", optimizer="adamw", can_split=True)
+FULL: dict[str, Any] = {"spec": spec_of(method="full"), "optimizer": "adamw", "can_split": True}
 METRICS = {"worst_phase": "backward", "gpu": "RTX-4090", "capacity_gib": 23.99}
 FORECAST = Prediction(
     metrics=METRICS,
@@ -46,10 +47,10 @@ FORECAST = Prediction(
 
 
 def lines_of(
-    failure: Failure, tmp_path: Path, *, forecast: Prediction = FORECAST, running: RunOptions = FULL
+    failure: Failure, tmp_path: Path, *, forecast: Prediction = FORECAST, running: dict[str, Any] = FULL
 ) -> list[str]:
     """The error's line, then the details."""
-    error = oom_error(failure, forecast, device="RTX-4090", options=running, record=tmp_path / "oom.json")
+    error = oom_error(failure, forecast, device="RTX-4090", record=tmp_path / "oom.json", **running)
     return [str(error), *error.details]
 
 
@@ -93,12 +94,12 @@ def test_each_phase_has_its_own_remedy(tmp_path: Path, changes: dict[str, Any], 
 
 def test_current_settings_are_not_proposed(tmp_path: Path):
     """A run of qlora that is advised to use qlora, and one of sgd to use an optimizer with less state."""
-    least = RunOptions(method="qlora", precision="bf16", optimizer="sgd", can_split=False)
+    least = {"spec": spec_of(method="qlora", precision="bf16"), "optimizer": "sgd", "can_split": False}
     for phase in ("load", "optimizer"):
         failure = replace(FAILURE, phase=phase, step=None, number=None, weights_intact=False)
         assert lines_of(failure, tmp_path, running=least)[0].startswith("hardware.gpu: ")
     loading = replace(FAILURE, phase="load", step=None, number=None)
-    line = lines_of(loading, tmp_path, running=replace(least, method="lora"))[0]
+    line = lines_of(loading, tmp_path, running={**least, "spec": spec_of(method="lora", precision="bf16")})[0]
     assert line.startswith("train.method: ") and "(qlora)" in line
     assert not any("run.oom_recovery" in line for line in lines_of(FAILURE, tmp_path, running=least))
 

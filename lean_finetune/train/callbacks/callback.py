@@ -85,10 +85,10 @@ class Callback:
         """Called before the model is loaded."""
 
     def on_step(self, row: Row) -> None:
-        """Called after each optimizer step; `row["allocated_bytes"]` is its measured peak, None if not measured."""
+        """Called after each optimizer step.
 
-    def on_heldout(self, row: Row) -> None:
-        """Called after `on_step` if the held-out loss was computed: `row["heldout_loss"]`."""
+        `row["allocated_bytes"]` is its measured peak, None if not measured; `row["heldout_loss"]` exists if computed.
+        """
 
     def on_checkpoint(self, step: int) -> None:
         """Called when a checkpoint of `step` finished steps was started."""

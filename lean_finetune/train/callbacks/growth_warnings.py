@@ -25,10 +25,8 @@ class GrowthWarnings(Callback):
             return
         for growth in classify(self.info.curves):
             if growth.cause not in self._reported:
-                line = growth_line(growth, self.info.curves, self._free_bytes, self.info.parameters)
+                on_host = growth.series in (OWN, RESIDENT)
+                free = free_host_bytes()[0] if on_host else self._counters.left_bytes()
+                line = growth_line(growth, self.info.curves, free, self.info.parameters)
                 tqdm.write(f"warning: {line}", file=sys.stderr)
             self._reported.add(growth.cause)
-
-    def _free_bytes(self, series: str) -> int:
-        """Return the memory that is left for a series."""
-        return free_host_bytes()[0] if series in (OWN, RESIDENT) else self._counters.left_bytes()

@@ -45,7 +45,7 @@ class ProgressBar(Callback):
         )
 
     def on_step(self, row: Row) -> None:
-        """Advance the bar."""
+        """Advance the bar, and print both losses where there are two."""
         text = f"loss {row['loss']:.4g}, {row['tokens'] / row['seconds']:,.0f} tok/s"
         if row[self._column] is not None:
             text += f", {row[self._column] / GIB:.3g}/{self._limit_gib:.3g} GiB"
@@ -53,10 +53,8 @@ class ProgressBar(Callback):
             text += f", {row['alloc_retries']} retries"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
-
-    def on_heldout(self, row: Row) -> None:
-        """Print both losses."""
-        self._bar.write(f"step {row['step'] + 1}: loss {row['loss']:.4f}, held-out loss {row['heldout_loss']:.4f}")
+        if "heldout_loss" in row:
+            self._bar.write(f"step {row['step'] + 1}: loss {row['loss']:.4f}, held-out loss {row['heldout_loss']:.4f}")
 
     def on_end(self, peak_bytes: int | None) -> None:
         """Close the bar."""

@@ -1,7 +1,9 @@
 """The callbacks of every training run, and the trackers that `run.trackers` may name."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.train.callbacks.callback import Callback, RunInfo
 from lean_finetune.train.callbacks.dvclive_tracker import DvcLiveTracker
 from lean_finetune.train.callbacks.growth_warnings import GrowthWarnings
@@ -10,7 +12,7 @@ from lean_finetune.train.callbacks.mlflow_tracker import MlflowTracker
 from lean_finetune.train.callbacks.progress_bar import ProgressBar
 from lean_finetune.train.callbacks.slow_steps import SlowSteps
 from lean_finetune.train.callbacks.tensorboard_tracker import TensorBoardTracker
-from lean_finetune.train.callbacks.tracker import Tracker, refuse_missing_package
+from lean_finetune.train.callbacks.tracker import Tracker
 from lean_finetune.train.callbacks.wandb_tracker import WandbTracker
 
 CALLBACKS: list[type[Callback]] = [GrowthWarnings, SlowSteps, LiveCurves, ProgressBar]
@@ -32,5 +34,10 @@ def refuse_missing_trackers(trackers: Sequence[str]) -> None:
     Raises:
         UserError: with the command that installs the first one.
     """
-    for name in trackers:
-        refuse_missing_package(TRACKERS[name])
+    for tracker in (TRACKERS[name] for name in trackers):
+        spec = find_spec(tracker.package)
+        if spec is None or spec.origin is None:  # A directory of that name in the working directory has no origin.
+            raise UserError(
+                f"run.trackers: {tracker.name} needs a package that is not installed; run `pip install "
+                f"{tracker.install}` or remove it from run.trackers"
+            )

@@ -2,14 +2,12 @@
 
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tqdm import tqdm
 
 from lean_finetune.core.atomic_files import repo_root
-from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, Callback, Row, RunInfo
 
@@ -99,17 +97,3 @@ class Tracker(Callback):
             self.active = False
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             tqdm.write(f"warning: {self.name} is off from here on, training continues: {reason}", file=sys.stderr)
-
-
-def refuse_missing_package(tracker: type[Tracker]) -> None:
-    """Refuse a tracker whose library is not installed.
-
-    Raises:
-        UserError: with the command that installs it.
-    """
-    spec = find_spec(tracker.package)
-    if spec is None or spec.origin is None:  # A directory of that name in the working directory has no origin.
-        raise UserError(
-            f"run.trackers: {tracker.name} needs a package that is not installed; run `pip install {tracker.install}` "
-            "or remove it from run.trackers"
-        )

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -81,21 +81,16 @@ class TrainingRun:
         return len(self.curves)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalTensor:
+class LocalTensor(NamedTuple):
     """A tensor of this process: a full tensor or a range of its rows."""
 
     tensor: torch.Tensor
-    first: int
-    """First row of the range."""
-    full_shape: tuple[int, ...]
-    stored_here: bool
-    """Whether this process writes it to checkpoints."""
+    rows: ShardSlice
 
     @property
     def is_range(self) -> bool:
         """Whether the full tensor has more rows."""
-        return tuple(self.tensor.shape) != self.full_shape
+        return tuple(self.tensor.shape) != self.rows.full_shape
 
 
 def layout_of(size: int, sharding: str) -> dict[str, Any]:
@@ -107,7 +102,7 @@ def local_tensors(run: TrainingRun) -> dict[str, LocalTensor]:
     """Return this process's trained weights, optimizer tensors and random states by name."""
     trained, pieces = run.parallel.trained_parameters(), run.parallel.slices()
     by_name = {name: piece for (name, _), piece in zip(trained, pieces, strict=True)}
-    found = {f"weights/{name}": _local(parameter.detach(), by_name[name]) for name, parameter in trained}
+    found = {f"weights/{name}": LocalTensor(parameter.detach(), by_name[name]) for name, parameter in trained}
     shapes = {name: parameter.shape for name, parameter in trained}
     for prefix, name, state in _optimizer_states(run):
         piece = by_name[name]
@@ -116,28 +111,25 @@ def local_tensors(run: TrainingRun) -> dict[str, LocalTensor]:
                 continue
             rows = shapes[name][0] if shapes[name] else 0
             if value.shape == shapes[name]:
-                found[f"{prefix}/{name}/{key}"] = _local(value, piece)
+                found[f"{prefix}/{name}/{key}"] = LocalTensor(value, piece)
             else:  # A scalar is the same for all shards; blocks and sums belong to one shard.
                 sharded = shapes[name] != piece.full_shape and value.ndim
                 suffix = f"[{piece.first_row}:{piece.first_row + rows}]" if sharded else ""
-                full = ShardSlice(first_row=0, full_shape=tuple(value.shape), saved_here=piece.saved_here)
-                found[f"{prefix}/{name}/{key}{suffix}"] = _local(value, full)
+                found[f"{prefix}/{name}/{key}{suffix}"] = _complete(value, saved_here=piece.saved_here)
     for kind, random in random_state(run.device).items():
-        full = ShardSlice(first_row=0, full_shape=tuple(random.shape), saved_here=True)
-        found[f"{RANDOM}{run.parallel.rank}/{kind}"] = _local(random, full)
+        found[f"{RANDOM}{run.parallel.rank}/{kind}"] = _complete(random, saved_here=True)
     return found
 
 
 def tensors_to_store(local: Mapping[str, LocalTensor]) -> dict[str, torch.Tensor]:
     """Return the tensors that this process writes."""
-    return {
-        name: one.tensor for name, one in local.items() if one.stored_here and (one.tensor.numel() or not one.is_range)
-    }
+    saved = {name: one for name, one in local.items() if one.rows.saved_here}
+    return {name: one.tensor for name, one in saved.items() if one.tensor.numel() or not one.is_range}
 
 
 def row_ranges(local: Mapping[str, LocalTensor]) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Return first row and full shape of the tensors that are row ranges."""
-    return {name: (one.first, one.full_shape) for name, one in local.items() if one.is_range}
+    return {name: (one.rows.first_row, one.rows.full_shape) for name, one in local.items() if one.is_range}
 
 
 def plain_values(run: TrainingRun) -> dict[str, Any]:
@@ -175,9 +167,9 @@ def restore_state(
     _check_names(run, local, stored, first["layout"])
     for name, one in local.items():
         tensor = stored[name]
-        if (tensor.dtype, tensor.shape) != (one.tensor.dtype, one.full_shape):
+        if (tensor.dtype, tensor.shape) != (one.tensor.dtype, one.rows.full_shape):
             raise RuntimeError(f"a checkpoint has {name} as {tensor.dtype} {tensor.shape}")
-        one.tensor.copy_(tensor.read_rows(one.first, len(one.tensor)) if one.is_range else tensor.read())
+        one.tensor.copy_(tensor.read_rows(one.rows.first_row, len(one.tensor)) if one.is_range else tensor.read())
     if len(values) == run.parallel.size:
         set_random_state({name.rpartition("/")[2]: stored[name].read() for name in random}, run.device)
     else:
@@ -226,8 +218,9 @@ def _reseed(run: TrainingRun, stored: Mapping[str, CheckpointTensor]) -> None:
     torch.manual_seed(int.from_bytes(digest[:8], "big"))
 
 
-def _local(tensor: torch.Tensor, piece: ShardSlice) -> LocalTensor:
-    return LocalTensor(tensor=tensor, first=piece.first_row, full_shape=piece.full_shape, stored_here=piece.saved_here)
+def _complete(tensor: torch.Tensor, *, saved_here: bool) -> LocalTensor:
+    """A tensor of which every process has all rows."""
+    return LocalTensor(tensor, ShardSlice(first_row=0, full_shape=tuple(tensor.shape), saved_here=saved_here))
 
 
 def _optimizer_states(run: TrainingRun) -> Iterator[tuple[str, str, dict]]:

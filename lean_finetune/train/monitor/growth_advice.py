@@ -1,6 +1,6 @@
 """When the curves of a run are checked for growth, and one line with cause and remedy."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lean_finetune.core.units import readable_size
@@ -26,14 +26,10 @@ def check_is_due(steps: int) -> bool:
     return due == steps
 
 
-def growth_line(growth: Growth, rows: Rows, free_bytes: Callable[[str], int | None], settings: Settings) -> str:
-    """Return one line with cause, figures, confidence and remedy.
+def growth_line(growth: Growth, rows: Rows, free_bytes: int | None, settings: Settings) -> str:
+    """Return one line with cause, figures, confidence and remedy of a finding in `rows`.
 
-    Args:
-        growth: the finding.
-        rows: the rows it was found in.
-        free_bytes: returns the memory that is left for a column's series; None where that is unknown.
-        settings: parameters of the run: a remedy that is already set is not proposed.
+    `free_bytes` is the memory that is left for its series, None if unknown. Remedies in `settings` are not proposed.
     """
     if growth.series is None:
         return f"too short: {len(rows)} steps with memory; record more steps"
@@ -50,10 +46,10 @@ def growth_line(growth: Growth, rows: Rows, free_bytes: Callable[[str], int | No
     )
     if growth.cause == "leak":
         figures += f", confidence {100 * (growth.confidence or 0):.4g} %"
-        free = free_bytes(growth.series)
-        if free is not None and growth.slope_bytes_per_step > 0:
-            step = growth.last_step + int(max(0, free) / growth.slope_bytes_per_step)
-            figures += f"; the remaining {readable_size(max(0, free))} are used up at about step {step}"
+        if free_bytes is not None and growth.slope_bytes_per_step > 0:
+            free_bytes = max(0, free_bytes)
+            step = growth.last_step + int(free_bytes / growth.slope_bytes_per_step)
+            figures += f"; the remaining {readable_size(free_bytes)} are used up at about step {step}"
     return f"{figures}; {_remedy(growth, rows, settings)}"
 
 

@@ -51,14 +51,11 @@ class Meter(ABC):
         """Start without figures."""
         self._by_phase: dict[str, int] = {}
         self._step: int | None = None
+        self._peak: int | None = None
 
-    @abstractmethod
     def window(self, name: str) -> AbstractContextManager[None]:
-        """Measure inside: loading and the first step, then single steps.
-
-        Raises:
-            RuntimeError: a window is already open.
-        """
+        """Measure inside: loading and the first step, then single steps. Raises RuntimeError if one is open."""
+        return nullcontext()
 
     @abstractmethod
     def phase(self, name: str) -> AbstractContextManager[object]:
@@ -68,13 +65,15 @@ class Meter(ABC):
     def result(self) -> MeasuredPeaks:
         """Return what was measured so far."""
 
-    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Return what was measured so far as JSON values; call between steps, outside windows."""
+        return {"peak": self._peak, "by_phase": dict(self._by_phase)}
 
-    @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state` of an earlier process of the run."""
+        self._peak = max((peak for peak in (self._peak, state["peak"]) if peak is not None), default=None)
+        for phase, size_bytes in state["by_phase"].items():
+            self._by_phase[phase] = max(self._by_phase.get(phase, 0), size_bytes)
 
     def peak_bytes_of_step(self) -> int | None:
         """Return the peak since the last call without `load`; None if not measured. Call after a window."""
@@ -86,11 +85,6 @@ class Meter(ABC):
         self._by_phase[phase] = max(self._by_phase.get(phase, 0), size_bytes)
         if phase != LOAD:
             self._step = max(self._step or 0, size_bytes)
-
-    def _merge(self, by_phase: Mapping[str, int]) -> None:
-        """Record peaks that are not of the current step."""
-        for phase, size_bytes in by_phase.items():
-            self._by_phase[phase] = max(self._by_phase.get(phase, 0), size_bytes)
 
 
 def make_meter(device: torch.device) -> Meter:
@@ -106,11 +100,7 @@ class CudaMeter(Meter):
         super().__init__()
         torch.cuda.init()  # Without it there are no statistics to reset yet.
         self._device = device
-        self._peak = self._reserved = 0
-
-    def window(self, name: str) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
+        self._reserved = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -126,11 +116,11 @@ class CudaMeter(Meter):
         # Same as max_memory_allocated, which first flattens and sorts more than a hundred other figures.
         peak = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"]
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._peak = max(self._peak, peak)
+        self._peak = max(self._peak or 0, peak)
         return peak
 
     def result(self) -> MeasuredPeaks:
-        """Return what was measured so far."""
+        """See Meter."""
         self._take_peak()
         return MeasuredPeaks(
             peak_bytes=self._peak,
@@ -141,14 +131,14 @@ class CudaMeter(Meter):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the peaks."""
-        now = self.result()
-        return {"peak": now.peak_bytes, "by_phase": now.peak_bytes_by_phase, "reserved": now.peak_reserved_bytes}
+        """See Meter."""
+        reserved = self.result().peak_reserved_bytes
+        return {**super().state(), "reserved": reserved}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the peaks, unless loading took more this time."""
-        self._peak, self._reserved = max(self._peak, state["peak"]), state["reserved"]
-        self._merge(state["by_phase"])
+        """See Meter."""
+        super().restore(state)
+        self._reserved = state["reserved"]
 
 
 @contextmanager
@@ -176,13 +166,12 @@ class CpuMeter(Meter):
         """Start at 0 bytes: open the first window before the model is loaded."""
         super().__init__()
         self._in_use = 0
-        self._peak: int | None = None
         self._open: str | None = None
         self._windows = 0
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """Measure inside."""
+        """See Meter."""
         if self._open is not None:
             raise RuntimeError(f"window {name!r} opened inside window {self._open!r}")
         os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_SILENT)
@@ -238,9 +227,8 @@ class CpuMeter(Meter):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the peaks, and the bytes in use at the end of the last window."""
-        by_phase = dict(self._by_phase)
-        return {"in_use": self._in_use, "peak": self._peak, "by_phase": by_phase, "windows": self._windows}
+        """See Meter; with the bytes in use at the end of the last window."""
+        return {"in_use": self._in_use, **super().state(), "windows": self._windows}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore peaks and bytes in use: the same tensors were restored.
@@ -250,5 +238,5 @@ class CpuMeter(Meter):
         """
         if self._windows or self._open is not None:
             raise RuntimeError("a meter that has measured cannot restore the figures of another one")
-        self._in_use, self._peak, self._windows = state["in_use"], state["peak"], state["windows"]
-        self._merge(state["by_phase"])
+        super().restore(state)
+        self._in_use, self._windows = state["in_use"], state["windows"]

@@ -115,23 +115,12 @@ def make_counters(device: torch.device) -> Counters:
     return Counters()
 
 
-class ProcessMemory:
-    """Resident memory of this process, from the system."""
+def process_bytes() -> tuple[int, int | None]:
+    """Return resident bytes of this process, in total and without mapped files (None if the system does not say).
 
-    def __init__(self) -> None:
-        """Find the process."""
-        self._process = psutil.Process()
-
-    def read(self) -> int:
-        """Return resident bytes."""
-        return self._process.memory_info().rss
-
-    def read_both(self) -> tuple[int, int | None]:
-        """Return resident bytes, in total and without mapped files (None if the system does not separate them).
-
-        Pages of mapped files (weights, token shards) are resident once they were read, but the system reclaims them
-        when it needs memory: they are no growth of the process.
-        """
-        counts = process_status() if STATUS.exists() else {}
-        rss = counts.get("VmRSS", 0) or self.read()
-        return rss, rss - counts["RssFile"] if "RssFile" in counts else None
+    Pages of mapped files (weights, token shards) are resident once they were read, but the system reclaims them when it
+    needs memory: they are no growth of the process.
+    """
+    counts = process_status() if STATUS.exists() else {}
+    rss = counts.get("VmRSS", 0) or psutil.Process().memory_info().rss
+    return rss, rss - counts["RssFile"] if "RssFile" in counts else None

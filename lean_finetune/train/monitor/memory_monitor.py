@@ -7,7 +7,7 @@ import torch
 
 from lean_finetune.train.monitor.growth import RETRIES
 from lean_finetune.train.monitor.measured_peak import Meter
-from lean_finetune.train.monitor.memory_counters import ProcessMemory, make_counters
+from lean_finetune.train.monitor.memory_counters import make_counters, process_bytes
 
 MEMORY_COLUMNS = (
     "allocated_bytes",
@@ -30,7 +30,6 @@ class MemoryMonitor:
         """Monitor a run on `device` whose peaks `meter` measures."""
         self._meter = meter
         self._counters = make_counters(device)
-        self._process = ProcessMemory()
         self._phases: dict[str, dict[str, int | None]] = {}
         self._retries_at_phase = self._retries_at_step = self._counters.read().retries
 
@@ -45,7 +44,7 @@ class MemoryMonitor:
             "reserved_bytes": reserved,
             "unused_bytes": None if reserved is None or live is None else reserved - live,
             RETRIES: None if counts.retries is None else counts.retries - (self._retries_at_phase or 0),
-            "rss_bytes": self._process.read(),
+            "rss_bytes": process_bytes()[0],
         }
         self._retries_at_phase = counts.retries
         self.restore({name: figures})
@@ -53,7 +52,7 @@ class MemoryMonitor:
     def step_columns(self) -> dict[str, int | None]:
         """Return `MEMORY_COLUMNS` at the end of a step; call once per step, after the meter's window."""
         counts = self._counters.read()
-        rss, own = self._process.read_both()
+        rss, own = process_bytes()
         retries = None if counts.retries is None else counts.retries - (self._retries_at_step or 0)
         self._retries_at_step = counts.retries
         return {

@@ -84,4 +84,4 @@ def explained(path: Path, left_gib: float | None) -> list[str]:
     """
     rows = read_recorded(path)
     free_bytes = None if left_gib is None else round(left_gib * GIB)
-    return [growth_line(growth, rows, lambda series: free_bytes, {}) for growth in classify(rows)]
+    return [growth_line(growth, rows, free_bytes, {}) for growth in classify(rows)]

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.plan.split_step import split_micro_batches
-from lean_finetune.step.batch_loader import load
+from lean_finetune.step.batch_loader import load, own_micro_batches
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.oom_errors import is_out_of_memory
 from lean_finetune.step.token_rows import TokenRows
@@ -46,11 +45,7 @@ class BatchStream:
         Raises:
             UserError: from the iterator: the plan was made for other tokens, or the token files are damaged.
         """
-        micro_batches = [one for one in self._plan.steps[step] if one.rank == self._rank]
-        if self._max_tokens is not None:
-            micro_batches = split_micro_batches(
-                micro_batches, self._max_tokens, self._rows.lengths, self._rows.supervised
-            )
+        micro_batches = own_micro_batches(self._rows, self._plan, step, self._rank, self._max_tokens)
         return micro_batches, islice(self._batches, len(micro_batches))
 
     def split(self, step: int, max_tokens: int) -> None:

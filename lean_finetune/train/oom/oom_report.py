@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.config.field_types import Method, OptimizerName, Precision
+from lean_finetune.config.field_types import Method, OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.address_limit import AddressLimit
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB, MIB, readable_size
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.train.oom.oom_state import READING, Failure, OutOfMemory
 
 MOST_CATEGORIES = 4
@@ -26,17 +27,6 @@ SMALLEST_GPU_BYTES = GIB
 MORE_MEMORY = ("hardware.gpu", "give the run more memory")
 FEWER_BITS: Mapping[Method, str] = {"full": "lora or qlora", "lora": "qlora", "int8_lora": "qlora"}
 """Methods that store weights in fewer bits, by the current method."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Settings of the run that decide which remedies are possible."""
-
-    method: Method
-    precision: Precision
-    optimizer: OptimizerName
-    can_split: bool
-    """run.oom_recovery=split is possible and not set yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +49,19 @@ def read_prediction(metrics: Mapping[str, Any], directory: Path) -> Prediction:
 
 
 def oom_error(
-    failure: Failure, prediction: Prediction, *, device: str, options: RunOptions, record: Path
+    failure: Failure,
+    prediction: Prediction,
+    *,
+    device: str,
+    spec: ModelSpec,
+    optimizer: OptimizerName,
+    can_split: bool,
+    record: Path,
 ) -> OutOfMemory:
     """Return the error that ends the run, and write all details to `record`, a JSON file.
 
-    `options` are the current settings, which are never proposed.
+    `spec` and `optimizer` are the current ones, which are never proposed. `can_split`: run.oom_recovery=split is
+    possible and not set yet.
     """
     commands = changes_that_fit(failure, prediction)
     split = "or split steps when memory runs out: dvc exp run -S run.oom_recovery=split"
@@ -79,28 +77,28 @@ def oom_error(
         _measured_line(failure),
         f"allocator: {message if len(message) <= MOST_CHARACTERS else f'{message[:MOST_CHARACTERS]}…'}",
         *commands,
-        *([split] if options.can_split and failure.can_split else []),
+        *([split] if can_split and failure.can_split else []),
         written,
     ]
-    parameter, remedy = _first_remedy(failure, options)
+    parameter, remedy = _first_remedy(failure, spec, optimizer)
     text = f"{parameter}: {_where(failure, device)}; {remedy}, or change the run as below"
     if failure.addresses is not None:
         text = _address_error(failure, prediction, device, failure.addresses, f"{parameter}: {remedy}")
     return OutOfMemory(text, *details, weights_intact=failure.weights_intact)
 
 
-def _first_remedy(failure: Failure, options: RunOptions) -> tuple[str, str]:
+def _first_remedy(failure: Failure, spec: ModelSpec, optimizer: OptimizerName) -> tuple[str, str]:
     """Return the parameter that helps most in the phase that failed, and how to change it."""
     if failure.phase in ("checkpoint", "save"):
         return MORE_MEMORY
     if failure.phase == "load":
-        types = "" if options.precision in ("bf16", "pure_bf16", "fp16") else "train.precision=bf16"
-        bits = " and ".join(filter(None, (FEWER_BITS.get(options.method), types)))
+        types = "" if spec.precision in ("bf16", "pure_bf16", "fp16") else "train.precision=bf16"
+        bits = " and ".join(filter(None, (FEWER_BITS.get(spec.method), types)))
         return ("train.method", f"store the weights in fewer bits ({bits})") if bits else MORE_MEMORY
     if failure.phase == "clip":
-        return ("train.method", "train fewer weights") if options.method == "full" else ("train.lora.rank", "lower it")
+        return ("train.method", "train fewer weights") if spec.method == "full" else ("train.lora.rank", "lower it")
     if failure.phase == "optimizer":
-        has_state = OPTIMIZERS[options.optimizer].has_state
+        has_state = OPTIMIZERS[optimizer].has_state
         return ("train.optimizer", "use one with less state") if has_state else MORE_MEMORY
     if failure.rows == 1 and not failure.joined:
         return "data.max_length", "the micro-batch has only one row; lower it"

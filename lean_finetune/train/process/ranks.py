@@ -1,20 +1,22 @@
 """Processes of a distributed run: start them, choose their devices, explain their timeouts, combine their peaks."""
 
+import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.distributed.launch import ConnectionLost, WaitTimedOut, launch
 from lean_finetune.distributed.processes import World, check_devices, under_torchrun
 from lean_finetune.distributed.progress_barrier import BarrierTimeout
-from lean_finetune.step.data_parallel import DataParallelModel
-from lean_finetune.train.monitor.measured_peak import LOAD, MeasuredPeaks
+from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
 from lean_finetune.train.oom.oom_state import RunPosition
 from lean_finetune.train.process.training_device import training_device
 
@@ -138,22 +140,20 @@ def describe_position(position: RunPosition) -> str:
     return f"in phase {position.phase_name} {step}"
 
 
-def largest_over_ranks(measured: MeasuredPeaks, parallel: DataParallelModel, device: torch.device) -> MeasuredPeaks:
+def largest_over_ranks(measured: MeasuredPeaks, channel: ControlChannel, device: torch.device) -> MeasuredPeaks:
     """Return the largest of each figure over all processes: what every GPU must have room for."""
-    if parallel.size == 1:
+    if channel.size == 1:
         return measured
-    by_phase = {f"phase {name}": size for name, size in measured.peak_bytes_by_phase.items()}
-    figures = {"peak": measured.peak_bytes, "reserved": measured.peak_reserved_bytes, **by_phase}
-    known = sorted(name for name, figure in figures.items() if figure is not None)
-    by_rank = torch.zeros(parallel.size, len(known), dtype=torch.int64, device=device)
-    by_rank[parallel.rank] = torch.tensor([figures[name] for name in known], dtype=torch.int64)
-    by_rank = parallel.sum_over_ranks(by_rank)
-    largest = dict(zip(known, by_rank.amax(0).tolist(), strict=True))
-    steps = [column for column, name in enumerate(known) if name in by_phase and name != f"phase {LOAD}"]
+    by_rank = [MeasuredPeaks(**json.loads(text)) for text in channel.gather_text(json.dumps(asdict(measured)))]
+
+    def largest(figures: Iterable[int | None]) -> int | None:
+        return max((figure for figure in figures if figure is not None), default=None)
+
+    phases = measured.peak_bytes_by_phase
     return MeasuredPeaks(
-        peak_bytes=largest.get("peak"),
-        peak_bytes_by_phase={name: largest[f"phase {name}"] for name in measured.peak_bytes_by_phase},
-        peak_reserved_bytes=largest.get("reserved"),
-        how=f"{measured.how}; the largest of {parallel.size} processes{GLOO_NOTE if device.type == 'cpu' else ''}",
-        peak_bytes_by_rank=tuple(by_rank[:, steps].amax(1).tolist()) if steps else (),
+        peak_bytes=largest(one.peak_bytes for one in by_rank),
+        peak_bytes_by_phase={name: max(one.peak_bytes_by_phase[name] for one in by_rank) for name in phases},
+        peak_reserved_bytes=largest(one.peak_reserved_bytes for one in by_rank),
+        how=f"{measured.how}; the largest of {channel.size} processes{GLOO_NOTE if device.type == 'cpu' else ''}",
+        peak_bytes_by_rank=tuple(one.step_peak_bytes for one in by_rank if one.step_peak_bytes is not None),
     )
