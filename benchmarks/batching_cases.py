@@ -11,9 +11,9 @@ import torch
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from benchmarks.processes import Rival, write_params
-from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
-from lean_finetune.plan.optimizer_steps import run_steps
+from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.plan_summary import randomness, straggler_percent
+from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import COLUMNS, RowIndex
 
 RANKS = 8
@@ -66,14 +66,15 @@ def ours(
         fixed_rows=ROWS_PER_BATCH,
         ranks=ranks,
     )
-    steps = run_steps(index, seed=1, epochs=epochs, tokens_per_step=tokens_per_step)
-    parts = list(split_steps(steps, index, cutting))
-    step = np.concatenate([part.step for part in parts])
+    settings = PlanSettings(
+        micro_batches=cutting, seed=1, epochs=epochs, tokens_per_step=tokens_per_step, weights=(1.0,)
+    )
+    plan = settings.plan(index)
     return Batches(
-        rows=np.concatenate([part.rows for part in parts]),
-        bounds=np.concatenate([[0], np.cumsum(np.concatenate([part.sizes for part in parts]))]),
-        padded_tokens=np.concatenate([part.padded_tokens for part in parts]),
-        step_bounds=np.searchsorted(step, np.arange(step[-1] + 2)),
+        rows=plan.rows,
+        bounds=plan.bounds,
+        padded_tokens=plan.padded_tokens,
+        step_bounds=plan.step_bounds,
         ranks=ranks,
     )
 

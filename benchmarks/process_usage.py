@@ -3,7 +3,9 @@
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +25,8 @@ class Usage:
 
     first_seen_s: float
     """Seconds after the command's start."""
-    last_seen_s: float
-    """Seconds after the command's start."""
-    peak_rss_bytes: int
+    last_seen_s: float = 0.0
+    peak_rss_bytes: int = 0
     """Highest sum of the processes' resident memory. A page that several share counts for each of them."""
     peak_anonymous_bytes: int = 0
     """Memory that no file backs: for the command only, and only if `watch` measures it; else 0.
@@ -45,15 +46,8 @@ def watch(
     """Run a command and measure it and its child processes.
 
     A process belongs to the stage in its variable `DVC_STAGE`, which DVC sets for each stage and workers inherit.
-
-    Args:
-        command: the command line.
-        cwd: its working directory.
-        environment: its environment variables.
-        anonymous: also measure anonymous memory, which takes longer and needs Linux.
-
-    Returns:
-        Usage by stage in order of appearance, then of the command under WHOLE_RUN; and the command's output.
+    Returns the usage by stage in order of appearance, then of the command under WHOLE_RUN; and the command's output.
+    `anonymous` also measures anonymous memory, which takes longer and needs Linux.
 
     Raises:
         subprocess.CalledProcessError: the command failed; its output is attached.
@@ -62,76 +56,40 @@ def watch(
     if anonymous and not Path("/proc/self/smaps_rollup").exists():
         raise UserError("benchmarks: anonymous memory can be measured on Linux only; run there")
     stages: dict[str, Usage] = {}
-    stage_of: dict[psutil.Process, str] = {}
-    total_usage = Usage(first_seen_s=0.0, last_seen_s=0.0, peak_rss_bytes=0)
+    total = Usage(first_seen_s=0.0)
     with tempfile.TemporaryFile() as output:
         start = time.perf_counter()
         running = subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
         root = psutil.Process(running.pid)
         while running.poll() is None:
             now = time.perf_counter() - start
-            _sample(root, now, stages, stage_of, total_usage)
-            if anonymous:
-                total_usage.peak_anonymous_bytes = max(total_usage.peak_anonymous_bytes, _anonymous_bytes(root))
+            rss_by_stage: Counter[str | None] = Counter()
+            anonymous_bytes = 0
+            for process in _tree(root):
+                with suppress(psutil.Error, OSError):  # The process has ended.
+                    rss_by_stage[process.environ().get("DVC_STAGE")] += process.memory_info().rss
+                    anonymous_bytes += _anonymous_bytes(process.pid) if anonymous else 0
+            for stage in filter(None, rss_by_stage):
+                usage = stages.setdefault(stage, Usage(first_seen_s=now))
+                usage.last_seen_s, usage.peak_rss_bytes = now, max(usage.peak_rss_bytes, rss_by_stage[stage])
+            total.peak_rss_bytes = max(total.peak_rss_bytes, rss_by_stage.total())
+            total.peak_anonymous_bytes = max(total.peak_anonymous_bytes, anonymous_bytes)
             time.sleep(POLL_SECONDS)
-        total_usage.last_seen_s = time.perf_counter() - start
+        total.last_seen_s = time.perf_counter() - start
         output.seek(0)
         text = output.read().decode(errors="replace")
     if running.returncode:
         raise subprocess.CalledProcessError(running.returncode, list(command), text)
-    return {**stages, WHOLE_RUN: total_usage}, text
+    return {**stages, WHOLE_RUN: total}, text
 
 
-def _sample(
-    root: psutil.Process, now: float, stages: dict[str, Usage], stage_of: dict[psutil.Process, str], total_usage: Usage
-) -> None:
-    """Add one sample of the process tree to the usages."""
-    rss_by_stage: dict[str, int] = {}
-    total = 0
-    for process, rss in _resident(root):
-        total += rss
-        # A child between fork and exec has no stage in its environment yet: try again at the next sample.
-        stage = stage_of.get(process) or _stage(process)
-        if stage:
-            stage_of[process] = stage
-            rss_by_stage[stage] = rss_by_stage.get(stage, 0) + rss
-    for stage, rss in rss_by_stage.items():
-        usage = stages.setdefault(stage, Usage(first_seen_s=now, last_seen_s=now, peak_rss_bytes=0))
-        usage.last_seen_s = now
-        usage.peak_rss_bytes = max(usage.peak_rss_bytes, rss)
-    total_usage.peak_rss_bytes = max(total_usage.peak_rss_bytes, total)
+def _tree(root: psutil.Process) -> Iterator[psutil.Process]:
+    """The processes of a command."""
+    with suppress(psutil.NoSuchProcess):
+        yield from [root, *root.children(recursive=True)]
 
 
-def _resident(root: psutil.Process) -> list[tuple[psutil.Process, int]]:
-    """Resident bytes of each process of the tree, without processes that end meanwhile."""
-    found = []
-    try:
-        processes = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-    for process in processes:
-        try:
-            found.append((process, process.memory_info().rss))
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
-def _anonymous_bytes(root: psutil.Process) -> int:
-    """Anonymous memory of the process tree; a shared page is divided among the processes that share it."""
-    total = 0
-    for process, _ in _resident(root):
-        try:
-            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):  # The process has ended.
-            continue
-        total += next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:")), 0)
-    return total
-
-
-def _stage(process: psutil.Process) -> str | None:
-    """The stage that a process belongs to; None if unknown or none."""
-    try:
-        return process.environ().get("DVC_STAGE")
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None
+def _anonymous_bytes(pid: int) -> int:
+    """Anonymous memory of a process; a shared page is divided among the processes that share it."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:")), 0)

@@ -35,7 +35,6 @@ class StepClock(TrainerCallback):
     """Records when training began and when each step ended."""
 
     def __init__(self, device: torch.device) -> None:
-        """Time work on `device`."""
         self._device, self.times = device, list[float]()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -31,24 +31,14 @@ from lean_finetune.train.job import Paths, make_job
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.train_job import TrainJob
+from stages.train import main as stage
 
 CPU = torch.device("cpu")
 
 
 def read_job() -> TrainJob:
     """The job of stage train, without windows that measure memory."""
-    paths = Paths(
-        tokens=Path("data/tokens"),
-        batches=Path("data/batches"),
-        verdict=Path("data/estimate/verdict.json"),
-        estimate=Path("data/estimate/figures.json"),
-        model_lock=Path("locks/model.json"),
-        tokenizer_lock=Path("locks/tokenizer.json"),
-        data_lock=Path("locks/data.json"),
-        out=Path("data/tuned"),
-        curves=Path("data/train"),
-        metrics=Path("metrics/train.json"),
-    )
+    paths = Paths(**{str(option.name): Path(option.default) for option in stage.params})
     params = read_params()
     spec = ModelSpec.from_params(params, precision_of(params, paths.verdict))
     return replace(make_job(params, spec, CPU, SINGLE_PROCESS, paths), measured_steps=frozenset())

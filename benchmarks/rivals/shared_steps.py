@@ -123,7 +123,6 @@ class Clock(TrainerCallback):
     """Times the Trainer's steps."""
 
     def __init__(self) -> None:
-        """Start with no steps."""
         self.seconds: list[float] = []
         self._start = 0.0
 

@@ -26,7 +26,7 @@ PLAIN = {"name": "adamw", "lr": 2e-3, "weight_decay": 0.01, "schedule": "constan
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A short run. All fields are plain values: a case travels as JSON."""
+    """A short run."""
 
     directory: str
     """Of the model."""

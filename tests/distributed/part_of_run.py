@@ -37,7 +37,7 @@ SLOW_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class PartOfRun:
-    """The run, as plain values that can be sent as JSON."""
+    """The run."""
 
     model: str
     directory: str

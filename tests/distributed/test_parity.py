@@ -1,7 +1,7 @@
 """A run shared by several processes learns what one process learns."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.distributed.processes import SINGLE_PROCESS
 from tests.distributed.cases import Case, learn
 from tests.distributed.group import Group, group_of
+from tests.distributed.worker import do_slow_first_process, do_wait_in_vain
 from tests.step.common import slow
 
 pytestmark = pytest.mark.multiprocess
@@ -139,9 +140,8 @@ def test_four_processes_learn_what_one_learns(
 @pytest.mark.slow
 def test_others_wait_for_a_process_that_makes_progress(small_llama: Path, pair: Group):
     """Quantising 70B weights on one CPU takes longer than the timeout for a process that hangs."""
-    case = asdict(Case(directory=str(small_llama), mode="zero3", steps=1, model={"method": "qlora"}))
-    arguments = {"case": case, "timeout_seconds": 3, "seconds_a_tensor": 0.25}
-    found = pair.ask("slow_first_process", arguments)
+    case = Case(directory=str(small_llama), mode="zero3", steps=1, model={"method": "qlora"})
+    found = pair.ask(do_slow_first_process, case, 3, 0.25)
     assert found["load_seconds"] > 4 and found["reports"] == 1
 
 
@@ -149,7 +149,7 @@ def test_others_wait_for_a_process_that_makes_progress(small_llama: Path, pair: 
 def test_groups_of_hsdp_wait_no_longer_than_the_timeout(small_llama: Path):
     """With a hanging process in one group, the others waited for PyTorch's 30 minutes."""
     with group_of(4) as broken:
-        waited = broken.ask("wait_in_vain", {"model": str(small_llama), "timeout_seconds": 2})
+        waited = broken.ask(do_wait_in_vain, small_llama, 2)
     assert 1 < waited < 5
 
 

@@ -1,6 +1,5 @@
 """A stopped run on several GPUs resumes as if it had not stopped, also on another number of GPUs."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from lean_finetune.distributed.processes import SINGLE_PROCESS
 from tests.distributed.group import Group, group_of
 from tests.distributed.part_of_run import PartOfRun, run_part
+from tests.distributed.worker import do_run_part
 from tests.step.common import slow
 from tests.train.interrupted import STEPS
 
@@ -30,7 +30,7 @@ class Runner:
         """Resume from the last checkpoint and run until a step, or to the end; mode `none` runs in this process."""
         part = PartOfRun(**{**self._options, **more, "mode": mode, "stop_after": stop_after})
         Path(part.directory).mkdir(parents=True, exist_ok=True)
-        return run_part(part, SINGLE_PROCESS) if mode == "none" else group.ask("run_part", asdict(part))
+        return run_part(part, SINGLE_PROCESS) if mode == "none" else group.ask(do_run_part, part)
 
 
 def learnt(ended: dict[str, Any]) -> dict[str, torch.Tensor]:

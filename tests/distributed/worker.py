@@ -1,12 +1,11 @@
-"""One process of a group: reads tasks, a JSON line each, and answers each with a line."""
+"""One process of a group, and what it can do."""
 
-import json
 import os
-import sys
 import time
-from collections.abc import Callable
+import warnings
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,26 +15,27 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from lean_finetune.config.field_types import Sharding
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.progress_barrier import BarrierTimeout, progress_barrier, wait_for_all
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
 from lean_finetune.model.files.safetensors_files import StoredTensor
 from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.train.monitor.host_peak import host_peak
 from lean_finetune.train.process.best_effort_output import ignore_output_errors
 from tests.distributed.cases import Case, learn
 from tests.distributed.part_of_run import PartOfRun, run_part
-from tests.memory.ranks import do_peaks
 from tests.small_model import CPU, spec_of
 
 TIMEOUT_SECONDS = 60
 """Of a process that waits for the others: one of them failed."""
 
 
-def do_learn(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+def do_learn(world: World, directory: Path, case: Case) -> dict[str, Any]:
     """Train a case; losses, norms, bytes of optimizer state, and a file of the weights."""
-    outcome = learn(Case(**arguments), world)
+    outcome = learn(case, world)
     weights = {name: tensor.clone() for name, tensor in outcome.parallel.full_parameters()}
     path = directory / "weights.safetensors"
     if world.is_first:
@@ -51,15 +51,14 @@ def do_learn(world: World, directory: Path, arguments: dict[str, Any]) -> dict[s
     }
 
 
-def do_run_part(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+def do_run_part(world: World, directory: Path, part: PartOfRun) -> dict[str, Any]:
     """Run a part of a run."""
-    return run_part(PartOfRun(**arguments), world)
+    return run_part(part, world)
 
 
-def do_wait_in_vain(world: World, directory: Path, arguments: dict[str, Any]) -> float:
+def do_wait_in_vain(world: World, directory: Path, model_directory: Path, seconds: float) -> float:
     """Share a model by hsdp; return the seconds that the first process then waits for the second."""
-    seconds = arguments["timeout_seconds"]
-    model = load_model(Path(arguments["model"]), spec_of(method="full"), CPU)
+    model = load_model(model_directory, spec_of(method="full"), CPU)
     parallel = make_parallel(model, world, ShardSpec(mode="hsdp", group_gpus=2, timeout_seconds=seconds), CPU)
     start = time.monotonic()
     if world.is_first:
@@ -70,16 +69,17 @@ def do_wait_in_vain(world: World, directory: Path, arguments: dict[str, Any]) ->
     return time.monotonic() - start
 
 
-def do_slow_first_process(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+def do_slow_first_process(
+    world: World, directory: Path, case: Case, seconds: float, seconds_a_tensor: float
+) -> dict[str, Any]:
     """Share a model that the first process loads for longer than the others may wait; then the first process hangs.
 
     Returns the seconds of loading, and how many processes reported that the first one hung.
     """
-    seconds, start = arguments["timeout_seconds"], time.monotonic()
-    read = StoredTensor.read
+    start, read = time.monotonic(), StoredTensor.read
 
     def slow(tensor: StoredTensor) -> torch.Tensor:
-        time.sleep(arguments["seconds_a_tensor"])
+        time.sleep(seconds_a_tensor)
         return read(tensor)
 
     reports = torch.zeros(1)
@@ -87,7 +87,7 @@ def do_slow_first_process(world: World, directory: Path, arguments: dict[str, An
     try:
         with progress_barrier(world.rank, world.size, seconds):
             with patch.object(StoredTensor, "read", slow):
-                learn(Case(**arguments["case"]), world)
+                learn(case, world)
             took = time.monotonic() - start
             if world.is_first:
                 time.sleep(2 * seconds)
@@ -101,10 +101,9 @@ def do_slow_first_process(world: World, directory: Path, arguments: dict[str, An
     return {"load_seconds": took, "reports": reports.item()}
 
 
-def do_load_peaks(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, int]:
+def do_load_peaks(world: World, directory: Path, source: Path, mode: Sharding, spec: ModelSpec) -> dict[str, int]:
     """Load a model as training does; the most of the host's memory that the first process and another one took."""
-    spec = spec_of(method=arguments["method"], precision=arguments["precision"])
-    sharing, source = ShardSpec(mode=arguments["mode"]), Path(arguments["directory"])
+    sharing = ShardSpec(mode=mode)
     with host_peak() as host:
         if sharing.reads_weights(world, spec.method):
             model = load_model(source, spec, sharing.load_device(CPU))
@@ -118,24 +117,14 @@ def do_load_peaks(world: World, directory: Path, arguments: dict[str, Any]) -> d
     return {"first": int(peaks[0]), "other": int(peaks[1])}
 
 
-TASKS: dict[str, Callable[[World, Path, dict[str, Any]], Any]] = {
-    "learn": do_learn,
-    "peaks": do_peaks,
-    "load_peaks": do_load_peaks,
-    "run_part": do_run_part,
-    "slow_first_process": do_slow_first_process,
-    "wait_in_vain": do_wait_in_vain,
-}
-
-
-def main() -> None:
-    """Join the group and work until standard input ends."""
+def work(rank: int, size: int, directory: Path, pipe: Connection) -> None:
+    """Join the group, and call what comes through the pipe until it is closed."""
+    log = os.open(directory / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    warnings.simplefilter("error")
     ignore_output_errors()  # As train does: in some cases no file of this process can grow, not even its log.
-    directory = Path(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Whatever prints must not be taken for an answer.
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo",
         init_method=f"file://{directory}/store",
@@ -144,11 +133,7 @@ def main() -> None:
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
     )
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
-    for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(TASKS[request["task"]](world, directory, request["arguments"])), file=answers, flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    with suppress(EOFError):
+        while True:
+            task, arguments = pipe.recv()
+            pipe.send(task(world, directory, *arguments))

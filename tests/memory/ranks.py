@@ -123,11 +123,9 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
     return dict(meter.result().peak_bytes_by_phase)
 
 
-def do_peaks(world: World, directory: Path, arguments: dict[str, Any]) -> dict[str, int]:
+def do_peaks(world: World, directory: Path, model: Path, setting: Setting, steps: TracedSteps) -> dict[str, int]:
     """Peaks by phase, of each the largest of all processes."""
-    steps = STEPS[arguments["steps"]]
-    setting = shared_setting(arguments["mode"], world.size, arguments["steps"], **arguments["setting"])
-    found = count(world, Path(arguments["model"]), setting, steps)
+    found = count(world, model, setting, steps)
     names = sorted(found)
     peaks = torch.tensor([found[name] for name in names])
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)

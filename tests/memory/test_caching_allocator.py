@@ -7,8 +7,6 @@ import pytest
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.memory.allocator.caching_allocator import CachingAllocator, OutOfMemory
 
-KIB = 1024
-
 
 @pytest.mark.parametrize(
     ("expandable", "requested", "allocated", "reserved"),
@@ -139,32 +137,3 @@ def test_invariants_after_every_event_of_a_random_sequence(expandable, seed):
         allocator.free(handle)
     allocator.release_cached()
     assert allocator.allocated_bytes == allocator.reserved_bytes == 0
-
-
-def reserved_after(lengths: list[int], *, expandable: bool) -> int:
-    """Run steps whose tensors grow with the batch: allocated in forward, freed in backward."""
-    allocator = CachingAllocator(expandable=expandable, capacity_bytes=None)
-    allocator.allocate(512 * MIB)
-    for length in lengths:
-        activations = []
-        for _ in range(24):
-            activations.append(allocator.allocate(length * 24 * KIB))
-            allocator.free(allocator.allocate(length * 84 * KIB))
-        for handle in reversed(activations):
-            gradient = allocator.allocate(length * 84 * KIB)
-            allocator.free(handle)
-            allocator.free(gradient)
-    return allocator.reserved_bytes
-
-
-def test_reserved_memory_depends_on_the_order_of_lengths_unless_segments_expand():
-    """The growth of reserved memory that this project started from, which only fixed segments show."""
-    lengths = [256, 400, 600, 777, 900, 1100, 1300, 1500, 1700, 2000]
-    shuffled = list(lengths)
-    random.Random(1).shuffle(shuffled)
-    orders = (lengths, shuffled, lengths[::-1])
-    ascending, by_chance, descending = (reserved_after(order, expandable=False) for order in orders)
-    assert ascending > by_chance > descending
-    flat = [reserved_after(order, expandable=True) for order in orders]
-    assert max(flat) - min(flat) <= 40 * MIB
-    assert max(flat) < by_chance

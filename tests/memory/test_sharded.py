@@ -16,7 +16,7 @@ from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
 from tests.memory.common import CPU_TARGET, llama
-from tests.memory.ranks import STEPS, shared_setting
+from tests.memory.ranks import STEPS, do_peaks, shared_setting
 
 TOLERATED_SHARE, TOLERATED_BYTES = 1e-3, 1536
 MODES = ("ddp", "zero1", "zero2", "zero3")
@@ -33,7 +33,7 @@ def check(group: Group, size: int, directory: Path, mode: str, steps: str, **cha
     """Every phase of the step, within the bound of one process."""
     setting = shared_setting(mode, size, steps, **changes)
     predicted = predict(read_config(directory), setting, STEPS[steps], CPU_TARGET)
-    counted = group.ask("peaks", {"model": str(directory), "mode": mode, "steps": steps, "setting": changes})
+    counted = group.ask(do_peaks, directory, setting, STEPS[steps])
     for phase, peak in predicted.by_phase.items():
         allowed = max(TOLERATED_SHARE * counted[phase], TOLERATED_BYTES)
         assert abs(peak.bytes - counted[phase]) <= allowed, (phase, peak.bytes - counted[phase], peak)

@@ -56,7 +56,6 @@ class Costs:
     """Minimum memory and step time of changed runs, compared with the original run."""
 
     def __init__(self, run: Workload, device: Device, target: Target):
-        """Compute the shapes of the model once."""
         self._run, self._target, self.cuda = run, target, target.foreach
         self._shapes: ModelShapes = model_shapes(run.config)
         self._speed, self.reason = ranking_speed(device)

@@ -48,7 +48,6 @@ class OriginTrace(MemoryTrace):
     """Records the origin of every storage."""
 
     def __init__(self, *, granularity_bytes: int, rules: OpRules, vocab_size: int):
-        """See MemoryTrace."""
         super().__init__(granularity_bytes=granularity_bytes, rules=rules, vocab_size=vocab_size)
         self.origins: dict[int, Origin] = {}
         """By storage."""

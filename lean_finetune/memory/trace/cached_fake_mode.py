@@ -27,7 +27,6 @@ class CachedFakeMode(FakeTensorMode):
     _recipes: ClassVar[dict[tuple, Recipe | None]] = {}
 
     def __init__(self) -> None:
-        """Use the shared cache."""
         super().__init__(allow_non_fake_inputs=True)
 
     @classmethod

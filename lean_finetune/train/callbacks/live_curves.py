@@ -19,7 +19,6 @@ class LiveCurves(Tracker):
     name = CURVES
 
     def __init__(self, info: RunInfo):
-        """See the base class."""
         super().__init__(info)
         self.active = bool(info.directories)
         self._started = False

@@ -48,7 +48,6 @@ class Tracker(Callback):
     """What pip has to install for it."""
 
     def __init__(self, info: RunInfo):
-        """See the base class."""
         super().__init__(info)
         self.active = True
 

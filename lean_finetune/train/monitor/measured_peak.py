@@ -48,7 +48,6 @@ class Meter(ABC):
     """Measures peaks of a running training: of each phase, and of the current step."""
 
     def __init__(self) -> None:
-        """Start without figures."""
         self._by_phase: dict[str, int] = {}
         self._step: int | None = None
         self._peak: int | None = None
@@ -96,7 +95,6 @@ class CudaMeter(Meter):
     """Reads the statistics of CUDA's caching allocator; they are always on, so windows do nothing."""
 
     def __init__(self, device: torch.device):
-        """Measure `device`."""
         super().__init__()
         torch.cuda.init()  # Without it there are no statistics to reset yet.
         self._device = device

@@ -52,7 +52,6 @@ class CudaCounters(Counters):
     """CUDA's caching allocators of device memory and of pinned host memory."""
 
     def __init__(self, device: torch.device):
-        """Read the counters of `device`."""
         torch.cuda.init()  # Before that the allocator has no statistics.
         self._device = device
 
@@ -94,7 +93,6 @@ class MallocCounters(Counters):
     """glibc's malloc, the heaps of all threads."""
 
     def __init__(self) -> None:
-        """Look up the C function."""
         self._mallinfo2 = ctypes.CDLL(None).mallinfo2
         self._mallinfo2.argtypes, self._mallinfo2.restype = [], MallocCounts
 

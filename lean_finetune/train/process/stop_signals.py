@@ -26,7 +26,6 @@ class StopRequest:
     """Records that a signal arrived, and raises `Stopped` where stopping is safe."""
 
     def __init__(self) -> None:
-        """Start without a request."""
         self.signal_number: int | None = None
         """The signal that arrived first; None before."""
         self._deferred = False

@@ -49,22 +49,25 @@ def check_device(
         raise UserError(f"train.precision: {name} has no native bf16; got {spec.precision}; use fp16")
     if not verdict["enforce"]:
         return
+    gpu, remedy = estimate["gpu"], "change the run, or set estimate.enforce=false"
     host, where = free_host_bytes()
+    tensors = f"hardware.gpu: the run needs room for tensors on {gpu}"
     if device.type == "cuda":
-        _check_free(estimate["host_bytes_predicted"], host, f"RAM on the host of {estimate['gpu']}", where)
-        free, where = torch.cuda.mem_get_info(device)[0], f"on {device} here"
-        _check_free(estimate["peak_bytes_predicted"], free, f"tensors on {estimate['gpu']}", where)
+        ram = f"hardware.gpu: the run needs room in RAM on the host of {gpu}"
+        _check_free(estimate["host_bytes_predicted"], host, ram, where, remedy)
+        free = torch.cuda.mem_get_info(device)[0]
+        _check_free(estimate["peak_bytes_predicted"], free, tensors, f"on {device} here", remedy)
         return
-    of = f"tensors on {estimate['gpu']}" + (f" in {processes} processes" if processes > 1 else "")
-    _check_free(estimate["peak_bytes_predicted"] * processes, host, of, where)
+    what = tensors + (f" in {processes} processes" if processes > 1 else "")
+    _check_free(estimate["peak_bytes_predicted"] * processes, host, what, where, remedy)
 
 
-def _check_free(needed: int | None, free: int, of: str, where: str) -> None:
+def _check_free(needed: int | None, free: int, what: str, where: str, remedy: str) -> None:
     """Compare predicted bytes (None: predicted for a device without a host) with free bytes."""
     if needed is not None and needed > free:
         raise UserError(
-            f"hardware.gpu: the run needs {readable_size(needed)} (predicted, of {of}) but {readable_size(free)} are "
-            f"free {where}; free some, change the run, or set estimate.enforce=false"
+            f"{what}; {readable_size(needed)} are predicted and {readable_size(free)} are free {where}; free some, "
+            f"{remedy}"
         )
 
 
@@ -87,19 +90,12 @@ def check_host(
     """
     refuse_offloaded_state(choice, device.type)
     needed, (free, where) = predicted["host_bytes_predicted"], free_host_bytes()
-    if needed is None or needed <= free:
-        return
-    sizes = f"{readable_size(needed)} are predicted and {readable_size(free)} are free {where}"
     if choice != "none":
-        raise UserError(
-            f"train.offload: {choice} needs room in the host's memory; {sizes}; free some, use "
-            "train.optimizer=adamw_8bit, or none"
-        )
-    if sharding in SPLIT_WEIGHTS and device.type == "cuda":
-        raise UserError(
-            f"train.sharding: {sharding} needs room in the host's memory for all weights until they are distributed; "
-            f"{sizes}; free some, use a host with more, or train.method=qlora (a quarter of 16 bits)"
-        )
+        what = f"train.offload: {choice} needs room in the host's memory"
+        _check_free(needed, free, what, where, "use train.optimizer=adamw_8bit, or none")
+    elif sharding in SPLIT_WEIGHTS and device.type == "cuda":
+        what = f"train.sharding: {sharding} needs room in the host's memory for all weights until they are distributed"
+        _check_free(needed, free, what, where, "use a host with more, or train.method=qlora (a quarter of 16 bits)")
 
 
 def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) -> None:
@@ -116,8 +112,5 @@ def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) 
     if choice == "disk":
         scratch.mkdir(parents=True, exist_ok=True)
         free, where = shutil.disk_usage(scratch).free, f"below {scratch.resolve()}"
-    if needed_bytes > free:
-        raise UserError(
-            f"train.offload_activations: {choice} needs room for activations; {readable_size(needed_bytes)} are "
-            f"predicted and {readable_size(free)} are free {where}; free some, set train.grad_ckpt=true, or use none"
-        )
+    what = f"train.offload_activations: {choice} needs room for activations"
+    _check_free(needed_bytes, free, what, where, "set train.grad_ckpt=true, or use none")
