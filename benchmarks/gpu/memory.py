@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.cases import LAYOUTS, MODELS, GpuCase
 from benchmarks.gpu.random_model import free_cached, random_model
-from benchmarks.harness import Row
+from benchmarks.harness import Bar, Row, at_most
 from benchmarks.specs import Trainer, random_batch
 from lean_finetune.memory.allocator.replay import replay
 from lean_finetune.memory.devices import resolve_gpu
@@ -26,7 +26,7 @@ from lean_finetune.train.monitor.measured_peak import make_meter
 
 SPARE_SHARE = 0.04
 """Share of the device left for what is not predicted: a case that needs more is skipped."""
-BARS = {"tensors": (1.5, 3.0), "reserved": (3.0, 6.0)}
+LIMITS = {"tensors": (1.5, 3.0), "reserved": (3.0, 6.0)}
 """Limits of the mean and the worst error of a tier, in percent."""
 PHASES = ("forward", "backward", "clip", "optimizer")
 
@@ -93,15 +93,14 @@ def run_case(case: GpuCase, device: torch.device, predicted: Prediction, reserve
 
 
 def summary(rows: Mapping[str, Row]) -> list[Row]:
-    """Mean and worst error of each tier, and whether they are within the bars."""
-    found: list[Row] = []
-    for tier, (mean_bar, worst_bar) in BARS.items():
+    """The bars of each tier that was measured."""
+    bars: list[Bar] = []
+    for tier, (mean_limit, worst_limit) in LIMITS.items():
         errors = [abs(row[f"{tier}_error_percent"]) for row in rows.values() if f"{tier}_error_percent" in row]
         if errors:
-            holds = mean(errors) <= mean_bar and max(errors) <= worst_bar
-            spread = {"mean_percent": mean(errors), "worst_percent": max(errors), "holds": holds}
-            found.append({"tier": tier, "configurations": len(errors), **spread})
-    return found
+            bars.append(at_most(f"{tier}: mean of {len(errors)} errors, percent", mean(errors), mean_limit))
+            bars.append(at_most(f"{tier}: worst error, percent", max(errors), worst_limit))
+    return [bar.as_json() for bar in bars]
 
 
 def _error_percent(predicted: int, measured: int) -> float:

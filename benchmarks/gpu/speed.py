@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.gpu.cases import LORA_4096, QLORA_LEAST, SpeedCase
 from benchmarks.gpu.random_model import free_cached, random_model
-from benchmarks.harness import Bar, Row
+from benchmarks.harness import Bar, Row, at_least, at_most
 from benchmarks.specs import Trainer, random_batch
 from lean_finetune.model.allocator_settings import use_segments
 
@@ -135,20 +134,18 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 def summary(rows: Mapping[str, Row]) -> list[Row]:
     """The bars of the rows that were measured."""
     bars: list[Bar] = []
-
-    def bar(name: str, value: float, rule: Any, limit: float) -> None:
-        bars.append(Bar(name=name, value=round(value, 4), rule=rule, limit=round(limit, 4)))
-
     for name, row in rows.items():
         if "tokens_per_s" not in row:
             continue
         if name == LORA_4096:
-            bar(f"{name}: tokens/s", row["tokens_per_s"], ">=", 12_473 * row["matmul_flops"] / PEAK_FLOPS)
-            bar(f"{name}: MFU, percent", row["mfu_percent"], ">=", 41.0)
+            limit = 12_473 * row["matmul_flops"] / PEAK_FLOPS
+            bars.append(at_least(f"{name}: tokens/s", row["tokens_per_s"], limit))
+            bars.append(at_least(f"{name}: MFU, percent", row["mfu_percent"], 41.0))
         if name == QLORA_LEAST:
-            bar(f"{name}: allocated, GiB", row["allocated_bytes"] / 2**30, "<=", 7.4)
+            bars.append(at_most(f"{name}: allocated, GiB", row["allocated_bytes"] / 2**30, 7.4))
         if row.get("reserved_bytes") is not None:
-            bar(f"{name}: reserved / allocated", row["reserved_bytes"] / row["allocated_bytes"], "<=", 1.05)
+            share = row["reserved_bytes"] / row["allocated_bytes"]
+            bars.append(at_most(f"{name}: reserved / allocated", share, 1.05))
         if row.get("trl_tokens_per_s"):
-            bar(f"{name}: ours / TRL", row["tokens_per_s"] / row["trl_tokens_per_s"], ">=", 1.2)
+            bars.append(at_least(f"{name}: ours / TRL", row["tokens_per_s"] / row["trl_tokens_per_s"], 1.2))
     return [bar.as_json() for bar in bars]
