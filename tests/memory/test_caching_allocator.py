@@ -1,11 +1,12 @@
 """The caching allocator: each published rule by a case worked out by hand, and invariants of any sequence."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
 from lean_finetune.core.units import GIB, MIB
-from lean_finetune.memory.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from lean_finetune.memory.allocator.caching_allocator import UNIT_BYTES, CachingAllocator, OutOfMemory
 
 
 @pytest.mark.parametrize(
@@ -127,10 +128,10 @@ def test_invariants_after_every_event_of_a_random_sequence(expandable, seed):
         except OutOfMemory:
             refused += 1
         else:
-            assert allocator.live_blocks[live[-1]][1] >= size
-        blocks = sorted(allocator.live_blocks.values())
-        assert all(a + n <= b for (a, n), (b, _) in zip(blocks, blocks[1:], strict=False))
-        assert allocator.allocated_bytes == sum(n for _, n in blocks)
+            assert allocator._live[live[-1]] * UNIT_BYTES >= size
+        blocks = sorted(allocator._live.items())  # Addresses and sizes in units.
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(blocks))
+        assert allocator.allocated_bytes == sum(n for _, n in blocks) * UNIT_BYTES
         assert allocator.allocated_bytes <= allocator.reserved_bytes <= capacity
     assert refused and allocator.retries >= refused
     for handle in live:

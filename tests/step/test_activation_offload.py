@@ -32,13 +32,7 @@ class RecordingStore(HostStore):
         return super().get(handle)
 
 
-@pytest.mark.parametrize(
-    ("method", "grad_ckpt"),
-    [
-        ("full", False),
-        ("qlora", True),
-    ],
-)
+@pytest.mark.parametrize(("method", "grad_ckpt"), [("full", False), ("qlora", True)])
 def test_losses_and_weights_are_equal_to_the_last_bit(small_llama, tmp_path, method, grad_ckpt):
     """Values that change, or come back in another memory layout, for which another kernel rounds differently."""
     spec = {"method": method, "grad_ckpt": grad_ckpt, "lora_dropout": 0.1}

@@ -44,44 +44,21 @@ class CachingAllocator:
     def __init__(self, *, expandable: bool, capacity_bytes: int | None):
         """Create an allocator that has nothing reserved; `capacity_bytes` of device memory, None for no limit."""
         self.expandable, self.capacity_bytes = expandable, capacity_bytes
-        self._capacity = None if capacity_bytes is None else capacity_bytes // UNIT_BYTES
         min_large_remainder = MIN_REMAINDER_UNITS if expandable else MIN_LARGE_REMAINDER_UNITS
         self._small = BlockPool(page=SMALL_SEGMENT_UNITS, min_remainder=MIN_REMAINDER_UNITS)
         self._large = BlockPool(page=LARGE_SEGMENT_UNITS, min_remainder=min_large_remainder)
         self._live: dict[int, int] = {}
-        self._allocated = self._peak_allocated = self._reserved = self._peak_reserved = 0
         self._next_segment = 0
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        """In live blocks, now and at most since the start or `reset_peaks`: torch.cuda.memory_allocated."""
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        """Reserved from the driver, now and at most: torch.cuda.memory_reserved."""
         self.retries = 0
         """How often all cached blocks were released to serve a request (num_alloc_retries)."""
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of live blocks: torch.cuda.memory_allocated."""
-        return self._allocated * UNIT_BYTES
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes reserved from the driver: torch.cuda.memory_reserved."""
-        return self._reserved * UNIT_BYTES
-
-    @property
-    def peak_allocated_bytes(self) -> int:
-        """Most bytes allocated since the start or `reset_peaks`: torch.cuda.max_memory_allocated."""
-        return self._peak_allocated * UNIT_BYTES
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """Most bytes reserved since the start or `reset_peaks`: torch.cuda.max_memory_reserved."""
-        return self._peak_reserved * UNIT_BYTES
-
-    @property
-    def live_blocks(self) -> dict[int, tuple[int, int]]:
-        """Address and size in bytes of every live block, by handle."""
-        return {start: (start * UNIT_BYTES, size * UNIT_BYTES) for start, size in self._live.items()}
-
     def reset_peaks(self) -> None:
         """Start both peaks anew: torch.cuda.reset_peak_memory_stats."""
-        self._peak_allocated, self._peak_reserved = self._allocated, self._reserved
+        self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
     def allocate(self, count_bytes: int) -> int:
         """Serve a request of at least one byte and return a handle for `free`.
@@ -109,15 +86,14 @@ class CachingAllocator:
             pool.free[start + wanted], pool.free_ends[start + size] = remainder, start + wanted
             size = wanted
         self._live[start] = size
-        self._allocated += size
-        if self._allocated > self._peak_allocated:
-            self._peak_allocated = self._allocated
+        self.allocated_bytes += size * UNIT_BYTES
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return start
 
     def free(self, handle: int) -> None:
         """Free an allocated block; it stays reserved."""
         size = self._live.pop(handle)
-        self._allocated -= size
+        self.allocated_bytes -= size * UNIT_BYTES
         # Blocks of the small pool are always split, so only they are this small.
         (self._small if size <= SMALL_UNITS else self._large).put(handle, size)
 
@@ -131,7 +107,7 @@ class CachingAllocator:
                 if self.expandable:
                     self._unmap(pool, start)
                 elif pool.free[start] == pool.segments.get(start):
-                    self._reserved -= pool.take(start)
+                    self.reserved_bytes -= pool.take(start) * UNIT_BYTES
                     del pool.segments[start]
 
     def _new_block(self, pool: BlockPool, wanted: int) -> tuple[int, int]:
@@ -156,10 +132,11 @@ class CachingAllocator:
 
     def _reserve(self, units: int) -> bool:
         """Count memory as reserved; return whether the capacity has room for it."""
-        if self._capacity is not None and self._reserved + units > self._capacity:
+        reserved_bytes = self.reserved_bytes + units * UNIT_BYTES
+        if self.capacity_bytes is not None and reserved_bytes > self.capacity_bytes:
             return False
-        self._reserved += units
-        self._peak_reserved = max(self._peak_reserved, self._reserved)
+        self.reserved_bytes = reserved_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved_bytes)
         return True
 
     def _new_segment(self, pool: BlockPool, wanted: int) -> int | None:
@@ -203,7 +180,8 @@ class CachingAllocator:
 
     def _new_expandable_segment(self, pool: BlockPool, wanted: int) -> int:
         """Add an address range of 9/8 of the device, as PyTorch does, which leaves room for holes; return its start."""
-        space = UNLIMITED_SPACE_UNITS if self._capacity is None else self._capacity * 9 // 8
+        capacity = self.capacity_bytes
+        space = UNLIMITED_SPACE_UNITS if capacity is None else capacity // UNIT_BYTES * 9 // 8
         size = -(-max(space, wanted) // pool.page) * pool.page
         start = self._addresses(size)
         pool.segments[start] = size
@@ -221,7 +199,7 @@ class CachingAllocator:
             pool.put(start, first - start)
         if last < end:
             pool.put(last, end - last)
-        self._reserved -= last - first
+        self.reserved_bytes -= (last - first) * UNIT_BYTES
         hole = pool.put_unmapped(first, last - first)
         if pool.segments.get(hole) == pool.unmapped[hole]:
             pool.take_unmapped(hole)
