@@ -8,16 +8,11 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, collate, empty_batch, joined_lengths, read_batch
 from lean_finetune.step.token_rows import TokenRows
+from tests.memory.common import micro_batch
 from tests.step.test_token_rows import EOS, ROWS
 from tests.token_files import write_tokens
-
-
-def micro_batch(rows: list[int], length: int, supervised: int, *, flat: bool = False) -> MicroBatch:
-    numbers = np.array(rows, np.int32)
-    return MicroBatch(epoch=0, step=0, rows=numbers, length=length, supervised=supervised, rank=0, flat=flat)
 
 
 def arrays(ids: list[int], spans: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -100,12 +95,12 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
     ("planned", "ids", "shape"),
     [
         (
-            micro_batch([2, 0], 8, 7),
+            micro_batch(0, [2, 0], 8, 7),
             [ROWS[2][0], [*ROWS[0][0], 0, 0, 0]],
             BatchShape(rows=2, length=8, supervised=7, joined_lengths=None),
         ),
         (
-            micro_batch([2, 0], 16, 7, flat=True),
+            micro_batch(0, [2, 0], 16, 7, flat=True),
             [[*ROWS[2][0], *ROWS[0][0], 0, 0, 0]],
             BatchShape(rows=1, length=16, supervised=7, joined_lengths=(8, 5, 3)),
         ),
@@ -133,12 +128,12 @@ def test_all_tensors_of_a_batch_move_to_a_device(flat):
 @pytest.mark.parametrize(
     "stale",
     [
-        micro_batch([0, 9], 8, 4),
-        micro_batch([-1], 8, 4),
-        micro_batch([2], 6, 4),
-        micro_batch([0], 8, 2),
-        micro_batch([0, 2], 12, 7, flat=True),
-        micro_batch([4], 8, 2),
+        micro_batch(0, [0, 9], 8, 4),
+        micro_batch(0, [-1], 8, 4),
+        micro_batch(0, [2], 6, 4),
+        micro_batch(0, [0], 8, 2),
+        micro_batch(0, [0, 2], 12, 7, flat=True),
+        micro_batch(0, [4], 8, 2),
     ],
     ids=["row beyond the file", "negative row", "longer than planned", "supervised", "joined longer", "dropped"],
 )

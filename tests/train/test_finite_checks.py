@@ -9,12 +9,13 @@ import torch
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.heldout_loss import heldout_batches
 from lean_finetune.train.monitor.finite_checks import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from lean_finetune.train.process.training_device import check_device, check_host, check_offload
 from lean_finetune.train.train_job import measured_steps
+from tests.memory.common import micro_batch
 from tests.small_model import CPU, spec_of
 from tests.token_files import heldout
 
@@ -22,20 +23,16 @@ FITS = {"enforce": True, "refusal": None}
 NAN, ONE = torch.tensor(float("nan")), torch.tensor(1.0)
 
 
-def micro_batches() -> list[MicroBatch]:
-    return [
-        MicroBatch(epoch=0, step=7, rows=np.array(rows, dtype=np.int32), length=8, supervised=4)
-        for rows in ([3, 1], [11, 12])
-    ]
+MICRO_BATCHES = [micro_batch(7, rows, 8, 4) for rows in ([3, 1], [11, 12])]
 
 
 def test_a_step_that_is_not_finite_is_refused_with_its_place():
     """Training on would destroy the weights."""
-    refuse_non_finite([ONE, ONE], ONE, 7, micro_batches())
+    refuse_non_finite([ONE, ONE], ONE, 7, MICRO_BATCHES)
     with pytest.raises(UserError, match=r"step 7, micro-batch 1 \(training rows 11, 12\)"):
-        refuse_non_finite([ONE, NAN], ONE, 7, micro_batches())
+        refuse_non_finite([ONE, NAN], ONE, 7, MICRO_BATCHES)
     with pytest.raises(UserError, match=r"gradient must be finite; its norm is inf at optimizer step 7"):
-        refuse_non_finite([ONE, ONE], torch.tensor(float("inf")), 7, micro_batches())
+        refuse_non_finite([ONE, ONE], torch.tensor(float("inf")), 7, MICRO_BATCHES)
 
 
 def test_actual_device_is_checked():
@@ -113,9 +110,7 @@ def test_broken_weights_are_not_saved():
 
 def test_control_steps_are_measured_too():
     """Measuring only what was predicted to be the worst would agree with a prediction that overlooked the worst."""
-    planned = [
-        MicroBatch(epoch=0, step=k, rows=np.arange(9 - k, dtype=np.int32), length=8, supervised=4) for k in range(9)
-    ]
+    planned = [micro_batch(k, range(9 - k), 8, 4) for k in range(9)]
     lengths = np.full(9, 8, np.int32)
     assert measured_steps(Plan.of(planned), lengths, chunked=False) == {0, 2, 4, 6, 8}
     assert measured_steps(Plan.of(planned[:1]), lengths, chunked=False) == {0}

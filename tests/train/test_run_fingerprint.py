@@ -7,29 +7,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lean_finetune.config.load import load_params
 from lean_finetune.pinning.code import PACKAGE, code_hashes
-from lean_finetune.plan.batch_plan import MicroBatch, Plan, write_plan
+from lean_finetune.plan.batch_plan import Plan, write_plan
 from lean_finetune.train import run_fingerprint as module
 from lean_finetune.train.job import Paths
 from lean_finetune.train.run_fingerprint import resumable_part, run_fingerprint, run_key
 from tests.conftest import ROOT
+from tests.memory.common import micro_batch
 from tests.processes import run_bounded
 from tests.small_model import CPU
 
 
 def plan_of(rows: list[list[int]], ranks: int = 1) -> Plan:
     """One step; micro-batches are dealt to ranks in turn."""
-    return Plan.of(
-        [
-            MicroBatch(epoch=0, step=0, rank=n % ranks, rows=np.array(r, dtype=np.int32), length=9, supervised=4)
-            for n, r in enumerate(rows)
-        ],
-        ranks=ranks,
-    )
+    return Plan.of([micro_batch(0, one, 9, 4, rank=n % ranks) for n, one in enumerate(rows)], ranks=ranks)
 
 
 @pytest.fixture
