@@ -73,8 +73,8 @@ class Growth:
     """From `first_step` to `last_step`."""
     confidence: float | None = None
     """That there is a leak; None for other causes."""
-    first_step: int
-    last_step: int
+    first_step: int = 0
+    last_step: int = 0
     at_equal_shape: bool = False
     """Batch shapes were known and their effect was subtracted."""
     jumps: str | None = None
@@ -115,8 +115,7 @@ def classify(rows: Rows) -> list[Growth]:
     if OWN in every:
         every.pop(RESIDENT, None)  # It also counts mapped files, which grow as they are read.
     if not every:
-        steps = [int(row["step"]) for row in rows] or [0]
-        return [Growth(cause="too_short", first_step=steps[0], last_step=steps[-1])]
+        return [Growth(cause="too_short")]
     leaks = [leak for name, one in every.items() if name != RESERVED and (leak := _leak(one)) is not None]
     explained = [growth for growth in (_fragmentation(columns, every), _length(every)) if growth is not None]
     found = leaks[:1] + sorted(explained, key=lambda growth: -growth.growth_bytes)
@@ -195,10 +194,9 @@ def _fragmentation(columns: Mapping[str, np.ndarray], every: Mapping[str, _Serie
     """Find growth of reserved memory beyond the highest peak so far."""
     needed = columns[PEAK if PEAK in every else LIVE]
     excess = _series(columns, RESERVED, columns[RESERVED] - np.fmax.accumulate(needed))
-    start = 0 if excess is None else round(len(excess.steps_P) * WARM_UP_SHARE)
-    if excess is None or len(excess.steps_P) - start < LEAST_POINTS[RESERVED]:
+    late = None if excess is None else excess.after(round(len(excess.steps_P) * WARM_UP_SHARE))
+    if late is None or len(late.steps_P) < LEAST_POINTS[RESERVED]:
         return None
-    late = excess.after(start)
     total, slope, settled = _rise(late)
     if settled or total < max(FRAGMENT_BYTES, FRAGMENT_SHARE * float(every[RESERVED].values_P[-1])):
         return None
