@@ -87,7 +87,7 @@ def measure(quick: bool) -> Measured:
         for mode, source in sources.items():
             cases: dict[str, Callable[[], Any]] = {
                 **{f"ours, {threads} threads": partial(read, source, threads) for threads in (0, 1)},
-                HF: lambda source=source: deque(rival_batches(dataset, source), maxlen=0),
+                HF: partial(read_rival, dataset, source),
             }
             seconds = interleaved_seconds(cases, rounds)
             table += [_row(mode, name, seconds[name], seconds[HF], source) for name in cases]
@@ -160,6 +160,11 @@ def read(source: Source, threads: int) -> None:
     """Read the micro-batches as stage train does."""
     with closing(_ours(source, threads)) as stream:
         deque(islice(stream, source.batches), maxlen=0)
+
+
+def read_rival(dataset: Any, source: Source) -> None:
+    """Read the micro-batches through the Dataset."""
+    deque(rival_batches(dataset, source), maxlen=0)
 
 
 def _ours(source: Source, threads: int) -> Any:

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 def read_job() -> TrainJob:
     """The job of stage train, without windows that measure memory."""
-    paths = Paths(**{str(option.name): Path(option.default) for option in stage.params})
+    paths = Paths(**{str(option.name): Path(str(option.default)) for option in stage.params})
     params = read_params()
     spec = ModelSpec.from_params(params, precision_of(params, paths.verdict))
     return replace(make_job(params, spec, CPU, SINGLE_PROCESS, paths), measured_steps=frozenset())
