@@ -72,6 +72,11 @@ def _parsed(directory: Path) -> PretrainedConfig:
     except UNREADABLE as error:
         cause = error.__cause__ if isinstance(error, StrictDataclassError) else error
         first = str(cause).splitlines()[0]
+        if "trust_remote_code" in str(cause):
+            raise UserError(
+                f"model.name: {directory} needs code of its own (auto_map in config.json), which is never executed; "
+                "choose a model whose code is in transformers"
+            ) from None
         raise UserError(
             f"model.name: {directory}/config.json cannot be read ({first}); give a transformers model"
         ) from None

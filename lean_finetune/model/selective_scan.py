@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_TOKENS = 64
+CHUNK_TOKENS = 128
+"""More tokens need more memory, fewer take more operations: a chunk has some B × C × D × N tensors in fp32."""
 
 
 def selective_scan(
@@ -76,7 +77,7 @@ class _Recurrence(torch.autograd.Function):
     def forward(ctx: Any, decay_BCDN: torch.Tensor, added_BCDN: torch.Tensor, state_BDN: torch.Tensor) -> torch.Tensor:
         """The states (B, C, D, N) from the state before the first token."""
         states_BCDN = added_BCDN.clone()
-        states_BCDN[:, 0] += decay_BCDN[:, 0] * state_BDN
+        states_BCDN[:, 0].add_(decay_BCDN[:, 0] * state_BDN)
         _accumulate(decay_BCDN.clone(), states_BCDN)
         ctx.save_for_backward(decay_BCDN, states_BCDN, state_BDN)
         return states_BCDN
@@ -100,6 +101,7 @@ def _accumulate(decay_BCDN: torch.Tensor, values_BCDN: torch.Tensor) -> None:
     """
     step = 1
     while step < values_BCDN.shape[1]:
-        values_BCDN[:, step:] += decay_BCDN[:, step:] * values_BCDN[:, :-step]
-        decay_BCDN[:, step:] *= decay_BCDN[:, :-step].clone()
+        later = decay_BCDN[:, step:]
+        values_BCDN[:, step:].add_(later * values_BCDN[:, :-step])
+        later.mul_(decay_BCDN[:, :-step].clone())
         step *= 2

@@ -254,7 +254,10 @@ def test_layers_whose_weight_is_read_directly_get_no_adapters(family, layer):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"model_type": "thing", "auto_map": {"AutoConfig": "configuration_thing.ThingConfig"}}, "cannot be read"),
+        (
+            {"model_type": "thing", "auto_map": {"AutoConfig": "configuration_thing.ThingConfig"}},
+            r"needs code of its own \(auto_map in config.json\), which is never executed",
+        ),
         ({}, "cannot be read"),
         (
             {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2},
