@@ -13,6 +13,9 @@ from lean_finetune.core.errors import StageCommand, UserError
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.tuned_model import TunedModel
 
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for --max-lora-rank."""
+
 
 @click.command(cls=StageCommand)
 @click.argument("out", type=click.Path(path_type=Path))
@@ -81,33 +84,45 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
                 shutil.copyfile(tuned.directory / name, directory / name)
         (directory / "README.md").write_text(card(tuned, title, what), encoding="utf-8")
         if what == "merged":
-            (directory / "Modelfile").write_text(modelfile(Prompter(directory), tuned.positions), encoding="utf-8")
+            text = modelfile(Prompter(directory), tuned.positions, tuned.config.architectures[0])
+            (directory / "Modelfile").write_text(text, encoding="utf-8")
 
 
 def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str]]:
     """Lines that load an export, by program."""
+    from lean_finetune.commands.tuned.ollama import GGUF, OLLAMA_ARCHITECTURES
     from lean_finetune.model.language_part import is_multimodal
 
     multimodal = is_multimodal(tuned.config)
     kind = "AutoModelForMultimodalLM" if multimodal else "AutoModelForCausalLM"
     path, name = shlex.quote(where), shlex.quote(Path(where).name.lower())
     if what == "adapter":
-        options = f"--enable-lora --max-lora-rank {(tuned.adapter or {}).get('r')} --lora-modules {name}={path}"
         alone = f"AutoPeftModelForCausalLM.from_pretrained({where!r})"
         on_base = f"PeftModel.from_pretrained({kind}.from_pretrained({tuned.base_name!r}), {where!r})"
-        return [
-            ("PEFT", on_base if multimodal else alone),
-            ("vLLM", f"vllm serve {shlex.quote(tuned.base_name)} {options}"),
-        ]
+        return [("PEFT", on_base if multimodal else alone), ("vLLM", vllm_adapter_line(tuned, path, name))]
+    convert = f"python convert_hf_to_gguf.py {path} --outfile {path}/{GGUF}"
+    first = "" if tuned.config.architectures[0] in OLLAMA_ARCHITECTURES else f"{convert} && "
     return [
         ("transformers", f"{kind}.from_pretrained({where!r})"),
         ("vLLM", f"vllm serve {path}"),
-        (
-            "llama.cpp",
-            f"python convert_hf_to_gguf.py {path} --outfile {name}.gguf --outtype bf16 && llama-cli -m {name}.gguf",
-        ),
-        ("Ollama", f"ollama create {name} -f {path}/Modelfile && ollama run {name}"),
+        ("llama.cpp", f"{convert} && llama-cli -m {path}/{GGUF}"),
+        ("Ollama", f"{first}ollama create {name} -f {path}/Modelfile && ollama run {name}"),
     ]
+
+
+def vllm_adapter_line(tuned: "TunedModel", path: str, name: str) -> str:
+    """The command that serves the base at its commit with the adapter, or why vLLM has none."""
+    adapter = tuned.adapter or {}
+    rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
+    allowed = next((most for most in VLLM_RANKS if most >= rank), None)
+    if adapter.get("use_dora") or allowed is None:
+        reason = "DoRA" if adapter.get("use_dora") else f"ranks above {VLLM_RANKS[-1]}"
+        return f"does not load {reason} as an adapter: use --what merged"
+    revision = f" --revision {tuned.base_revision}" if tuned.base_revision else ""
+    return (
+        f"vllm serve {shlex.quote(tuned.base_name)}{revision} --tokenizer {path} --enable-lora --max-lora-rank {allowed} "
+        f"--lora-modules {name}={path}"
+    )
 
 
 def card(tuned: "TunedModel", name: str, what: str) -> str:

@@ -72,6 +72,8 @@ class Evaluate(Section):
     """Tasks of lm-evaluation-harness: its names, or paths of YAML files."""
     task_rows: PositiveInt | None
     """First rows of each task to score. None means all."""
+    apply_chat_template: Literal["auto"] | bool
+    """Render the prompts of tasks with the chat template. `auto` does so if the training rows were."""
 
 
 class Run(Section):

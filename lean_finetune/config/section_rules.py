@@ -39,6 +39,11 @@ SECTION_RULES = [
         "limits the rows of evaluate.tasks, and there are none; got {evaluate.task_rows}; leave it blank",
     ),
     Rule(
+        "evaluate.apply_chat_template",
+        lambda p: p.evaluate.apply_chat_template != "auto" and not p.evaluate.tasks,
+        "is for the prompts of evaluate.tasks, and there are none; got {evaluate.apply_chat_template}; set it to auto",
+    ),
+    Rule(
         "run.oom_recovery",
         lambda p: p.run.oom_recovery == "split" and p.hardware.num_gpus > 1,
         "split repeats a step, while other GPUs wait for its gradients; got split with "

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_json, write_text
+from lean_finetune.data.chat.tokenizer_files import compile_own_template
 from lean_finetune.evaluate.base_and_tuned import EvaluationRows, evaluate_models
 from lean_finetune.evaluate.evaluation_metrics import RESULTS, evaluate_metrics, generation_lines
 from lean_finetune.evaluate.generate import choose_prompts, special_ids
@@ -40,14 +41,19 @@ def run_stage(
     evaluated = _choose_rows(p, tokens, base, tokenizer)
     limits = EvaluationLimits.from_params(p)
     spec = WeightsSpec.from_params(p, precision_of(p, verdict))
+    names, task_rows = p.evaluate.tasks, p.evaluate.task_rows
+    with_template, date = p.evaluate.apply_chat_template, p.data.template_date
+    if with_template == "auto":
+        with_template = read_json(tokens / "meta.json")["chat_template_sha256"] is not None
     tasks = None
-    if p.evaluate.tasks:
-        manager, found = load_tasks(p.evaluate.tasks)
+    if names:
+        manager, found = load_tasks(names)
         tasks = HarnessTasks(
             manager=manager,
             tasks=found,
-            rows=p.evaluate.task_rows,
+            rows=task_rows,
             tokenizer=tokenizer,
+            template=compile_own_template(tuned, date) if with_template else None,
             max_length=min(limits.max_tokens, max_positions(read_config(base)) or limits.max_tokens),
             limits=limits,
             spec=spec,

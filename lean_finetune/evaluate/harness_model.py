@@ -12,6 +12,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import nn
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.format.example import RowFault
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers
 from lean_finetune.evaluate.row_losses import row_sums
 from lean_finetune.step.batches import Batch
@@ -40,6 +41,34 @@ class HarnessModel(TemplateLM):
         """`stops` are tokens that end an answer."""
         super().__init__()
         self._model, self._tasks, self._stops = model, tasks, stops
+
+    @property
+    def tokenizer_name(self) -> str:
+        """See the base class; it names cached prompts, which are not used."""
+        return "tuned"
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Render messages up to the start of the assistant's turn, or with False up to the end of its last message.
+
+        A system message that the template refuses is left out, as the harness does.
+
+        Raises:
+            UserError: the template refuses the messages.
+        """
+        assert self._tasks.template is not None
+        messages: list[dict[str, Any]] = [dict(message) for message in chat_history]
+        without_system = [message for message in messages if message["role"] != "system"]
+        for given in (messages, without_system):
+            try:
+                text = self._tasks.template.text(given, None, add_generation_prompt=add_generation_prompt)
+            except RowFault as fault:
+                refusal = fault
+                continue
+            if add_generation_prompt:
+                return text
+            last = given[-1]["content"].strip()
+            return text[: text.rindex(last) + len(last)]
+        raise UserError(f"evaluate.apply_chat_template: {refusal}; set it to false") from refusal
 
     @property
     def eot_token_id(self) -> int:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.chat.compiled_template import CompiledTemplate
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 
@@ -30,6 +31,8 @@ class HarnessTasks:
     rows: int | None
     """First rows of each task to score; None = all."""
     tokenizer: Tokenizer
+    template: CompiledTemplate | None
+    """Chat template of the prompts, with examples as turns of their own; None for prompts of plain text."""
     max_length: int
     """Tokens of the longest row that a model sees; longer ones lose their beginning, as in the harness."""
     limits: EvaluationLimits
@@ -39,7 +42,7 @@ class HarnessTasks:
     device: torch.device
 
     def score(self, model: nn.Module, stops: Sequence[int]) -> dict[str, dict[str, Any]]:
-        """Return version, shots, rows and metrics of each task; `stops` are tokens that end an answer.
+        """Return version, shots, rows, chat_template and metrics of each task; `stops` are tokens that end an answer.
 
         Raises UserError if the data of a task cannot be loaded, or an answer is longer than the limits allow.
         """
@@ -54,6 +57,8 @@ class HarnessTasks:
                 task_manager=self.manager,
                 limit=self.rows,
                 log_samples=False,
+                apply_chat_template=self.template is not None,
+                fewshot_as_multiturn=self.template is not None,
             )
         except (OSError, ValueError, LookupError) as error:
             reason = " ".join(str(error).split())
@@ -65,6 +70,7 @@ class HarnessTasks:
                 "version": found["versions"].get(name),
                 "shots": found["n-shot"].get(name),
                 "rows": found["n-samples"].get(name, {}).get("effective"),
+                "chat_template": self.template is not None,
                 "metrics": {metric: value for metric, value in metrics.items() if _is_number(value)},
             }
             for name, metrics in found["results"].items()

@@ -110,7 +110,7 @@ def tokens_dir(tmp_path_factory) -> Path:
     """The outputs of stage tokenize that evaluate reads."""
     directory = tmp_path_factory.mktemp("tokens")
     write_tokens(directory, heldout_rows(), "heldout")
-    write_json(directory / "meta.json", {"eos_id": EOS, "pad_id": PAD, "max_length": 64})
+    write_json(directory / "meta.json", {"eos_id": EOS, "pad_id": PAD, "max_length": 64, "chat_template_sha256": "0"})
     return directory
 
 

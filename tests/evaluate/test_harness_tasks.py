@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness: from local files, with the same figures as its own model, within the limits."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.chat.tokenizer_files import compile_own_template
 from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks
 from lean_finetune.model.load_model import load_base
 from lean_finetune.step import loss
 from lean_finetune.step.evaluation_limits import EvaluationLimits
-from tests.evaluate.conftest import CPU, EOS, PAD, save_random_adapter, spec_of
+from tests.evaluate.conftest import CPU, EOS, PAD, TOKENIZER_FILES, save_random_adapter, spec_of
 from tests.workspace import error, invoke, lay_out
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
@@ -35,9 +37,12 @@ TASKS = {
     },
     "local_answer": {
         "output_type": "generate_until",
+        "description": "Answer in a word.",
         "doc_to_text": "{{question}}",
         "doc_to_target": "{{choices[answer]}}",
         "generation_kwargs": {"until": ["e"], "max_gen_toks": 6, "do_sample": False},
+        "num_fewshot": 1,
+        "fewshot_split": "test",
         "metric_list": [{"metric": "exact_match"}],
         "metadata": {"version": 1.5},
     },
@@ -65,13 +70,16 @@ def task_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
     return {name: str(tmp_path / f"{name}.yaml") for name in TASKS}
 
 
-def tasks_of(names: list[str], base: Path, limits: EvaluationLimits = LIMITS, rows: int | None = None) -> HarnessTasks:
+def tasks_of(
+    names: list[str], base: Path, limits: EvaluationLimits = LIMITS, rows: int | None = None, chat: bool = False
+) -> HarnessTasks:
     manager, tasks = load_tasks(names)
     return HarnessTasks(
         manager=manager,
         tasks=tasks,
         rows=rows,
         tokenizer=Tokenizer.from_file(str(base / "tokenizer.json")),
+        template=compile_own_template(base, "2024-07-26") if chat else None,
         max_length=limits.max_tokens,
         limits=limits,
         spec=spec_of("full"),
@@ -81,24 +89,33 @@ def tasks_of(names: list[str], base: Path, limits: EvaluationLimits = LIMITS, ro
     )
 
 
-def test_scores_are_those_of_the_harness_with_its_own_model(base_dir: Path, task_files):
-    """Another split into batches or chunks, or a shifted target, would give other scores."""
+@pytest.mark.parametrize("chat", [False, True])
+def test_scores_are_those_of_the_harness_with_its_own_model(base_dir: Path, task_files, chat: bool):
+    """Another split into batches or chunks, a shifted target or another chat template would give other scores."""
     model = load_base(base_dir, spec_of("full"), CPU, "sdpa").eval()
     names = list(task_files.values())
-    ours = tasks_of(names, base_dir).score(model, [EOS])
+    ours = tasks_of(names, base_dir, chat=chat).score(model, [EOS])
     from lm_eval.models.huggingface import HFLM
 
     plain = AutoModelForCausalLM.from_pretrained(base_dir)
     theirs = HFLM(pretrained=plain, tokenizer=AutoTokenizer.from_pretrained(base_dir), max_length=128, batch_size=1)
     manager, tasks = load_tasks(names)
-    expected = lm_eval.simple_evaluate(model=theirs, tasks=tasks, task_manager=manager, log_samples=False)
+    expected = lm_eval.simple_evaluate(
+        model=theirs,
+        tasks=tasks,
+        task_manager=manager,
+        log_samples=False,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+    )
     assert set(ours) == set(TASKS)
     for name, found in ours.items():
         figures = {key: value for key, value in expected["results"][name].items() if isinstance(value, float)}
         assert figures and {key: found["metrics"][key] for key in figures} == pytest.approx(figures, rel=1e-4)
-    assert {name: (found["version"], found["rows"]) for name, found in ours.items()} == {
-        "local_choice": (3.0, 5), "local_answer": (1.5, 5), "local_text": (2.0, 5)
+    assert {name: (found["version"], found["rows"], found["shots"]) for name, found in ours.items()} == {
+        "local_choice": (3.0, 5, 0), "local_answer": (1.5, 5, 1), "local_text": (2.0, 5, 0)
     }  # fmt: skip
+    assert {found["chat_template"] for found in ours.values()} == {chat}
 
 
 def test_no_batch_is_larger_than_the_limits(base_dir: Path, task_files, monkeypatch):
@@ -134,10 +151,13 @@ def test_the_stage_writes_scores_of_both_models_with_versions(
     from stages.evaluate import main
 
     tuned = save_random_adapter(base_dir, "lora", tmp_path / "adapter")
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(base_dir / name, tuned / name)
     locks = ("--model-lock", str(locks_dir / "model.json"), "--tokenizer-lock", str(locks_dir / "tokenizer.json"))
     invoke(main, "--tokens", str(tokens_dir), "--tuned", str(tuned), *locks)
     metrics = json.loads((tmp_path / "metrics/evaluate.json").read_text())
     figures = metrics["tasks"]["local_choice"]
+    assert figures["chat_template"] is True
     assert figures["version"] == 3.0 and figures["rows"] == 3 and figures["shots"] == 0
     assert figures["base"].keys() == figures["tuned"].keys() >= {"acc,none", "acc_norm,none"}
     assert metrics["lm_eval_version"] == lm_eval.__version__ and metrics["tuned_loss"] > 0

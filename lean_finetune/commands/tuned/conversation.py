@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.chat_template import read_template
-from lean_finetune.data.chat.compiled_template import CompiledTemplate
+from lean_finetune.data.chat.tokenizer_files import compile_own_template, read_template
 from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.encode.engine_choice import load_engine
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
@@ -34,13 +32,12 @@ class Prompter:
         self._engine = load_engine("tokenizers", directory)
         self._rows = RowTokenizer(directory, self._engine)
         self.tokenizer, self.pad_id = self._engine.tokenizer, self._rows.pad.number
-        config = directory / "tokenizer_config.json"
         try:
-            source, file = read_template(directory, read_json(config) if config.is_file() else {})
+            read_template(directory)
         except UserError:
             self._template = None
         else:
-            self._template = CompiledTemplate(source, self._rows.special_tokens, file, TEMPLATE_DATE)
+            self._template = compile_own_template(directory, TEMPLATE_DATE)
         self.directory = directory
 
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:

@@ -18,12 +18,26 @@ PROBES = (
 """Conversations that a template derived from their parts must render as the model's own does."""
 MOST_CONTEXT = 8192
 """Ollama allocates the KV cache of so many tokens when it loads a model."""
+OLLAMA_ARCHITECTURES = {
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "LlamaForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+}
+"""Architectures that `ollama create` converts itself (convert/convert.go, August 2026); llama.cpp converts others."""
+GGUF = "model.gguf"
+"""The file that llama.cpp's converter writes beside the Modelfile."""
 Turns = Sequence[tuple[str, str]]
 
 
-def modelfile(prompter: "Prompter", context: int | None) -> str:
+def modelfile(prompter: "Prompter", context: int | None, architecture: str) -> str:
     """The Modelfile of an exported model in its own directory; `context` are the positions of the model."""
     lines = ["FROM ."]
+    if architecture not in OLLAMA_ARCHITECTURES:
+        lines = [f"# Ollama does not convert {architecture}: llama.cpp's convert_hf_to_gguf.py does.", f"FROM ./{GGUF}"]
     if context:
         lines.append(f"PARAMETER num_ctx {min(context, MOST_CONTEXT)}")
     lines += [f'PARAMETER stop "{token}"' for token in prompter.stop_texts()]

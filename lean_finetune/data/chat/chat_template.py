@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -20,6 +19,7 @@ from lean_finetune.data.chat.template_probes import (
     parts_of,
     reasoning_of,
 )
+from lean_finetune.data.chat.tokenizer_files import read_template
 from lean_finetune.data.chat.trained_segments import Segment, segments_of_spans, split_segments
 from lean_finetune.data.format.example import Conversation, EmptyAnswer, RowFault
 from lean_finetune.data.read.worker_memory import limited_memory_growth
@@ -170,8 +170,7 @@ def load_template(
         control |= set(CHATML_TOKENS)
         source, name, title = read_bundled("chatml"), "data.chat_template: chatml", "the built-in ChatML template"
     elif chat_template == "tokenizer":
-        config = directory / "tokenizer_config.json"
-        source, file = read_template(directory, orjson.loads(config.read_bytes()) if config.exists() else {})
+        source, file = read_template(directory)
         name, title = f"model.name: the chat template in {file}", "the tokenizer's own template"
     else:
         source, name, title = chat_template, "data.chat_template: the template", "the template of data.chat_template"
@@ -197,20 +196,3 @@ def _added_tokens(directory: Path) -> dict[str, bool]:
     """The tokens added to the tokenizer's vocabulary, and whether each is special."""
     added = orjson.loads((directory / "tokenizer.json").read_bytes()).get("added_tokens") or []
     return {token["content"]: bool(token.get("special")) for token in added}
-
-
-def read_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str, str]:
-    """A tokenizer's chat template, and the path of its file. Raises UserError if it has none."""
-    file = directory / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8"), str(file)
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if not isinstance(template, str):
-        raise UserError(
-            f"model.name: the tokenizer in {directory} has no chat template; set data.chat_template to chatml or to "
-            "the path of one, or use data.format prompt_completion or text"
-        )
-    return template, str(directory / "tokenizer_config.json")

@@ -1,15 +1,15 @@
 """The tokenizer of a model directory: rows of text segments become token ids with trained spans."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard
+from lean_finetune.data.chat.tokenizer_files import read_special_tokens
 from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.encode.encoded_rows import EncodedRows, from_segments
 from lean_finetune.data.encode.joined_encoder import JoinedRowEncoder
@@ -35,7 +35,7 @@ class RowTokenizer:
         """
         self.directory = directory
         self._tokenizer, self._engine = engine.tokenizer, engine
-        self.special_tokens = _special_tokens(directory)
+        self.special_tokens = read_special_tokens(directory)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         control = {number: token.content for number, token in added.items() if token.special}
@@ -149,22 +149,6 @@ def _insert(ids: np.ndarray, lengths: np.ndarray, literals: dict[int, list[int]]
     lengths = lengths.copy()
     lengths[indices] = sizes
     return np.insert(ids, np.repeat(starts[indices], sizes), values), lengths
-
-
-def _special_tokens(directory: Path) -> dict[str, str]:
-    """bos_token, eos_token, pad_token, … as text; older tokenizers have them in special_tokens_map.json."""
-    named: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = directory / name
-        if path.exists():
-            values = json.loads(path.read_text(encoding="utf-8"))
-            named |= {key: value for key, value in values.items() if value is not None}
-    found = {}
-    for key, value in named.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            found[key] = text
-    return found
 
 
 class Pad(NamedTuple):

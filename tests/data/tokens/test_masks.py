@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
+from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.chat_template import ChatTemplate, load_template, read_template
+from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.chat.control_tokens import TRAINED_END, TRAINED_START
+from lean_finetune.data.chat.tokenizer_files import read_template
 from lean_finetune.data.chat.trained_segments import Segment, split_segments
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.format.row_formats import Conversation, PlainText, RowFault
@@ -236,10 +238,13 @@ def test_keys_are_read_before_methods_of_the_same_name_only_where_the_sandbox_do
 
 def test_a_template_is_read_from_its_file_or_from_the_configuration(own):
     jinja = (own / "chat_template.jinja").read_text()
-    assert read_template(own, {"chat_template": "other"}) == (jinja, str(own / "chat_template.jinja"))
+    config = own / "tokenizer_config.json"
+    write_json(config, {"chat_template": "T"})
+    assert read_template(own) == (jinja, str(own / "chat_template.jinja"))
     (own / "chat_template.jinja").unlink()
-    assert read_template(own, {"chat_template": "T"})[0] == "T"
-    named = [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "D"}]
-    assert read_template(own, {"chat_template": named})[0] == "D"
+    assert read_template(own) == ("T", str(config))
+    write_json(config, {"chat_template": [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "D"}]})
+    assert read_template(own)[0] == "D"
+    config.unlink()
     with pytest.raises(UserError, match="has no chat template; set data.chat_template to chatml or to the path"):
-        read_template(own, {})
+        read_template(own)
