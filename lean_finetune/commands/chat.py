@@ -1,5 +1,6 @@
 """The command `lean-finetune chat`: talk to a tuned model in the terminal."""
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ NEW_TOKENS = click.option(
 )
 LENGTH = 4096
 """Tokens of a conversation where the model can read more."""
-COMMANDS = "/reset starts again, /exit or Ctrl-D ends"
+COMMANDS = "/reset starts again, Ctrl-C stops an answer, /exit or Ctrl-D ends"
 
 
 @click.command(cls=StageCommand)
@@ -130,14 +131,26 @@ class Conversation:
         self._turns: list[dict[str, str]] = []
 
     def run(self, answer: Callable[[list[int]], str]) -> None:
-        """Answer each line until the end of the input."""
-        while (line := self._read()) is not None:
-            if line == "/exit":
-                return
-            if line == "/reset":
-                self._turns = []
-            elif line and (ids := self._prompt(line)) is not None:
-                self._turns.append({"role": "assistant", "content": answer(ids)})
+        """Answer each line until the end of the input. Ctrl-C stops an answer, and between answers the conversation."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            while (line := self._read()) not in (None, "/exit"):
+                if line == "/reset":
+                    self._turns = []
+                elif line and (ids := self._prompt(line)) is not None:
+                    self._answer(ids, answer)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _answer(self, ids: list[int], answer: Callable[[list[int]], str]) -> None:
+        """Add the answer to the conversation, or remove its question if it is stopped."""
+        try:
+            self._turns.append({"role": "assistant", "content": answer(ids)})
+        except KeyboardInterrupt:
+            self._turns.pop()
+            note("\nnote: stopped; the question is left out of the conversation")
 
     def _read(self) -> str | None:
         """The next line; None at the end of the input."""

@@ -84,7 +84,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
                 shutil.copyfile(tuned.directory / name, directory / name)
         (directory / "README.md").write_text(card(tuned, title, what), encoding="utf-8")
         if what == "merged":
-            text = modelfile(Prompter(directory), tuned.positions, tuned.config.architectures[0])
+            text = modelfile(Prompter(directory), tuned.positions, tuned.architecture)
             (directory / "Modelfile").write_text(text, encoding="utf-8")
 
 
@@ -101,7 +101,7 @@ def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str
         on_base = f"PeftModel.from_pretrained({kind}.from_pretrained({tuned.base_name!r}), {where!r})"
         return [("PEFT", on_base if multimodal else alone), ("vLLM", vllm_adapter_line(tuned, path, name))]
     convert = f"python convert_hf_to_gguf.py {path} --outfile {path}/{GGUF}"
-    first = "" if tuned.config.architectures[0] in OLLAMA_ARCHITECTURES else f"{convert} && "
+    first = "" if tuned.architecture in OLLAMA_ARCHITECTURES else f"{convert} && "
     return [
         ("transformers", f"{kind}.from_pretrained({where!r})"),
         ("vLLM", f"vllm serve {path}"),
@@ -119,10 +119,8 @@ def vllm_adapter_line(tuned: "TunedModel", path: str, name: str) -> str:
         reason = "DoRA" if adapter.get("use_dora") else f"ranks above {VLLM_RANKS[-1]}"
         return f"does not load {reason} as an adapter: use --what merged"
     revision = f" --revision {tuned.base_revision}" if tuned.base_revision else ""
-    return (
-        f"vllm serve {shlex.quote(tuned.base_name)}{revision} --tokenizer {path} --enable-lora --max-lora-rank {allowed} "
-        f"--lora-modules {name}={path}"
-    )
+    options = f"--enable-lora --max-lora-rank {allowed} --lora-modules {name}={path}"
+    return f"vllm serve {shlex.quote(tuned.base_name)}{revision} --tokenizer {path} {options}"
 
 
 def card(tuned: "TunedModel", name: str, what: str) -> str:

@@ -10,7 +10,7 @@ from typing import get_args
 
 import click
 
-from lean_finetune.commands.convert import read_config_of_tool
+from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.config.field_types import AnyPrecision, Method
 from lean_finetune.config.load import PARAMS_FILE, load_params
 from lean_finetune.config.overrides import with_flags
@@ -66,7 +66,7 @@ def fit(
     if list_gpus:
         click.echo("\n".join(_known_gpus()))
         return
-    converted = None if config is None else read_config_of_tool(config, gpus or 1)
+    converted = None if config is None else read_config_of_tool(config, gpus or 1, with_data=False)
     usual = params is None and (model is not None or converted is not None or not PARAMS_FILE.exists())
     file = COMMON_PARAMS if usual else params or PARAMS_FILE
     p = load_params(file)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lean_finetune.commands.text import COLUMNS, LABEL_WIDTH, labelled
+from lean_finetune.core.labelled_text import COLUMNS, LABEL_WIDTH, labelled
 from lean_finetune.core.units import readable_size
 from lean_finetune.memory.advice.fit_run import FitRun
 from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest

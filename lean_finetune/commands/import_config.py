@@ -4,13 +4,13 @@ from pathlib import Path
 
 import click
 
-from lean_finetune.commands.convert import read_config_of_tool
+from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import COMMON_PARAMS
 from lean_finetune.commands.params_file import change_params
-from lean_finetune.commands.text import labelled
 from lean_finetune.config.load import PARAMS_FILE, load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.labelled_text import labelled
 
 
 @click.command("import", cls=StageCommand)

@@ -1,6 +1,10 @@
 """`lean-finetune chat` and `generate`: answers of the tuned model, within the memory that there is."""
 
+import gc
+import io
 import json
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +15,15 @@ from click.testing import CliRunner, Result
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lean_finetune.commands.chat import chat
+from lean_finetune.commands.chat import Conversation, chat
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.tuned import tuned_model
+from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_tuned
 from tests.small_model import CPU, base_of, spec_of
 from tests.workspace import error, invoke, write_rows
@@ -66,14 +72,15 @@ def test_a_full_model_chats_and_plain_prompts_are_completed(tmp_path: Path):
     """A merged model that needs its adapter's files, or plain text that goes through the chat template."""
     assert talk("Name a colour.\n", "--model", str(TINY_DIRECTORY), "--max-new-tokens", "4").exit_code == 0
     assert error(talk("", "--model", str(TINY_DIRECTORY), "--bits", "4")).startswith("--bits: has an effect only on")
-    source = write_rows(tmp_path / "p.jsonl", [{"prompt": "One, two, three"}])
+    source = write_rows(tmp_path / "p.jsonl", [{"prompt": "One, two, three"}, {"prompt": "a\u2028b"}])
     invoke(generate, str(source), str(tmp_path / "a.jsonl"), "--model", str(TINY_DIRECTORY), "--max-new-tokens", "4")
     tokenizer: Any = AutoTokenizer.from_pretrained(TINY_DIRECTORY)
     ids = tokenizer("One, two, three", return_tensors="pt")
     model: Any = AutoModelForCausalLM.from_pretrained(TINY_DIRECTORY, dtype=torch.float32)
     answer = model.generate(ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=4, do_sample=False)
     expected = tokenizer.decode(answer[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert json.loads((tmp_path / "a.jsonl").read_text())["answer"] == expected
+    first, second = (tmp_path / "a.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
+    assert json.loads(first)["answer"] == expected and json.loads(second)["prompt"] == "a\u2028b"
 
 
 def test_the_conversation_is_as_long_as_the_memory_allows(adapter: Path, monkeypatch: pytest.MonkeyPatch):
@@ -89,6 +96,42 @@ def test_the_conversation_is_as_long_as_the_memory_allows(adapter: Path, monkeyp
     assert "note: this line has" in talk(f"{long}\n", "--model", str(adapter), "--length", "500", *SHORT).stderr
     monkeypatch.setattr(tuned_model, "free_bytes", lambda: (1000, "here"))
     assert "are free here; free memory, lower --length" in error(talk("", "--model", str(adapter), *SHORT))
+
+
+@pytest.mark.parametrize("bits", ["4", "16"])
+def test_the_longest_conversation_that_fits_takes_the_memory_that_is_predicted(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch, bits: str
+):
+    """A limit that counts less than loading, the prompt and its answer take."""
+    tuned, prompter = tuned_model.find_tuned(adapter, bits), Prompter(adapter)
+    room = tuned.peak_bytes(rows=1, tokens=400, new_tokens=12)
+    monkeypatch.setattr(tuned_model, "free_bytes", lambda: (room, "here"))
+    line = "word"
+    while len(prompter.of_messages([{"role": "user", "content": f"{line} word"}])) <= 400 - 12:
+        line += " word"
+    gc.collect()
+    meter = make_meter(CPU)
+    with meter.window("chat"), meter.phase("chat"):
+        shown = talk(f"{line}\n", "--model", str(adapter), "--length", "500", "--max-new-tokens", "12", "--bits", bits)
+    assert "left out" not in shown.stderr and "of 500 tokens fit" in shown.stderr
+    assert 0.7 * room < meter.result().peak_bytes_by_phase["chat"] <= room
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_conversation(adapter: Path, monkeypatch: pytest.MonkeyPatch):
+    """Words about outputs and other commands, or the end of a long conversation for one long answer."""
+    prompts: list[list[int]] = []
+
+    def answer(ids: list[int]) -> str:
+        prompts.append(ids)
+        if len(prompts) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return "Yes"
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("One?\nTwo?\n"))
+    before, prompter = signal.getsignal(signal.SIGINT), Prompter(adapter)
+    Conversation(prompter, 500, []).run(answer)
+    assert prompts[1:] == [prompter.of_messages([{"role": "user", "content": "Two?"}])]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize(

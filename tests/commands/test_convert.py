@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from lean_finetune.commands.convert import read_config_of_tool
+from lean_finetune.commands.convert.converted import Converted
+from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import COMMON_PARAMS, fit
 from lean_finetune.commands.import_config import import_config
 from lean_finetune.config.load import load_params
@@ -184,6 +185,33 @@ def test_a_configuration_becomes_the_same_run_and_every_key_is_accounted_for(too
     assert [key for key in keys if key not in shown and key not in ("path", "type")] == []
 
 
+MIXTURE = "dataset_mixture:\n  datasets:\n  - id: org/rows\n    config: en\n  test_split_size: 0.1"
+QUANTIZED = TORCHTUNE.replace("llama3_1_8b", "lora_llama3_1_8b\n  quantize_base: true")
+
+
+@pytest.mark.parametrize(
+    ("text", "ours", "value"),
+    [
+        (AXOLOTL + "lora_target_parameters: [mlp.experts.down_proj]\n", "train.lora.experts", "all"),
+        (AXOLOTL.replace("checkpointing: true", "checkpointing: offload"), "train.grad_ckpt", True),
+        (
+            AXOLOTL.replace("type: alpaca", "name: en\n    split: test"),
+            "data.source",
+            [{"source": "hf://org/rows", "config": "en", "split": "test"}],
+        ),
+        (TRL.replace("dataset_name: org/rows", MIXTURE), "data.source", [{"source": "hf://org/rows", "config": "en"}]),
+        (TRL.replace("dataset_name: org/rows", MIXTURE), "data.heldout_fraction", 0.1),
+        (TORCHTUNE + "fsdp: {cpu_offload: true}\n", "train.offload", "optimizer"),
+        (QUANTIZED, "train.method", "qlora"),
+    ],
+)
+def test_keys_of_published_examples_become_parameters(text: str, ours: str, value: Any, tmp_path: Path):
+    """A key that the projects' own examples have, reported as one without effect."""
+    (tmp_path / "run.yaml").write_text(text)
+    converted = read_config_of_tool(tmp_path / "run.yaml", gpus=1)
+    assert converted.values[ours] == value and converted.unknown == []
+
+
 def test_what_is_otherwise_here_is_said(tmp_path: Path):
     """A linear schedule, steps of warm-up or an unknown key that silently become something else."""
     (tmp_path / "a.yaml").write_text(AXOLOTL)
@@ -201,6 +229,9 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
     [
         (LLAMA_FACTORY.replace("stage: sft", "stage: dpo"), "stage: only sft and pt are done here; got dpo"),
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "finetuning_type: only lora and full"),
+        ("model: org/model\nmodel_class: llm\nmicro_batch_size: 1\n", "model_class: configurations of its new version"),
+        ("model_name_or_path: a/b\ntemplate: qwen3\nexport_dir: out\n", "export_dir: nothing is trained"),
+        (AXOLOTL + "num_labels: 2\n", "num_labels: classification is not done here"),
         (AXOLOTL + "lora_modules_to_save: [lm_head]\n", "lora_modules_to_save: training whole modules"),
         (AXOLOTL.replace("adapter: lora", ""), "weights in 8 bits cannot be trained themselves"),
         ("a: 1\n", "must be a configuration of Axolotl, LLaMA-Factory, torchtune, TRL; got keys a"),
@@ -215,6 +246,71 @@ def test_another_kind_of_run_is_refused_in_one_line(text: str, expected: str, tm
     with pytest.raises(UserError) as caught:
         read_config_of_tool(tmp_path / "run.yaml", gpus=1)
     assert str(caught.value).startswith(f"{tmp_path}/run.yaml: {expected}")
+
+
+def import_data(tmp_path: Path, info: dict[str, Any], names: str, more: str = "", stage: str = "sft") -> Converted:
+    """What becomes of a LLaMA-Factory configuration with these data sets."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "data/rows.json").write_text("[]")
+    (tmp_path / "examples").mkdir()
+    text = LLAMA_FACTORY.replace("dataset: org/rows", f"dataset: {names}").replace("sft", stage) + more
+    (tmp_path / "examples/run.yaml").write_text(text)
+    return read_config_of_tool(tmp_path / "examples/run.yaml", gpus=1)
+
+
+def test_data_sets_of_dataset_info_are_read_with_the_same_columns(tmp_path: Path):
+    """Rows of other columns, a system prompt that the tool did not read, or held-out rows that are trained."""
+    info = {
+        "mine": {"file_name": "rows.json", "columns": {"prompt": "question", "response": "output", "system": "role"}},
+        "chats": {
+            "hf_hub_url": "org/chats",
+            "formatting": "sharegpt",
+            "subset": "en",
+            "split": "train_sft",
+            "num_samples": 100,
+            "columns": {"messages": "messages"},
+            "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+        },
+        "test": {"file_name": "rows.json"},
+    }
+    found = import_data(tmp_path, info, "mine, chats", "eval_dataset: test\nmax_samples: 50\n").values
+    rows = str(tmp_path / "data/rows.json")
+    chats = {"source": "hf://org/chats", "config": "en", "split": "train_sft", "format": "sharegpt"}
+    assert found["data.source"] == [
+        {"source": rows, "format": "alpaca", "columns": {"instruction": "question", "system": "role"}, "rows": 50},
+        {**chats, "columns": {"conversations": "messages"}, "rows": 50},
+    ]
+    assert found["data.heldout_source"] == [{"source": rows, "format": "alpaca"}]
+    assert found["data.heldout_fraction"] == 0 and "data.max_rows" not in found
+    assert found["data.ignore_columns"] == ["history", "system", "tools"]
+    flags = Converted(tool="", values=found).flags()
+    assert with_flags(load_params(COMMON_PARAMS), flags).data.heldout_fraction == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "stage", "expected"),
+    [
+        ({"file_name": "rows.json", "ranking": True}, "sft", "ranking: preference data are not trained here"),
+        (
+            {"file_name": "rows.json", "columns": {"images": "i"}},
+            "sft",
+            "columns.images: only text is trained here",
+        ),
+        ({"file_name": "gone.json"}, "sft", "file_name: "),
+        ({"script_url": "rows"}, "sft", "script_url: scripts that make data are not run"),
+        ({"ms_hub_url": "org/rows"}, "sft", "must have hf_hub_url or file_name"),
+        ({"hf_hub_url": "a/b", "tags": {"user_tag": "Q"}}, "sft", "tags.user_tag: must be human or user; got Q"),
+        ({"hf_hub_url": "a/b"}, "pt", "stage pt trains the column of columns.prompt alone"),
+    ],
+)
+def test_data_sets_that_cannot_be_read_here_are_refused_in_one_line(
+    entry: dict[str, Any], stage: str, expected: str, tmp_path: Path
+):
+    """Rows with their pictures left out, or the worse of two answers trained."""
+    with pytest.raises(UserError) as caught:
+        import_data(tmp_path, {"rows": entry}, "rows", stage=stage)
+    assert str(caught.value).startswith(f"{tmp_path}/data/dataset_info.json: rows: {expected}")
 
 
 def test_fit_answers_for_a_configuration_and_names_its_keys_last(small_llama: Path, tmp_path: Path):
@@ -288,7 +384,7 @@ def test_the_tables_name_parameters_that_exist():
             assert part in value, dotted
             value = value[part]
     facts = {rule["fact"] for rule in rules if isinstance(rule, dict) and "fact" in rule}
-    assert facts <= set(shared()["facts"]) | {"padded"}
+    assert facts <= set(shared()["facts"]) | {"padded", "stage", "dataset_dir"}
     for table in tables():
         listed = [key for keys in table["ignored"].values() for key in keys]
         assert len(listed) == len(set(listed)) and not set(listed) & set(table["keys"]), table["tool"]

@@ -21,7 +21,7 @@ from lean_finetune.commands.machine_checks import (
     check_memory,
     check_packages,
 )
-from lean_finetune.commands.text import COLUMNS
+from lean_finetune.core.labelled_text import COLUMNS
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 from tests.workspace import invoke

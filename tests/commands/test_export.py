@@ -1,6 +1,7 @@
 """`lean-finetune export`: a tuned model that other libraries load with the same answers, on disk and on the hub."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lean_finetune.commands.export import export
+from lean_finetune.commands.export import export, vllm_adapter_line
 from lean_finetune.commands.tuned.conversation import Prompter
-from lean_finetune.commands.tuned.ollama import role_frames
+from lean_finetune.commands.tuned.ollama import modelfile, role_frames
+from lean_finetune.commands.tuned.tuned_model import find_tuned
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from tests.pinning.hub_server import COMMIT, serve, use_hub
 from tests.workspace import error, invoke
@@ -50,10 +52,33 @@ def test_the_output_has_the_lines_that_load_it(adapter: Path, tmp_path: Path, mo
     """A page of documentation to read before the model can be used."""
     monkeypatch.chdir(tmp_path)
     shown = invoke(export, "my model", *TUNED, str(adapter)).stdout
-    assert "vllm serve 'my model'\n" in shown and "convert_hf_to_gguf.py 'my model' --outfile" in shown
+    assert "vllm serve 'my model'\n" in shown and "--outfile 'my model'/model.gguf && llama-cli -m 'my model'" in shown
     assert "ollama create 'my model' -f 'my model'/Modelfile" in shown
     shown = invoke(export, "adapter", *TUNED, str(adapter), "--what", "adapter").stdout
-    assert f"vllm serve {TINY_DIRECTORY} --enable-lora --max-lora-rank 4 --lora-modules adapter=adapter\n" in shown
+    options = "--tokenizer adapter --enable-lora --max-lora-rank 8 --lora-modules adapter=adapter"
+    assert f"vllm serve {TINY_DIRECTORY} {options}\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"r": 33}, "--max-lora-rank 64 "),  # vLLM refuses other values.
+        ({"r": 8, "rank_pattern": {"experts": 200}}, "--max-lora-rank 256 "),
+        ({"r": 8, "revision": COMMIT}, f" --revision {COMMIT} "),
+        ({"r": 8, "use_dora": True}, "does not load DoRA as an adapter"),
+        ({"r": 600}, "does not load ranks above 512"),
+    ],
+)
+def test_the_line_for_vllm_is_one_that_it_takes(config: dict[str, Any], expected: str, adapter: Path):
+    """A server that ends with an error about its options, or serves other weights of the base."""
+    tuned = replace(find_tuned(adapter, "16"), adapter={"base_model_name_or_path": "org/base", **config})
+    assert expected in vllm_adapter_line(tuned, "adapter", "adapter")
+
+
+def test_the_modelfile_takes_the_gguf_file_where_ollama_cannot_convert(adapter: Path):
+    """`ollama create` that ends with `unsupported architecture`."""
+    lines = modelfile(Prompter(adapter), 100, "Qwen3ForCausalLM").splitlines()
+    assert "FROM ./model.gguf" in lines and "FROM ." not in lines
 
 
 def test_the_modelfile_renders_conversations_as_the_model_was_trained(adapter: Path, tmp_path: Path):

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # Of the
 
 LIMITS = EvaluationLimits(max_tokens=128, logits_chunk=7, max_new_tokens=4, generate_batch_rows=3)
 WORDS = ["the sum of two and two", "a date in May", "list the words", "copy this line", "what is seven times six?"]
-TASKS = {
+TASKS: dict[str, dict[str, Any]] = {
     "local_choice": {
         "output_type": "multiple_choice",
         "doc_to_text": "Question: {{question}}\nAnswer:",

@@ -10,9 +10,9 @@ import pytest
 
 from lean_finetune.commands.fit import fit
 from lean_finetune.commands.fit_text import fit_lines
-from lean_finetune.commands.text import COLUMNS, LABEL_WIDTH, labelled
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
+from lean_finetune.core.labelled_text import COLUMNS, LABEL_WIDTH, labelled
 from lean_finetune.memory.advice.fit_run import FitRun, fit_run
 from tests.memory.common import card_for
 from tests.pinning.hub_server import serve, use_hub

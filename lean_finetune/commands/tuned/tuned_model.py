@@ -78,6 +78,11 @@ class TunedModel:
         return [name for name in names if (self.base / name).is_file()]
 
     @property
+    def architecture(self) -> str:
+        """The model's class; empty if config.json names none."""
+        return (self.config.architectures or [""])[0]
+
+    @property
     def positions(self) -> int | None:
         """Tokens that the model can read; None without a limit."""
         return max_positions(self.config)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.commands.converted import Converted
+from lean_finetune.commands.convert.converted import Converted
+from lean_finetune.commands.convert.dataset_info import FILE, find_dataset_info, read_sources
 from lean_finetune.config.other_tools import Table, shared
 from lean_finetune.config.schema import round_up
 from lean_finetune.core.errors import UserError
@@ -45,12 +46,9 @@ def combine_facts(facts: Mapping[str, Any], converted: Converted, table: Table, 
         values.setdefault("train.grad_ckpt", True)
     if values.get("train.optimizer_in_backward"):
         values["train.max_grad_norm"] = None
-    if values.get("data.heldout_fraction") == 0:
+    _combine_data(facts, converted, path)
+    if values.get("data.heldout_fraction") == 0 and "data.heldout_source" not in values:
         values |= {"train.heldout_every_steps": None, "evaluate.generate_rows": 0}
-    for name in ("datasets", "dataset"):
-        _set_source(facts.get(name), converted)
-    if "data.source" not in values:
-        converted.used = {key: ours for key, ours in converted.used.items() if ours != "data.source"}
     for name in ("warmup_steps", "max_steps"):
         value = facts.get(name)
         if name == "warmup_steps" and value is not None and 0 < float(value) < 1:
@@ -136,16 +134,41 @@ def _combine_sharding(facts: Mapping[str, Any], converted: Converted, gpus: int)
         values["train.offload"] = "parameters" if gpus > 1 and sharding == "zero3" else "optimizer"
 
 
-def _set_source(dataset: Any, converted: Converted) -> None:
-    """data.source, of a hub data set or a file."""
-    entries = dataset if isinstance(dataset, list) else [dataset] if dataset else []
-    names = [str(entry.get("path", "") if isinstance(entry, Mapping) else entry) for entry in entries]
-    if not names:
-        return
-    if all(HUB_ID.fullmatch(name) or Path(name).exists() for name in names):
-        sources = [name if Path(name).exists() else f"hf://{name}" for name in names]
-        converted.values["data.source"] = (
-            sources[0] if len(sources) == 1 else [{"source": source} for source in sources]
-        )
-        return
-    converted.differs.append(f"data: {', '.join(names)} has no path here; set data.source to your rows")
+def _combine_data(facts: Mapping[str, Any], converted: Converted, path: Path) -> None:
+    """data.source and data.heldout_source, and the limit of rows, which is one for each data set there."""
+    values = converted.values
+    for fact, ours in (("dataset", "data.source"), ("eval_dataset", "data.heldout_source")):
+        listed = facts.get(fact) or []
+        listed = [name.strip() for name in listed.split(",")] if isinstance(listed, str) else listed
+        entries = [entry if isinstance(entry, Mapping) else {"path": entry} for entry in listed]
+        names = [str(entry.get("path") or entry.get("id")) for entry in entries]
+        info = find_dataset_info(str(facts["dataset_dir"]), path) if "dataset_dir" in facts else None
+        if info is not None and names:
+            sources, ignored = read_sources(names, info, facts.get("stage", "sft"))
+            unread = values.get("data.ignore_columns", ignored)
+            values["data.ignore_columns"] = [column for column in ignored if column in unread]
+        elif all(HUB_ID.fullmatch(name) or Path(name).exists() for name in names):
+            sources = [_source(name, entry) for name, entry in zip(names, entries, strict=True)]
+        else:
+            sources = []
+            missing = f", and there is no {facts['dataset_dir']}/{FILE}" if "dataset_dir" in facts else ""
+            converted.differs.append(f"data: {', '.join(names)} has no path here{missing}; set {ours} to your rows")
+        if sources:
+            values[ours] = sources[0]["source"] if [*sources[0]] == ["source"] and len(sources) == 1 else sources
+        else:
+            converted.used = {key: name for key, name in converted.used.items() if name != ours}
+    if "data.heldout_source" in values:
+        values["data.heldout_fraction"] = 0
+    if isinstance(values.get("data.source"), list) and "data.max_rows" in values:
+        most = values.pop("data.max_rows")
+        for source in values["data.source"]:
+            source["rows"] = min(most, source.get("rows", most))
+
+
+def _source(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of `data.source` for a path or a hub data set."""
+    named = {"config": entry.get("name") or entry.get("config"), "split": entry.get("split")}
+    return {
+        "source": name if Path(name).exists() else f"hf://{name}",
+        **{key: value for key, value in named.items() if value},
+    }

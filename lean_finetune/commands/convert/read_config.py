@@ -4,17 +4,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.commands.convert_facts import combine_facts
-from lean_finetune.commands.converted import Converted
+from lean_finetune.commands.convert.converted import Converted
+from lean_finetune.commands.convert.facts import combine_facts
 from lean_finetune.config.other_tools import Table, read_yaml, shared, tables
 from lean_finetune.core.errors import UserError
 
+DATA_FACTS = ("dataset", "eval_dataset", "dataset_dir")
 
-def read_config_of_tool(path: Path, gpus: int) -> Converted:
-    """Convert a configuration file for a run on so many GPUs.
+
+def read_config_of_tool(path: Path, gpus: int, *, with_data: bool = True) -> Converted:
+    """Convert a configuration file for a run on so many GPUs; `with_data=False` leaves its data sets out.
 
     Raises:
-        UserError: it is not YAML, of no known tool, or of a run that is not done here.
+        UserError: it is not YAML, of no known tool, or of a run or data that cannot be had here.
     """
     from ruamel.yaml.error import YAMLError
 
@@ -32,10 +34,15 @@ def read_config_of_tool(path: Path, gpus: int) -> Converted:
     facts: dict[str, Any] = {}
     defaults = {key: value for key, value in (table.get("defaults") or {}).items() if key not in given}
     for key, value in {**defaults, **given}.items():
-        if (rule := table["keys"].get(key)) is not None:
+        rule = table["keys"].get(key)
+        reason = next((reason for reason, keys in table["ignored"].items() if key in keys), None)
+        if not with_data and isinstance(rule, Mapping) and rule.get("fact") in DATA_FACTS:
+            if key not in given:
+                continue
+            reason = "a prediction needs no data"
+        elif rule is not None:
             _apply(rule, key, value, converted, facts, path, is_given=key in given)
             continue
-        reason = next((reason for reason, keys in table["ignored"].items() if key in keys), None)
         (converted.unknown if reason is None else converted.ignored.setdefault(reason, [])).append(key)
     combine_facts(facts, converted, table, gpus, path)
     return converted
@@ -74,9 +81,8 @@ def _apply(
                 raise UserError(
                     f"{path}: {key}: {rule['refuse']}; got {value}; change it, or run it with {converted.tool}"
                 )
-            converted.differs.append(
-                f"{key}={value} is not known here; {rule.get('to') or key} stays as it is by default"
-            )
+            kept = f"; {rule['to']} stays as it is by default" if "to" in rule else ""
+            converted.differs.append(f"{key}={value} is not known here{kept}")
             return
         value = values[value]
     if value is None:
@@ -137,5 +143,6 @@ CONVERSIONS: Mapping[str, Callable[[str, Any, Converted], Any]] = {
     "train.warmup_fraction": lambda key, value, converted: float(value),
     "train.lora.dropout": lambda key, value, converted: float(value),
     "train.lora.alpha": lambda key, value, converted: int(value),
+    "train.lora.experts": lambda key, value, converted: "all",
 }
 """Values in our types, by parameter."""
