@@ -17,7 +17,8 @@ from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.schema import Params, round_up
 from lean_finetune.core.errors import StageCommand, UserError
 from lean_finetune.core.units import GIB
-from lean_finetune.memory.gpus import GPUS
+from lean_finetune.memory.gpus import GPUS, named_gpu
+from lean_finetune.pinning.locate import find_model
 
 COMMON_PARAMS = Path(__file__).parents[1] / "fit_params.yaml"
 """Parameters of a usual run."""
@@ -78,6 +79,9 @@ def fit(
     flags += sets if converted else [*_gpu_flags(p, gpus, method), *sets]
     of_config = converted.flags() if converted else []
     p = with_flags(p, [*of_config, *flags, f"run.progress={json.dumps(sys.stderr.isatty())}"])
+    if p.hardware.gpu.strip().lower() != "auto":
+        named_gpu(p.hardware.gpu)
+    find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     from lean_finetune.commands.fit_text import fit_json, fit_lines  # Here: imports torch, which --help skips.
     from lean_finetune.memory.advice.fit_run import fit_run
 

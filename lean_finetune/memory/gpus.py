@@ -1,9 +1,18 @@
 """Table of known GPUs: memory, compute capability, peak speeds and CUDA context. A new card is one row of `GPUS`."""
 
+import difflib
+import re
 from dataclasses import dataclass
 from typing import Literal
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB, MIB
+
+SIZE_UNITS = {"gib": GIB, "gb": 10**9, "mib": MIB}
+MAX_SIZE_GIB = 100_000
+"""More than any device has: a larger size is a typing error."""
+MAX_SHOWN_CHARACTERS = 40
+"""Length at which a wrong value is shortened in messages."""
 
 TERA, GIGA = 10**12, 10**9
 BF16_CAPABILITY = (8, 0)
@@ -177,3 +186,60 @@ GPUS: list[Device] = [
     gpu_row("RTX-5090", 31.36, (12, 0), 209.5, 104.8, 1792, PCIE_5),
     gpu_row("RTX-PRO-6000", 94.97, (12, 0), 503.8, 125, 1792, PCIE_5, aliases=RTX_PRO_6000_NAMES),
 ]
+
+
+def named_gpu(value: str) -> tuple[Device, str]:
+    """The GPU of a name or a size, and why; names as in `resolve_gpu`.
+
+    Raises:
+        UserError: the name is unknown or ambiguous, or the size is out of range.
+    """
+    if size := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(GiB|GB|MiB)", value.strip(), re.IGNORECASE | re.ASCII):
+        device = _of_size(value.strip(), float(size[1]) * SIZE_UNITS[size[2].lower()])
+        return device, "a size alone is taken for a GPU with native bf16 and flash attention"
+    key = _normalised(value)
+    for gpu in GPUS:
+        if key in map(_normalised, (gpu.name, *gpu.aliases)):
+            return gpu, "named by hardware.gpu"
+    relation, names = _candidates(key)
+    raise UserError(
+        f"hardware.gpu: must be auto, a size such as 24GiB or a known GPU; got {_shortened(value)}; "
+        f"{relation}: {', '.join(names)}; all: lean-finetune fit --list-gpus"
+    )
+
+
+def _of_size(value: str, size_bytes: float) -> Device:
+    """A GPU of which only the memory is known; refuses a size that is out of range (it may be infinite)."""
+    context_bytes = context_of(BF16_CAPABILITY).max_bytes
+    if not context_bytes < size_bytes <= MAX_SIZE_GIB * GIB or len(value) > MAX_SHOWN_CHARACTERS:
+        raise UserError(
+            f"hardware.gpu: a size must be above the {context_bytes // MIB} MiB of a CUDA context and at most "
+            f"{MAX_SIZE_GIB} GiB, in {MAX_SHOWN_CHARACTERS} characters; got {_shortened(value)}; "
+            "give the memory of the GPU, such as 24GiB"
+        )
+    return Device(name=value, kind="cuda", memory_bytes=int(size_bytes), compute_capability=BF16_CAPABILITY)
+
+
+def _candidates(key: str) -> tuple[str, list[str]]:
+    """Names that an unknown `key` may stand for, and how they relate to it; all names if none is similar."""
+    names = {_normalised(gpu.name): gpu.name for gpu in GPUS}
+    containing = [known for known in names if key and key in known]
+    prefixed = [known for known in containing if known.startswith(key)]
+    if found := prefixed or containing:
+        return "could be", [names[known] for known in found]
+    if similar := difflib.get_close_matches(key, names, n=3, cutoff=0.4):
+        return "nearest", [names[known] for known in similar]
+    return "known", list(names.values())
+
+
+def _normalised(name: str) -> str:
+    """A GPU's name without maker, brand, form factor, memory type and separators.
+
+    Non-ASCII letters and digits stay, so a look-alike name matches no known GPU.
+    """
+    return re.sub(r"nvidia|geforce|tesla|sxm[0-9]?|pcie|hbm[0-9]?e?|[\W_]", "", name.lower())
+
+
+def _shortened(value: str) -> str:
+    """A wrong value for a message: one short line."""
+    return repr(value if len(value) <= MAX_SHOWN_CHARACTERS else f"{value[:MAX_SHOWN_CHARACTERS]}…")

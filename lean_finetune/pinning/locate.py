@@ -11,7 +11,7 @@ from lean_finetune.config.data_schema import HUB_PREFIX
 from lean_finetune.core.atomic_files import file_digest, find_source, repo_root
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import FileKind, file_kind, glob_base
-from lean_finetune.pinning.hub import cached_file, download
+from lean_finetune.pinning.hub import HUB_ID, cached_file, download
 
 TINY = "tiny"
 TINY_DIRECTORY = Path(__file__).parents[1] / "tiny"
@@ -169,3 +169,21 @@ def verify_files(directory: Path, files: Mapping[str, str]) -> None:
             ) from error
         if digest != files[name]:
             raise UserError(f"model.name: {path} changed since it was pinned; run `dvc repro` again")
+
+
+def find_model(name: str, revision: str | None = None) -> Path:
+    """The directory of a model's config.json; `name` is a hub id, `tiny`, a directory, or the path of a config.json.
+
+    Raises:
+        UserError: there is no such file, or the hub cannot be reached.
+    """
+    path = TINY_DIRECTORY if name == TINY else Path(name).expanduser()
+    directory = path.parent if path.name == CONFIG_FILE else path
+    if (directory / CONFIG_FILE).is_file():
+        return directory
+    if path.exists() or not HUB_ID.fullmatch(name):
+        raise UserError(
+            f"model.name: must be a hub id org/name, a directory with {CONFIG_FILE}, or the path of a file of that "
+            f"name; got {name!r}; a hub model's {CONFIG_FILE} alone is enough"
+        )
+    return download("model.name", name, "model", revision or "main", [CONFIG_FILE])

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
@@ -33,8 +32,7 @@ from lean_finetune.model.model_config import (
     refuse_joined_rows,
     refuse_long_rows,
 )
-from lean_finetune.pinning.hub import HUB_ID, download
-from lean_finetune.pinning.locate import CONFIG_FILE, TINY, TINY_DIRECTORY
+from lean_finetune.pinning.locate import find_model
 from lean_finetune.step.activation_offload import refuse_offload
 from lean_finetune.step.host_transfer import refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
@@ -161,24 +159,6 @@ def _checked_workload(p: Params, device: Device, config: PretrainedConfig) -> Wo
     if p.train.optimizer_in_backward:
         refuse_in_backward(run.setting.model, [math.ceil(run.micro_batches_per_step)])
     return run
-
-
-def find_model(name: str, revision: str | None = None) -> Path:
-    """The directory of a model's config.json; `name` is a hub id, `tiny`, a directory, or the path of a config.json.
-
-    Raises:
-        UserError: there is no such file, or the hub cannot be reached.
-    """
-    path = TINY_DIRECTORY if name == TINY else Path(name).expanduser()
-    directory = path.parent if path.name == CONFIG_FILE else path
-    if (directory / CONFIG_FILE).is_file():
-        return directory
-    if path.exists() or not HUB_ID.fullmatch(name):
-        raise UserError(
-            f"model.name: must be a hub id org/name, a directory with {CONFIG_FILE}, or the path of a file of that "
-            f"name; got {name!r}; a hub model's {CONFIG_FILE} alone is enough"
-        )
-    return download("model.name", name, "model", revision or "main", [CONFIG_FILE])
 
 
 def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Workload:
