@@ -20,6 +20,7 @@ from lean_finetune.commands.generate import generate
 from lean_finetune.commands.tuned import tuned_model
 from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP
 from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from lean_finetune.step.data_parallel import DataParallelModel
@@ -98,16 +99,17 @@ def test_the_conversation_is_as_long_as_the_memory_allows(adapter: Path, monkeyp
     assert "are free here; free memory, lower --length" in error(talk("", "--model", str(adapter), *SHORT))
 
 
-@pytest.mark.parametrize("bits", ["4", "16"])
+@pytest.mark.parametrize("bits", ["4", pytest.param("16", marks=pytest.mark.slow)])
 def test_the_longest_conversation_that_fits_takes_the_memory_that_is_predicted(
     adapter: Path, monkeypatch: pytest.MonkeyPatch, bits: str
 ):
     """A limit that counts less than loading, the prompt and its answer take."""
     tuned, prompter = tuned_model.find_tuned(adapter, bits), Prompter(adapter)
-    room = tuned.peak_bytes(rows=1, tokens=400, new_tokens=12)
+    most = 12 + 48 * LENGTH_STEP
+    room = tuned.peak_bytes(rows=1, tokens=most, new_tokens=12)
     monkeypatch.setattr(tuned_model, "free_bytes", lambda: (room, "here"))
     line = "word"
-    while len(prompter.of_messages([{"role": "user", "content": f"{line} word"}])) <= 400 - 12:
+    while len(prompter.of_messages([{"role": "user", "content": f"{line} word"}])) <= most - 12:
         line += " word"
     gc.collect()
     meter = make_meter(CPU)
