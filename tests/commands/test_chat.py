@@ -15,12 +15,11 @@ from click.testing import CliRunner, Result
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lean_finetune.commands.chat import Conversation, chat
+from lean_finetune.commands.chat import Conversation, chat, conversation_limit
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.tuned import tuned_model
 from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP
 from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from lean_finetune.step.data_parallel import DataParallelModel
@@ -105,9 +104,9 @@ def test_the_longest_conversation_that_fits_takes_the_memory_that_is_predicted(
 ):
     """A limit that counts less than loading, the prompt and its answer take."""
     tuned, prompter = tuned_model.find_tuned(adapter, bits), Prompter(adapter)
-    most = 12 + 48 * LENGTH_STEP
-    room = tuned.peak_bytes(rows=1, tokens=most, new_tokens=12)
+    room = tuned.peak_bytes(rows=1, tokens=400, new_tokens=12)
     monkeypatch.setattr(tuned_model, "free_bytes", lambda: (room, "here"))
+    most = conversation_limit(tuned, 500, 12)
     line = "word"
     while len(prompter.of_messages([{"role": "user", "content": f"{line} word"}])) <= most - 12:
         line += " word"
@@ -115,7 +114,7 @@ def test_the_longest_conversation_that_fits_takes_the_memory_that_is_predicted(
     meter = make_meter(CPU)
     with meter.window("chat"), meter.phase("chat"):
         shown = talk(f"{line}\n", "--model", str(adapter), "--length", "500", "--max-new-tokens", "12", "--bits", bits)
-    assert "left out" not in shown.stderr and "of 500 tokens fit" in shown.stderr
+    assert most < 400 and "left out" not in shown.stderr
     assert 0.7 * room < meter.result().peak_bytes_by_phase["chat"] <= room
 
 
