@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.step.token_rows import Split, TokenRows
+from tests.plan.common import write_index as write_columns
 
 Row = tuple[list[int], list[int], str | None]
 """Token ids, flat spans, family."""
@@ -55,16 +56,8 @@ def write_index(path: Path, rows: Sequence[Row], dropped: Sequence[int] = ()) ->
     supervised = [
         sum(max(e - max(s, 1), 0) for s, e in zip(flat[::2], flat[1::2], strict=False)) for _, flat, _ in rows
     ]
-    index = pa.table(
-        {
-            "length": pa.array([len(ids) for ids, _, _ in rows], pa.int32()),
-            "supervised": pa.array(supervised, pa.int32()),
-            "source": pa.array(np.zeros(len(rows), np.uint16)),
-            "dropped": pa.array(np.isin(np.arange(len(rows)), list(dropped))),
-        }
-    )
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, index.schema) as writer:
-        writer.write_table(index)
+    lengths = [len(ids) for ids, _, _ in rows]
+    write_columns(path, lengths, supervised, dropped=np.isin(np.arange(len(rows)), list(dropped)).tolist())
     return path
 
 

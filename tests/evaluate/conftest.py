@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lean_finetune.core.atomic_files import sha256_file, write_json
 from lean_finetune.evaluate.base_and_tuned import EvaluationRows
 from lean_finetune.evaluate.generate import choose_prompts
 from lean_finetune.model.adapters import add_adapters, save_adapter
 from lean_finetune.model.load_model import load_base
-from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
+from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.token_rows import TokenRows
+from tests.small_model import save_small_llama
+from tests.small_model import spec_of as model_spec_of
 from tests.token_files import Row, write_tokens
 
 CPU = torch.device("cpu")
@@ -30,16 +31,7 @@ def spec_of(method: str, precision: str = "fp32") -> WeightsSpec:
 
 def save_random_adapter(base: Path, method: str, out: Path) -> Path:
     """An adapter with a random B, as after training: a fresh one changes nothing."""
-    spec = ModelSpec(
-        method=method,  # type: ignore[arg-type]
-        precision="fp32",
-        grad_ckpt=False,
-        lora_rank=4,
-        lora_alpha=8,
-        lora_dropout=0.0,
-        lora_targets=("all-linear",),
-        seed=3,
-    )
+    spec = model_spec_of(method=method, seed=3)
     model = add_adapters(load_base(base, spec, CPU), spec, on_meta=False)
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
@@ -85,21 +77,16 @@ def questions_of(rows: TokenRows, prompts: int) -> EvaluationRows:
 @pytest.fixture(scope="session")
 def base_dir(tmp_path_factory, tiny_dir: Path) -> Path:
     """A random Llama with weights large enough that its greedy answers depend on the prompt."""
-    directory = tmp_path_factory.mktemp("base")
-    torch.manual_seed(7)
-    config = LlamaConfig(
+    directory = save_small_llama(
+        tmp_path_factory.mktemp("base"),
+        seed=7,
+        dtype=torch.float32,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         vocab_size=1536,
-        max_position_embeddings=256,
         initializer_range=0.2,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
+        tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
     for name in TOKENIZER_FILES:
         shutil.copyfile(tiny_dir / name, directory / name)
     return directory
