@@ -56,19 +56,6 @@ def test_lines_are_numbered_with_the_empty_ones_between_them():
     assert found == [(7, 8, {"a": 1}), (10, 11, {"a": 2})]
 
 
-def test_faults_are_between_the_rows_in_order():
-    block = RowBlock(
-        kind="values",
-        payload=b'{"a":1}{"a":2}',
-        first_row=3,
-        ends=(7, 14),
-        lines=(10, 30),
-        faults=((4, 20, "one"), (6, 40, "two")),
-    )
-    found = [(row.number, row.line, row.fault) for row in decode(block)]
-    assert found == [(3, 10, None), (4, 20, "one"), (5, 30, None), (6, 40, "two")]
-
-
 DOUBLED = pa.StructArray.from_arrays([pa.array([1, 2]), pa.array([1, 2])], names=["a", "a"])
 UNREADABLE = {
     "a time beyond the years": (pa.array([0, 2**62]).cast(pa.timestamp("us")), [None, "out of range"]),
