@@ -258,8 +258,8 @@ _got_rows: list[bool] = []  # Whether each call of attention in the forward of j
 
 
 def rows_reached_attention() -> bool:
-    """Whether the family's code gave all attention of the last forward the joined rows."""
-    return bool(_got_rows) and all(_got_rows)
+    """Whether no call of attention in the last forward was without the joined rows."""
+    return all(_got_rows)
 
 
 @contextmanager

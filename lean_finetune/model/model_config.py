@@ -46,6 +46,11 @@ UNSUPPORTED = {
 }
 """Families that would fail in training, and why."""
 
+SEE_OTHER_ROWS = {"falcon", "openai-gpt"}
+"""Families that compute attention in their own code, where a token sees the rows before its own."""
+UNPACKED = "set bucket.mode=bucketed, or choose another model"
+"""Remedy of families that cannot have joined rows."""
+
 # Layer types whose attention we can restrict to each joined row.
 JOINABLE_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -247,6 +252,11 @@ def other_layers(config: PretrainedConfig) -> list[str]:
     return sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - JOINABLE_LAYERS)
 
 
+def rows_see_each_other(name: str) -> UserError:
+    """The refusal of joined rows in a family."""
+    return UserError(f"bucket.mode: packed needs rows that do not see each other; in {name} they do; {UNPACKED}")
+
+
 def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
     """Refuse to join rows if attention within a row is more than plain causal attention.
 
@@ -257,6 +267,8 @@ def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
     Raises:
         UserError: naming what the model has, and the remedy.
     """
+    if config.model_type in SEE_OTHER_ROWS:
+        raise rows_see_each_other(config.model_type)
     if kinds := other_layers(config):
         raise UserError(
             f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "

@@ -19,12 +19,10 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import JoinedRows, joined_forward, rows_reached_attention
 from lean_finetune.model.experts.router import balancing_loss
 from lean_finetune.model.language_part import left_out
-from lean_finetune.model.model_config import logit_cap, logit_factor, unpadded_vocabulary
+from lean_finetune.model.model_config import UNPACKED, logit_cap, logit_factor, rows_see_each_other, unpadded_vocabulary
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, join_rows
 
-UNPACKED = "set bucket.mode=bucketed, or choose another model"
-"""Remedy of models that cannot have joined rows."""
 PROBE_TOKENS = 8
 OTHER_ORDER = 0.02
 """Largest relative difference between logits that bf16 computes in another order."""
@@ -71,14 +69,8 @@ def _decoder_output(
     with joined_forward(joined_rows) as arguments:
         output = decoder(input_ids=input_ids_BT, use_cache=False, **arguments, **more)
     if joined_rows is not None and not rows_reached_attention():
-        raise _rows_see_each_other(lm)
+        raise rows_see_each_other(lm.config.model_type)
     return output
-
-
-def _rows_see_each_other(lm: PreTrainedModel) -> UserError:
-    """The refusal of joined rows."""
-    name = lm.config.model_type
-    return UserError(f"bucket.mode: packed needs rows that do not see each other; in {name} they do; {UNPACKED}")
 
 
 def summed_loss(
@@ -197,7 +189,7 @@ def check_joined_rows(model: nn.Module, device: torch.device) -> None:
     lm.train(training)
     exact = UNSEEN if lm.dtype == torch.float32 else OTHER_ORDER
     if not _close(behind, alone, exact) or not _close(behind, behind_another, UNSEEN):
-        raise _rows_see_each_other(lm)
+        raise rows_see_each_other(lm.config.model_type)
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, share: float = OTHER_ORDER) -> bool:

@@ -27,7 +27,7 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes, state_bytes, state_lines
 from lean_finetune.memory.trace.memory_trace import ADAPTERS
 from lean_finetune.model.load_model import uninitialized_model
-from lean_finetune.model.model_config import largest_head_size, read_config
+from lean_finetune.model.model_config import largest_head_size, read_config, refuse_joined_rows
 from tests.memory.common import CPU_TARGET, joined, setting_of, shape
 from tests.small_model import CPU, spec_of
 
@@ -117,8 +117,10 @@ def test_a_switch_that_a_model_cannot_have_is_left_out_of_the_sweep():
 @pytest.mark.parametrize("family", ["bloom", "falcon", "nemotron", "stablelm", "xglm"])
 def test_rows_that_would_see_each_other_are_refused_by_the_prediction(family):
     """A run that was predicted, and refused after its model was loaded."""
+    config = tiny_config(family)
     with pytest.raises(UserError, match=rf"^bucket\.mode: packed needs .* {family} .*; set bucket\.mode=bucketed"):
-        predict(tiny_config(family), setting_of(method="full"), ((joined((16, 16), 30),),), CPU_TARGET)
+        refuse_joined_rows(config, 16)
+        predict(config, setting_of(method="full"), ((joined((16, 16), 30),),), CPU_TARGET)
 
 
 def test_experts_that_are_called_one_by_one_are_refused():
