@@ -159,8 +159,11 @@ def _combine_data(facts: Mapping[str, Any], converted: Converted, path: Path) ->
             converted.used = {key: name for key, name in converted.used.items() if name != ours}
     if "data.heldout_source" in values:
         values["data.heldout_fraction"] = 0
+    elif "data.source" in values and "data.heldout_fraction" not in values:
+        converted.differs.append("a share of the rows is held out to evaluate on: data.heldout_fraction")
     if isinstance(values.get("data.source"), list) and "data.max_rows" in values:
         most = values.pop("data.max_rows")
+        converted.used = {key: ours.replace("max_rows", "source.rows") for key, ours in converted.used.items()}
         for source in values["data.source"]:
             source["rows"] = min(most, source.get("rows", most))
 
