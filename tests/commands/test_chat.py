@@ -98,7 +98,8 @@ def test_the_conversation_is_as_long_as_the_memory_allows(adapter: Path, monkeyp
     assert "are free here; free memory, lower --length" in error(talk("", "--model", str(adapter), *SHORT))
 
 
-@pytest.mark.parametrize("bits", ["4", pytest.param("16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", ["4", "16"])
 def test_the_longest_conversation_that_fits_takes_the_memory_that_is_predicted(
     adapter: Path, monkeypatch: pytest.MonkeyPatch, bits: str
 ):
