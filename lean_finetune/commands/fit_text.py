@@ -91,6 +91,10 @@ def _run_lines(run: FitRun) -> Iterator[str]:
     if p.hardware.num_gpus > 1:
         yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}; sizes are those of one GPU")
     yield labelled("micro-batches", describe(run.workload.steps[-1][-1]))
+    if (speed := run.tokens_per_second) is not None:
+        slow, fast = (f"{tokens:,.2g}" if tokens < 100 else f"{round(tokens, -2):,.0f}" for tokens in speed)
+        per_gpu = " on each GPU, less where GPUs wait for each other" if p.hardware.num_gpus > 1 else ""
+        yield labelled("speed", f"{slow} to {fast} tokens/s{per_gpu}, by the data sheet (not measured)")
     yield labelled("attention", run.attention)
     if (weights := format_text(run.config)) is not None:
         yield labelled("weights", weights)
@@ -145,6 +149,7 @@ def fit_json(run: FitRun) -> dict[str, Any]:
         },
         "model": {"name": run.model, "type": run.config.model_type},
         "precision": run.workload.setting.model.precision,
+        "tokens_per_second": run.tokens_per_second,
         "micro_batch": {"rows": shape.rows, "tokens_per_row": shape.length},
         "would_fit": [
             {"settings": list(remedy.flags), **{k: v for k, v in remedy.as_json().items() if k != "command"}}

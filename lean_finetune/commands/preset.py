@@ -29,6 +29,8 @@ def preset(name: str | None) -> None:
     if name is None:
         click.echo("\n".join(_descriptions()))
         return
+    if Path(name).name != name:
+        raise UserError(f"NAME: must be the name of a file in {PRESETS}/ without .yaml; got {name}; name one of them")
     changed = apply_preset(PRESETS / f"{name}.yaml", PARAMS_FILE)
     click.echo("\n".join(f"{key}: {'' if value is None else value}" for key, value in changed.items()) or "no change")
 
@@ -40,7 +42,7 @@ def apply_preset(file: Path, params: Path) -> dict[str, Any]:
         UserError: there is no such preset, or the parameters together are wrong. Nothing is written then.
     """
     if not file.is_file():
-        raise UserError(f"{file}: no such preset; got {file.stem}; `lean-finetune preset` lists them")
+        raise UserError(f"{file}: no such preset; `lean-finetune preset` lists them")
     if not params.is_file():
         raise UserError(f"{params}: file is missing; run from the repository's root")
     return change_params(read_yaml(file), params, params)

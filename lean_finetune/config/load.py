@@ -61,8 +61,8 @@ def _first_error(error: ValidationError) -> str:
     """The message for one of the errors: a misspelt key comes before the key that is missing because of it."""
     faults = error.errors()
     fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-    # pydantic adds the form of data.source, and a marker for the key of a dictionary.
-    keys = [str(part) for part in fault["loc"] if part not in (*SOURCE_FORMS, "[key]")]
+    # pydantic adds the form of data.source and of train.lr, and a marker for the key of a dictionary.
+    keys = [str(part) for part in fault["loc"] if part not in (*SOURCE_FORMS, "constrained-float", "[key]")]
     dotted = ".".join(keys)
     match fault["type"]:
         case "extra_forbidden":

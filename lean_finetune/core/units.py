@@ -1,7 +1,8 @@
-"""Format byte counts for people. All other code computes in bytes."""
+"""Format byte counts and times for people. All other code computes in bytes and seconds."""
 
 MIB = 2**20
 GIB = 2**30
+TIMES = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 UNITS = ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -14,3 +15,9 @@ def readable_size(count: int) -> str:
     """A byte count with four digits in its best unit: `22.08 GiB`, `3.5 MiB`."""
     divisor, unit = reading_unit(count)
     return f"{count / divisor:.4g} {unit}"
+
+
+def readable_times(low: float, high: float) -> str:
+    """A range of seconds with two digits in one unit: `1.5 to 5.2 h`."""
+    size, unit = next((time for time in TIMES if high >= 2 * time[0]), TIMES[-1])
+    return f"{low / size:.2g} to {high / size:.2g} {unit}"

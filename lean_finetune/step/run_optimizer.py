@@ -32,12 +32,12 @@ class OptimSpec:
     """Whether state and update are on the host; with `parameters`, trained parameters are there already."""
 
     @classmethod
-    def from_params(cls, params: Params) -> "OptimSpec":
-        """Read the `train` section."""
+    def from_params(cls, params: Params, lr: float) -> "OptimSpec":
+        """Read the `train` section; `lr` is what train.lr means."""
         train = params.train
         return cls(
             name=train.optimizer,
-            lr=float(train.lr),
+            lr=lr,
             weight_decay=float(train.weight_decay),
             schedule=train.schedule,
             warmup_fraction=train.warmup_fraction,

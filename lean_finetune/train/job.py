@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
@@ -28,6 +29,7 @@ from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.process.training_device import check_attention, check_device, check_host, check_offload
 from lean_finetune.train.train_job import TrainJob, measured_steps
+from lean_finetune.train.usual_lr import usual_lr
 
 SCRATCH = Path("scratch")
 
@@ -100,6 +102,8 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
     if world.local_rank == 0:  # All processes of a node read the same files.
         verify_files(directory, lock["files"])
     plan, rows = _read_plan(params, spec, world, paths)
+    lr, lr_note = _lr(params, config, spec)
+    predicted = read_json(paths.estimate)
     return TrainJob(
         model_directory=directory,
         plan=plan,
@@ -107,7 +111,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
         heldout=TokenRows(paths.tokens, "heldout"),
         pad_id=read_json(paths.tokens / "meta.json")["pad_id"],
         model_spec=spec,
-        optim_spec=OptimSpec.from_params(params),
+        optim_spec=OptimSpec.from_params(params, lr),
         step_spec=StepSpec(
             loss_chunk=params.train.loss_chunk,
             max_grad_norm=params.train.max_grad_norm,
@@ -123,10 +127,20 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
         progress=params.run.progress and world.is_first,
         world=world,
         sharing=ShardSpec.from_params(params),
-        settings=dotted(tracked_values(params)) | {"run.loader_threads": params.run.loader_threads},
-        predicted_peak_bytes=read_json(paths.estimate)["peak_bytes_predicted"],
+        settings=dotted(tracked_values(params)) | {"run.loader_threads": params.run.loader_threads, "train.lr": lr},
+        predicted_peak_bytes=predicted["peak_bytes_predicted"],
+        predicted_duration=predicted["duration"],
+        note=lr_note,
         trackers=params.run.trackers,
     )
+
+
+def _lr(params: Params, config: PretrainedConfig, spec: ModelSpec) -> tuple[float, str | None]:
+    """What train.lr means, and a line that says so if it is automatic."""
+    if params.train.lr != "auto":
+        return float(params.train.lr), None
+    lr, reason = usual_lr(config, spec)
+    return lr, f"train.lr: auto is {lr:g}: {reason}"
 
 
 def _read_plan(params: Params, spec: ModelSpec, world: World, paths: Paths) -> tuple[Plan, TokenRows]:

@@ -74,6 +74,7 @@ class Trainer:
             first_step=checkpoints.first_step,
             parameters=job.settings,
             predicted_peak_bytes=job.predicted_peak_bytes,
+            predicted_duration=job.predicted_duration,
             device=job.device,
             show_progress=job.progress,
             curves=self.curves,

@@ -55,6 +55,10 @@ class TrainJob:
     """Parameters of the run by dotted name, for callbacks and advice."""
     predicted_peak_bytes: int | None = None
     """Peak tensor memory predicted by stage estimate, for callbacks."""
+    predicted_duration: str | None = None
+    """How long all steps take as predicted by stage estimate, for callbacks; None on a CPU."""
+    note: str | None = None
+    """A line for the user about the learning rate."""
     trackers: Sequence[str] = ()
     """Names of the trackers that receive the run's figures."""
 

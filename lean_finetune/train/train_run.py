@@ -77,6 +77,8 @@ def _run(
     spec = ModelSpec.from_params(params, precision_of(params, paths.verdict))
     prepare_device(params, spec, device, world, paths, _notify)
     job = make_job(params, spec, device, world, paths)
+    if job.note is not None and world.is_first:
+        _notify(job.note)
     stop = StopRequest()
     with ExitStack() as stack:
         marker = stack.enter_context(crash_marker(scratch_root() / "running", _notify, reports=world.local_rank == 0))

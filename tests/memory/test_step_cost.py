@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from lean_finetune.memory.advice.step_cost import ARITHMETIC_SHARE, RANKED_AS, Costs, ranking_speed, step_seconds
+from lean_finetune.memory.advice.step_cost import (
+    ARITHMETIC_SHARE,
+    RANKED_AS,
+    Costs,
+    duration_text,
+    ranking_speed,
+    step_seconds,
+    tokens_per_second,
+)
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.gpus import GPUS
@@ -85,3 +93,18 @@ def test_steps_of_other_sizes_are_compared_per_token():
     """Half the tokens taken for twice the speed."""
     half = replace(of_8b(), tokens_per_step=8192, micro_batches_per_step=2)
     assert 1.0 < slowdown(half, of_8b()) < 1.1  # The update is shared by fewer tokens.
+
+
+@pytest.mark.parametrize(("method", "published"), [("full", 1650), ("lora", 3083), ("qlora", 2413)])
+def test_published_speeds_are_within_the_range(method: str, published: int):
+    """As in torchtune's README: Llama-3.1-8B, two rows of 2048 tokens, checkpointing, RTX-4090. No measurement of ours."""
+    run = of_8b(method=method, grad_ckpt=True, tokens_per_step=4096)
+    found = tokens_per_second(run, resolve_gpu("RTX-4090")[0])
+    assert found is not None and found[0] < published < found[1]
+
+
+def test_a_duration_says_what_it_is_from():
+    """A number without its unit or its uncertainty, or one for a device whose speed nobody knows."""
+    text = duration_text(of_8b(), H100, 1000, gpus=8)
+    assert text == "14 to 56 min by the data sheet of H100 (not measured), and longer where GPUs wait for each other"
+    assert duration_text(of_8b(), resolve_gpu("24GiB")[0], 1000, gpus=1) is None

@@ -27,8 +27,8 @@ def optim(monkeypatch: pytest.MonkeyPatch) -> OptimSpec:
     """The settings of a run with an optimizer that exists in this test alone, read from params.yaml."""
     monkeypatch.setitem(OPTIMIZERS, "nesterov", MOMENTUM)
     values = YAML(typ="safe").load(ROOT / "params.yaml")
-    values["train"] |= {"optimizer": "nesterov", "lr": 0.05, "weight_decay": 0.0}
-    return OptimSpec.from_params(parse_params(values))
+    values["train"] |= {"optimizer": "nesterov", "weight_decay": 0.0}
+    return OptimSpec.from_params(parse_params(values), lr=0.05)
 
 
 def test_it_trains_as_pytorch_trains_with_it(small_llama: Path, optim: OptimSpec):

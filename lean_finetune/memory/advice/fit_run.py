@@ -13,6 +13,7 @@ from lean_finetune.config.schema import Params, round_up
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.largest_that_fits import Limits, find_limits
 from lean_finetune.memory.advice.search_space import Candidate
+from lean_finetune.memory.advice.step_cost import tokens_per_second
 from lean_finetune.memory.advice.verdict import Answer, Verdict, answer, judge
 from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
@@ -80,6 +81,11 @@ class FitRun:
     def not_loaded(self) -> str | None:
         """Parts of a multimodal model that are neither loaded nor counted; None without any."""
         return left_out_text(meta_model(self.config))
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float] | None:
+        """Lowest and highest speed of one GPU by its data sheet; None if it is not known."""
+        return tokens_per_second(self.workload, self.device)
 
     def notes(self) -> list[str]:
         """Settings of the environment that differ from those predicted, and layers without adapters."""

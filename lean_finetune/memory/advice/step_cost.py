@@ -1,8 +1,8 @@
-"""What changed runs cost: lower bounds of their memory, and their step time relative to the original run.
+"""What runs cost: lower bounds of their memory, their step time relative to the original run, and a rough duration.
 
 The cost model ranks changes by slowdown. A step is the sum of its parts, each limited by arithmetic or by bandwidth.
 Peak rates come from data sheets; the shares of them that training reaches are the assumptions below. Seconds are
-therefore rough, but both sides of a comparison use the same shares: decide by `Costs.slowdown` only.
+therefore rough, and printed as a range. Both sides of a comparison use the same shares: decide by `Costs.slowdown`.
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.core.units import readable_times
 from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.gpus import GIGA, GPUS, Device, Speed
@@ -44,6 +45,10 @@ OPTIMIZER_8BIT_PASSES = 2
 """Assumed passes of an 8-bit update over its bytes, which includes two table lookups per value."""
 SAVED_VALUES = 28
 """Values per token that a layer saves for backward, in multiples of its width. Traced: Llama-3.1-8B, LoRA, bf16."""
+
+DURATION_RANGE = (0.5, 2.0)
+"""Assumed range of a real duration, as multiples of the computed one: all of the arithmetic rate, or a quarter of it.
+By torchtune's published speeds of Llama-3.1-8B on an RTX-4090: 0.74 (full), 0.55 (LoRA), 0.69 (QLoRA)."""
 
 FP32_BYTES = 4
 PASSES_FORWARD, PASSES_BACKWARD = 1, 2
@@ -97,6 +102,28 @@ class Costs:
 
     def _seconds_per_token(self, run: Workload) -> float:
         return sum(step_seconds(run, self._shapes, self._speed).values()) / _tokens(run)
+
+
+def tokens_per_second(run: Workload, device: Device) -> tuple[float, float] | None:
+    """Lowest and highest tokens per second, with padding, of one GPU; None if its speed is not known.
+
+    Computed from the data sheet of the device, without the time that GPUs wait for each other.
+    """
+    if device.speed is None:
+        return None
+    seconds = sum(step_seconds(run, model_shapes(run.config), device.speed).values())
+    fast, slow = DURATION_RANGE
+    return _tokens(run) / (seconds * slow), _tokens(run) / (seconds * fast)
+
+
+def duration_text(run: Workload, device: Device, steps: int, gpus: int) -> str | None:
+    """How long `steps` optimizer steps take, for people; None if the device's speed is not known."""
+    if (speed := tokens_per_second(run, device)) is None:
+        return None
+    slow, fast = speed
+    times = readable_times(steps * _tokens(run) / fast, steps * _tokens(run) / slow)
+    waiting = ", and longer where GPUs wait for each other" if gpus > 1 else ""
+    return f"{times} by the data sheet of {device.name} (not measured){waiting}"
 
 
 def ranking_speed(device: Device) -> tuple[Speed, str]:

@@ -14,6 +14,7 @@ from lean_finetune.core.units import GIB, readable_size
 from lean_finetune.memory.advice.largest_that_fits import find_limits
 from lean_finetune.memory.advice.one_change_sweep import as_advice, as_rows, halving_flag, sweep_switches
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
+from lean_finetune.memory.advice.step_cost import duration_text
 from lean_finetune.memory.advice.verdict import answer, judge
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
@@ -72,6 +73,9 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         progress=p.run.progress,
     )
     run, by_phase = _workload(p, planned, prediction), _phases(p, planned, prediction)
+    duration = duration_text(run, device, len(planned.plan.steps), p.hardware.num_gpus)
+    if duration is not None:
+        click.echo(f"training: {len(planned.plan.steps):,} steps of {p.train.tokens_per_step:,} tokens: {duration}")
     settings, headroom = PlanSettings.from_params(p), p.estimate.headroom_percent
     confirm = FitCheck(planned=planned, run=run, plan_settings=settings, index=index, headroom_percent=headroom)
     found = answer(run, prediction, device, p, memory, lambda candidate, _: confirm(candidate.run))
@@ -86,6 +90,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         "what_fits.json": _what_fits(p, planned, run, prediction),
     }
     fits = {"fits": found.verdict.fits, "verdict": found.verdict.state, "reserved_replayed": replayed}
+    fits |= {"duration": duration}
     figures = {**_figures(planned, prediction, by_phase, documents), **(memory.metrics() if memory else {}), **fits}
     # DVC cannot plot an empty file.
     alone = [{"step": 0, "allocated_gib": round(prediction.peak.bytes / GIB, 6)}]

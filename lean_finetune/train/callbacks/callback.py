@@ -54,6 +54,8 @@ class RunInfo:
     """Parameters of the run by dotted name."""
     predicted_peak_bytes: int | None
     """Peak tensor memory predicted by stage estimate; None without a prediction."""
+    predicted_duration: str | None
+    """How long all steps take as predicted by stage estimate; None without a prediction."""
     device: torch.device
     show_progress: bool
     curves: Sequence[Row]

@@ -36,12 +36,18 @@ class ProgressBar(Callback):
 
     def _outlook(self) -> str:
         """What a run on a GPU does first and how long it takes."""
-        predicted = self.info.predicted_peak_bytes
-        peak = "" if predicted is None else f", predicted peak {readable_size(predicted)}"
+        info = self.info
+        resumed = f" from step {info.first_step + 1:,} on" if info.first_step else ""
+        tokens = info.parameters["train.tokens_per_step"]
+        text = f"train: loads the model, then runs {info.total_steps:,} steps of {tokens:,} tokens{resumed}"
+        text += f" on a GPU of {self._limit_gib:.4g} GiB"
+        if info.predicted_peak_bytes is not None:
+            text += f", predicted peak {readable_size(info.predicted_peak_bytes)}"
+        if info.predicted_duration is not None:
+            text += f". All steps: {info.predicted_duration}"
         return (
-            f"train: loads the model, then runs {self.info.total_steps - self.info.first_step:,} steps on a GPU of "
-            f"{self._limit_gib:.4g} GiB{peak}. The first step is the largest and also loads kernels: if it succeeds, "
-            "later ones do. The time left is shown after it."
+            f"{text}. The first step is the largest and also loads kernels: if it succeeds, later ones do. The time "
+            "left is measured from then on."
         )
 
     def on_step(self, row: Row) -> None:

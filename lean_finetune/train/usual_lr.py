@@ -1,0 +1,28 @@
+"""The learning rate of `train.lr: auto`: usual values by what is trained and by the size of the model."""
+
+import math
+
+from transformers import PretrainedConfig
+
+from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.model_spec import ModelSpec
+
+USUAL_LRS: tuple[tuple[float, float, float], ...] = (
+    (20e6, 3e-3, 3e-3),
+    (3e9, 3e-4, 2e-5),
+    (20e9, 2e-4, 1e-5),
+    (math.inf, 1e-4, 5e-6),
+)
+"""Parameters of models below this size, learning rate of adapters, and of all weights.
+
+Adapters from 7 B: Dettmers et al. 2023 (arXiv 2305.14314, table 9: 2e-4 at 7 B and 13 B, 1e-4 at 33 B and 65 B). All
+weights: 2e-5 at 7 B (Alpaca, 2023), 5e-6 at 8 B and 2e-6 at 70 B (Lambert et al. 2024, arXiv 2411.15124), and between.
+The first line is what suits the shipped model."""
+
+
+def usual_lr(config: PretrainedConfig, spec: ModelSpec) -> tuple[float, str]:
+    """The learning rate for a model and a method, and the reason."""
+    parameters = sum(parameter.numel() for parameter in meta_model(config).parameters())
+    _, adapters, all_weights = next(line for line in USUAL_LRS if parameters < line[0])
+    trained, lr = ("adapters on", adapters) if spec.adapted else ("all weights of", all_weights)
+    return lr, f"usual for {trained} {parameters / 1e9:.3g} B parameters"
