@@ -9,7 +9,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from lean_finetune.config.data_schema import SOURCE_FORMS, SOURCE_KEYS, Source
-from lean_finetune.config.other_tools import our_names
+from lean_finetune.config.other_tools import our_names, why_ignored
 from lean_finetune.config.rule import check_rules
 from lean_finetune.config.schema import Params
 from lean_finetune.config.section_rules import SECTION_RULES, check_heldout_readers, check_sources
@@ -77,7 +77,7 @@ def _first_error(error: ValidationError) -> str:
 
 
 def _known_keys(keys: list[str]) -> str:
-    """Our name for a key of another tool, the key most like the last of `keys`, or all keys of its section."""
+    """Our name for another tool's key or why there is none; the key most like the last of `keys`; or its section's."""
     section: type[BaseModel] = Params
     for key in keys[:-1]:
         if not key.isdigit():
@@ -85,6 +85,8 @@ def _known_keys(keys: list[str]) -> str:
             section = cast(type[BaseModel], annotation)
     if ours := our_names(keys[-1]):
         return f"its name here is {' or '.join(ours)}"
+    if (reason := why_ignored(keys[-1])) is not None:
+        return f"it has no counterpart here: {reason}"
     similar = difflib.get_close_matches(keys[-1], section.model_fields, n=1)
     if similar:
         return f"did you mean {'.'.join([*keys[:-1], similar[0]])}?"

@@ -41,3 +41,9 @@ def our_names(key: str) -> list[str]:
             if ours and key in (name, name.rpartition(".")[2]) and ours not in found:
                 found.append(ours)
     return found
+
+
+def why_ignored(key: str) -> str | None:
+    """Why a key of another tool has no parameter here; None if no tool has it."""
+    reasons = (reason for table in tables() for reason, keys in table["ignored"].items() if key in keys)
+    return next(reasons, None)

@@ -351,7 +351,7 @@ def test_import_writes_a_params_yaml_and_keeps_its_comments(tmp_path: Path, monk
     assert params.run == load_params(ROOT / "params.yaml").run
     comments = [line for line in shipped.splitlines() if line.strip().startswith("#")]
     assert [line for line in comments if line not in written.splitlines()] == []
-    assert error(invoke(import_config, "absent.yaml")).startswith("absent.yaml: must be a YAML file that can be read")
+    assert error(invoke(import_config, "absent.yaml")).startswith("absent.yaml: file does not exist")
     assert (tmp_path / "params.yaml").read_text(encoding="utf-8") == written
 
 
@@ -359,6 +359,7 @@ def test_import_writes_a_params_yaml_and_keeps_its_comments(tmp_path: Path, monk
     ("flag", "expected"),
     [
         ("learning_rate=1e-4", "learning_rate: unknown parameter; its name here is train.lr"),
+        ("save_steps=5", "save_steps: unknown parameter; it has no counterpart here: outputs are in data/"),
         ("train.cutoff_len=1", "train.cutoff_len: unknown parameter; its name here is data.max_length"),
         ("train.lora_r=8", "train.lora_r: unknown parameter; its name here is train.lora.rank"),
         ("per_device_train_batch_size=8", "unknown parameter; its name here is bucket.max_tokens (tokens of a micro"),

@@ -22,6 +22,8 @@ def read_config_of_tool(path: Path, gpus: int, *, with_data: bool = True) -> Con
 
     try:
         content = read_yaml(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: file does not exist; name a configuration of another tool") from None
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{path}: must be a YAML file that can be read ({first}); name another") from None
