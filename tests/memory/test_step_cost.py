@@ -97,7 +97,7 @@ def test_steps_of_other_sizes_are_compared_per_token():
 
 @pytest.mark.parametrize(("method", "published"), [("full", 1650), ("lora", 3083), ("qlora", 2413)])
 def test_published_speeds_are_within_the_range(method: str, published: int):
-    """Those in torchtune's README: Llama-3.1-8B, two rows of 2048 tokens, checkpointing, RTX-4090; not measured by us."""
+    """Those in torchtune's README: Llama-3.1-8B, two rows of 2048 tokens, checkpointing, RTX-4090; not by us."""
     run = of_8b(method=method, grad_ckpt=True, tokens_per_step=4096)
     found = tokens_per_second(run, resolve_gpu("RTX-4090")[0])
     assert found is not None and found[0] < published < found[1]
