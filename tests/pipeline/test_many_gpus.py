@@ -40,6 +40,7 @@ def curve(clone: Clone) -> list[float]:
 def test_two_processes_run_under_dvc(clone: Clone):
     """The launcher must start in a copy too, and the report must show both GPUs."""
     alone, losses = clone.json("data/train/figures.json"), curve(clone)
+    tuned_loss = clone.json("metrics/evaluate.json")["tuned_loss"]
     clone.set_params(hardware__num_gpus=2, train__sharding="zero3")
     assert stages_run(clone.dvc("repro")) == CHANGED
     assert curve(clone) == pytest.approx(losses, abs=LOSS)
@@ -55,6 +56,6 @@ def test_two_processes_run_under_dvc(clone: Clone):
     run_queued(clone, {"queued": shared("zero2")})
     for name in ("copied", "queued"):
         revision = clone.run("git", "for-each-ref", "--format=%(objectname)", f"refs/exps/**/{name}").strip()
-        found = json.loads(clone.run("git", "show", f"{revision}:metrics/train.json"))
-        assert found["train_loss"] == pytest.approx(alone["train_loss"], abs=LOSS)
+        found = json.loads(clone.run("git", "show", f"{revision}:metrics/evaluate.json"))
+        assert found["tuned_loss"] == pytest.approx(tuned_loss, abs=LOSS)
     assert all((path.parent / "finished").exists() for path in (clone.root / "scratch/train").glob("*/step-*"))

@@ -8,8 +8,8 @@ from tests.pipeline.clone import Clone
 from tests.pipeline.conftest import FirstRun
 
 COMPARED = [
-    *("fits", "peak_gib_predicted", "peak_gib_measured", "tokens_per_second", "train_loss"),
-    *("tuned_loss", "tuned_exact_match_percent", "base_loss", "base_exact_match_percent", "predicted_error_percent"),
+    *("fits", "peak_gib_predicted", "peak_gib_measured", "tokens_per_second", "tuned_loss"),
+    *("tuned_exact_match_percent", "base_loss", "base_exact_match_percent", "predicted_error_percent"),
 ]
 DVC_COLUMNS = {"Experiment", "rev", "typ", "Created", "parent", "State", "Executor"}
 """DVC's own columns; the last two exist only if an experiment is queued or has failed."""
