@@ -93,7 +93,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
     reasons = ", ".join(f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name])
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
     waiting = f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens"
-    shown = {name: parameters[name] for name in SHOWN}
+    shown = {"learning rate": f"{train['lr']:g} at its peak", **{name: parameters[name] for name in SHOWN}}
     rows = [
         ("model", describe_model(inputs.model)),
         *([("weights", text)] if (text := inputs.estimate.get("weights")) else []),

@@ -128,6 +128,7 @@ def metrics() -> dict[str, dict[str, Any]]:
             "growth": {"cause": "steady", "summary": "steady: live_bytes grows by 0 bytes a step; nothing to do"},
             "device": "cpu",
             "trained_parameters": 184320,
+            "lr": 2e-4,
             "tokens_per_second": 4000.5,
         },
         "evaluate": {
