@@ -106,5 +106,5 @@ def test_published_speeds_are_within_the_range(method: str, published: int):
 def test_a_duration_says_what_it_is_from():
     """A number without its unit or its uncertainty, or one for a device whose speed nobody knows."""
     text = duration_text(of_8b(), H100, 1000, gpus=8)
-    assert text == "14 to 56 min by the data sheet of H100 (not measured), and longer where GPUs wait for each other"
+    assert text == "14 to 55 min by the data sheet of H100 (not measured), and longer where GPUs wait for each other"
     assert duration_text(of_8b(), resolve_gpu("24GiB")[0], 1000, gpus=1) is None
