@@ -11,7 +11,7 @@ What LLaMA-Factory, Axolotl, TRL and torchtune call our parameters. `lean-finetu
 params.yaml, and `lean-finetune fit --from config.yaml` predicts the run ([command.md](command.md)). Values differ as
 well: the commands convert them.
 
-`lean-finetune fit --set` and params.yaml answer an unknown name with ours. After `dvc exp run`, `-S learning_rate=1e-4`
+The option `--set` and params.yaml answer an unknown name with ours. After `dvc exp run`, `-S learning_rate=1e-4`
 does not reach lean-finetune: DVC ends with exit code 255 and this message. It means that params.yaml has no such
 parameter.
 
