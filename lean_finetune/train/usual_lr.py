@@ -25,4 +25,5 @@ def usual_lr(config: PretrainedConfig, spec: ModelSpec) -> tuple[float, str]:
     parameters = sum(parameter.numel() for parameter in meta_model(config).parameters())
     _, adapters, all_weights = next(line for line in USUAL_LRS if parameters < line[0])
     trained, lr = ("adapters on", adapters) if spec.adapted else ("all weights of", all_weights)
-    return lr, f"usual for {trained} {parameters / 1e9:.3g} B parameters"
+    size = f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+    return lr, f"usual for {trained} {size} parameters"
