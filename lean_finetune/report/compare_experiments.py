@@ -19,7 +19,8 @@ DIGITS = 4
 def with_change(rows: Sequence[Mapping[str, str]]) -> Iterator[dict[str, str]]:
     """Yield rows with a name and the loss minus the baseline's; empty if unknown, or of another model or other data."""
     names = iter(UNNAMED)
-    named = [{**row, NAME: row[NAME] or next(names, UNNAMED[-1])} for row in rows]
+    # Without experiments DVC leaves the column of names out.
+    named = [{**row, NAME: row.get(NAME) or next(names, UNNAMED[-1])} for row in rows]
     baseline = next((row for row in named if row[NAME] == UNNAMED[-1]), {})
     for row in named:
         loss, before = (_number(one.get(LOSS, "")) for one in (row, baseline))

@@ -24,6 +24,7 @@ def test_change_is_relative_to_the_baseline():
         *("Experiment", "tuned_loss", "loss_change", "seed", "x_percent")
     ]
     assert found[0]["peak_gib_measured"] == "0.05074" and found[3]["tuned_loss"] == ""
+    assert [row["Experiment"] for row in with_change([{"tuned_loss": "2."}] * 2)] == ["workspace", "baseline"]
 
 
 def test_losses_of_other_models_and_data_are_not_subtracted():
