@@ -35,7 +35,7 @@ def fit_lines(run: FitRun, source: str, command: str, option: str) -> Iterator[s
     yield from _peak_lines(run, prediction)
     yield ""
     yield labelled("params", source)
-    yield from _run_lines(run)
+    yield from _run_lines(run, prediction)
     if not verdict.fits:
         found = run.search(prediction)
         yield ""
@@ -76,7 +76,7 @@ def bar_line(label: str, count: int, whole: int) -> str:
     return f"  {label:<{LABEL_WIDTH}}{bar:<{BAR_WIDTH}} {readable_size(count):>10}"
 
 
-def _run_lines(run: FitRun) -> Iterator[str]:
+def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
     """The device, the model, and how it is trained."""
     p, model, train = run.params, run.workload.setting.model, run.params.train
     less = run.device.headroom_text(run.headroom_percent)
@@ -97,7 +97,7 @@ def _run_lines(run: FitRun) -> Iterator[str]:
         yield labelled("speed", f"{slow} to {fast} tokens/s{per_gpu}, by the data sheet (not measured)")
     yield labelled("attention", run.attention)
     if (weights := format_text(run.config)) is not None:
-        yield labelled("weights", weights)
+        yield labelled("weights", f"{weights}; loading takes {readable_size(run.load_bytes(prediction))} at most")
     if (experts := run.experts) is not None:
         yield labelled("experts", experts)
     for note in run.notes():
@@ -137,6 +137,7 @@ def fit_json(run: FitRun) -> dict[str, Any]:
             phase: {"peak_bytes": peak.bytes, "by_category_bytes": _by_size(peak.by_category)}
             for phase, peak in prediction.by_phase.items()
         },
+        "load_bytes": run.load_bytes(prediction),
         "outside_of_the_device": [
             {"what": what, "where": where, "bytes": size} for what, where, size in run.host_bytes(prediction)
         ],

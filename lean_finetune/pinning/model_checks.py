@@ -11,14 +11,14 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_config(directory: Path) -> dict[str, Any]:
-    """Read and check config.json.
+    """Read and check config.json; code that a model brings for a class of transformers is ignored.
 
     Raises UserError if it is not a JSON object, names no model type, or requires its own code.
     """
     path = directory / "config.json"
     config = _json_object(path)
     for file in (path, directory / "tokenizer_config.json"):
-        if file.exists() and "auto_map" in _json_object(file):
+        if file.exists() and "auto_map" in _json_object(file) and not (file == path and _in_transformers(config)):
             raise UserError(
                 f"model.name: {file} requires its own code (auto_map), which is never run; use a model whose "
                 "architecture is part of transformers, or remove auto_map if it is"
@@ -26,6 +26,13 @@ def check_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"model.name: {path} names no model_type; save the model again with save_pretrained(...)")
     return config
+
+
+def _in_transformers(config: dict[str, Any]) -> bool:
+    """Whether transformers has a model's class, as it has DeepSeek-V3's and Phi-3's, which name their own code too."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))) in (config.get("architectures") or ())
 
 
 def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:

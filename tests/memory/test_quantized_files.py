@@ -10,7 +10,7 @@ from lean_finetune.model.model_config import read_config
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.memory.test_measured import PADDED_STEPS, check
 from tests.memory.test_other_phases import check_load
-from tests.model.quantized import NF4, save_bitsandbytes, save_fp8, save_mxfp4
+from tests.model.quantized import NF4, save_bitsandbytes, save_fp8, save_fp8_experts, save_mxfp4
 
 PACKED: dict[str, Any] = {"method": "qlora", "double_quant": False}
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -21,7 +21,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("nf4", PACKED),
     ("part of nf4", PACKED),
 ]
-SLOW = [(name, {"method": method}) for name in ("mxfp4", "fp8") for method in ("full", "lora", "qlora", "int8_lora")]
+UNPACKED = ("mxfp4", "fp8", "fp8 experts")
+SLOW = [(name, {"method": method}) for name in UNPACKED for method in ("full", "lora", "qlora", "int8_lora")]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
             made[name] = {
                 "mxfp4": lambda: save_mxfp4(directory),
                 "fp8": lambda: save_fp8(directory),
+                "fp8 experts": lambda: save_fp8_experts(directory),
             }.get(name, lambda: save_bitsandbytes(directory, **NF4, llm_int8_skip_modules=skip))()
         return made[name]
 

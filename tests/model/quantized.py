@@ -6,23 +6,32 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GptOssConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GptOssConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 BLOCK = 128
 FILE = "model.safetensors"
-QWEN3 = Qwen3Config(
-    hidden_size=160,
-    intermediate_size=200,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=256,
-    max_position_embeddings=256,
-    tie_word_embeddings=False,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+SIZES: dict[str, Any] = {
+    "hidden_size": 160,
+    "intermediate_size": 200,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+QWEN3 = Qwen3Config(**SIZES)
+QWEN3_MOE = Qwen3MoeConfig(**SIZES, moe_intermediate_size=136, num_experts=4, num_experts_per_tok=2)
 GPT_OSS = GptOssConfig(
     hidden_size=64,
     intermediate_size=96,
@@ -60,7 +69,7 @@ def save_mxfp4(directory: Path, config: PretrainedConfig = GPT_OSS) -> Path:
 
 
 def save_fp8(directory: Path, block: tuple[int, int] | None = (BLOCK, BLOCK), config: PretrainedConfig = QWEN3) -> Path:
-    """Qwen3 in FP8 with a scale for each block, or one for a weight; sizes are no multiples of a block."""
+    """A model in FP8 with a scale for each block, or one for a weight; sizes of Qwen3 are no multiples of a block."""
     tensors = save_16_bit(config, directory)
     for name in [name for name in tensors if "_proj" in name]:
         weight = tensors[name].float()
@@ -73,6 +82,11 @@ def save_fp8(directory: Path, block: tuple[int, int] | None = (BLOCK, BLOCK), co
         tensors[f"{name}_scale_inv"] = scales if block else scales.reshape(())
     how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block and list(block)}
     return _write(directory, tensors, how)
+
+
+def save_fp8_experts(directory: Path) -> Path:
+    """Qwen3-MoE in FP8: a tensor and its scales for each projection of each expert."""
+    return save_fp8(directory, config=QWEN3_MOE)
 
 
 def save_compressed_fp8(directory: Path) -> Path:

@@ -45,7 +45,8 @@ def hub(tiny_dir):
     repositories = {
         "models/org/model": files | {"onnx/model.safetensors": b"other"},
         "models/org/pickled": pickled | {"pytorch_model.bin": b"pickle"},
-        "models/org/code": files | {"config.json": json.dumps(config | {"auto_map": {}}).encode()},
+        "models/org/code": files
+        | {"config.json": json.dumps(config | {"auto_map": {}, "architectures": ["Own"]}).encode()},
         "datasets/org/rows": {"data/b.json": json.dumps(ROWS[:9]).encode(), "data/a.jsonl": LINES, "README.md": b"#"},
         "datasets/org/columns": {
             "data/train-0.parquet": parquet(ROWS[:30]),

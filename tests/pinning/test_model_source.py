@@ -117,7 +117,10 @@ DAMAGES = {
     "longer weights": (resize_weights(lambda content: content + b"\0"), "own/model.safetensors is damaged"),
     "pointer file": (overwrite("model.safetensors", POINTER), "own/model.safetensors is damaged"),
     "no tensors": (lambda own: save_file({}, own / "model.safetensors"), "own/model.safetensors has no tensors"),
-    "custom model code": (edit("config.json", auto_map={"AutoModel": "x.Y"}), "config.json requires its own code"),
+    "custom model code": (
+        edit("config.json", auto_map={"AutoModel": "x.Y"}, architectures=["Y"]),
+        "config.json requires its own code",
+    ),
     "custom tokenizer code": (
         edit("tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]}),
         "tokenizer_config.json requires its own code",
@@ -142,6 +145,12 @@ def test_a_damaged_model_is_refused_and_the_last_lock_stays(pin, own, damage, ru
     assert line.startswith("model.name: ") and rule in line
     assert {path.name: path.read_bytes() for path in Path("locks").iterdir() if not path.is_symlink()} == before
     assert os.readlink(LINK) == "../lean_finetune/tiny"
+
+
+def test_code_beside_a_class_of_transformers_is_ignored(pin, own):
+    """DeepSeek-V3 and Phi-3 on the hub refused, as they still name the code from before transformers had them."""
+    edit("config.json", auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})(own)
+    assert pin("own").exit_code == 0
 
 
 def test_a_revision_of_a_local_model_is_refused(pin, own):

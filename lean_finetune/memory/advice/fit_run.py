@@ -18,6 +18,7 @@ from lean_finetune.memory.advice.verdict import Answer, Verdict, answer, judge
 from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
 from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import host_state_bytes
@@ -49,6 +50,8 @@ class FitRun:
     device: Device
     device_reason: str
     workload: Workload
+    stored: torch.dtype
+    """Type of the weights in the model's files."""
 
     @property
     def config(self) -> PretrainedConfig:
@@ -97,6 +100,11 @@ class FitRun:
     def predict(self) -> Prediction:
         """Peaks by phase. Takes several seconds."""
         return predict(self.config, self.workload.setting, self.workload.steps, target_of(self.device))
+
+    def load_bytes(self, prediction: Prediction) -> int:
+        """Peak of loading the weights on the device."""
+        setting, target, update = self.workload.setting, target_of(self.device), prediction.by_phase["optimizer"]
+        return load_and_save(self.config, setting, self.stored, target, update)[0].bytes
 
     def host_bytes(self, prediction: Prediction) -> Iterator[tuple[str, str, int]]:
         """What the run stores outside of the device: (what, where, bytes)."""
@@ -152,11 +160,17 @@ def fit_run(p: Params, *, shorten: bool = False) -> FitRun:
     refuse_offload(p.train.offload_activations, device.kind)
     refuse_offloaded_state(p.train.offload, device.kind)
     config = read_config(find_model(p.model.name, p.model.revision))
-    positions = max_positions(config)
+    positions, stored = max_positions(config), stored_dtype(config)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])
-    workload = _checked_workload(p, device, config)
-    return FitRun(params=p, model=p.model.name, device=device, device_reason=reason, workload=workload)
+    return FitRun(
+        params=p,
+        model=p.model.name,
+        device=device,
+        device_reason=reason,
+        workload=_checked_workload(p, device, config),
+        stored=stored,
+    )
 
 
 def _checked_workload(p: Params, device: Device, config: PretrainedConfig) -> Workload:

@@ -118,40 +118,34 @@ def other_phases(
     Call after `predict`, which refuses untraceable models. `update` is the predicted peak of the optimizer's phase: in
     runs on several GPUs it gives the state of one GPU. Stage evaluate always runs on one GPU.
     """
-    if setting.sharing is not None:
-        return _sharded_phases(config, setting, around, target, update)
-    shapes, on_device = model_shapes(config), replace(setting, offload="none", optimizer_in_backward=False)
-    lines = state_lines(shapes, on_device, cuda=target.foreach)
-    states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
-    states.pop(GRADIENTS)
-    optimizer_bytes = states.pop(OPTIMIZER, 0)
-    end = peak_of({**states, OPTIMIZER: optimizer_bytes})
+    load, save = load_and_save(config, setting, around.stored_dtype, target, update)
     return {
-        LOAD: load_peak(config, shapes, setting.model, around.stored_dtype, target, states, end),
-        HELDOUT: _heldout(config, setting, around, target, optimizer_bytes),
-        **_evaluation(config, setting, around, target),
-        SAVE: end,
+        LOAD: load,
+        HELDOUT: _heldout(config, setting, around, target, save.by_category.get(OPTIMIZER, 0)),
+        **_evaluation(config, replace(setting, sharing=None), around, target),
+        SAVE: save,
     }
 
 
-def _sharded_phases(
-    config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target, update: Peak
-) -> Mapping[str, Peak]:
-    """`other_phases` on one of several GPUs."""
+def load_and_save(
+    config: PretrainedConfig, setting: Setting, stored: torch.dtype, target: Target, update: Peak
+) -> tuple[Peak, Peak]:
+    """Peaks of loading and of saving; `stored` is the type of the weights in their files, `update` as above."""
     shapes, sharing = model_shapes(config), setting.sharing
-    assert sharing is not None
-    optimizer_bytes = update.by_category.get(OPTIMIZER, 0)
+    if sharing is None:
+        on_device = replace(setting, offload="none", optimizer_in_backward=False)
+        lines = state_lines(shapes, on_device, cuda=target.foreach)
+        states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
+        states.pop(GRADIENTS)
+        optimizer_bytes = states.pop(OPTIMIZER, 0)
+        end = peak_of({**states, OPTIMIZER: optimizer_bytes})
+        return load_peak(config, shapes, setting.model, stored, target, states, end), end
     states = {category: update.by_category.get(category, 0) for category in (*STATES, SHARDING)}
     largest = max(parameter.values for parameter in shapes.parameters) * setting.model.dtype.itemsize
     # Embedding and head are sharded last: unsharded on the device once, beside the shards of all layers.
     unsharded = largest if sharing.holders > 1 else 0
     loaded = {**states, OPTIMIZER: 0, UNSHARDED: unsharded * (1 if config.get_text_config().tie_word_embeddings else 2)}
-    return {
-        LOAD: highest((peak_of(states), peak_of(loaded))),
-        HELDOUT: _heldout(config, setting, around, target, optimizer_bytes),
-        **_evaluation(config, replace(setting, sharing=None), around, target),
-        SAVE: peak_of({**states, UNSHARDED: unsharded}),
-    }
+    return highest((peak_of(states), peak_of(loaded))), peak_of({**states, UNSHARDED: unsharded})
 
 
 def _heldout(

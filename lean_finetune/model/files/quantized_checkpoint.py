@@ -63,10 +63,14 @@ def stored_format(config: PretrainedConfig) -> str | None:
 
 def _is_float_quantized(how: Mapping[str, Any]) -> bool:
     """Whether compressed-tensors stored 8-bit floating-point weights."""
-    weights = [group.get("weights") or {} for group in (how.get("config_groups") or {}).values()]
     return how.get("format") == "float-quantized" and all(
-        one.get("type") == "float" and one.get("num_bits") == 8 for one in weights
+        one.get("type") == "float" and one.get("num_bits") == 8 for one in _groups(how)
     )
+
+
+def _groups(how: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """How compressed-tensors stored the weights of each group of layers."""
+    return [group.get("weights") or {} for group in (how.get("config_groups") or {}).values()]
 
 
 def unsupported_format(config: PretrainedConfig) -> str | None:
@@ -74,8 +78,12 @@ def unsupported_format(config: PretrainedConfig) -> str | None:
     how, found = stored_quantisation(config), stored_format(config)
     if not how or (found is not None and (found != MXFP4 or config.model_type == "gpt_oss")):
         return None
-    name = "MXFP4" if found else str(how.get("quant_method", "an unnamed method")).upper()
-    return f"has weights quantised with {name}, which are not read; give the 16-bit model that they were made from"
+    name = how.get("quant_method", "a method that config.json does not name")
+    kind = f" ({how['format']})" if how.get("format") else ""
+    return (
+        f"has weights quantised with {name}{kind}, which are not read; give the 16-bit model that they were made from, "
+        "or that model in FP8 or quantised by bitsandbytes"
+    )
 
 
 def format_text(config: PretrainedConfig) -> str | None:
@@ -140,8 +148,7 @@ def _mxfp4(stored: dict[str, StoredTensor]) -> dict[str, FileTensor]:
 def fp8_block(config: PretrainedConfig) -> tuple[int, int]:
     """Rows and columns of a block of FP8 weights with one scale, where scales are by block."""
     how = stored_quantisation(config)
-    groups = [group.get("weights") or {} for group in (how.get("config_groups") or {}).values()]
-    blocks = [how.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
+    blocks = [how.get("weight_block_size"), *(group.get("block_structure") for group in _groups(how))]
     rows, columns = next((block for block in blocks if block), (ROWS_AT_ONCE, ROWS_AT_ONCE))
     return rows, columns
 
@@ -151,6 +158,8 @@ def _fp8(stored: dict[str, StoredTensor], config: PretrainedConfig) -> dict[str,
     block, found = fp8_block(config), dict[str, FileTensor]()
     for name, tensor in stored.items():
         if tensor.dtype in FP8_DTYPES:
+            if len(tensor.shape) != 2:
+                raise ValueError(f"{name} of shape {tensor.shape} is in FP8, which is supported for matrices alone")
             scales = next((name + end for end in FP8_SCALES if name + end in stored), name + FP8_SCALES[0])
             found[name] = Fp8Weight(packed=tensor, scales=_part(stored, scales), block=block)
         elif not name.endswith(FP8_SCALES):
