@@ -43,7 +43,7 @@ def run_stage(
     spec = WeightsSpec.from_params(p, precision_of(p, verdict))
     names, task_rows = p.evaluate.tasks, p.evaluate.task_rows
     with_template, date = p.evaluate.apply_chat_template, p.data.template_date
-    if with_template == "auto":
+    if names and with_template == "auto":
         with_template = read_json(tokens / "meta.json")["chat_template_sha256"] is not None
     tasks = None
     if names:
