@@ -128,7 +128,6 @@ class Trainer:
             memory_by_phase=self.monitor.by_phase(),
             oom_splits=split_figures(self.job.plan, self.curves),
             load_host=load_host,
-            settings=self.job.settings,
         )
 
     def _load(self) -> tuple[TrainingRun, HostPeak]:

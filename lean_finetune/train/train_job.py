@@ -78,8 +78,6 @@ class TrainResult:
     """Steps that were split after an out-of-memory error; None without any."""
     load_host: HostPeak
     """Host memory while the model was loaded."""
-    settings: Settings
-    """Those of the job."""
 
     @property
     def model(self) -> nn.Module:

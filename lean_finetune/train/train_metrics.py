@@ -14,7 +14,7 @@ from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, Row
 from lean_finetune.train.monitor.growth import classify
 from lean_finetune.train.monitor.growth_advice import growth_line
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
-from lean_finetune.train.train_job import TrainResult
+from lean_finetune.train.train_job import TrainJob, TrainResult
 
 LAST_SHARE = 0.1
 """Share of the steps, at the end, over which the training loss and the load of experts are averaged."""
@@ -22,7 +22,7 @@ WARM_UP_STEPS = 1
 """Steps that are not part of the throughput: the first one allocates and is measured."""
 
 
-def train_metrics(result: TrainResult, measured: MeasuredPeaks, device: torch.device) -> dict[str, Any]:
+def train_metrics(job: TrainJob, result: TrainResult, measured: MeasuredPeaks) -> dict[str, Any]:
     """Return data/train/figures.json: losses, throughput, size, memory; None for what the device cannot measure."""
     curves = result.curves
     last = curves[-max(1, round(LAST_SHARE * len(curves))) :]
@@ -52,13 +52,13 @@ def train_metrics(result: TrainResult, measured: MeasuredPeaks, device: torch.de
         "load_host_peak_bytes": result.load_host.peak_bytes,
         "load_host_added_bytes": result.load_host.added_bytes,
         "growth": {
-            "summary": growth_line(growth, curves, None, result.settings),
+            "summary": growth_line(growth, curves, None, job.settings),
             "cause": growth.cause,
             "series": growth.series,
             "slope_bytes_per_step": growth.slope_bytes_per_step,
             "confidence": growth.confidence,
         },
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
     }
 
 

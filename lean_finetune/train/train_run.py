@@ -127,7 +127,7 @@ def _train_and_publish(
             publish_weights(result, job, params, paths)
         wait_for_all()  # The first process may have merged a large model.
         measured = largest_over_ranks(meter.result(), ControlChannel(job.world, job.device), job.device)
-        figures = {**train_metrics(result, measured, job.device), **resumed_figures(where), "lr": job.optim_spec.lr}
+        figures = {**train_metrics(job, result, measured), **resumed_figures(where), "lr": job.optim_spec.lr}
         if job.world.is_first:
             publish_record(result, figures, params, paths)
     if job.world.is_first and "DVC_STAGE" in os.environ:

@@ -118,7 +118,7 @@ def finish(job: TrainJob, checkpoints: Checkpointer | None = None) -> Outcome:
     if checkpoints is not None:
         checkpoints.wait()
     measured = meter.result()
-    metrics = train_metrics(result, measured, CPU)
+    metrics = train_metrics(job, result, measured)
     trained = [parameter.detach() for _, parameter in result.parallel.trained_parameters()]
     sizes = {f"step {row['step']}": row["allocated_bytes"] for row in result.curves}
     return Outcome(

@@ -147,7 +147,7 @@ def test_leaked_tensors_are_reported_at_the_first_check(job: TrainJob, capsys):
     assert len(warned) == 1
     assert warned[0].startswith("warning: leak: live_bytes grows steadily at equal batch shape by ")
     assert f"-{FIRST_CHECK_STEPS - 1}," in warned[0] and " are used up at about step " in warned[0]
-    growth = train_metrics(result, make_meter(CPU).result(), CPU)["growth"]
+    growth = train_metrics(job, result, make_meter(CPU).result())["growth"]
     assert growth["cause"] == "leak" and growth["confidence"] >= CONFIDENCE
     assert growth["slope_bytes_per_step"] == pytest.approx(LEAK_BYTES, rel=0.2)
     assert growth["summary"].startswith("leak: live_bytes grows steadily") and "dvc exp run -S" in growth["summary"]

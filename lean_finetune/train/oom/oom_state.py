@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from heapq import nlargest
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -192,9 +194,6 @@ def snapshot_of(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"process_status": process_status() if STATUS.exists() else None}
 
-    def largest(items: Sequence[Mapping[str, Any]], size: str, most: int) -> list[Mapping[str, Any]]:
-        return sorted(items, key=lambda item: -item[size])[:most]
-
     segments = torch.cuda.memory_snapshot()
     return {
         "segments": [
@@ -205,11 +204,11 @@ def snapshot_of(device: torch.device) -> dict[str, Any]:
                 "expandable": segment.get("is_expandable", False),
                 "blocks": [
                     {"bytes": block["size"], "state": block["state"]}
-                    for block in largest(segment["blocks"], "size", MOST_BLOCKS)
+                    for block in nlargest(MOST_BLOCKS, segment["blocks"], key=itemgetter("size"))
                 ],
                 "blocks_left_out": max(0, len(segment["blocks"]) - MOST_BLOCKS),
             }
-            for segment in largest(segments, "total_size", MOST_SEGMENTS)
+            for segment in nlargest(MOST_SEGMENTS, segments, key=itemgetter("total_size"))
         ],
         "segments_left_out": max(0, len(segments) - MOST_SEGMENTS),
     }
