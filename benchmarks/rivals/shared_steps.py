@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from benchmarks.harness import interleaved
 from benchmarks.specs import model_spec
+from lean_finetune.config.field_types import Sharding
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
-from lean_finetune.model.load_model import load_model, uninitialized_model
+from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import collate
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
@@ -36,7 +36,7 @@ ROWS, LENGTH = 4, 128
 """Shape of each process's micro-batch, one per step."""
 LR, MAX_GRAD_NORM = 1e-4, 1.0
 LOOPBACK = "lo"
-MODES = ("ddp", "zero1", "zero2", "zero3")
+MODES: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3")
 PLAIN, HF = "ddp_plain", "hf"
 STEPS = 6
 WARM_STEPS = 1
@@ -55,14 +55,6 @@ def load_plain(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
-def load_ours(directory: Path, mode: str, world: World) -> Any:
-    """Load the model as stage train shares it."""
-    sharing = ShardSpec(mode=mode)  # type: ignore[arg-type]
-    reads = sharing.reads_weights(world, "full")
-    model = load_model(directory, SPEC, CPU) if reads else uninitialized_model(read_config(directory), SPEC, CPU)
-    return make_parallel(model, world, sharing, CPU)
-
-
 Run = Callable[[int], list[float]]
 """Runs so many steps and returns the seconds of each."""
 
@@ -77,9 +69,9 @@ def timed(step: Callable[[], torch.Tensor], steps: int) -> list[float]:
     return seconds
 
 
-def ours(directory: Path, mode: str, world: World) -> Run:
+def ours(directory: Path, mode: Sharding, world: World) -> Run:
     """The training step of stage train."""
-    parallel = load_ours(directory, mode, world)
+    parallel = load_parallel(directory, SPEC, world, ShardSpec(mode=mode), CPU)
     spec = OptimSpec(name="adamw", lr=LR, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
     optimizer = build_optimizer(parallel.owned, spec)
     rows = token_rows(world.rank, read_config(directory).vocab_size)
@@ -166,11 +158,11 @@ def hf_trainer(directory: Path, world: World, out: str) -> Run:
     return run
 
 
-def loaded(directory: Path, mode: str, world: World) -> dict[str, Any]:
+def loaded(directory: Path, mode: Sharding, world: World) -> dict[str, Any]:
     """Bytes that all processes read from files, and that each allocated, while a model was loaded."""
     process = psutil.Process()
     read, own = process.io_counters().read_chars, process.memory_full_info().uss
-    parallel = load_ours(directory, mode, world)
+    parallel = load_parallel(directory, SPEC, world, ShardSpec(mode=mode), CPU)
     figures = torch.zeros(world.size, 2, dtype=torch.int64)
     figures[world.rank, 0] = process.io_counters().read_chars - read
     figures[world.rank, 1] = process.memory_full_info().uss - own

@@ -1,7 +1,8 @@
-"""Choose how the GPUs of a run share its weights (train.sharding)."""
+"""Load a model and share its weights among the GPUs of a run (train.sharding)."""
 
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import ReplicatedModel
+from lean_finetune.model.load_model import load_model, uninitialized_model
+from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.data_parallel import DataParallelModel
 
 READ_BY_EVERY_PROCESS: tuple[Method, ...] = ("int8_lora",)
@@ -49,13 +53,21 @@ class ShardSpec:
         """Name of the way in which weights are divided; checkpoints of equal layouts have equal shards."""
         return self.mode if self.group_gpus is None else f"{self.mode} in groups of {self.group_gpus}"
 
-    def reads_weights(self, world: World, method: Method) -> bool:
-        """Whether this process reads the model's files; else rank 0 broadcasts the weights."""
-        return world.is_first or method in READ_BY_EVERY_PROCESS
 
-    def load_device(self, device: torch.device) -> torch.device:
-        """Where weights are loaded: host memory if no GPU may hold all of them."""
-        return torch.device("cpu") if self.mode in SPLIT_WEIGHTS else device
+def load_parallel(
+    directory: Path, spec: ModelSpec, world: World, sharing: ShardSpec, device: torch.device
+) -> DataParallelModel:
+    """Load a model from its files and share it among the processes; raises as `load_model` and `make_parallel`.
+
+    Rank 0 reads the weights for all processes where it can. Weights to be split are loaded in host memory, since no GPU
+    may hold all of them.
+    """
+    loaded_on = torch.device("cpu") if sharing.mode in SPLIT_WEIGHTS else device
+    if world.is_first or spec.method in READ_BY_EVERY_PROCESS:
+        model = load_model(directory, spec, loaded_on)
+    else:
+        model = uninitialized_model(read_config(directory), spec, loaded_on)
+    return make_parallel(model, world, sharing, device)
 
 
 def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> DataParallelModel:

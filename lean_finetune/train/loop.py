@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from lean_finetune.distributed.sharding_modes import make_parallel
-from lean_finetune.model.load_model import load_model, uninitialized_model
-from lean_finetune.model.model_config import read_config
+from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import check_head, check_joined_rows
@@ -134,12 +132,7 @@ class Trainer:
         """Load the model and create its optimizer with all its state; then seed dropout."""
         job = self.job
         with self.monitor.phase(LOAD), host_peak() as load_host:
-            directory, device = job.model_directory, job.sharing.load_device(job.device)
-            if job.sharing.reads_weights(job.world, job.model_spec.method):
-                model = load_model(directory, job.model_spec, device)
-            else:
-                model = uninitialized_model(read_config(directory), job.model_spec, device)
-            parallel = make_parallel(model, job.world, job.sharing, job.device)
+            parallel = load_parallel(job.model_directory, job.model_spec, job.world, job.sharing, job.device)
             with torch.no_grad():
                 parallel.run(partial(check_head, device=job.device))
                 if job.plan.flat:

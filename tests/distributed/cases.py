@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
-from lean_finetune.model.load_model import load_model, uninitialized_model
-from lean_finetune.model.model_config import read_config
+from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import Batch, collate, idle_batch
 from lean_finetune.step.data_parallel import DataParallelModel
@@ -86,12 +84,7 @@ def learn(case: Case, world: World) -> Outcome:
     model_spec = spec_of(**case.model)
     offload_weights = case.optim.get("offload") == "parameters"
     sharing = ShardSpec(mode=case.mode, group_gpus=case.group_gpus, offload_weights=offload_weights)  # type: ignore[arg-type]
-    directory = Path(case.directory)
-    if sharing.reads_weights(world, model_spec.method):
-        model = load_model(directory, model_spec, CPU)
-    else:
-        model = uninitialized_model(read_config(directory), model_spec, CPU)
-    parallel = make_parallel(model, world, sharing, CPU)
+    parallel = load_parallel(Path(case.directory), model_spec, world, sharing, CPU)
     optimizer = build_optimizer(parallel.owned, OptimSpec(**{**PLAIN, **case.optim}))
     torch.manual_seed(0)
     scaler = LossScaler() if model_spec.scales_loss else None

@@ -18,10 +18,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from lean_finetune.config.field_types import Sharding
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.progress_barrier import BarrierTimeout, progress_barrier, wait_for_all
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
+from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.model.files.safetensors_files import StoredTensor
-from lean_finetune.model.load_model import load_model, uninitialized_model
-from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.train.monitor.host_peak import host_peak
 from lean_finetune.train.process.best_effort_output import ignore_output_errors
@@ -58,8 +56,8 @@ def do_run_part(world: World, directory: Path, part: PartOfRun) -> dict[str, Any
 
 def do_wait_in_vain(world: World, directory: Path, model_directory: Path, seconds: float) -> float:
     """Share a model by hsdp; return the seconds that the first process then waits for the second."""
-    model = load_model(model_directory, spec_of(method="full"), CPU)
-    parallel = make_parallel(model, world, ShardSpec(mode="hsdp", group_gpus=2, timeout_seconds=seconds), CPU)
+    sharing = ShardSpec(mode="hsdp", group_gpus=2, timeout_seconds=seconds)
+    parallel = load_parallel(model_directory, spec_of(method="full"), world, sharing, CPU)
     start = time.monotonic()
     if world.is_first:
         with suppress(RuntimeError):
@@ -103,13 +101,8 @@ def do_slow_first_process(
 
 def do_load_peaks(world: World, directory: Path, source: Path, mode: Sharding, spec: ModelSpec) -> dict[str, int]:
     """Load a model as training does; the most of the host's memory that the first process and another one took."""
-    sharing = ShardSpec(mode=mode)
     with host_peak() as host:
-        if sharing.reads_weights(world, spec.method):
-            model = load_model(source, spec, sharing.load_device(CPU))
-        else:
-            model = uninitialized_model(read_config(source), spec, sharing.load_device(CPU))
-        make_parallel(model, world, sharing, CPU)
+        load_parallel(source, spec, world, ShardSpec(mode=mode), CPU)
     assert host.added_bytes is not None
     peaks = torch.zeros(world.size, dtype=torch.int64)
     peaks[world.rank] = host.added_bytes
