@@ -192,8 +192,6 @@ def test_all_trackers_of_a_run_and_of_its_resumption_use_one_name(job: TrainJob,
 
         def log(self, row: Row) -> None: ...
 
-        def close(self, *, failed: bool) -> None: ...
-
     for tracker in ("one", "two"):
         monkeypatch.setitem(TRACKERS, tracker, Naming)
     in_two_parts(replace(job, trackers=["one", "two"]))

@@ -3,7 +3,7 @@
 import csv
 
 from lean_finetune.core.atomic_files import write_csv
-from lean_finetune.train.callbacks.callback import Row, RunInfo, curve_columns
+from lean_finetune.train.callbacks.callback import Row, curve_columns
 from lean_finetune.train.callbacks.tracker import Tracker
 
 CURVES = "curves.csv"
@@ -18,14 +18,11 @@ class LiveCurves(Tracker):
 
     name = CURVES
 
-    def __init__(self, info: RunInfo):
-        super().__init__(info)
-        self.active = bool(info.directories)
-        self._started = False
-
     def open(self) -> None:
         """See the base class."""
-        self._path = self.info.directories[0] / CURVES
+        self.active = bool(self.info.directories)
+        if self.active:
+            self._path, self._started = self.info.directories[0] / CURVES, False
 
     def log(self, row: Row) -> None:
         """Append a row; the first time, write those of all finished steps."""
@@ -35,6 +32,3 @@ class LiveCurves(Tracker):
             return
         with open(self._path, "a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, fieldnames=curve_columns([row]), lineterminator="\n").writerow(row)
-
-    def close(self, *, failed: bool) -> None:
-        """See the base class."""

@@ -64,7 +64,6 @@ class Tracker(Callback):
 
     def close(self, *, failed: bool) -> None:
         """End the run; `failed`: training ended with an error or was stopped."""
-        raise NotImplementedError
 
     def on_start(self) -> None:
         """See the base class."""
