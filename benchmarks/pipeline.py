@@ -12,8 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import Measured, Row, at_most, benchmark
-from benchmarks.process_usage import WHOLE_RUN, watch
-from benchmarks.processes import clean_environment, error_line, write_params
+from benchmarks.processes import WHOLE_RUN, clean_environment, error_line, watch, write_params
 from lean_finetune.core.atomic_files import repo_root
 from lean_finetune.core.errors import UserError
 

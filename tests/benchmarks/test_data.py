@@ -11,8 +11,7 @@ from benchmarks import chat_file as chat
 from benchmarks import data
 from benchmarks.chat_file import ChatFile, generate
 from benchmarks.data import Run, Stage, without_start
-from benchmarks.process_usage import WHOLE_RUN, watch
-from benchmarks.processes import run
+from benchmarks.processes import WHOLE_RUN, run, watch
 from lean_finetune.core.errors import UserError
 
 

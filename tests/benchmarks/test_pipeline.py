@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pipeline
-from benchmarks.process_usage import WHOLE_RUN
+from benchmarks.processes import WHOLE_RUN
 from lean_finetune.core.errors import UserError
 from tests.processes import run_bounded
 
