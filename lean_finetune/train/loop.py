@@ -27,8 +27,8 @@ from lean_finetune.train.monitor.finite_checks import (
     refuse_dead_adapters,
     refuse_non_finite,
 )
-from lean_finetune.train.monitor.host_peak import HostPeak, host_peak
 from lean_finetune.train.monitor.measured_peak import LOAD, Meter
+from lean_finetune.train.monitor.memory_counters import HostPeak, host_peak
 from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
 from lean_finetune.train.oom.oom_handler import BatchStream, OomHandler, split_figures
 from lean_finetune.train.oom.oom_state import CHECKPOINT, HELDOUT

@@ -5,6 +5,7 @@ import mmap
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from lean_finetune.train.monitor.memory_counters import (
     Counters,
     CudaCounters,
     MallocCounters,
+    host_peak,
     make_counters,
     process_bytes,
 )
@@ -87,6 +89,21 @@ def test_process_memory_is_separated_from_mapped_files(tmp_path: Path):
         filled.write(b"\1" * size)
         assert process_bytes()[0] > rss_read + 0.9 * size - size
         assert process_bytes()[1] > own + 0.9 * size  # type: ignore[operator]
+
+
+@linux
+def test_freed_memory_counts_inside_the_block_only():
+    """A peak between two samples missed, or an earlier peak of the process reported."""
+    before = np.ones(96 * MIB, dtype=np.uint8)
+    del before
+    with host_peak() as found:
+        inside = np.ones(64 * MIB, dtype=np.uint8)
+        del inside
+    assert found.added_bytes is not None and 63 * MIB < found.added_bytes < 72 * MIB
+    assert found.peak_bytes is not None and found.peak_bytes > found.added_bytes
+    with host_peak() as nothing:
+        pass
+    assert nothing.added_bytes is not None and nothing.added_bytes < 4 * MIB
 
 
 @glibc

@@ -1,6 +1,6 @@
 """Out of memory in each phase is reported, and a step that can be split gives the planned result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.training_state import TrainingRun
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.oom.oom_handler import OomHandler
-from lean_finetune.train.oom.oom_state import Failure, OutOfMemory
+from lean_finetune.train.oom.oom_state import MOST_BLOCKS, MOST_SEGMENTS, Failure, OutOfMemory
 from lean_finetune.train.process.stop_signals import StopRequest
 from lean_finetune.train.train_job import TrainJob, TrainResult
 from tests.small_model import CPU, spec_of
@@ -79,14 +80,14 @@ class EndsIn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def handler_of(*, split: bool, seen: list[Failure]) -> OomHandler:
+def handler_of(*, split: bool, seen: list[Failure], device: torch.device = CPU) -> OomHandler:
     """An OomHandler that adds its reports to `seen`."""
 
     def report(failure: Failure) -> OutOfMemory:
         seen.append(failure)
         return OutOfMemory(failure.phase, weights_intact=failure.weights_intact)
 
-    return OomHandler(CPU, split=split, updates_in_backward=False, report=report)
+    return OomHandler(device, split=split, updates_in_backward=False, report=report)
 
 
 def losses(result: TrainResult) -> list[float]:
@@ -213,3 +214,49 @@ def test_finished_steps_are_saved_when_memory_runs_out(
     assert again.first_step == resumes_from
     result = train(job, make_meter(CPU), again)
     assert losses(result) == losses(plain(False)) and torch.equal(trained(result), trained(plain(False)))
+
+
+GPU_STEPS, GPU_ROWS, LENGTH = 2, 512, 200
+"""All logits at once: some hundreds of MiB, where weights, state and cuBLAS' workspaces are tens."""
+SHARE = 0.6
+"""Of what the run needs: too little for a micro-batch, and enough for one half or quarter as large."""
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    """Gives the process all of the device again after the test."""
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def wide_job(model: Path, directory: Path) -> TrainJob:
+    """One micro-batch a step, on the GPU."""
+    tokens = random_tokens(directory, [LENGTH] * (GPU_STEPS * GPU_ROWS), 3)
+    plan = plan_of(tokens[0], np.arange(GPU_STEPS * GPU_ROWS).reshape(GPU_STEPS, 1, GPU_ROWS).tolist())
+    step_spec = StepSpec(loss_chunk=None, max_grad_norm=1.0, foreach=True)
+    return make_job(model, tokens, plan, device=torch.device("cuda", 0), step_spec=step_spec)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_out_of_memory_is_reported_and_recovered_with_the_same_losses(small_llama: Path, tmp_path: Path, limited):
+    """CUDA's allocator behaves differently from the simulation on a CPU."""
+    job = wide_job(small_llama, tmp_path)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    free = train(job, make_meter(job.device))
+    needed = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(SHARE * needed / torch.cuda.mem_get_info()[1])
+    seen: list[Failure] = []
+    with pytest.raises(OutOfMemory):
+        train(job, make_meter(job.device), oom_handler=handler_of(split=False, seen=seen, device=job.device))
+    (failure,) = seen
+    assert failure.phase in ("forward", "backward") and (failure.step, failure.rows) == (0, GPU_ROWS)
+    assert failure.requested_bytes and failure.live_bytes and failure.reserved_bytes and failure.weights_intact
+    assert failure.live_bytes >= sum(failure.by_category.values()) > 0
+    segments = failure.snapshot["segments"]
+    assert 0 < len(segments) <= MOST_SEGMENTS and all(len(one["blocks"]) <= MOST_BLOCKS for one in segments)
+    result = train(job, make_meter(job.device), oom_handler=handler_of(split=True, seen=seen, device=job.device))
+    assert losses(result) == pytest.approx(losses(free), rel=1e-4)
+    assert result.oom_splits is not None and result.oom_splits["steps"] == GPU_STEPS
