@@ -189,7 +189,7 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
     loads = {mode: loaded(directory, mode, world) for mode in MODES}
-    ways = {mode: ours(directory, mode, world) for mode in MODES}
+    ways: dict[str, Run] = {mode: ours(directory, mode, world) for mode in MODES}
     ways |= {PLAIN: plain_ddp(directory, world), HF: hf_trainer(directory, world, out)}
     steps = interleaved({way: partial(measured, run) for way, run in ways.items()}, rounds)
     dist.destroy_process_group()
