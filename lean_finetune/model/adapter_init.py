@@ -84,12 +84,33 @@ START_FUNCTIONS: dict[str, Callable[[FrozenLayer], Factors]] = {"pissa": pissa, 
 """By train.lora.init; peft makes the default start: A random, B zero."""
 
 
+def refuse_start(model: PeftModel, spec: ModelSpec) -> None:
+    """Refuse a start that an adapted layer cannot have, before its weights are read.
+
+    Raises:
+        UserError: a layer is no nn.Linear, or its weight has fewer singular values than train.lora.rank.
+    """
+    if spec.lora_init not in START_FUNCTIONS:
+        return
+    for name, layer in adapted_layers(model):
+        base = layer.get_base_layer()
+        if isinstance(base, Conv1D):
+            raise UserError(
+                f"train.lora.init: {spec.lora_init} starts from weights of nn.Linear; got {name}, a Conv1D; use default"
+            )
+        if spec.lora_rank > (most := min(base.in_features, base.out_features)):
+            raise UserError(
+                f"train.lora.rank: must be at most {most} with train.lora.init={spec.lora_init}, the smaller side of "
+                f"{name}; got {spec.lora_rank}"
+            )
+
+
 @torch.no_grad()
 def start_adapters(model: PeftModel, spec: ModelSpec, directory: Path) -> None:
     """Set every adapter as `spec.lora_init` says; the model computes what it did before, up to rounding.
 
     Raises:
-        UserError: an adapted layer is no nn.Linear, or its weight is not in the model's files.
+        UserError: the weight of an adapted layer is not in the model's files.
     """
     if spec.lora_init not in START_FUNCTIONS:
         return
@@ -97,10 +118,6 @@ def start_adapters(model: PeftModel, spec: ModelSpec, directory: Path) -> None:
     first: dict[str, Factors] = {}
     files = file_tensors(directory, read_config(directory))
     for name, layer in adapted_layers(model):
-        if isinstance(layer.get_base_layer(), Conv1D):
-            raise UserError(
-                f"train.lora.init: {spec.lora_init} starts from weights of nn.Linear; got {name}, a Conv1D; use default"
-            )
         frozen = FrozenLayer(
             name=name,
             weight=layer.get_base_layer().weight,
@@ -131,15 +148,8 @@ def adapted_layers(model: PeftModel) -> Iterator[tuple[str, Any]]:
 
 
 def principal_factors(matrix_NK: torch.Tensor, rank: int, scale: float) -> Factors:
-    """A and B for which scale × B A is the best approximation of this rank, sharing the singular values evenly.
-
-    Raises:
-        UserError: the matrix has fewer singular values than `rank`.
-    """
-    most = min(matrix_NK.shape)
-    if rank > most:
-        raise UserError(f"train.lora.rank: must be at most {most}, the smaller side of an adapted weight; got {rank}")
-    wanted = min(rank + SPARE_DIRECTIONS, most)
+    """A and B for which scale × B A is the best approximation of this rank, sharing the singular values evenly."""
+    wanted = min(rank + SPARE_DIRECTIONS, *matrix_NK.shape)
     U_NQ, S_Q, V_KQ = torch.svd_lowrank(matrix_NK, q=wanted, niter=POWER_ITERATIONS)
     root_R = (S_Q[:rank] / scale).sqrt()
     return root_R[:, None] * V_KQ[:, :rank].T, U_NQ[:, :rank] * root_R

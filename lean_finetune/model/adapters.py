@@ -16,7 +16,14 @@ from transformers.pytorch_utils import Conv1D
 from lean_finetune.config.train_schema import ALL_LINEAR
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.adapter_init import ADAPTER, PEFT_PREFIX, adapted_layers, first_adapters, on_original_weights
+from lean_finetune.model.adapter_init import (
+    ADAPTER,
+    PEFT_PREFIX,
+    adapted_layers,
+    first_adapters,
+    on_original_weights,
+    refuse_start,
+)
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.expert_adapters import (
     ExpertAdapter,
@@ -81,6 +88,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
             f"train.lora.targets: must be layers that can have adapters; got {list(spec.lora_targets)} "
             f"({reason}); name others of {', '.join(sorted(known))}"
         ) from None
+    refuse_start(adapted, spec)
     multiply_by_rows(adapted)
     _cast_adapters(adapted, spec)
     return adapted

@@ -9,7 +9,7 @@ from peft import PeftModel
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS, AdapterStart
 from lean_finetune.config.load import parse_params
@@ -17,8 +17,9 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import START_FUNCTIONS, Factors, FrozenLayer, adapted_layers
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.files.safetensors_files import model_tensors
-from lean_finetune.model.load_model import load_base, load_model
+from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
 from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
+from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
 from lean_finetune.step.data_parallel import DataParallelModel
@@ -164,9 +165,14 @@ def test_starts_are_the_same_in_every_run(small_llama: Path, form: str):
     assert all(torch.equal(first[name], second[name]) for name in first if "lora_" in name)
 
 
-def test_a_rank_above_the_weights_own_is_refused(small_llama: Path):
-    with pytest.raises(UserError, match=r"train\.lora\.rank: must be at most 32, .*got 33"):
-        load_model(small_llama, spec_of(method="lora", lora_init="pissa", lora_rank=33), CPU)
+def test_a_start_that_layers_cannot_have_is_refused_without_weights(small_llama: Path):
+    """A run that was predicted, and refused after its model was loaded."""
+    for config, rank, message in (
+        (read_config(small_llama), 33, r"train\.lora\.rank: must be at most 32 with .*got 33"),
+        (GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64), 4, r"train\.lora\.init: .*, a Conv1D; use default"),
+    ):
+        with pytest.raises(UserError, match=message):
+            uninitialized_model(config, spec_of(method="lora", lora_init="pissa", lora_rank=rank), CPU)
 
 
 def milora(layer: FrozenLayer) -> Factors:
