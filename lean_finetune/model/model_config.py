@@ -46,7 +46,7 @@ UNSUPPORTED = {
 }
 """Families that would fail in training, and why."""
 
-SEE_OTHER_ROWS = {"falcon", "openai-gpt"}
+SEE_OTHER_ROWS = {"falcon", "openai-gpt", "xglm"}
 """Families that compute attention in their own code, where a token sees the rows before its own."""
 UNPACKED = "set bucket.mode=bucketed, or choose another model"
 """Remedy of families that cannot have joined rows."""
