@@ -174,7 +174,7 @@ def unpadded_vocabulary(config: PretrainedConfig) -> int | None:
 
 def _declared(config: PretrainedConfig, name: str) -> Any:
     """A value that the family's config class declares; None for a key of config.json that its code does not read."""
-    read = name in {field.name for field in fields(config)} and name not in UNREAD.get(config.model_type, ())
+    read = hasattr(type(config), name) and name not in UNREAD.get(config.model_type, ())
     return getattr(config, name, None) if read else None
 
 

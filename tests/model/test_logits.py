@@ -45,7 +45,11 @@ def test_every_family_that_declares_a_factor_or_a_cap_applies_it():
     for family in family_names():
         kind = CONFIG_MAPPING[family]
         changed = {field.name for field in fields(kind)} & {*CHANGED}
-        if not changed or family in UNSUPPORTED or "text_config" in kind.sub_configs:
+        if (
+            not any(hasattr(kind, name) for name in CHANGED)
+            or family in UNSUPPORTED
+            or "text_config" in kind.sub_configs
+        ):
             continue
         config = tiny_config(family, **{name: CHANGED[name] for name in changed})
         torch.manual_seed(0)
