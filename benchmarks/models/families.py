@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.harness import Row
-from benchmarks.models.small import tiny_config
+from benchmarks.models.small import small_timm_models, tiny_config
 from benchmarks.specs import joined, model_spec, padded
 from lean_finetune.config.field_types import Method
 from lean_finetune.core.atomic_files import write_json
@@ -86,7 +86,8 @@ def _checks(directory: Path) -> Mapping[str, Callable[[], None]]:
             return None
         torch.manual_seed(0)
         kind = AutoModelForMultimodalLM if "text_config" in config.sub_configs else AutoModelForCausalLM
-        kind.from_config(config).save_pretrained(directory)
+        with small_timm_models():
+            kind.from_config(config).save_pretrained(directory)
         loaded = load_model(directory, LOADED, CPU)
         check_head(loaded, CPU)
         return loaded

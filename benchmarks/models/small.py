@@ -1,9 +1,14 @@
 """A small model of any family of transformers: its config's defaults with small sizes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
+from unittest.mock import patch
 
-from transformers import CONFIG_MAPPING, PretrainedConfig
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
 
 from lean_finetune.model.model_config import layer_settings
 
@@ -31,7 +36,7 @@ COUNTED = (
     *("olmo3", "smollm3", "cohere2", "glm4", "exaone4", "gpt2", "gptj", "codegen", "mpt", "apertus", "seed_oss"),
     *("helium", "nanochat", "arcee", "stablelm", "persimmon", "ministral3", "internlm3", "hyperclovax"),
     *("falcon", "falcon_h1", "nemotron_h", "recurrent_gemma", "mamba", "mamba2", "falcon_mamba", "zamba", "zamba2"),
-    "xlstm",
+    *("xlstm", "gemma3n_text", "gemma4_text", "llama4_text"),
 )
 """Families without a case in benchmarks.estimate_cpu."""
 OTHER_SIZES: dict[str, dict[str, Any]] = {
@@ -40,7 +45,17 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16},
-    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0},
+    "gemma3n": {
+        "audio_config": {
+            **{"hidden_size": 32, "conf_num_hidden_layers": 1, "conf_num_attention_heads": 2, "vocab_offset": 384},
+            **{"input_feat_size": 16, "sscp_conv_channel_size": [8, 4]},
+        }
+    },
+    "gemma3n_text": {
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "sliding_window": 48},
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256, "laurel_rank": 4},
+        **{"activation_sparsity_pattern": [0.5, 0.0] * 2},
+    },
     "gemma4_text": {
         **{"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32, "sliding_window": 48},
         **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256},
@@ -65,10 +80,23 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     kind: Any = CONFIG_MAPPING[family]
     default = kind()
     if "text_config" in kind.sub_configs:
-        return kind(text_config=tiny_config(default.get_text_config().model_type).to_dict())
+        text = tiny_config(default.get_text_config().model_type)
+        return kind(text_config=text.to_dict(), **OTHER_SIZES.get(family, {}))
     known = {field.name for field in fields(default)} | {*default.attribute_map}
     values = {name: value for name, value in SIZES.items() if name in known}
     heads, groups = (layer_settings(default, name)[0] for name in ("num_attention_heads", "num_key_value_heads"))
     if heads is not None and heads == groups:
         values["num_key_value_heads"] = SIZES["num_attention_heads"]
     return kind(**{**values, **OTHER_SIZES.get(family, {}), **changes})
+
+
+@contextmanager
+def small_timm_models() -> Iterator[None]:
+    """A context in which one layer stands for each model of timm (Gemma 3n's vision part), which is not installed."""
+
+    def small(model: Any, config: PretrainedConfig) -> None:
+        PreTrainedModel.__init__(model, config)
+        model.timm_model = torch.nn.Linear(4, 4)
+
+    with patch.object(TimmWrapperModel, "__init__", small):
+        yield

@@ -32,6 +32,7 @@ from lean_finetune.model.experts.expert_adapters import (
     multiply_by_rows,
     names_of_experts,
     target_experts,
+    target_name,
 )
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.router import gates
@@ -42,6 +43,7 @@ from lean_finetune.model.quantize import keep_trainable_on_cpu
 READ_DIRECTLY = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), {"out_proj"}),
     **dict.fromkeys(("falcon_mamba", "mamba"), {"dt_proj", "out_proj"}),
+    "gemma3n_text": {"correction_coefs"},
     "jamba": {"dt_proj"},
 }
 """Layers whose weight a family's code reads without calling the layer, so that an adapter would have no effect."""
@@ -118,7 +120,7 @@ def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
 def adaptable_layers(model: PreTrainedModel) -> list[nn.Linear]:
     """The layers that `all-linear` adapts where it is spelt out."""
     names = set(_linear_targets(model))
-    return [layer for path, layer in _linear_layers(model).items() if path.rpartition(".")[2] in names]
+    return [layer for path, layer in _linear_layers(model).items() if target_name(path) in names]
 
 
 def layers_without_adapters(model: PreTrainedModel, spec: ModelSpec) -> list[str]:
@@ -126,7 +128,7 @@ def layers_without_adapters(model: PreTrainedModel, spec: ModelSpec) -> list[str
     if not spec.adapted or spec.peft_targets != ALL_LINEAR or not adapts_by_name(model):
         return []
     routers = gates(model)
-    names = {path.rpartition(".")[2] for path in _linear_layers(model) if path not in routers}
+    names = {target_name(path) for path in _linear_layers(model) if path not in routers}
     return sorted(names.difference(_linear_targets(model)))
 
 

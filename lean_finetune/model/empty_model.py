@@ -2,20 +2,23 @@
 
 import re
 import sys
+from functools import cache
 from inspect import isfunction
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.integrations import hub_kernels
 from transformers.models.auto.auto_factory import _get_model_class
+from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import experts_option
-from lean_finetune.model.language_part import is_multimodal, language_part_class
+from lean_finetune.model.experts.llama4_experts import Llama4
+from lean_finetune.model.language_part import LanguagePart, is_multimodal
 from lean_finetune.model.selective_scan import selective_scan
 
 REPLACED = {"mamba_selective_scan": selective_scan, "FalconLinear": nn.Linear}
@@ -70,12 +73,17 @@ def keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def causal_class(config: PretrainedConfig) -> Any:
     """The class of the causal language model of a config; of a multimodal one without its other parts."""
-    if is_multimodal(config):
-        kind: Any = language_part_class(config)
-    else:
-        kind = _get_model_class(config, AutoModelForCausalLM._model_mapping)
+    multimodal = is_multimodal(config)
+    kind = _get_model_class(config, (AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM)._model_mapping)
     replace_code(kind)
-    return kind
+    ours = (LanguagePart,) * multimodal + (Llama4,) * issubclass(kind, Llama4PreTrainedModel)
+    return _subclass(kind, ours) if ours else kind
+
+
+@cache
+def _subclass(kind: type[PreTrainedModel], ours: tuple[type, ...]) -> Any:
+    """A subclass under the same name and module, by which transformers finds a family's conversions and its loss."""
+    return type(kind.__name__, (*ours, kind), {"__module__": kind.__module__, "__doc__": ours[0].__doc__})
 
 
 def replace_code(kind: type) -> None:

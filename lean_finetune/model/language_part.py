@@ -7,14 +7,16 @@ which are copied from the original files.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.models.auto.auto_factory import _get_model_class
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nModel
+from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
 
 from lean_finetune.model.files.safetensors_files import FileTensor
 
@@ -23,20 +25,27 @@ class LanguagePart:
     """Mixed into the class of a multimodal model: leaves out all parts but the decoder and its head."""
 
     left_out: dict[str, int]
-    """Parameters of each part that is left out, by the part's name."""
+    """Parameters of each part that is left out, by the part's name; 0 if they are unknown."""
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any):
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        with _no_timm_models():
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.left_out = dict(_leave_out(self))  # type: ignore[arg-type]
         known = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._keys_to_ignore_on_load_unexpected = {*known, *(f"^{re.escape(part)}" for part in self.left_out)}
+        for module in self.modules():  # type: ignore[attr-defined]
+            if type(module) is Gemma3nModel:
+                module.__class__ = _Gemma3nOfText
 
-    def get_decoder(self) -> Any:
-        """The decoder that takes token ids: inside the causal model, where a family wraps one (Llama 4)."""
-        decoder = super().get_decoder()  # type: ignore[misc]
-        if decoder is self or decoder.get_output_embeddings() is None:
-            return decoder
-        return next(module for module in decoder.children() if isinstance(module, PreTrainedModel))
+
+class _Gemma3nOfText(Gemma3nModel):
+    """Gemma 3n's model, which otherwise embeds every token as one of images and of sound too."""
+
+    def forward(self, input_ids: torch.Tensor | None = None, **arguments: Any) -> Any:
+        if input_ids is not None:
+            arguments["inputs_embeds"] = self.get_input_embeddings()(input_ids)
+            arguments["per_layer_inputs"] = self.language_model.get_per_layer_inputs(input_ids)
+        return super().forward(**arguments)
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
@@ -44,15 +53,16 @@ def is_multimodal(config: PretrainedConfig) -> bool:
     return type(config) in AutoModelForMultimodalLM._model_mapping
 
 
-def language_part_class(config: PretrainedConfig) -> Any:
-    """The class of a multimodal model without its other parts."""
-    return _without_other_parts(_get_model_class(config, AutoModelForMultimodalLM._model_mapping))
-
-
-@cache
-def _without_other_parts(kind: type[PreTrainedModel]) -> Any:
-    """A subclass under the same name and module, by which transformers finds a family's conversions and its loss."""
-    return type(kind.__name__, (LanguagePart, kind), {"__module__": kind.__module__, "__doc__": LanguagePart.__doc__})
+@contextmanager
+def _no_timm_models() -> Iterator[None]:
+    """A context that builds models of the package timm without layers: Gemma 3n's vision part, which is left out."""
+    kind: Any = TimmWrapperModel
+    before = kind.__init__
+    kind.__init__ = PreTrainedModel.__init__
+    try:
+        yield
+    finally:
+        kind.__init__ = before
 
 
 def _leave_out(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
@@ -97,7 +107,8 @@ def left_out(model: nn.Module) -> dict[str, int]:
 
 def left_out_text(model: nn.Module) -> str | None:
     """The parts that a model lacks, for people; None if it is complete."""
-    parts = ", ".join(f"{name} ({count:,} parameters)" for name, count in left_out(model).items())
+    sizes = {name: f"{count:,} parameters" if count else "a model of timm" for name, count in left_out(model).items()}
+    parts = ", ".join(f"{name} ({size})" for name, size in sizes.items())
     return f"{parts}: rows of text do not train them" if parts else None
 
 

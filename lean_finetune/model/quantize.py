@@ -12,7 +12,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.integrations import replace_with_bnb_linear
 from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb8bitDeserialize
 from transformers.quantizers.auto import register_quantizer
-from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
@@ -32,9 +32,9 @@ from lean_finetune.model.experts.packed_weights import (
 )
 from lean_finetune.model.files.quantized_checkpoint import (
     BITSANDBYTES,
-    kept_modules,
     stored_format,
     stored_quantisation,
+    unpacked_layers,
 )
 from lean_finetune.model.files.quantized_weights import AsStored
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
@@ -202,8 +202,7 @@ def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
             kind = INT8 if spec.method == "int8_lora" else spec.quant_type
             pack_parameter(experts, name, getattr(experts, name), kind, double_quant=spec.double_quant)
     register_scales(model)
-    kept = get_keys_to_not_convert(model) + (kept_modules(model.config) or [])
-    replace_with_bnb_linear(model, kept, quantisation(spec))
+    replace_with_bnb_linear(model, unpacked_layers(model), quantisation(spec))
     # peft chooses adapters for quantised layers by these attributes.
     attributes: Any = model
     attributes.is_loaded_in_4bit, attributes.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"

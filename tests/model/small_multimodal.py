@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM, PretrainedConfig
 
 from benchmarks.estimate_cpu import SMALL, WINDOW
+from benchmarks.models.small import OTHER_SIZES, small_timm_models
 
 TEXT: dict[str, Any] = {**SMALL, "head_dim": 16, "bos_token_id": 1}
 M_ROPE: dict[str, Any] = {
@@ -27,15 +28,33 @@ EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 8, "num_e
 GEMMA_4: dict[str, Any] = {
     **TEXT, "num_hidden_layers": 4, "global_head_dim": 32, "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 256, "num_kv_shared_layers": 2,
 }  # fmt: skip
+GEMMA_4_TOWERS: dict[str, Any] = {
+    "vision_config": {**TOWER, "head_dim": 16, "num_key_value_heads": 2, "global_head_dim": 16},
+    "audio_config": None,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": {**TEXT, "sliding_window": WINDOW}, "vision_config": TOWER, "mm_tokens_per_image": 4},
-    "gemma4": {
-        "text_config": GEMMA_4,
-        "vision_config": {**TOWER, "head_dim": 16, "num_key_value_heads": 2, "global_head_dim": 16},
-        "audio_config": None,
+    "gemma3n": {
+        "text_config": {
+            **TEXT, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2, "sliding_window": WINDOW, "activation_sparsity_pattern": [0.5, 0.0] * 3,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256, "laurel_rank": 4,
+        },
+        "vision_config": {"hidden_size": 32, "vocab_offset": 256},
+        **OTHER_SIZES["gemma3n"],
+    },
+    "gemma4": {"text_config": GEMMA_4, **GEMMA_4_TOWERS},
+    "gemma4_moe": {
+        "model_type": "gemma4",
+        "text_config": {
+            **GEMMA_4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        **GEMMA_4_TOWERS,
     },
     "mistral3": {
         "text_config": {"model_type": "mistral", **TEXT},
@@ -69,8 +88,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "llama4": {
         "text_config": {
-            **TEXT, "intermediate_size_mlp": 128, "num_local_experts": 4, "interleave_moe_layer_step": 2,
-            "attention_chunk_size": WINDOW,
+            **TEXT, "intermediate_size_mlp": 128, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2, "attention_chunk_size": WINDOW,
         },
         "vision_config": {**TOWER, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
     },
@@ -91,16 +110,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]},
     },
 }  # fmt: skip
-"""Sizes of each family, beside the defaults of its configuration class."""
+"""Sizes of each family (or of its variant of another name), beside the defaults of its configuration class."""
 
 
-def multimodal_config(family: str) -> PretrainedConfig:
-    """The config of a small model."""
-    return AutoConfig.for_model(family, **CONFIGS[family], tie_word_embeddings=False)
+def multimodal_config(family: str, **text: Any) -> PretrainedConfig:
+    """The config of a small model; `text` replaces values of its language model."""
+    config = AutoConfig.for_model(**{"model_type": family, **CONFIGS[family]}, tie_word_embeddings=False)
+    for name, value in text.items():
+        setattr(config.get_text_config(), name, value)
+    return config
 
 
-def save_multimodal(family: str, directory: Path) -> Path:
+def save_multimodal(config: PretrainedConfig, directory: Path) -> Path:
     """Save a complete small model with random weights."""
     torch.manual_seed(0)
-    AutoModelForMultimodalLM.from_config(multimodal_config(family)).save_pretrained(directory)
+    with small_timm_models():
+        AutoModelForMultimodalLM.from_config(config).save_pretrained(directory)
     return directory

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from benchmarks.estimate_cpu import EXPERTS, FAMILIES, SMALL, save_small
+from benchmarks.estimate_cpu import EXPERTS, FAMILIES, SMALL
 from benchmarks.models.small import tiny_config
 from benchmarks.specs import padded, random_batch
 from lean_finetune.core.errors import UserError
@@ -31,6 +31,9 @@ from lean_finetune.train.save_model import save_tuned
 from tests.model.reload import TOKENS, changed_adapters, reload_adapter
 from tests.small_model import CPU, base_of, spec_of
 
+LLAMA_4 = "llama4_text"
+"""Its router weighs the inputs of experts, and its own code runs all of them."""
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -40,13 +43,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def directory_of(family: str) -> Path:
         directory = root / family
         if not directory.exists():
-            save_small(family, directory)
+            torch.manual_seed(0)
+            config = FAMILIES.get(family) or tiny_config(family)
+            AutoModelForCausalLM.from_config(config).save_pretrained(directory)
         return directory
 
     return directory_of
 
 
-@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral", "Qwen2-MoE"])
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral", "Qwen2-MoE", LLAMA_4])
 def test_experts_compute_what_transformers_computes_one_by_one(family, saved):
     """Logits and gradients of all weights, against transformers' loop over experts."""
     ours: Any = load_model(saved(family), spec_of(method="full", router="trained"), CPU)
@@ -60,7 +65,7 @@ def test_experts_compute_what_transformers_computes_one_by_one(family, saved):
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral"])
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral", pytest.param(LLAMA_4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("experts", ["none", "all"])
 def test_a_saved_adapter_loads_in_peft_with_equal_logits(family, experts, saved, tmp_path):
     """Adapters that peft reads in another layout, or adds to other layers than we trained."""
@@ -173,11 +178,11 @@ INT8_ROUNDED = 0.05
 
 
 @pytest.mark.parametrize("form", MERGED_FORMS)
-@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral", "GPT-OSS"])
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Mixtral", "GPT-OSS", pytest.param(LLAMA_4, marks=pytest.mark.slow)])
 def test_merged_experts_are_the_adapted_ones(family, form, saved, tmp_path):
     """An adapter of another expert or projection, a transposed change, or experts without their rounding in training.
 
-    Files have a tensor for each expert and half of a projection (Qwen3-MoE, Mixtral), or stacks (GPT-OSS).
+    Files have a tensor for each expert and half of a projection (Qwen3-MoE, Mixtral), or stacks (GPT-OSS, Llama 4).
     """
     base, spec = saved(family), spec_of(**MERGED_FORMS[form])
     model: Any = changed_adapters(load_model(base, spec, CPU))

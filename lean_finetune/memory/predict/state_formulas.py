@@ -22,7 +22,7 @@ from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from lean_finetune.model.adapters import adaptable_layers, adapts_by_name
 from lean_finetune.model.empty_model import kept_in_fp32, meta_model
-from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters
+from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, is_transposed
 from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.experts.router import router_parameters
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
@@ -109,7 +109,7 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
             linear=id(parameter) in linear,
             adaptable=id(parameter) in adaptable,
             experts=len(parameter) if id(parameter) in experts else 0,
-            transposed=id(parameter) in experts and experts[id(parameter)].is_transposed,
+            transposed=id(parameter) in experts and is_transposed(experts[id(parameter)]),
             router=id(parameter) in routers,
             fp32_in=frozenset(dtype for dtype, names in kept.items() if name in names),
         )

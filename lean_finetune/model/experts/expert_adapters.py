@@ -18,7 +18,13 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import transformers_weight_conversion
 from torch import nn
 
-from lean_finetune.model.experts.experts_forward import ADAPTERS, expert_modules, expert_parameters, is_grouped
+from lean_finetune.model.experts.experts_forward import (
+    ADAPTERS,
+    TRANSPOSED,
+    expert_modules,
+    expert_parameters,
+    is_grouped,
+)
 from lean_finetune.model.experts.router import gates
 
 
@@ -52,9 +58,15 @@ class GroupedAdapter(ParamWrapper):
             setattr(experts, ADAPTERS, before)
 
     def by_expert(self, A: torch.Tensor, B: torch.Tensor, scale: float) -> ExpertAdapter:
-        """The adapter of every expert, from peft's matrices of all of them: (E × R, K) and (N, R × E)."""
+        """The adapter of every expert, from peft's matrices of all of them: (E × R, K) and (N, R × E).
+
+        Where peft does not know that weights are transposed, it takes inputs for outputs: B has the inputs.
+        """
         A_ERK = A.unflatten(0, (self.num_experts, -1))
-        return ExpertAdapter(A_ERK=A_ERK, B_ENR=B.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1), scale=scale)
+        B_ENR = B.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        if hasattr(self.get_base_layer(), TRANSPOSED):
+            A_ERK, B_ENR = B_ENR.transpose(1, 2), A_ERK.transpose(1, 2)
+        return ExpertAdapter(A_ERK=A_ERK, B_ENR=B_ENR, scale=scale)
 
 
 def multiply_by_rows(model: nn.Module) -> None:
@@ -89,8 +101,14 @@ def linear_targets(model: Any, linear: Mapping[str, nn.Module]) -> list[str]:
         linear: its linear layers by path, without the head.
     """
     left_out = gates(model)
-    names = {path.rpartition(".")[2] for path in linear if path not in left_out}
+    names = {target_name(path) for path in linear if path not in left_out}
     return sorted(names - names_of_experts(model))
+
+
+def target_name(path: str) -> str:
+    """What names a layer among peft's targets: the end of its path; in a list of layers the list's name too."""
+    *_, parent, name = ("", *path.split("."))
+    return f"{parent}.{name}" if name.isdigit() else name
 
 
 def names_of_experts(model: Any) -> set[str]:

@@ -25,6 +25,8 @@ UP_PROJECTIONS = ("gate_up_proj", "up_proj")
 DOWN_PROJECTION = "down_proj"
 ADAPTERS = "_expert_adapters"
 """Attribute of a module of experts: its active adapters by parameter."""
+TRANSPOSED = "_is_transposed_unknown_to_peft"
+"""Attribute of a module of experts whose weights are transposed, though transformers' class does not say so to peft."""
 
 
 def experts_forward(
@@ -58,7 +60,7 @@ def _linear(module: Any, name: str, rows: torch.Tensor, experts_S: torch.Tensor,
     dtype = _compute_dtype(rows, weights)
     rows = rows.to(dtype)
     plain = weights if packing is not None else weights.to(dtype)
-    out = grouped_linear(rows, plain, ends_E, transposed=module.is_transposed, packing=packing)
+    out = grouped_linear(rows, plain, ends_E, transposed=is_transposed(module), packing=packing)
     if (adapter := getattr(module, ADAPTERS, {}).get(name)) is not None:
         low = grouped_linear(rows, adapter.A_ERK.to(dtype), ends_E, transposed=False)
         out = out + adapter.scale * grouped_linear(low, adapter.B_ENR.to(dtype).contiguous(), ends_E, transposed=False)
@@ -88,6 +90,11 @@ def has_experts(model: nn.Module) -> bool:
 def is_grouped(module: nn.Module) -> bool:
     """Whether transformers stacks all experts of a layer in this module, and calls a registered function for them."""
     return hasattr(module, "_is_expert_parallel")
+
+
+def is_transposed(module: Any) -> bool:
+    """Whether the weights of a module of experts are (E, K, N), for K inputs and N outputs, and not (E, N, K)."""
+    return bool(getattr(module, TRANSPOSED, module.is_transposed))
 
 
 def expert_parameters(module: Any) -> tuple[str, str]:

@@ -29,9 +29,7 @@ def router_modules(model: nn.Module) -> dict[str, nn.Module]:
         if not routers:
             raise UserError(f"model.name: the router beside {name} is of an unknown kind; choose another model")
         found.update(routers)
-    # Llama 4's experts multiply all tokens in their own code; its router is a linear layer that returns two tensors.
-    others = (pair for pair in modules.items() if isinstance(pair[1], nn.Linear))
-    return found | {name: module for name, module in others if type(module).__name__.endswith("Router")}
+    return found
 
 
 def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

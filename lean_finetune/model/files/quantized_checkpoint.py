@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.utils import CONFIG_NAME
 
 from lean_finetune.core.atomic_files import read_json, write_json
@@ -32,9 +33,8 @@ FP8_SCALES = ("_scale_inv", "_scale")
 """Ends of the names of an FP8 weight's scales: transformers' and compressed-tensors'."""
 NOT_READ = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale", ".weight_format")
 """Ends of names that say how activations are quantised, or how 8-bit weights are ordered."""
-
-READ_UNPACKED = {"mamba": ("dt_proj",)}
-"""Layers whose weight a family's code multiplies by itself, which a packed one does not allow."""
+READ_UNPACKED = {"gemma3n_text": ("prediction_coefs", "correction_coefs"), "mamba": ("dt_proj",)}
+"""Layers whose weight a family's code multiplies by or limits itself, which a packed one does not allow."""
 
 
 def stored_quantisation(config: PretrainedConfig) -> dict[str, Any]:
@@ -95,11 +95,23 @@ def format_text(config: PretrainedConfig) -> str | None:
 
 
 def kept_modules(config: PretrainedConfig) -> list[str] | None:
-    """Names or patterns of layers that bitsandbytes does not pack, besides the head; None without any."""
-    kept = [*READ_UNPACKED.get(config.model_type, ())]
+    """Names or patterns of layers that are not packed, besides the head; None without any."""
+    kept = [*READ_UNPACKED.get(config.get_text_config().model_type, ())]
     if stored_format(config) in BITSANDBYTES:
         kept += stored_quantisation(config).get("llm_int8_skip_modules") or []
     return kept or None
+
+
+def unpacked_layers(model: PreTrainedModel) -> list[str]:
+    """Names or patterns of the layers that transformers does not pack: the head, tied weights and `kept_modules`.
+
+    It adds the last parameter, when the head is not yet tied; in `model` it is.
+    """
+    last, last_untied = (
+        [*model.named_parameters(remove_duplicate=tied)][-1][0].removesuffix(".weight") for tied in (True, False)
+    )
+    found = {*get_keys_to_not_convert(model)} - {last} | {last_untied}
+    return [*sorted(found), *(kept_modules(model.config) or ())]
 
 
 def file_tensors(directory: Path, config: PretrainedConfig) -> dict[str, FileTensor]:

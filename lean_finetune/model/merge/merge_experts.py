@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lean_finetune.model.experts.expert_adapters import ExpertAdapter
-from lean_finetune.model.files.safetensors_files import FileTensor
+from lean_finetune.model.experts.experts_forward import is_transposed
 from lean_finetune.model.merge.stored_experts import expert_parts, projections
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.quantize import as_trained, quantisation
@@ -64,25 +64,30 @@ class MergedExperts:
         part, stored = self._parts[key], self._stored[key]
         if part.expert is None:
             merged = torch.empty(stored.shape, dtype=stored.dtype)
+            transposed = stored.shape != self._shape(part.parameter)
             for expert in range(len(merged)):
-                merged[expert] = self._with_adapter(part.parameter, expert, [stored.rows(expert, 1)])
+                weight = stored.rows(expert, 1).read()[0]
+                weight = self._with_adapter(part.parameter, expert, weight.t().contiguous() if transposed else weight)
+                merged[expert] = weight.t() if transposed else weight
             return merged
         place = (part.parameter, part.expert)
         if self._last is None or self._last[0] != place:
             self._last = None
-            sources = [self._stored[source] for source in self._sources[place]]
-            self._last = place, self._with_adapter(*place, sources)
+            sources = [self._stored[source].read() for source in self._sources[place]]
+            self._last = place, self._with_adapter(*place, torch.cat(sources))
         weight = self._last[1]
         if part.parts == 1:
             self._last = None
         return weight.chunk(part.parts)[part.part].to(stored.dtype)
 
-    def _with_adapter(self, parameter: str, expert: int, sources: list[FileTensor]) -> torch.Tensor:
-        """The weight of one expert, fp32, from the tensors that have its parts."""
-        shape = sources[0].shape[-2:]
-        stored = torch.cat([source.read().view(-1, shape[1]) for source in sources])
+    def _shape(self, parameter: str) -> tuple[int, ...]:
+        """The shape of a projection of all experts in the model."""
+        return tuple(getattr(self._modules[parameter], parameter.rpartition(".")[2]).shape)
+
+    def _with_adapter(self, parameter: str, expert: int, stored: torch.Tensor) -> torch.Tensor:
+        """The weight of one expert, fp32, from its values in the files."""
         weight = as_trained(stored, self._spec, self._packed)
         if (adapter := self._adapters.get(parameter)) is not None:
             change_NK = adapter.change(expert)
-            weight += change_NK.t() if self._modules[parameter].is_transposed else change_NK
+            weight += change_NK.t() if is_transposed(self._modules[parameter]) else change_NK
         return weight

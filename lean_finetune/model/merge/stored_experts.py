@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters
 from lean_finetune.model.language_part import conversions_in_model
@@ -54,10 +54,16 @@ def expert_parts(keys: Iterable[str], model: PreTrainedModel) -> Mapping[str, Ex
 
 def _part_of(key: str, name: str, pattern: str | None, converter: WeightConverter | None) -> ExpertPart | None:
     """What a tensor of a file is, if it is a weight of experts; None if it is converted in another way."""
-    if converter is None:
+    if converter is None or _transposes_if_needed(converter):
         return ExpertPart(parameter=name, expert=None)
     expert = re.search(r"\.experts\.(\d+)\.", key)
     if [type(operation) for operation in converter.operations] not in STACKED_WHILE_LOADING or expert is None:
         return None
     part, parts = converter.source_patterns.index(str(pattern)), len(converter.source_patterns)
     return ExpertPart(parameter=name, expert=int(expert[1]), part=part, parts=parts)
+
+
+def _transposes_if_needed(converter: WeightConverter) -> bool:
+    """Whether transformers transposes the weights of experts whose shape is another than the model's (Qwen3-VL-MoE)."""
+    (first, *more) = converter.operations
+    return not more and isinstance(first, Transpose) and first.check_dims and {first.dim0, first.dim1} == {1, 2}
