@@ -22,25 +22,28 @@ class HostTransfer:
     memory.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], dtype: torch.dtype, on_host: HostContext = nullcontext):
-        """Allocate space for the gradients of `parameters`; `dtype` is the type of the master weights."""
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], dtype: torch.dtype | None, on_host: HostContext = nullcontext
+    ):
+        """Allocate space for the gradients of `parameters`; `dtype` is the type of their copies, None for their own."""
         self.on_host = on_host
         tensors = list(parameters)
-        largest = max(tensors, key=lambda tensor: tensor.numel())
+        gradient = max(tensor.numel() * (dtype or tensor.dtype).itemsize for tensor in tensors)
+        staging = min(STAGING_BYTES, max(tensor.nbytes for tensor in tensors))
+        pinned = tensors[0].device.type == "cuda"
         with on_host():
-            self._gradient = torch.empty(largest.numel(), dtype=dtype, device="cpu")
-            size = min(STAGING_BYTES, largest.nbytes)
-            self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=largest.device.type == "cuda")
+            self._gradient = torch.empty(gradient, dtype=torch.uint8, device="cpu")
+            self._staging = torch.empty(staging, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The host memory in use: the space for a gradient, and the staging buffer."""
         return self._gradient, self._staging
 
-    def to_host(self, values: torch.Tensor) -> torch.Tensor:
-        """A device tensor in host memory, valid until the next call."""
-        host = self._gradient[: values.numel()]
-        staging = self._staging.view(values.dtype)
+    def to_host(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A device tensor in host memory in this type, valid until the next call."""
+        host = self._gradient[: values.numel() * dtype.itemsize].view(dtype)
+        staging = self._staging_of(values.dtype)
         flat = values.detach().view(-1)
         for source, target in zip(flat.split(len(staging)), host.split(len(staging)), strict=True):
             target.copy_(staging[: len(source)].copy_(source))
@@ -48,10 +51,14 @@ class HostTransfer:
 
     def to_device(self, values: torch.Tensor, target: torch.Tensor) -> None:
         """Overwrite a device tensor with host values, rounded to its type."""
-        staging = self._staging.view(target.dtype)
+        staging = self._staging_of(target.dtype)
         flat = target.detach().view(-1)
         for source, place in zip(values.detach().view(-1).split(len(staging)), flat.split(len(staging)), strict=True):
             place.copy_(staging[: len(source)].copy_(source))
+
+    def _staging_of(self, dtype: torch.dtype) -> torch.Tensor:
+        """The staging buffer as values of this type."""
+        return self._staging[: len(self._staging) // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def refuse_offloaded_state(choice: OffloadState, device_type: str) -> None:

@@ -27,10 +27,10 @@ class MasterWeights(torch.optim.Optimizer):
         lr: float,
         build: Callable[[Groups], torch.optim.Optimizer],
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         link: HostTransfer | None = None,
     ):
-        """Copy the weights of `groups` to `dtype`.
+        """Copy the weights of `groups` to `dtype`; None for their own types.
 
         `build` makes the optimizer of the copies. With `link`, copies and update are on the host, else on the device.
         """
@@ -48,10 +48,10 @@ class MasterWeights(torch.optim.Optimizer):
                     self._inner_group[parameter] = number
             self.inner = build(copies)
 
-    def _copied(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
+    def _copied(self, parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.nn.Parameter:
         """A copy of a weight on the device of the update."""
         device = parameter.device if self.link is None else torch.device("cpu")
-        return torch.nn.Parameter(parameter.detach().to(device=device, dtype=dtype, copy=True))
+        return torch.nn.Parameter(parameter.detach().to(device=device, dtype=dtype or parameter.dtype, copy=True))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -67,7 +67,10 @@ class MasterWeights(torch.optim.Optimizer):
         groups = self.inner.param_groups
         with self._on_host():
             assert parameter.grad is not None
-            master.grad = parameter.grad.float() if self.link is None else self.link.to_host(parameter.grad)
+            if self.link is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad = self.link.to_host(parameter.grad, master.dtype)
         parameter.grad = None
         with self._on_host():
             self.inner.param_groups = [{**groups[self._inner_group[parameter]], "lr": lr, "params": [master]}]

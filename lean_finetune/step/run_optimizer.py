@@ -73,7 +73,7 @@ def build_optimizer(model: nn.Module, spec: OptimSpec, on_host: HostContext = nu
 
     if not spec.master_weights and spec.offload != "optimizer":
         return build(groups)
-    dtype = torch.float32 if spec.master_weights else trained[0].dtype
+    dtype = torch.float32 if spec.master_weights else None
     link = HostTransfer(trained, dtype, on_host) if spec.offload == "optimizer" else None
     return MasterWeights(groups, spec.lr, build, dtype=dtype, link=link)
 

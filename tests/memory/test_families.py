@@ -1,5 +1,6 @@
 """Any causal language model of transformers: predicted as it is counted, or refused in one line."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,25 +143,37 @@ def test_a_mixture_is_predicted_as_it_is_counted(family, method, saved):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selective(Case):
-    """Layers recomputed without their products."""
+class Changed(Case):
+    """A case with other parameters of the model."""
+
+    changes: Mapping[str, Any]
 
     @property
     def setting(self) -> Setting:
         """See Case."""
         setting = super().setting
-        return replace(setting, model=replace(setting.model, grad_ckpt=True, grad_ckpt_policy="selective"))
+        return replace(setting, model=replace(setting.model, **self.changes))
 
 
 @pytest.mark.parametrize("method", ["qlora", pytest.param("lora", marks=pytest.mark.slow)])
 def test_products_of_experts_that_are_saved_are_counted(method, saved):
     """Selective checkpointing that multiplies by the experts again, or a product that the trace does not save."""
-    case = Selective(family="Qwen3-MoE", method=method, experts="all")
+    selective = {"grad_ckpt": True, "grad_ckpt_policy": "selective"}
+    case = Changed(family="Qwen3-MoE", method=method, experts="all", changes=selective)
     directory = saved(case.family)
     check(case, directory)
     recomputed = Case(family=case.family, method=case.method, experts=case.experts, grad_ckpt=True)
     saved_bytes, recomputed_bytes = (compare(one, directory)["backward"][1] for one in (case, recomputed))
     assert saved_bytes > recomputed_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ["trained", "frozen"])
+def test_weights_of_two_types_are_predicted_as_they_are_counted(router, tmp_path):
+    """Routers in fp32 among weights in bf16."""
+    AutoModelForCausalLM.from_config(tiny_config("ernie4_5_moe")).save_pretrained(tmp_path)
+    case = Changed(family="ernie4_5_moe", method="full", precision="bf16", changes={"router": router})
+    check(case, tmp_path)
 
 
 @pytest.mark.parametrize(

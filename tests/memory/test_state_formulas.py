@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
+from benchmarks.models.small import tiny_config
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.predict.peak import predict
@@ -24,6 +25,7 @@ from lean_finetune.step.optimizers import device_state
 from lean_finetune.step.run_optimizer import build_optimizer
 from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, llama, setting_of, shape
 from tests.small_model import CPU
+from tests.step.common import slow
 
 OTHER_OPTIMIZERS = [name for name in OPTIMIZERS if name not in ("adamw", "adamw_8bit")]
 STATES = ("weights", "quantisation_state", "adapters", "gradients", "optimizer")
@@ -69,12 +71,32 @@ PAIRS = [
 def test_the_closed_form_is_what_the_trace_counts(changes, gpu):
     """A rule of the closed form, or a category of the trace, that is off by a byte."""
     tied = changes["method"] == "lora"
-    config, setting = uneven(tie_word_embeddings=tied, attention_bias=not tied), setting_of(**changes)
-    target = CPU_TARGET if gpu is None else gpu_target(gpu)
+    check_closed_form(uneven(tie_word_embeddings=tied, attention_bias=not tied), changes, gpu)
+
+
+def check_closed_form(config: PretrainedConfig, changes: dict[str, Any], gpu: str | None = None) -> None:
+    """Every category of state."""
+    setting, target = setting_of(**changes), CPU_TARGET if gpu is None else gpu_target(gpu)
     traced = predict(config, setting, ((shape(2, 32, 40),),), target).by_phase["clip"].by_category
     lines = state_lines(model_shapes(config), setting, cuda=target.foreach)
     closed = state_bytes(lines, granularity_bytes=target.granularity_bytes)
     assert closed == {category: traced[category] for category in STATES if category in traced}
+
+
+TWO_TYPES: list[tuple[str, dict[str, Any]]] = [
+    ("ernie4_5_moe", {}),
+    ("ernie4_5_moe", {"router": "trained"}),
+    ("ernie4_5_moe", {"router": "trained", "master_weights": True}),
+    ("ernie4_5_moe", {"router": "trained", "optimizer": "adamw_8bit"}),
+    ("ernie4_5_moe", {"router": "trained", "optimizer": "adafactor"}),
+    ("flint", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), [*TWO_TYPES[:2], *(slow(*case) for case in TWO_TYPES[2:])], ids=str)
+def test_trained_weights_of_two_types(family, changes):
+    """Gradients and moments of routers and sinks that a family keeps in fp32, counted in bf16."""
+    check_closed_form(tiny_config(family), {"method": "full", "precision": "bf16", **changes})
 
 
 def test_adapters_of_named_layers():

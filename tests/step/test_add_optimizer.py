@@ -8,7 +8,7 @@ from ruamel.yaml import YAML
 
 from lean_finetune.config.load import parse_params
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
-from lean_finetune.memory.predict.optimizer_states import optimizer_tensors
+from lean_finetune.memory.predict.optimizer_states import Trained, optimizer_tensors
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.optimizers import device_state
@@ -51,8 +51,9 @@ def test_its_state_is_predicted_to_the_byte(small_llama: Path, optim: OptimSpec,
     optimizer = build_optimizer(model, OptimSpec(**{**vars(optim), "master_weights": master_weights}))
     copies = sum(4 * p.numel() for p in model.parameters()) if master_weights else 0
     counted = sum(tensor.nbytes for tensor in device_state(optimizer, "nesterov", cuda=False))
-    shapes, value_bytes = [tuple(p.shape) for p in model.parameters()], 4 if master_weights else 2
-    predicted = sum(sum(kind.tensor_bytes) for kind in optimizer_tensors(shapes, value_bytes, "nesterov", cuda=False))
+    size = 4 if master_weights else 2
+    trained = [Trained(shape=tuple(parameter.shape), value_bytes=size) for parameter in model.parameters()]
+    predicted = sum(sum(kind.tensor_bytes) for kind in optimizer_tensors(trained, "nesterov", cuda=False))
     assert predicted + copies == counted > 0
 
 

@@ -2,11 +2,14 @@
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step import host_transfer
@@ -38,10 +41,23 @@ def optim_of(name: str) -> OptimSpec:
 )
 def test_an_update_on_the_host_is_that_of_the_device(small_llama, form):
     """A gradient truncated, rounded or lost in the transfer; copies from CPU to CPU represent it."""
-    form = {"optim": OPTIM, **form}
-    plain, weights = run(small_llama, split([3, 5]), **form)
-    form["optim"] = replace(form["optim"], offload="optimizer")
-    results, offloaded = run(small_llama, split([3, 5]), **form)
+    check_on_host(small_llama, {"optim": OPTIM, **form})
+
+
+def test_weights_of_two_types_are_updated_on_the_host_and_in_backward(tmp_path):
+    """Routers that a family keeps in fp32 rounded to the type of the other weights."""
+    AutoModelForCausalLM.from_config(tiny_config("ernie4_5_moe")).save_pretrained(tmp_path)
+    form: dict[str, Any] = {"method": "full", "precision": "bf16", "router": "trained", "optim": OPTIM}
+    check_on_host(tmp_path, form)
+    _, weights = run(tmp_path, split([8]), max_grad_norm=None, **form)
+    _, updated = run(tmp_path, split([8]), max_grad_norm=None, in_backward=True, **form)
+    assert_equal(updated, weights, 0)
+
+
+def check_on_host(directory: Path, form: dict[str, Any]) -> None:
+    """Updates on the host are those of the device, to the bit."""
+    plain, weights = run(directory, split([3, 5]), **form)
+    results, offloaded = run(directory, split([3, 5]), **{**form, "optim": replace(form["optim"], offload="optimizer")})
     assert [r.loss.item() for r in results] == [r.loss.item() for r in plain]
     assert_equal(offloaded, weights, 0)
 
@@ -51,7 +67,7 @@ def test_tensors_larger_than_the_buffer_are_copied_in_parts(monkeypatch):
     monkeypatch.setattr(host_transfer, "STAGING_BYTES", 64)
     weight = torch.randn(7, 13)
     link = HostTransfer([weight], torch.float32)
-    assert torch.equal(link.to_host(weight), weight)
+    assert torch.equal(link.to_host(weight, torch.float32), weight)
     changed = torch.randn(7, 13)
     link.to_device(changed, weight)
     assert torch.equal(weight, changed)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
@@ -51,31 +51,53 @@ class Line:
         return sum(-(-size // granularity_bytes) * granularity_bytes for size in sizes)
 
 
-def optimizer_tensors(
-    trained: Sequence[Shape], element_bytes: int, name: OptimizerName, *, cuda: bool
-) -> Iterator[Line]:
-    """State tensors, by category OPTIMIZER or PAGED, for parameters of these shapes with `element_bytes` per value."""
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A trained tensor, or a copy of it that is updated."""
+
+    shape: Shape
+    value_bytes: int
+    """4, or 2 for bf16."""
+
+    @property
+    def values(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.values * self.value_bytes
+
+
+def by_type(category: str, what: str, tensors: Sequence[Trained], times: Sequence[int] = (1,)) -> Iterator[Line]:
+    """A line for each type of these tensors: tensors of `times` as many values. `what` may have {type} and {size}."""
+    for size, name in ((FP32_BYTES, "fp32"), (FP32_BYTES // 2, "bf16")):
+        if chosen := [tensor.bytes for tensor in tensors if tensor.value_bytes == size]:
+            yield Line.of(category, what.format(type=name, size=size), (n * part for n in chosen for part in times))
+
+
+def optimizer_tensors(trained: Sequence[Trained], name: OptimizerName, *, cuda: bool) -> Iterator[Line]:
+    """State tensors, by category OPTIMIZER or PAGED, for parameters of these shapes and types."""
     kind = OPTIMIZERS[name]
-    values = [math.prod(shape) for shape in trained]
     if kind.factored:
-        yield from _factored(trained)
+        yield from _factored([tensor.shape for tensor in trained])
     elif kind.state_bits == 8:
-        yield from _moments_8bit(values, kind, name, cuda)
+        yield from _moments_8bit([tensor.values for tensor in trained], kind, name, cuda)
     elif kind.state:
-        yield from _moments(values, element_bytes, kind, name, cuda)
+        yield from _moments(trained, kind, name, cuda)
 
 
-def _moments(
-    values: Sequence[int], element_bytes: int, kind: OptimizerEntry, name: OptimizerName, cuda: bool
-) -> Iterator[Line]:
+def _moments(trained: Sequence[Trained], kind: OptimizerEntry, name: OptimizerName, cuda: bool) -> Iterator[Line]:
     """Moments in fp32 or in the parameter's own type, and PyTorch's fp32 count of steps per tensor."""
-    size = element_bytes if kind.state_bits is None else kind.state_bits // 8
-    what = f"{_count(kind)}, {size} bytes each per trained value"
+    if kind.state_bits is not None:
+        trained = [replace(tensor, value_bytes=kind.state_bits // 8) for tensor in trained]
+    what = f"{_count(kind)}, {{size}} bytes each per trained value"
     for category in (OPTIMIZER, PAGED):
-        chosen = [n for n in values if is_paged(name, n, cuda=cuda) == (category == PAGED)]
-        yield Line.of(category, what, (n * size * part for n in chosen for part in kind.state.values()))
+        chosen = [one for one in trained if is_paged(name, one.values, cuda=cuda) == (category == PAGED)]
+        yield from by_type(category, what, chosen, tuple(kind.state.values()))
     if kind.step_count == "device" or (kind.step_count == "host" and not cuda):
-        yield Line.of(OPTIMIZER, "a step count per tensor, fp32", (FP32_BYTES for _ in values))
+        yield Line.of(OPTIMIZER, "a step count per tensor, fp32", (FP32_BYTES for _ in trained))
 
 
 def _moments_8bit(values: Sequence[int], kind: OptimizerEntry, name: OptimizerName, cuda: bool) -> Iterator[Line]:

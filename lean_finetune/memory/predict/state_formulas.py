@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lean_finetune.config.train_schema import ALL_LINEAR
-from lean_finetune.memory.predict.optimizer_states import FP32_BYTES, PAGED, Line, optimizer_tensors
+from lean_finetune.memory.predict.optimizer_states import FP32_BYTES, PAGED, Line, Trained, by_type, optimizer_tensors
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
@@ -53,6 +53,8 @@ class ParameterShape:
     """Whether the weights of experts are (E, K, N)."""
     router: bool = False
     """A parameter of a router."""
+    frozen: bool = False
+    """The family's code never trains it: the bias by which ERNIE's routers balance their experts."""
     fp32_in: frozenset[torch.dtype] = frozenset()
     """Types of the other weights in which the family keeps this one in fp32."""
 
@@ -111,6 +113,7 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
             experts=len(parameter) if id(parameter) in experts else 0,
             transposed=id(parameter) in experts and is_transposed(experts[id(parameter)]),
             router=id(parameter) in routers,
+            frozen=not parameter.requires_grad,
             fp32_in=frozenset(dtype for dtype, names in kept.items() if name in names),
         )
         for name, parameter in model.named_parameters()
@@ -133,21 +136,18 @@ def state_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[L
     if setting.offload == "parameters":
         return tuple(line for line in (*_quantisation_lines(shapes, spec), _buffers(shapes)) if line.tensor_bytes)
     lines = weight_lines(shapes, spec)
-    trained, element_bytes = _trained(shapes, spec)
-    sizes = [math.prod(shape) * element_bytes for shape in trained]
-    fp32_sizes = [math.prod(shape) * FP32_BYTES for shape in trained]
+    trained, updated = _trained(shapes, spec), _trained(shapes, spec, masters=masters)
     if spec.method != "full":
         kind = "DoRA" if spec.lora_dora else "LoRA"
-        name = "fp32" if element_bytes == FP32_BYTES else "bf16"
-        lines.append(Line.of(ADAPTERS, f"{kind} of rank {spec.lora_rank}, {name}", sizes))
+        lines += by_type(ADAPTERS, f"{kind} of rank {spec.lora_rank}, {{type}}", trained)
         if spec.keeps_first_adapters and not cuda:
-            lines.append(Line.of(ADAPTERS, "adapters at the start, fp32", fp32_sizes))
+            lines.append(Line.of(ADAPTERS, "adapters at the start, fp32", (t.values * FP32_BYTES for t in trained)))
     if not setting.optimizer_in_backward:
-        lines.append(Line.of(GRADIENTS, f"one per trained value, {element_bytes} bytes", sizes))
+        lines += by_type(GRADIENTS, "one per trained value, {size} bytes", trained)
     if setting.offload == "none":
         if masters:
-            lines.append(Line.of(OPTIMIZER, "master weights, fp32", fp32_sizes))
-        states = optimizer_tensors(trained, FP32_BYTES if masters else element_bytes, setting.optimizer, cuda=cuda)
+            lines += by_type(OPTIMIZER, "master weights, {type}", updated)
+        states = optimizer_tensors(updated, setting.optimizer, cuda=cuda)
         lines += [line for line in states if line.category == OPTIMIZER]
     return tuple(line for line in lines if line.tensor_bytes)
 
@@ -158,41 +158,37 @@ def host_lines(shapes: ModelShapes, setting: Setting) -> tuple[Line, ...]:
         everything = state_lines(shapes, replace(setting, offload="none", optimizer_in_backward=False), cuda=False)
         on_device = state_lines(shapes, setting, cuda=False)
         return tuple(replace(line, category=ON_HOST) for line in everything if line not in on_device)
-    trained, element_bytes = _trained(shapes, setting.model)
-    copy_bytes = FP32_BYTES if setting.master_weights else element_bytes
-    values = [math.prod(shape) for shape in trained]
-    name = "fp32" if copy_bytes == FP32_BYTES else "bf16"
+    copies = _trained(shapes, setting.model, masters=setting.master_weights)
+    states = optimizer_tensors(copies, setting.optimizer, cuda=False)
+    staging = min(STAGING_BYTES, max(tensor.bytes for tensor in _trained(shapes, setting.model)))
     return (
-        Line.of(ON_HOST, f"copies of the weights, {name}", (count * copy_bytes for count in values)),
-        *(
-            replace(line, category=ON_HOST)
-            for line in optimizer_tensors(trained, copy_bytes, setting.optimizer, cuda=False)
-            if line.tensor_bytes
-        ),
-        Line.of(ON_HOST, f"room for the largest gradient, {name}", (max(values) * copy_bytes,)),
-        Line.of(ON_HOST, "buffer on the way, page-locked", (min(STAGING_BYTES, max(values) * element_bytes),)),
+        *by_type(ON_HOST, "copies of the weights, {type}", copies),
+        *(replace(line, category=ON_HOST) for line in states if line.tensor_bytes),
+        Line.of(ON_HOST, "room for the largest gradient", (max(tensor.bytes for tensor in copies),)),
+        Line.of(ON_HOST, "buffer on the way, page-locked", (staging,)),
     )
 
 
 def paged_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[Line, ...]:
     """Optimizer state in managed memory: on the device while there is room, else on the host."""
-    trained, element_bytes = _trained(shapes, setting.model)
-    value_bytes = FP32_BYTES if setting.master_weights else element_bytes
-    states = optimizer_tensors(trained, value_bytes, setting.optimizer, cuda=cuda)
+    updated = _trained(shapes, setting.model, masters=setting.master_weights)
+    states = optimizer_tensors(updated, setting.optimizer, cuda=cuda)
     return tuple(line for line in states if line.category == PAGED and line.tensor_bytes)
 
 
 def trained_values(shapes: ModelShapes, spec: ModelSpec) -> int:
     """Number of trained values."""
-    return sum(math.prod(shape) for shape in _trained(shapes, spec)[0])
+    return sum(tensor.values for tensor in _trained(shapes, spec))
 
 
-def _trained(shapes: ModelShapes, spec: ModelSpec) -> tuple[list[tuple[int, ...]], int]:
-    """Shapes of the trained tensors, and bytes of each of their values."""
+def _trained(shapes: ModelShapes, spec: ModelSpec, *, masters: bool = False) -> list[Trained]:
+    """The trained tensors, or their fp32 copies."""
     if spec.method == "full":
-        trained = (p for p in shapes.parameters if spec.router == "trained" or not p.router)
-        return [parameter.shape for parameter in trained], spec.dtype.itemsize
-    return list(_adapter_shapes(shapes, spec)), spec.adapter_dtype.itemsize
+        trained = (p for p in shapes.parameters if not p.frozen and (spec.router == "trained" or not p.router))
+        pairs = [(p.shape, FP32_BYTES if spec.dtype in p.fp32_in else spec.dtype.itemsize) for p in trained]
+    else:
+        pairs = [(shape, spec.adapter_dtype.itemsize) for shape in _adapter_shapes(shapes, spec)]
+    return [Trained(shape=shape, value_bytes=FP32_BYTES if masters else size) for shape, size in pairs]
 
 
 def state_bytes(lines: Iterable[Line], *, granularity_bytes: int) -> Mapping[str, int]:
@@ -235,10 +231,12 @@ def weight_lines(shapes: ModelShapes, spec: ModelSpec) -> list[Line]:
     """Parameters in the type of `train.precision`, quantised ones with their scales, and buffers; without adapters."""
     bits = PACKED_BITS.get(spec.method)
     plain = [p for p in shapes.parameters if bits is None or not p.packable]
-    what, size = f"{DTYPE_NAMES[spec.dtype]}, {spec.dtype.itemsize} bytes a value", spec.dtype.itemsize
-    lines = [Line.of(WEIGHTS, what, (p.values * size for p in plain if spec.dtype not in p.fp32_in))]
     kept = [p.values * FP32_BYTES for p in plain if spec.dtype in p.fp32_in]
-    lines += [Line.of(WEIGHTS, "fp32, as the model's code keeps them", kept)] if kept else []
+    others = [p.values * spec.dtype.itemsize for p in plain if spec.dtype not in p.fp32_in]
+    lines = [
+        Line.of(WEIGHTS, f"{DTYPE_NAMES[spec.dtype]}, {spec.dtype.itemsize} bytes a value", others),
+        Line.of(WEIGHTS, "fp32, as the model's code keeps them", kept),
+    ]
     if bits is not None:
         packed = [p for p in shapes.parameters if p.packable]
         what = f"{spec.quant_type.upper()}, half a byte a value" if spec.method == "qlora" else "int8, a byte a value"
