@@ -1,7 +1,7 @@
 """Add LoRA adapters to a model, save them and load them, with peft."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from lean_finetune.model.experts.expert_adapters import (
     GroupedAdapter,
     linear_targets,
     multiply_by_rows,
+    names_as_given,
     names_of_experts,
+    saved_config,
     target_experts,
     target_name,
 )
@@ -58,7 +60,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
         UserError: train.lora.targets names layers that cannot have adapters.
     """
     if spec.peft_targets != ALL_LINEAR:
-        _refuse_targets(model, spec.lora_targets)
+        _refuse_targets(model, spec)
     if spec.lora_experts == "all" and not has_experts(model):
         raise UserError(
             f"train.lora.experts: {model.config.model_type} has no experts that can have adapters; got all; use none"
@@ -82,7 +84,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> P
         target_experts(config, model, spec.lora_expert_rank)
     torch.manual_seed(spec.seed)
     try:
-        with _without_peft_warnings():
+        with _without_peft_warnings(), names_as_given():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
     except ValueError as error:  # Mamba's kernels read some weights outside of their layers' forward.
         reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
@@ -132,9 +134,9 @@ def layers_without_adapters(model: PreTrainedModel, spec: ModelSpec) -> list[str
     return sorted(names.difference(_linear_targets(model)))
 
 
-def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Refuse names that peft would ignore silently, or give another kind of adapter."""
-    modules = dict(model.named_modules())
+def _refuse_targets(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Refuse names that peft would ignore silently, or whose adapters it could not load."""
+    modules, targets = dict(model.named_modules()), spec.lora_targets
     linear = {name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))}
     wrong = []
     for target in targets:
@@ -146,21 +148,23 @@ def _refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
                 f"train.lora.targets: {target} shares its weight with the embedding, and a change of it cannot be "
                 f"merged; got {list(targets)}; leave it out"
             )
-    if renamed := names_of_experts(model).intersection(target.rpartition(".")[2] for target in targets):
+    family, last_names = model.config.model_type, {target.rpartition(".")[2] for target in targets}
+    if (spec.lora_dropout or spec.lora_dora) and (renamed := names_of_experts(model).intersection(last_names)):
         raise UserError(
-            f"train.lora.targets: peft takes {sorted(renamed)[0]} of {model.config.model_type} for its experts; got "
-            f"{list(targets)}; leave it out, and set train.lora.experts=all for adapters of the experts"
+            f"train.lora.targets: peft cannot load adapters of {sorted(renamed)[0]} of {family} with dropout or DoRA; "
+            f"got {list(targets)}; set train.lora.dropout=0.0 and train.lora.dora=false, or leave it out"
         )
-    family = model.config.model_type
-    if direct := _read_directly(model).intersection(target.rpartition(".")[2] for target in targets):
+    if direct := _read_directly(model).intersection(last_names):
         raise UserError(
             f"train.lora.targets: {family} reads the weight of {sorted(direct)[0]} without calling the layer, so an "
             f"adapter has no effect; got {list(targets)}; leave it out"
         )
     if wrong:
         known = ", ".join(sorted(_linear_names(model)))
+        experts = "; train.lora.experts=all adapts the experts" if has_experts(model) else ""
         raise UserError(
             f"train.lora.targets: must name linear layers of the model; got {wrong}; known: {known}, or {ALL_LINEAR}"
+            f"{experts}"
         )
 
 
@@ -188,7 +192,8 @@ def save_adapter(
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json, equal bytes for equal weights.
 
-    This sorts target names, which peft keeps in a set of random order. An adapter whose start changed the frozen
+    This sorts target names, which peft keeps in a set of random order. Layers whose names peft takes for those of
+    experts are named by their weights, as `target_parameters`. An adapter whose start changed the frozen
     weights (PiSSA) is rewritten for the original weights.
 
     Args:
@@ -202,13 +207,23 @@ def save_adapter(
     model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False, state_dict=tensors)
     (directory / "README.md").unlink(missing_ok=True)
     path = directory / "adapter_config.json"
-    config = {key: _ordered(value) for key, value in read_json(path).items()}
+    config = {key: _ordered(value) for key, value in _named_for_peft(model, read_json(path)).items()}
     if first := first_adapters(model):
         scale = next(layer.scaling[ADAPTER] for _, layer in adapted_layers(model))
         file = directory / "adapter_model.safetensors"
         rewritten, config = on_original_weights(load_file(file), config, first, scale)
         save_file(rewritten, file, metadata={"format": "pt"})
     write_json(path, {**config, "base_model_name_or_path": base_name, "revision": revision})
+
+
+def _named_for_peft(model: PeftModel, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of adapter_config.json, with layers named by their weights where peft takes them for experts."""
+    names = names_of_experts(model)
+    renamed = [f"{path}.weight" for path, _ in adapted_layers(model) if path.rpartition(".")[2] in names]
+    if not renamed:
+        return dict(config)
+    modules = [target for target in config["target_modules"] if target.rpartition(".")[2] not in names]
+    return {**config, "target_modules": modules, "target_parameters": [*(config["target_parameters"] or ()), *renamed]}
 
 
 def _ordered(value: Any) -> Any:
@@ -223,8 +238,9 @@ def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> 
         UserError: the adapter's files are missing or do not fit the model.
     """
     try:
-        with _without_peft_warnings():
-            adapted = PeftModel.from_pretrained(model, str(directory), local_files_only=True)
+        with _without_peft_warnings(), names_as_given():
+            config = saved_config(directory)
+            adapted = PeftModel.from_pretrained(model, str(directory), config=config, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         # The second line of torch's message names the first weight that does not fit.
         reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
@@ -245,11 +261,11 @@ def take_experts(
         directory: of the saved adapter.
         tensors: those of its file; what this returns is removed.
     """
-    own_config = LoraConfig.from_pretrained(str(directory))
+    own_config = saved_config(directory)
     own_config.base_model_name_or_path = None  # Which peft would compare with the model's.
     if not own_config.target_parameters:
         return {}
-    with _without_peft_warnings():
+    with _without_peft_warnings(), names_as_given():
         adapted = get_peft_model(meta_model(config), own_config, low_cpu_mem_usage=True)
     multiply_by_rows(adapted)
     found = {}

@@ -24,6 +24,7 @@ from lean_finetune.model.experts.router import router_parameters
 from lean_finetune.model.files.safetensors_files import SINGLE, model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
 from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge, write_merged
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -110,10 +111,38 @@ def test_packed_experts_compute_with_the_weights_they_hold(method, saved):
     torch.testing.assert_close(*grads)
 
 
-def test_a_target_that_peft_takes_for_experts_is_refused(saved):
-    """In DeepSeek-V3 peft loads an adapter of the shared expert's gate_proj as one of all experts."""
-    with pytest.raises(UserError, match=r"train\.lora\.targets: peft takes gate_proj of deepseek_v3 for its experts"):
-        load_model(saved("DeepSeek-V3"), spec_of(method="lora", lora_targets=("gate_proj",)), CPU)
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(
+    ("family", "targets", "experts"),
+    [
+        ("DeepSeek-V3", ("o_proj", "shared_experts.gate_proj"), "none"),
+        ("Qwen2-MoE", ("gate_proj", "up_proj", "down_proj"), "all"),
+    ],
+)
+def test_layers_that_peft_takes_for_experts_get_adapters(family, targets, experts, saved, tmp_path):
+    """By these names peft adapts all experts; so a saved adapter names the weights of layers, and merges as others."""
+    base = saved(family)
+    spec = spec_of(method="lora", lora_targets=targets, lora_experts=experts, lora_expert_rank=2)
+    ours = reload_adapter(base, spec, tmp_path / "adapter")
+    adapted = {name.split(".lora_")[0] for name, _ in ours.named_parameters() if ".lora_" in name}
+    layers = {path for path in adapted if "mlp.experts" not in path}
+    assert all(any(path.endswith(f".{target}") for path in layers) for target in targets)
+    assert all(path.endswith(targets) for path in layers) and (adapted == layers) == (experts == "none")
+    assert_merged(ours, base, spec, tmp_path, 2e-5)
+
+
+def test_layers_that_peft_takes_for_experts_have_no_dropout(saved):
+    """An adapter that plain PEFT refuses to load."""
+    spec = spec_of(method="lora", lora_targets=("gate_proj",), lora_dropout=0.1)
+    with pytest.raises(UserError, match=r"train\.lora\.targets: peft cannot load adapters of gate_proj of deepseek_v3"):
+        load_model(saved("DeepSeek-V3"), spec, CPU)
+
+
+def test_experts_named_as_layers_are_refused_with_the_switch_that_adapts_them(saved):
+    """`gate_proj` of a model whose only gate projections are in experts."""
+    with pytest.raises(UserError, match=r"got \['gate_proj'\]; .*; train\.lora\.experts=all adapts the experts$"):
+        load_model(saved("Qwen3-MoE"), spec_of(method="lora", lora_targets=("q_proj", "gate_proj")), CPU)
 
 
 def test_adapters_of_experts_need_experts(small_llama):
@@ -186,13 +215,17 @@ def test_merged_experts_are_the_adapted_ones(family, form, saved, tmp_path):
     """
     base, spec = saved(family), spec_of(**MERGED_FORMS[form])
     model: Any = changed_adapters(load_model(base, spec, CPU))
+    assert_merged(model, base, spec, tmp_path, INT8_ROUNDED if form == "int8_lora" else 2e-5)
+
+
+def assert_merged(model: Any, base: Path, spec: ModelSpec, directory: Path, tolerated: float) -> None:
+    """The merged model has the logits of the adapted one."""
     files = [path.name for path in base.iterdir()]
     refuse_merge(base, spec, experts=spec.lora_experts == "all")
-    save_tuned(DataParallelModel(model), base_of(base), tmp_path / "tuned", spec, files)
-    merged: Any = load_base(tmp_path / "tuned" / MERGED, spec_of(method="full"), CPU)
+    save_tuned(DataParallelModel(model), base_of(base), directory / "tuned", spec, files)
+    merged: Any = load_base(directory / "tuned" / MERGED, spec_of(method="full"), CPU)
     plain: Any = load_base(base, spec_of(method="full"), CPU)
     expected, found, before = (m(input_ids=TOKENS, use_cache=False).logits for m in (model, merged, plain))
-    tolerated = INT8_ROUNDED if form == "int8_lora" else 2e-5
     assert (found - expected).abs().max() < tolerated < (before - expected).abs().max()
 
 

@@ -94,7 +94,7 @@ class FitRun:
         """Settings of the environment that differ from those predicted, and layers without adapters."""
         notes = list(environment_notes(self.params.train.expandable_segments)) if self.device.kind == "cuda" else []
         if names := layers_without_adapters(meta_model(self.config), self.workload.setting.model):
-            notes.append(f"all-linear leaves out {', '.join(names)}: no effect there, or peft loads it elsewhere")
+            notes.append(f"all-linear leaves out {', '.join(names)}: no effect, or named like experts (docs/models.md)")
         return notes
 
     def predict(self) -> Prediction:

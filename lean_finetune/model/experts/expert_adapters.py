@@ -10,12 +10,13 @@ Shape legend: E experts, R rank, K inputs, N outputs.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
-from peft.utils import transformers_weight_conversion
+from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 
 from lean_finetune.model.experts.experts_forward import (
@@ -113,8 +114,30 @@ def target_name(path: str) -> str:
 
 def names_of_experts(model: Any) -> set[str]:
     """Names of layers that peft takes for those of experts in this model's family."""
-    family = transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, "")
-    return set(transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING.get(family, ()))
+    family = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, "")
+    return set(conversion._MOE_TARGET_MODULE_MAPPING.get(family, ()))
+
+
+@contextmanager
+def names_as_given() -> Iterator[None]:
+    """A context in which peft adapts the layers that are named, also where it takes their name for that of experts."""
+    convert = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda config, *args, **kwargs: config
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = convert
+
+
+def saved_config(directory: Path) -> LoraConfig:
+    """The config of a saved adapter, with layers that it names by their weights (see `save_adapter`) as layers."""
+    config = LoraConfig.from_pretrained(str(directory), local_files_only=True)
+    parameters = set(config.target_parameters or ())
+    layers = {name for name in parameters if name.endswith(".weight")}
+    if layers:
+        config.target_modules = {*(config.target_modules or ()), *(name.removesuffix(".weight") for name in layers)}
+        config.target_parameters = sorted(parameters - layers) or None
+    return config
 
 
 def trained_in_experts(model: nn.Module) -> int:
