@@ -15,6 +15,7 @@ from lean_finetune.distributed.processes import SINGLE_PROCESS
 from tests.distributed.cases import Case, learn
 from tests.distributed.group import Group, group_of
 from tests.distributed.worker import do_slow_first_process, do_wait_in_vain
+from tests.model.quantized import NF4, save_bitsandbytes, save_fp8_experts, save_mxfp4
 from tests.step.common import slow
 
 pytestmark = pytest.mark.multiprocess
@@ -231,6 +232,24 @@ def test_experts_shared_by_processes_learn_the_same(request, tmp_path, single: S
     found, expected = (results[name]["expert_loads"] for name in ("found", "expected"))
     assert len(expected) == 8
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+FROM_FILES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
+    "mxfp4": (save_mxfp4, METHODS),
+    "fp8 experts": (save_fp8_experts, METHODS),
+    "nf4": (lambda directory: save_bitsandbytes(directory, **NF4, bnb_4bit_use_double_quant=True), ("qlora",)),
+}
+"""Files that are quantised already, and methods that take them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "zero3"])
+@pytest.mark.parametrize(("name", "method"), [(name, method) for name, (_, of) in FROM_FILES.items() for method in of])
+def test_quantised_files_shared_by_processes_learn_the_same(tmp_path, pair: Group, single: Single, name, method, mode):
+    """Processes that do not read the files, and expect other layers to be packed than the one that does."""
+    FROM_FILES[name][0](tmp_path)
+    case = Case(directory=str(tmp_path), mode=mode, sizes=IDLE, chunk=16, steps=8, model={"method": method})
+    check(pair, single, case, same_batches(case), EXACT)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
+from tests.model.quantized import NF4, save_bitsandbytes, save_fp8_experts, save_mxfp4
 from tests.small_model import CPU, spec_of
 from tests.train.interrupted import STEPS, Breaking, finish, in_parts, interrupt, small_job
 
@@ -52,6 +53,32 @@ def test_interrupted_run_equals_an_uninterrupted_one(
     options: dict[str, Any] = {"method": method, "optim": optim, "precision": precision}
     job = small_job(small_llama, tmp_path / "tokens", lora_dropout=0.1, **options)
     finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [1, 3]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("save", "method"),
+    [(save_mxfp4, "full"), (save_fp8_experts, "lora"), (save_fp8_experts, "int8_lora")],
+)
+def test_a_run_from_unpacked_files_resumes_to_the_same_bytes(tmp_path: Path, save: Any, method: str):
+    """Weights that differ each time they are unpacked."""
+    job = small_job(save(tmp_path / "model"), tmp_path / "tokens", method=method, precision="bf16")
+    finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [1, 3]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["qlora", "int8_lora"])
+def test_a_run_from_packed_files_resumes_and_learns_what_packing_learns(tmp_path: Path, method: str):
+    """A base of bitsandbytes that differs from the one that training packs, by a bit."""
+    packed = {**NF4, "bnb_4bit_use_double_quant": True} if method == "qlora" else {"load_in_8bit": True}
+    model = save_bitsandbytes(tmp_path / "model", **packed)
+    found = [
+        small_job(directory, tmp_path / "tokens", method=method, precision="bf16")
+        for directory in (model, model / "16_bit")
+    ]
+    resumed = in_parts(found[0], tmp_path / "checkpoints", [1, 3])
+    finish(found[0]).check_equal(resumed)
+    assert finish(found[1]).weights == resumed.weights
 
 
 def test_interrupted_step_is_repeated_with_the_same_dropout(small_llama: Path, tmp_path: Path):
