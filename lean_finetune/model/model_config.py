@@ -41,6 +41,7 @@ NEEDS_MASK = "a mask of all pairs of tokens, which training does not create"
 UNSUPPORTED = {
     "blt": "reads bytes in patches whose number depends on the text",
     "cpmant": "lets a token see later ones",
+    "deepseek_v4": "attends to summaries of earlier tokens too, which is not supported yet",
     "doge": f"attends with {NEEDS_MASK}",
     "rwkv": "computes one token after the other, except by a kernel from the hub, and changes its weights to evaluate",
 }
