@@ -46,6 +46,8 @@ class PartOfRun:
     method: str = "full"
     optimizer: str = "adamw"
     dropout: float = 0.0
+    experts: str = "none"
+    """Whether experts have adapters."""
     stop_after: int | None = None
     """A step after which only the last process gets a stop signal."""
     full_disk_rank: int | None = None
@@ -57,7 +59,7 @@ class PartOfRun:
 def job_of(part: PartOfRun, world: World) -> TrainJob:
     """The run with its micro-batches divided among the processes; the last may be without rows."""
     tokens = Path(part.directory) / f"tokens-{world.size}-{world.rank}"
-    options: dict[str, Any] = {"method": part.method, "optim": {"name": part.optimizer}}
+    options: dict[str, Any] = {"method": part.method, "optim": {"name": part.optimizer}, "lora_experts": part.experts}
     job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
     dealt = []
     for step in job.plan.steps:

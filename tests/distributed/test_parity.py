@@ -215,6 +215,8 @@ EXPERT_CASES = [
     ("zero3", {"method": "full"}),
     ("zero2", {"method": "lora", "lora_experts": "all"}),
     ("ddp", {"method": "full", "router": "trained"}),
+    ("zero1", {"method": "full"}),
+    ("zero1", {"method": "qlora", "lora_experts": "all"}),
     ("ddp", {"method": "int8_lora", "lora_experts": "all", "grad_ckpt": True}),
 ]
 

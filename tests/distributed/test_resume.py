@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.estimate_cpu import save_small
 from lean_finetune.distributed.processes import SINGLE_PROCESS
 from tests.distributed.group import Group, group_of
 from tests.distributed.part_of_run import PartOfRun, run_part
@@ -59,6 +60,14 @@ def test_the_same_processes_resume_to_the_bit(small_llama: Path, tmp_path: Path,
     """Weights, state, and what dropout draws in each process."""
     dropout = 0.1 if method == "lora" else 0.0
     check_exact(pair, small_llama, tmp_path, mode, method=method, optimizer=optimizer, dropout=dropout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "experts"), [("qlora", "all"), ("lora", "all"), ("full", "none")])
+def test_a_sharded_mixture_resumes_to_the_bit(tmp_path: Path, pair: Group, method: str, experts: str):
+    """Shards of adapters of all experts, of packed experts or of their scales."""
+    save_small("Qwen3-MoE", tmp_path / "model")
+    check_exact(pair, tmp_path / "model", tmp_path, "zero3", method=method, experts=experts)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.estimate_cpu import save_small
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
@@ -79,6 +80,16 @@ def test_a_run_from_packed_files_resumes_and_learns_what_packing_learns(tmp_path
     resumed = in_parts(found[0], tmp_path / "checkpoints", [1, 3])
     finish(found[0]).check_equal(resumed)
     assert finish(found[1]).weights == resumed.weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "experts"), [("qlora", "all"), ("lora", "all"), ("full", "none")])
+def test_an_interrupted_mixture_equals_an_uninterrupted_one(tmp_path: Path, method: str, experts: str):
+    """Adapters of experts, or packed experts, that a checkpoint leaves out."""
+    save_small("Qwen3-MoE", tmp_path / "model")
+    load_model(tmp_path / "model", spec_of(method=method), CPU)
+    job = small_job(tmp_path / "model", tmp_path / "tokens", method=method, lora_experts=experts)
+    finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [1, 3]))
 
 
 def test_interrupted_step_is_repeated_with_the_same_dropout(small_llama: Path, tmp_path: Path):
