@@ -66,6 +66,7 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("zamba", "zamba2"), {"layers_block_type": ["linear_attention", "hybrid"] * 2}),
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**ROPE, "mrope_section": [4, 2, 2]}}},
     "longcat_flash": {"head_dim": 8},
+    "xlstm": {"qk_dim_factor": 1.0},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 32}},
     "zaya": {"num_experts_per_tok": 1},
 }
