@@ -209,6 +209,12 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, content: bytes | None, me
         load_params(tmp_path / "params.yaml")
 
 
+def test_a_directory_in_place_of_the_file_is_refused(tmp_path: Path):
+    """A traceback."""
+    with pytest.raises(UserError, match="unreadable YAML .IsADirectoryError"):
+        load_params(tmp_path)
+
+
 def test_under_dvc_only_declared_keys_can_be_read():
     """After an undeclared read, DVC would reuse a stale result."""
     reads: set[str] = set()

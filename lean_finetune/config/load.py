@@ -35,7 +35,7 @@ def load_params(path: Path = PARAMS_FILE) -> Params:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         raise UserError(f"{path}:{line}: not YAML; {getattr(error, 'problem', error)}") from None
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: unreadable YAML ({type(error).__name__}: {error}); correct the file") from None
     return parse_params(values)
 

@@ -237,7 +237,12 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
         ("a: 1\n", "must be a configuration of Axolotl, LLaMA-Factory, torchtune, TRL; got keys a"),
         ("- 1\n", "must be a mapping of keys"),
         ("", "must be a mapping of keys; got an empty file"),
-        ("a: [\n", "must be a YAML file that can be read"),
+        ("a: [\n", "run.yaml:2: not YAML ("),
+        ("a: 1\na: 2\n", "run.yaml:2: not YAML (found duplicate key"),
+        (LLAMA_FACTORY + "weight_decay: two\n", "weight_decay: must be a number; got 'two'; correct it"),
+        (LLAMA_FACTORY + "max_steps: [1]\n", "max_steps: must be a number; got [1]; correct it"),
+        (TRL + "lora_alpha: 1.5\n", "lora_alpha: must be a whole number; got 1.5; correct it"),
+        (AXOLOTL + "lora_target_modules: 7\n", "lora_target_modules: must be names of layers; got 7; correct it"),
     ],
 )
 def test_another_kind_of_run_is_refused_in_one_line(text: str, expected: str, tmp_path: Path):
@@ -245,7 +250,8 @@ def test_another_kind_of_run_is_refused_in_one_line(text: str, expected: str, tm
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(UserError) as caught:
         read_config_of_tool(tmp_path / "run.yaml", gpus=1)
-    assert str(caught.value).startswith(f"{tmp_path}/run.yaml: {expected}")
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/run.yaml:") and expected in message and "\n" not in message
 
 
 def import_data(tmp_path: Path, info: dict[str, Any], names: str, more: str = "", stage: str = "sft") -> Converted:

@@ -1,6 +1,8 @@
 """Turn a configuration of LLaMA-Factory, Axolotl, TRL or torchtune into our parameters."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ from lean_finetune.commands.convert.facts import combine_facts
 from lean_finetune.config.other_tools import Table, read_yaml, shared, tables
 from lean_finetune.core.errors import UserError
 
+Conversion = Callable[[str, Any, Converted], Any]
+"""Of a key, its value and the result so far to the value here. Raises ValueError, whose text is the rule."""
 DATA_FACTS = ("dataset", "eval_dataset", "dataset_dir")
 
 
@@ -24,7 +28,11 @@ def read_config_of_tool(path: Path, gpus: int, *, with_data: bool = True) -> Con
         content = read_yaml(path)
     except FileNotFoundError:
         raise UserError(f"{path}: file does not exist; name a configuration of another tool") from None
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise UserError(f"{path}:{line}: not YAML ({getattr(error, 'problem', error)}); correct it") from None
+    except (OSError, UnicodeDecodeError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{path}: must be a YAML file that can be read ({first}); name another") from None
     if not isinstance(content, Mapping):
@@ -91,30 +99,52 @@ def _apply(
         if is_given:
             converted.used[key] = "as here"
     elif "to" in rule:
-        _set(rule["to"], key, value, converted, is_given=is_given)
+        ours = rule["to"]
+        converted.values[ours] = _convert(CONVERSIONS.get(ours), key, value, converted, path)
+        if is_given:
+            converted.used[key] = ours
     elif "fact" in rule:
+        _convert(FACT_TYPES.get(rule["fact"]), key, value, converted, path)
         facts[rule["fact"]] = value
         if is_given:
             converted.used[key] = str(shared()["facts"].get(rule["fact"], "")).partition(" (")[0] or "as here"
 
 
-def _set(ours: str, key: str, value: Any, converted: Converted, *, is_given: bool) -> None:
-    """Set one of our parameters in its own type."""
-    convert = CONVERSIONS.get(ours)
-    converted.values[ours] = convert(key, value, converted) if convert else value
-    if is_given:
-        converted.used[key] = ours
+def _convert(convert: Conversion | None, key: str, value: Any, converted: Converted, path: Path) -> Any:
+    """A value of the tool in our type. Raises UserError if it is of another."""
+    if convert is None:
+        return value
+    try:
+        return convert(key, value, converted)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"{path}: {key}: {error}; got {value!r}; correct it") from None
+
+
+def _number(key: str, value: Any, converted: Converted) -> float:
+    if isinstance(value, int | float | str):
+        with suppress(ValueError):
+            return float(value)
+    raise ValueError("must be a number")
+
+
+def _whole(key: str, value: Any, converted: Converted) -> int:
+    if not (number := _number(key, value, converted)).is_integer():
+        raise ValueError("must be a whole number")
+    return int(number)
 
 
 def _epochs(key: str, value: Any, converted: Converted) -> int:
-    if (whole := max(1, -(-float(value) // 1))) != float(value):
-        converted.differs.append(f"{key}={value}: whole passes only, so {whole:g}")
-    return int(whole)
+    epochs = _number(key, value, converted)
+    if not isfinite(epochs):
+        raise ValueError("must be a finite number")
+    if (whole := max(1, ceil(epochs))) != epochs:
+        converted.differs.append(f"{key}={value}: whole passes only, so {whole}")
+    return whole
 
 
 def _share(key: str, value: Any, converted: Converted) -> float:
-    if float(value) < 1:
-        return float(value)
+    if (share := _number(key, value, converted)) < 1:
+        return share
     converted.differs.append(f"{key}={value} is a number of rows; data.heldout_fraction is a share: 0.05")
     return 0.05
 
@@ -123,28 +153,35 @@ def _targets(key: str, value: Any, converted: Converted) -> list[str]:
     if value in ("all", "all-linear"):
         return ["all-linear"]
     names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list):
+        raise ValueError("must be names of layers")
     return [str(name).strip() for name in names]
 
 
 def _max_norm(key: str, value: Any, converted: Converted) -> float | None:
-    return float(value) or None
+    return _number(key, value, converted) or None
 
 
 def _model(key: str, value: Any, converted: Converted) -> str:
     return str(value).rstrip("/")
 
 
-CONVERSIONS: Mapping[str, Callable[[str, Any, Converted], Any]] = {
+CONVERSIONS: Mapping[str, Conversion] = {
     "train.epochs": _epochs,
     "data.heldout_fraction": _share,
     "train.lora.targets": _targets,
     "train.max_grad_norm": _max_norm,
     "model.name": _model,
-    "train.lr": lambda key, value, converted: float(value),
-    "train.weight_decay": lambda key, value, converted: float(value),
-    "train.warmup_fraction": lambda key, value, converted: float(value),
-    "train.lora.dropout": lambda key, value, converted: float(value),
-    "train.lora.alpha": lambda key, value, converted: int(value),
+    "train.lr": _number,
+    "train.weight_decay": _number,
+    "train.warmup_fraction": _number,
+    "train.lora.dropout": _number,
+    "train.lora.alpha": _whole,
     "train.lora.experts": lambda key, value, converted: "all",
 }
 """Values in our types, by parameter."""
+FACT_TYPES: Mapping[str, Conversion] = {
+    **dict.fromkeys(("length", "rows", "accumulation"), _whole),
+    **dict.fromkeys(("warmup_steps", "max_steps"), _number),
+}
+"""Types of facts that are numbers."""
