@@ -58,6 +58,7 @@ def write_verdict(root: Path) -> None:
         "host_bytes_predicted": None,
         "offloaded_bytes_predicted": 0,
         "worst_phase": "backward",
+        "duration": None,
     }
     write_json(root / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
     write_json(root / "data/estimate" / FIGURES, figures)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import click
 import torch
 from tqdm import tqdm
 
@@ -78,7 +79,7 @@ def _run(
     prepare_device(params, spec, device, world, paths, _notify)
     job = make_job(params, spec, device, world, paths)
     if job.note is not None and world.is_first:
-        _notify(job.note)
+        click.echo(job.note)
     stop = StopRequest()
     with ExitStack() as stack:
         marker = stack.enter_context(crash_marker(scratch_root() / "running", _notify, reports=world.local_rank == 0))

@@ -63,8 +63,9 @@ class Ended:
         return line.removeprefix("error: ")
 
     def faults(self) -> list[str]:
-        """Return the lines without notes, warnings and progress bars."""
-        return [line for line in self.output.splitlines() if not line.startswith(("note: ", "step ", "warning: "))]
+        """Return the lines without notes, warnings, progress bars and the automatic learning rate."""
+        no_faults = ("note: ", "step ", "warning: ", "train.lr: auto is ")
+        return [line for line in self.output.splitlines() if not line.startswith(no_faults)]
 
 
 @dataclass(kw_only=True)

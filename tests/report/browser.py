@@ -37,7 +37,8 @@ def look(text: str, expression: str, directory: Path, *, width: int, dark: bool 
     theme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     command = [CHROMIUM, *OPTIONS, theme, f"--user-data-dir={directory}", f"{directory}/frame.html"]
     done = run_bounded(command, check=True, timeout_seconds=60)
-    assert "CONSOLE" not in done.stderr, done.stderr
+    messages = [line.partition("CONSOLE")[2] for line in done.stderr.splitlines()]
+    assert not re.search("error|uncaught|refused", "\n".join(messages), re.IGNORECASE), messages
     found = json.loads(html.unescape(re.search("<body>(.*)</body>", done.stdout, re.DOTALL)[1]))  # type: ignore[index]
     assert found["requests"] == []
     return found["value"]
