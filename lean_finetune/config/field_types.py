@@ -25,7 +25,7 @@ def _key_of(known: Mapping[str, Any]) -> AfterValidator:
     def check(name: str) -> str:
         if name not in known:
             *others, last = map(repr, known)
-            raise PydanticCustomError("choice", "input should be {names}", {"names": f"{', '.join(others)} or {last}"})
+            raise PydanticCustomError("choice", "must be {names}", {"names": f"{', '.join(others)} or {last}"})
         return name
 
     return AfterValidator(check)

@@ -37,16 +37,16 @@ def load_params(path: Path = PARAMS_FILE) -> Params:
         raise UserError(f"{path}:{line}: not YAML; {getattr(error, 'problem', error)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: unreadable YAML ({type(error).__name__}: {error}); correct the file") from None
-    return parse_params(values)
+    return parse_params(values, path)
 
 
-def parse_params(values: Any) -> Params:
-    """Validate the content of a params.yaml.
+def parse_params(values: Any, path: Path = PARAMS_FILE) -> Params:
+    """Validate the content of a params.yaml; `path` names it in errors.
 
     Raises UserError, naming the dotted key, the rule, the value and the remedy.
     """
     if not isinstance(values, Mapping):
-        raise UserError(f"params.yaml: must be a mapping of sections, got {type(values).__name__}")
+        raise UserError(f"{path}: must be a mapping of sections; got {type(values).__name__}; change it")
     try:
         params = Params.model_validate(values)
     except ValidationError as error:
@@ -61,8 +61,7 @@ def _first_error(error: ValidationError) -> str:
     """The message for one of the errors: a misspelt key comes before the key that is missing because of it."""
     faults = error.errors()
     fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-    # pydantic adds the form of data.source and of train.lr, and a marker for the key of a dictionary.
-    keys = [str(part) for part in fault["loc"] if part not in (*SOURCE_FORMS, "constrained-float", "[key]")]
+    keys = _keys(fault)
     dotted = ".".join(keys)
     match fault["type"]:
         case "extra_forbidden":
@@ -72,8 +71,17 @@ def _first_error(error: ValidationError) -> str:
         case "model_type" | "model_attributes_type":
             rule = "must be a section with its own keys"
         case _:
-            rule = fault["msg"][0].lower() + fault["msg"][1:]
-    return f"{dotted}: {rule}; got {_short_json(fault['input'])}"
+            # One fault for each form that a value may have.
+            rules = [other["msg"] for other in faults if _keys(other) == keys]
+            rule = " or ".join(rule.removeprefix("Input should be ") for rule in rules)
+            rule = f"must be {rule}" if rules[0].startswith("Input should be ") else rule[0].lower() + rule[1:]
+    return f"{dotted}: {rule}; got {_short_json(fault['input'])}; change it"
+
+
+def _keys(fault: Any) -> list[str]:
+    """The keys to a wrong value, without what pydantic adds: forms of a value, and a marker for a dictionary's key."""
+    forms = (*SOURCE_FORMS, "constrained-float", "bool", "[key]")
+    return [str(part) for part in fault["loc"] if part not in forms and not str(part).startswith("literal[")]
 
 
 def _known_keys(keys: list[str]) -> str:

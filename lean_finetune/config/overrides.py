@@ -18,7 +18,7 @@ def with_flags(params: Params, flags: Iterable[str]) -> Params:
     values = params.model_dump()
     for flag in flags:
         dotted, equals, value = flag.partition("=")
-        if not equals:
+        if not equals or not dotted:
             raise UserError(f"{flag}: must be key=value, such as train.lora.rank=64; add the value")
         *sections, key = dotted.split(".")
         section = values

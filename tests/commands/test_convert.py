@@ -194,6 +194,8 @@ QUANTIZED = TORCHTUNE.replace("llama3_1_8b", "lora_llama3_1_8b\n  quantize_base:
     [
         (AXOLOTL + "lora_target_parameters: [mlp.experts.down_proj]\n", "train.lora.experts", "all"),
         (AXOLOTL.replace("checkpointing: true", "checkpointing: offload"), "train.grad_ckpt", True),
+        (AXOLOTL.replace("packing: true", "packing: yes"), "bucket.mode", "packed"),
+        (AXOLOTL.replace("packing: true", "packing: off"), "bucket.mode", "bucketed"),
         (
             AXOLOTL.replace("type: alpaca", "name: en\n    split: test"),
             "data.source",
@@ -242,6 +244,7 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
         (LLAMA_FACTORY + "weight_decay: two\n", "weight_decay: must be a number; got 'two'; correct it"),
         (LLAMA_FACTORY + "max_steps: [1]\n", "max_steps: must be a number; got [1]; correct it"),
         (TRL + "lora_alpha: 1.5\n", "lora_alpha: must be a whole number; got 1.5; correct it"),
+        (LLAMA_FACTORY + "fp16: yes\n", "fp16: must be one precision; got bf16 and fp16; remove one"),
         (AXOLOTL + "lora_target_modules: 7\n", "lora_target_modules: must be names of layers; got 7; correct it"),
     ],
 )

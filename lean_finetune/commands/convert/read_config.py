@@ -14,6 +14,8 @@ from lean_finetune.core.errors import UserError
 Conversion = Callable[[str, Any, Converted], Any]
 """Of a key, its value and the result so far to the value here. Raises ValueError, whose text is the rule."""
 DATA_FACTS = ("dataset", "eval_dataset", "dataset_dir")
+BOOLEANS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+"""Words that the other tools read as booleans: they read YAML 1.1."""
 
 
 def read_config_of_tool(path: Path, gpus: int, *, with_data: bool = True) -> Converted:
@@ -64,7 +66,7 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield f"{prefix}{key}", BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _table_of(given: Mapping[str, Any], path: Path) -> Table:
@@ -105,6 +107,8 @@ def _apply(
             converted.used[key] = ours
     elif "fact" in rule:
         _convert(FACT_TYPES.get(rule["fact"]), key, value, converted, path)
+        if rule["fact"] == "mixed" and facts.get("mixed", value) != value:
+            raise UserError(f"{path}: {key}: must be one precision; got {facts['mixed']} and {value}; remove one")
         facts[rule["fact"]] = value
         if is_given:
             converted.used[key] = str(shared()["facts"].get(rule["fact"], "")).partition(" (")[0] or "as here"
