@@ -11,6 +11,7 @@ from lean_finetune.memory.advice.fit_run import FitRun
 from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest
 from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.verdict import describe
+from lean_finetune.memory.predict.other_phases import loading_note
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.model.files.quantized_checkpoint import format_text
 
@@ -96,11 +97,12 @@ def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
         per_gpu = " on each GPU, less where GPUs wait for each other" if p.hardware.num_gpus > 1 else ""
         yield labelled("speed", f"{slow} to {fast} tokens/s{per_gpu}, by the data sheet (not measured)")
     yield labelled("attention", run.attention)
+    load_bytes = run.load_bytes(prediction)
     if (weights := format_text(run.config)) is not None:
-        yield labelled("weights", f"{weights}; loading takes {readable_size(run.load_bytes(prediction))} at most")
+        yield labelled("weights", f"{weights}; loading takes {readable_size(load_bytes)} at most")
     if (experts := run.experts) is not None:
         yield labelled("experts", experts)
-    for note in run.notes():
+    for note in filter(None, (*run.notes(), loading_note(load_bytes, prediction.peak.bytes))):
         yield labelled("note", note)
 
 

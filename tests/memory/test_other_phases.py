@@ -12,7 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.estimate_cpu import SMALL, make_code_books, save_small
 from lean_finetune.evaluate.generate import Prompt, greedy_answers
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
-from lean_finetune.memory.predict.other_phases import OtherPhases, evaluation_note, generation_shapes, other_phases
+from lean_finetune.memory.predict.other_phases import (
+    OtherPhases,
+    evaluation_note,
+    generation_shapes,
+    loading_note,
+    other_phases,
+)
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.load_model import load_model
@@ -188,12 +194,18 @@ def peaks_of(**sizes: int) -> dict[str, Peak]:
     }
 
 
+def test_loading_that_needs_more_than_training_is_noted():
+    """A run whose verdict is "fits" ends before its first step."""
+    assert loading_note(1024, 1024) is None
+    assert loading_note(2048, 1024) == "loading is predicted to take 2 KiB, training 1 KiB"
+
+
 def test_evaluation_that_needs_more_than_training_is_noted_with_a_remedy():
     """Out of memory after training, in stage evaluate."""
     fits = peaks_of(heldout=500, evaluate=900, generate=1000)
     assert evaluation_note(fits, 1000, 4096, 100) is None
     above = evaluation_note({**fits, **peaks_of(generate=1800)}, 1000, 4096, 100)
-    assert above is not None and above.startswith("generate is predicted to hold 1.758 KiB, training 0.9766 KiB; ")
-    assert above.endswith("with -S evaluate.max_tokens=2048 it holds no more")
+    assert above is not None and above.startswith("generate is predicted to take 1.758 KiB, training 0.9766 KiB; ")
+    assert above.endswith("with -S evaluate.max_tokens=2048 it takes no more")
     for beyond in (evaluation_note(peaks_of(heldout=1800), 1000, 4096, 100), evaluation_note(fits, 210, 4096, 100)):
         assert beyond is not None and "do not help: rows are up to 100 long" in beyond

@@ -20,10 +20,12 @@ from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun, read_run
 from lean_finetune.memory.predict.other_phases import (
+    LOAD,
     OtherPhases,
     evaluation_note,
     generation_shapes,
     heldout_shape,
+    loading_note,
     other_phases,
 )
 from lean_finetune.memory.predict.peak import Prediction
@@ -135,7 +137,7 @@ def _workload(p: Params, planned: PlannedRun, prediction: Prediction) -> Workloa
 
 
 def _phases(p: Params, planned: PlannedRun, prediction: Prediction) -> dict[str, Peak]:
-    """Peak of every phase, with loading, evaluation and saving; notes if evaluation needs more than training."""
+    """Peak of every phase; notes if loading or evaluation needs more than training."""
     plan, longest, limits = planned.own_plan, planned.longest, EvaluationLimits.from_params(p)
     prompts = p.evaluate.generate_rows
     around = OtherPhases(
@@ -148,8 +150,12 @@ def _phases(p: Params, planned: PlannedRun, prediction: Prediction) -> dict[str,
     )
     target, training = target_of(planned.device), prediction.by_phase
     phases = {**training, **other_phases(planned.config, planned.setting, around, target, training["optimizer"])}
-    note = evaluation_note(phases, prediction.peak.bytes, limits.max_tokens, longest)
-    if note is not None:
+    peak_bytes = prediction.peak.bytes
+    notes = (
+        loading_note(phases[LOAD].bytes, peak_bytes),
+        evaluation_note(phases, peak_bytes, limits.max_tokens, longest),
+    )
+    for note in filter(None, notes):
         click.echo(f"note: {note}", err=True)
     return phases
 

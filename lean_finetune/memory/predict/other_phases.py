@@ -178,16 +178,23 @@ def _evaluation_of(config: PretrainedConfig, setting: Setting, around: OtherPhas
     return {EVALUATE: loss} | ({GENERATE: highest(answers)} if answers else {})
 
 
+def loading_note(load_bytes: int, training_bytes: int) -> str | None:
+    """A note if loading the weights needs more memory than training, whose peak decides the verdict."""
+    if load_bytes <= training_bytes:
+        return None
+    return f"loading is predicted to take {readable_size(load_bytes)}, training {readable_size(training_bytes)}"
+
+
 def evaluation_note(by_phase: Mapping[str, Peak], training_bytes: int, max_tokens: int, longest: int) -> str | None:
     """A note if evaluation needs more memory than training, with fewer tokens than `max_tokens` if they help."""
     worst = max((phase for phase in EVALUATION_PHASES if phase in by_phase), key=lambda phase: by_phase[phase].bytes)
     peak = by_phase[worst]
     if peak.bytes <= training_bytes:
         return None
-    note = f"{worst} is predicted to hold {readable_size(peak.bytes)}, training {readable_size(training_bytes)}"
+    note = f"{worst} is predicted to take {readable_size(peak.bytes)}, training {readable_size(training_bytes)}"
     states = sum(peak.by_category.get(category, 0) for category in STATES)
     # Activations grow linearly with the tokens, or faster.
     fewer = int(max_tokens * (training_bytes - states) / (peak.bytes - states))
     if worst == HELDOUT or fewer < longest:
         return f"{note}; fewer tokens in evaluate.max_tokens do not help: rows are up to {longest} long"
-    return f"{note}; with -S evaluate.max_tokens={fewer} it holds no more"
+    return f"{note}; with -S evaluate.max_tokens={fewer} it takes no more"
