@@ -41,6 +41,7 @@ def test_a_family_does_what_the_list_says(family, listed):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # OPT, tested in tests/distributed.
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_family_does_what_the_list_says(part, listed):
     """As above, for all: some minutes."""

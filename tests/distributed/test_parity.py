@@ -236,6 +236,16 @@ def test_experts_shared_by_processes_learn_the_same(request, tmp_path, single: S
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_layers_that_return_a_view_learn_the_same(tmp_path, pair: Group, single: Single, method):
+    """FSDP warns that an in-place operation on OPT's hidden states would skip gathering weights for backward."""
+    save_small("OPT", tmp_path)
+    case = Case(directory=str(tmp_path), mode="zero3", sizes=IDLE, chunk=16, steps=8, model={"method": method})
+    check(pair, single, case, same_batches(case), EXACT)
+
+
 FROM_FILES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "mxfp4": (save_mxfp4, METHODS),
     "fp8 experts": (save_fp8_experts, METHODS),
