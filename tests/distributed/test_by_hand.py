@@ -36,7 +36,7 @@ def test_nodes_with_different_settings_are_refused(copy: Path):
     for root in (copy, other):
         line = only_error_of(root)
         assert line.startswith("error: train.lr: must be the same in all processes of a run; ")
-        values = f"got 0.003 in process 0 on {host}; 0.001 in process 1 on {host}; 1 more differ (train.weight_dec"
+        values = f'got "auto" in process 0 on {host}; 0.001 in process 1 on {host}; 1 more differ (train.weight_dec'
         assert values in line
     assert not (copy / "data/tuned").exists() and not (other / "data/tuned").exists()
 
