@@ -24,7 +24,7 @@ def shared(sharding: str) -> list[str]:
 def check(text: str, alone: Any) -> None:
     """Compare the metrics of two processes with those of one."""
     found = json.loads(text)
-    assert "the most of 2 processes" in found["peak_measured_how"]
+    assert "the largest of 2 processes" in found["peak_measured_how"]
     assert len(found["peak_bytes_measured_by_rank"]) == 2
     assert max(found["peak_bytes_measured_by_rank"]) <= found["peak_bytes_measured"]
     for name in ("train_loss", "heldout_loss_last"):
