@@ -1,5 +1,6 @@
 """One clone with one finished run, shared by all pipeline tests. Each test restores its workspace."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,3 +38,4 @@ def clone(finished: tuple[Clone, FirstRun]) -> Iterator[Clone]:
     yield shared
     shared.end_processes()
     shared.back_to_baseline()
+    shutil.rmtree(shared.root / "scratch/train", ignore_errors=True)  # Checkpoints of runs that are not recorded.

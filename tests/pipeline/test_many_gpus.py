@@ -51,8 +51,9 @@ def test_two_processes_run_under_dvc(clone: Clone):
     assert "up to date" in clone.dvc("status")
     clone.back_to_baseline()
 
-    # The batches of two processes are cached now, and equal in every mode.
-    assert stages_run(clone.dvc("exp", "run", "--temp", "-n", "copied", *shared("ddp"))) == CHANGED[1:]
+    # The batches of two processes are cached now, and equal in every mode; often the weights too, with their evaluation.
+    ran = stages_run(clone.dvc("exp", "run", "--temp", "-n", "copied", *shared("ddp")))
+    assert [stage for stage in ran if stage != "evaluate"] == ["estimate", "train", "report"]
     run_queued(clone, {"queued": shared("zero2")})
     for name in ("copied", "queued"):
         revision = clone.run("git", "for-each-ref", "--format=%(objectname)", f"refs/exps/**/{name}").strip()
