@@ -51,7 +51,7 @@ def test_two_processes_run_under_dvc(clone: Clone):
     assert "up to date" in clone.dvc("status")
     clone.back_to_baseline()
 
-    # The batches of two processes are cached now, and equal in every mode; often the weights too, with their evaluation.
+    # The batches of two processes are cached now, and equal in every mode. Equal weights have a cached evaluation too.
     ran = stages_run(clone.dvc("exp", "run", "--temp", "-n", "copied", *shared("ddp")))
     assert [stage for stage in ran if stage != "evaluate"] == ["estimate", "train", "report"]
     run_queued(clone, {"queued": shared("zero2")})
