@@ -253,6 +253,11 @@ def other_layers(config: PretrainedConfig) -> list[str]:
     return sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - JOINABLE_LAYERS)
 
 
+def loops_over_rows(config: PretrainedConfig) -> bool:
+    """Whether the model's code loops over parts of a row, so that a trace takes time with the row's length."""
+    return bool(other_layers(config)) or hasattr(config.get_text_config(), "chunk_size")
+
+
 def rows_see_each_other(name: str) -> UserError:
     """The refusal of joined rows in a family."""
     return UserError(f"bucket.mode: packed needs rows that do not see each other; in {name} they do; {UNPACKED}")
