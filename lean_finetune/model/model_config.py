@@ -55,7 +55,16 @@ UNPACKED = "set bucket.mode=bucketed, or choose another model"
 # Layer types whose attention we can restrict to each joined row.
 JOINABLE_LAYERS = {"full_attention", "sliding_attention"}
 
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    StrictDataclassError,
+    ImportError,
+)
 """Exceptions of transformers for a faulty config.json."""
 
 
@@ -77,7 +86,7 @@ def _parsed(directory: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except UNREADABLE as error:
         cause = error.__cause__ if isinstance(error, StrictDataclassError) else error
-        first = str(cause).splitlines()[0]
+        first = str(cause).strip().splitlines()[0]
         if "trust_remote_code" in str(cause):
             raise UserError(
                 f"model.name: {directory} needs code of its own (auto_map in config.json), which is never executed; "
@@ -91,7 +100,8 @@ def _parsed(directory: Path) -> PretrainedConfig:
 def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
     """What the training step does not support; later checks may assume that earlier ones passed."""
     name, file = config.model_type, f"{directory}/config.json"
-    if type(config) not in AutoModelForCausalLM._model_mapping and not is_multimodal(config):
+    of_text = type(config) in AutoModelForCausalLM._model_mapping or is_multimodal(config)
+    if not of_text or not hasattr(config.get_text_config(), "num_hidden_layers"):
         yield f"must be a causal language model; got model_type {name!r}"
     if getattr(config, "is_encoder_decoder", False):
         yield f"must be a decoder alone; got {name}, an encoder with a decoder"
