@@ -32,12 +32,16 @@ def load_params(path: Path = PARAMS_FILE) -> Params:
     except FileNotFoundError:
         raise UserError(f"{path}: file is missing; run from the repository's root") from None
     except YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        raise UserError(f"{path}:{line}: not YAML; {getattr(error, 'problem', error)}") from None
+        raise not_yaml(path, error) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: unreadable YAML ({type(error).__name__}: {error}); correct the file") from None
     return parse_params(values, path)
+
+
+def not_yaml(path: Path, error: Exception) -> UserError:
+    """The refusal of a file for ruamel's YAMLError, with its line."""
+    mark = getattr(error, "problem_mark", None)
+    return UserError(f"{path}:{mark.line + 1 if mark else 1}: not YAML; {getattr(error, 'problem', error)}; correct it")
 
 
 def parse_params(values: Any, path: Path = PARAMS_FILE) -> Params:

@@ -119,7 +119,7 @@ def refuse_other_heads(model: PreTrainedModel) -> None:
     seen = {id(parameter) for part in parts for parameter in part.parameters()}
     between = sorted(name for name, parameter in model.named_parameters() if id(parameter) not in seen)
     name = model.config.model_type
-    if head is None or decoder is None or decoder in (model, head):
+    if head is None or decoder is None or head in decoder.modules():
         raise UserError(f"model.name: {name} has no decoder apart from its head; choose another model")
     if not hasattr(model.get_input_embeddings(), "weight"):
         raise UserError(f"model.name: {name} embeds tokens by code of its family alone; choose another model")

@@ -67,10 +67,11 @@ def _no_timm_models() -> Iterator[None]:
 
 def _leave_out(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     """Remove the parts that text never reaches; yield their names and numbers of parameters."""
-    ends = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
-    names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
-    if "" in names:  # The decoder is the model: refused by `refuse_other_heads`.
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if decoder is not None and head in decoder.modules():  # Refused by `refuse_other_heads`.
         return
+    ends = [part for part in (decoder, head) if part is not None]
+    names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
     on_path = {"", *(name[: match.start()] for name in names for match in re.finditer(r"\.", name))}
     for path in sorted(on_path):
         owner = model.get_submodule(path)

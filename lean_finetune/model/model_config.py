@@ -39,7 +39,6 @@ INDEXED = "indexed_attention"
 
 NEEDS_MASK = "a mask of all pairs of tokens, which training does not create"
 UNSUPPORTED = {
-    "blip-2": "ties weights inside its language model, which is not supported yet",
     "blt": "reads bytes in patches whose number depends on the text",
     "cpmant": "lets a token see later ones",
     "deepseek_v4": "attends to summaries of earlier tokens too, which is not supported yet",

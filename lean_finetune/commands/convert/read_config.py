@@ -8,6 +8,7 @@ from typing import Any
 
 from lean_finetune.commands.convert.converted import Converted
 from lean_finetune.commands.convert.facts import combine_facts
+from lean_finetune.config.load import not_yaml
 from lean_finetune.config.other_tools import Table, read_yaml, shared, tables
 from lean_finetune.core.errors import UserError
 
@@ -31,9 +32,7 @@ def read_config_of_tool(path: Path, gpus: int, *, with_data: bool = True) -> Con
     except FileNotFoundError:
         raise UserError(f"{path}: file does not exist; name a configuration of another tool") from None
     except YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        raise UserError(f"{path}:{line}: not YAML ({getattr(error, 'problem', error)}); correct it") from None
+        raise not_yaml(path, error) from None
     except (OSError, UnicodeDecodeError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{path}: must be a YAML file that can be read ({first}); name another") from None
