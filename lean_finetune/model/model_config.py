@@ -86,7 +86,7 @@ def _parsed(directory: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except UNREADABLE as error:
         cause = error.__cause__ if isinstance(error, StrictDataclassError) else error
-        first = str(cause).strip().splitlines()[0]
+        first = str(cause).strip().splitlines()[0].partition(". ")[0]
         if "trust_remote_code" in str(cause):
             raise UserError(
                 f"model.name: {directory} needs code of its own (auto_map in config.json), which is never executed; "
