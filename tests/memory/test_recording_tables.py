@@ -1,0 +1,53 @@
+"""Recordings as tables: what a row means, and the line of a row that means nothing."""
+
+import gzip
+
+import pytest
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.memory.recording.recording import Event, Frame, LiveBlock, Segment
+from lean_finetune.memory.recording.tables import read_table
+
+TABLE = """event,address,bytes,where
+segment,4096,2097152,
+segment,0,2048,
+block,4608,1024,
+alloc,5632,700,a/b.py:7:forward < c.py:12:<module>
+free_completed,5632,1024,
+alloc,5632,700,a/b.py:7:forward < c.py:12:<module>
+"""
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_table_is_read_into_segments_blocks_events_and_stacks(tmp_path, compressed):
+    """A row dropped, out of order or in the wrong segment would change the replay."""
+    path = tmp_path / ("r.csv.gz" if compressed else "r.csv")
+    path.write_bytes(gzip.compress(TABLE.encode()) if compressed else TABLE.encode())
+    recording = read_table(path)
+    assert recording.name == path.name
+    assert recording.segments == (
+        Segment(address=0, bytes=2048),
+        Segment(address=4096, bytes=2097152, blocks=(LiveBlock(address=4608, bytes=1024, requested_bytes=1024),)),
+    )
+    assert recording.stacks == ((Frame("a/b.py", 7, "forward"), Frame("c.py", 12, "<module>")),)
+    alloc = Event(action="alloc", address=5632, bytes=700, stack=0)
+    assert recording.events == (alloc, Event(action="free_completed", address=5632, bytes=1024), alloc)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("event,address\n", ":1: the columns must be event,address,bytes,where"),
+        ("event,address,bytes,where\nalloc,x,1,\n", ":2: not a row of a recording"),
+        ("event,address,bytes,where\nalloc,1\n", ":2: not a row of a recording"),
+        ("event,address,bytes,where\nalloc,1,1,\nalloc,1,1,here\n", ":3: not a row of a recording"),
+        ("event,address,bytes,where\nmalloc,1,1,\n", ":2: unknown event 'malloc'"),
+        ("event,address,bytes,where\nsegment,0,512,\nblock,512,512,\n", "the block at 512 is in no segment"),
+    ],
+)
+def test_a_table_with_a_fault_is_refused_by_its_line(tmp_path, lines, message):
+    """A traceback, or a recording that is silently incomplete."""
+    path = tmp_path / "r.csv"
+    path.write_text(lines)
+    with pytest.raises(UserError, match=message):
+        read_table(path)
