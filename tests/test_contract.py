@@ -23,7 +23,8 @@ UNPINNED = {
     "lean_finetune/report/plots_page.py",
     "lean_finetune/train/monitor/recorded_curves.py",
 }
-"""Files that no stage runs, besides `commands` and `other_tools`: `lean-finetune`, `make compare` and `make plots`."""
+"""Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""
+UNPINNED_PACKAGES = tuple(f"lean_finetune/{name}/" for name in ("commands", "other_tools", "memory/recording"))
 
 
 def entry_of(stage: str) -> str:
@@ -58,7 +59,7 @@ def test_every_module_and_file_of_the_library_is_pinned_by_a_stage():
     library = [path for path in (ROOT / "lean_finetune").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     names = {path.relative_to(ROOT).as_posix() for path in library if path.name != "__init__.py"}
     model = {name for name in names if name.startswith("lean_finetune/tiny/")}  # Pinned as a model.
-    commands = {name for name in names if name.startswith(("lean_finetune/commands/", "lean_finetune/other_tools/"))}
+    commands = {name for name in names if name.startswith(UNPINNED_PACKAGES)}
     assert names - pinned - model - commands == UNPINNED
 
 
