@@ -18,13 +18,15 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import click
 import psutil
 
 from lean_finetune.core.atomic_files import write_json
-from lean_finetune.core.errors import StageCommand, UserError
+from lean_finetune.core.errors import UserError
+
+if TYPE_CHECKING:
+    import click
 
 RESULTS = Path("benchmarks/results")
 LIBRARIES = ("bitsandbytes", "datasets", "dvc", "numpy", "peft", "pyarrow", "tokenizers", "torch", "transformers")
@@ -73,7 +75,7 @@ class Measured:
     bars: Sequence[Bar]
 
 
-def benchmark(name: str, measure: Callable[[bool], Measured]) -> click.Command:
+def benchmark(name: str, measure: Callable[[bool], Measured]) -> "click.Command":
     """Make the command of a benchmark; it exits with 1 if a bar fails.
 
     It refuses to write its published results file from a checkout with uncommitted changes.
@@ -82,6 +84,9 @@ def benchmark(name: str, measure: Callable[[bool], Measured]) -> click.Command:
         name: name of its module and its results file.
         measure: does the work; its argument is the value of --quick.
     """
+    import click  # Not at the top: benchmarks.gpu runs where click is missing.
+
+    from lean_finetune.core.stage_command import StageCommand
 
     @click.command(cls=StageCommand, help=(sys.modules[measure.__module__].__doc__ or "").strip())
     @click.option("--quick", is_flag=True, help="A smaller run, with no results file unless --out names one.")

@@ -10,7 +10,7 @@ from lean_finetune.commands.fit import fit
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.import_config import import_config
 from lean_finetune.commands.preset import preset
-from lean_finetune.core.errors import one_line_usage_errors
+from lean_finetune.core.stage_command import one_line_usage_errors
 
 
 class CommandGroup(click.Group):

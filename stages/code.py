@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from lean_finetune.core.atomic_files import atomic_directory, write_json
-from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.pinning.code import code_hashes
 
 ENTRIES = sorted({path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "code"})

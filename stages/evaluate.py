@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from lean_finetune.core.errors import StageCommand, exit_on_signal
+from lean_finetune.core.errors import exit_on_signal
+from lean_finetune.core.stage_command import StageCommand
 
 PATH = click.Path(path_type=Path)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from lean_finetune.config.declared_params import read_params
-from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.pinning.data_source import pin_data
 from lean_finetune.pinning.model_source import pin_model
 

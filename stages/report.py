@@ -9,7 +9,7 @@ import click
 
 from lean_finetune.config.declared_params import dotted_values, read_params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json, write_text
-from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.report.html_page import html_page
 from lean_finetune.report.markdown_page import markdown_page
 from lean_finetune.report.report_figures import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics

@@ -17,7 +17,8 @@ import click  # noqa: E402
 
 from lean_finetune.config.declared_params import read_params  # noqa: E402
 from lean_finetune.core.atomic_files import read_json  # noqa: E402
-from lean_finetune.core.errors import StageCommand, UserError  # noqa: E402
+from lean_finetune.core.errors import UserError  # noqa: E402
+from lean_finetune.core.stage_command import StageCommand  # noqa: E402
 from lean_finetune.data.shards.parts import collect, parse_part  # noqa: E402
 from lean_finetune.data.shards.publish_tokens import publish  # noqa: E402
 from lean_finetune.data.shards.tokenize_job import prepare_job  # noqa: E402

@@ -25,7 +25,7 @@ IN_A_SHELL = "import subprocess, sys; subprocess.Popen(['sh', '-c', '\"$@\"; tru
 STAGE = """
 import importlib.machinery, sys, time
 sys.modules["__main__"].__spec__ = importlib.machinery.ModuleSpec("stages.demo", None)
-from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.stage_command import StageCommand
 StageCommand("demo", callback=lambda: (print("working", flush=True), time.sleep(600))).main([])
 """
 

@@ -117,7 +117,7 @@ def test_a_signal_during_an_atomic_write_leaves_no_partial_directory(tmp_path: P
 STAGE = """
 import atexit, importlib.machinery, os, signal, sys
 sys.modules["__main__"].__spec__ = importlib.machinery.ModuleSpec("stages.demo", None)
-from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.stage_command import StageCommand
 
 class Library:
     def __del__(self, write=os.write):

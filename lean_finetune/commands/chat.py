@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lean_finetune.core.errors import StageCommand, UserError
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.stage_command import StageCommand
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.conversation import Prompter

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import click
 
-from lean_finetune.core.errors import StageCommand
 from lean_finetune.core.labelled_text import labelled
+from lean_finetune.core.stage_command import StageCommand
 
 LABEL_WIDTH = 19
 

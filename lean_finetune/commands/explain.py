@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.stage_command import StageCommand
 
 
 @click.command(cls=StageCommand)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from lean_finetune.commands.chat import BITS, MODEL
-from lean_finetune.core.errors import StageCommand, UserError
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.stage_command import StageCommand
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.tuned_model import TunedModel

@@ -8,7 +8,8 @@ import click
 from lean_finetune.commands.params_file import change_params
 from lean_finetune.config.load import PARAMS_FILE
 from lean_finetune.config.other_tools import read_yaml
-from lean_finetune.core.errors import StageCommand, UserError
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.stage_command import StageCommand
 
 PRESETS = Path("presets")
 """One YAML file for each: its first line says what it is for, the rest are the parameters that it sets."""

@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from lean_finetune.config.field_types import Format, IsoDate, PositiveFloat, PositiveInt, Section, Text
+from lean_finetune.config.field_types import Format
+from lean_finetune.config.section import IsoDate, PositiveFloat, PositiveInt, Section, Text
 
 HUB_PREFIX = "hf://"
 HELDOUT_SOURCE = "data.heldout_source"

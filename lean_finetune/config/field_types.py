@@ -1,42 +1,7 @@
-"""Field types of params.yaml: sections, choices and ranges."""
+"""The values that fields of params.yaml take. Without pydantic: training code names them too."""
 
-from collections.abc import Mapping
-from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
-
-from lean_finetune.config.adapter_starts import ADAPTER_STARTS
-from lean_finetune.config.optimizers import OPTIMIZERS
-
-
-def _iso_date(value: Any) -> str:
-    """A date as YYYY-MM-DD. YAML reads a date without quotes as a date object."""
-    try:
-        return (value if isinstance(value, date) else date.fromisoformat(value)).strftime("%Y-%m-%d")
-    except (TypeError, ValueError):
-        raise PydanticCustomError("date", "must be a date as YYYY-MM-DD") from None
-
-
-def _key_of(known: Mapping[str, Any]) -> AfterValidator:
-    """Accept a key of a registry, which may gain entries after import."""
-
-    def check(name: str) -> str:
-        if name not in known:
-            *others, last = map(repr, known)
-            raise PydanticCustomError("choice", "must be {names}", {"names": f"{', '.join(others)} or {last}"})
-        return name
-
-    return AfterValidator(check)
-
-
-Text = Annotated[str, Field(min_length=1)]
-IsoDate = Annotated[str, BeforeValidator(_iso_date)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Method = Literal["full", "lora", "qlora", "int8_lora"]
 Precision = Literal["bf16", "fp16", "fp32", "pure_bf16"]
 AnyPrecision = Literal["auto", "bf16", "fp16", "fp32", "pure_bf16"]
@@ -46,16 +11,14 @@ OffloadActivations = Literal["none", "cpu", "disk"]
 OffloadState = Literal["none", "optimizer", "parameters"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
-LoraInit = Annotated[str, _key_of(ADAPTER_STARTS)]
+LoraInit = str
+"""A key of ADAPTER_STARTS."""
 LoraExperts = Literal["none", "all"]
 Router = Literal["frozen", "trained"]
 Resume = Literal["exact", "compatible"]
 TrackerName = Literal["dvclive", "tensorboard", "wandb", "mlflow"]
-OptimizerName = Annotated[str, _key_of(OPTIMIZERS)]
+OptimizerName = str
+"""A key of OPTIMIZERS."""
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
-
-
-class Section(BaseModel):
-    """A frozen, strict part of params.yaml without defaults. Unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+ALL_LINEAR = "all-linear"
+"""The value of `train.lora.targets` that stands for every linear layer."""

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lean_finetune.config.data_schema import Data
-from lean_finetune.config.field_types import PositiveFloat, PositiveInt, Resume, Section, Text, TrackerName
+from lean_finetune.config.field_types import Resume, TrackerName
+from lean_finetune.config.section import PositiveFloat, PositiveInt, Section, Text
 from lean_finetune.config.train_schema import Train
 
 

@@ -1,8 +1,12 @@
 """Rules of params.yaml for runs on several GPUs."""
 
+from typing import TYPE_CHECKING
+
 from lean_finetune.config.field_types import Sharding
 from lean_finetune.config.rule import Rule, needs
-from lean_finetune.config.schema import Params
+
+if TYPE_CHECKING:
+    from lean_finetune.config.schema import Params
 
 SPLIT_WEIGHTS: frozenset[Sharding] = frozenset({"zero2", "zero3", "hsdp"})
 """Modes in which every GPU stores a shard of each weight."""
@@ -10,13 +14,13 @@ GATHERED_LAYERS: frozenset[Sharding] = frozenset({"zero3", "hsdp"})
 """Modes in which a layer's full weights exist only while it computes."""
 
 
-def _indivisible(params: Params) -> bool:
+def _indivisible(params: "Params") -> bool:
     """Whether hsdp cannot divide the GPUs into groups of shard_group_gpus."""
     gpus, group = params.hardware.num_gpus, params.train.shard_group_gpus
     return params.train.sharding == "hsdp" and group is not None and (gpus % group != 0 or not 1 < group < gpus)
 
 
-def _too_few_groups(params: Params) -> bool:
+def _too_few_groups(params: "Params") -> bool:
     """Whether hsdp cannot divide the GPUs into equal groups of any size."""
     gpus, train = params.hardware.num_gpus, params.train
     return (

@@ -7,32 +7,33 @@ from pydantic import Field
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import (
+    ALL_LINEAR,
     AnyPrecision,
     AttentionName,
     GradCkptPolicy,
     LoraExperts,
-    LoraInit,
     Method,
-    NonNegativeFloat,
     OffloadActivations,
     OffloadState,
-    OptimizerName,
-    PositiveFloat,
-    PositiveInt,
     QuantType,
     Router,
-    Section,
     Sharding,
-    Share,
-    Text,
 )
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.config.rule import Rule, needs
+from lean_finetune.config.section import (
+    LoraStart,
+    NonNegativeFloat,
+    Optimizer,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+    Text,
+)
 
 if TYPE_CHECKING:
     from lean_finetune.config.schema import Params
-
-ALL_LINEAR = "all-linear"
 
 
 class Quant(Section):
@@ -59,7 +60,7 @@ class Lora(Section):
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023)."""
     dora: bool
     """Train the magnitude of each weight row separately from its direction (Liu et al. 2024)."""
-    init: LoraInit
+    init: LoraStart
     """Initial adapters: zero output, the weight's largest singular vectors, or those of the 4-bit error."""
     experts: LoraExperts
     """Mixtures of experts: adapters of no expert, or of both projections of every expert."""
@@ -94,7 +95,7 @@ class Train(Section):
     """Let the CUDA allocator grow its segments instead of reserving segments of fixed sizes."""
     attention: AttentionName
     """Attention kernels. `auto` is sdpa, or eager for models with capped attention scores."""
-    optimizer: OptimizerName
+    optimizer: Optimizer
     """Update rule. It decides the bytes of optimizer state per trained value."""
     offload: OffloadState
     """Move to host memory: nothing, the optimizer and its update, or also weights and gradients."""

@@ -2,16 +2,12 @@
 
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
-
-import click
 
 from lean_finetune.core import signals
-from lean_finetune.core.dvc_leftovers import override_remedy, restore_metrics
+from lean_finetune.core.dvc_leftovers import restore_metrics
 
 # On import, bitsandbytes warns about an optional inference kernel that no stage uses. Every entry imports this module
 # before bitsandbytes.
@@ -31,53 +27,6 @@ class UserError(Exception):
 
 
 @contextmanager
-def one_line_usage_errors(ctx: click.Context) -> Iterator[None]:
-    """Print an error in the command line as one line on standard error and exit with code 1, as for a `UserError`."""
-    try:
-        yield
-    except click.UsageError as error:
-        message = " ".join(error.format_message().split()).removesuffix(".")
-        click.echo(f"error: {message}; see `{ctx.command_path} --help`", err=True)
-        ctx.exit(1)
-
-
-class StageCommand(click.Command):
-    """A click command that prints a `UserError` as one line on standard error and exits with code 1."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the command and exit. A failed one restores the metrics; one that a signal ended exits quickly."""
-        try:
-            return super().main(*args, **kwargs)
-        except BaseException as error:
-            code = error.code if isinstance(error, SystemExit) else 1
-            if code:
-                restore_metrics()
-            if isinstance(code, int) and code > signals.FIRST_OF_SIGNALS:
-                signals.end_soon(code)
-            raise
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line. Exit with 1 and one line if it is wrong."""
-        with one_line_usage_errors(ctx):
-            return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Exit with 1 after a `UserError`, with 128 + its number after a signal."""
-        try:
-            with signals.raised():
-                return super().invoke(ctx)
-        except signals.Interrupted as ending:
-            click.echo(_stopped_line(ending), err=True)
-            sys.exit(ending.exit_code)
-        except UserError as error:
-            message = " ".join(str(error).split())
-            click.echo(f"error: {message}{override_remedy(message)}", err=True)
-            for line in error.details:
-                click.echo(f"  {line}", err=True)
-            sys.exit(1)
-
-
-@contextmanager
 def exit_on_signal() -> Iterator[None]:
     """Exit at once at a stop signal, with the line of a stopped stage. The block must not need any cleanup.
 
@@ -87,13 +36,13 @@ def exit_on_signal() -> Iterator[None]:
     def end(number: int, _: FrameType | None) -> None:
         restore_metrics()
         ending = signals.Interrupted(number)
-        os.write(2, f"{_stopped_line(ending)}\n".encode())
+        os.write(2, f"{stopped_line(ending)}\n".encode())
         os._exit(ending.exit_code)
 
     with signals.handled_by(end):
         yield
 
 
-def _stopped_line(ending: signals.Interrupted) -> str:
+def stopped_line(ending: signals.Interrupted) -> str:
     """The line of a stage that a signal stopped."""
     return f"stopped by {ending.name}: no output is half-written; the same command starts again"

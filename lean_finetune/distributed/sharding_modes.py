@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lean_finetune.config.field_types import Method, Sharding
-from lean_finetune.config.schema import Params
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel
@@ -21,6 +21,9 @@ from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.data_parallel import DataParallelModel
+
+if TYPE_CHECKING:
+    from lean_finetune.config.schema import Params
 
 READ_BY_EVERY_PROCESS: tuple[Method, ...] = ("int8_lora",)
 """Methods whose weights every process reads: 8-bit layers keep values outside of parameters and buffers."""
@@ -39,7 +42,7 @@ class ShardSpec:
     """Mode hsdp: longest wait for another process of the group; None = PyTorch's default."""
 
     @classmethod
-    def from_params(cls, params: Params) -> "ShardSpec":
+    def from_params(cls, params: "Params") -> "ShardSpec":
         """Read train.sharding, train.shard_group_gpus, train.offload and run.rank_timeout_seconds."""
         return cls(
             mode=params.train.sharding,

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lean_finetune.config.train_schema import ALL_LINEAR
+from lean_finetune.config.field_types import ALL_LINEAR
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import (

@@ -1,12 +1,13 @@
 """The settings that estimate, train and evaluate build a model from: weights, adapters, number format."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import (
+    ALL_LINEAR,
     AttentionName,
     GradCkptPolicy,
     LoraExperts,
@@ -16,8 +17,9 @@ from lean_finetune.config.field_types import (
     QuantType,
     Router,
 )
-from lean_finetune.config.schema import Params
-from lean_finetune.config.train_schema import ALL_LINEAR
+
+if TYPE_CHECKING:
+    from lean_finetune.config.schema import Params
 
 DTYPES = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -40,7 +42,7 @@ class WeightsSpec:
     double_quant: bool = True
 
     @classmethod
-    def from_params(cls, params: Params, precision: Precision) -> "WeightsSpec":
+    def from_params(cls, params: "Params", precision: Precision) -> "WeightsSpec":
         """Read train.method and train.quant; `precision` is train.precision resolved for the device."""
         train = params.train
         return cls(
@@ -114,7 +116,7 @@ class ModelSpec(WeightsSpec):
     seed: int
 
     @classmethod
-    def from_params(cls, params: Params, precision: Precision) -> "ModelSpec":
+    def from_params(cls, params: "Params", precision: Precision) -> "ModelSpec":
         """Read the `train` section and the seed; `precision` is train.precision resolved for the device."""
         train, lora = params.train, params.train.lora
         return cls(

@@ -1,12 +1,14 @@
 """Choose the number format for a device (train.precision), with a reason."""
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lean_finetune.config.field_types import AnyPrecision, Precision
-from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
+
+if TYPE_CHECKING:
+    from lean_finetune.config.schema import Params
 
 
 def choose_precision(
@@ -37,7 +39,7 @@ def choose_precision(
     return "fp16", f"{name} has no native bf16"
 
 
-def precision_of(params: Params, verdict: Path) -> Precision:
+def precision_of(params: "Params", verdict: Path) -> Precision:
     """The precision of a run: train.precision, or for `auto` the choice that stage estimate wrote into its verdict."""
     choice = params.train.precision
     return read_json(verdict)["precision"] if choice == "auto" else choice

@@ -3,7 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -11,10 +11,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lean_finetune.config.field_types import OffloadState, OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.config.schema import Params
 from lean_finetune.step.host_transfer import HostContext, HostTransfer
 from lean_finetune.step.master_weights import MasterWeights
 from lean_finetune.step.optimizers import make_optimizer, make_state
+
+if TYPE_CHECKING:
+    from lean_finetune.config.schema import Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class OptimSpec:
     """Whether state and update are on the host; with `parameters`, trained parameters are there already."""
 
     @classmethod
-    def from_params(cls, params: Params, lr: float) -> "OptimSpec":
+    def from_params(cls, params: "Params", lr: float) -> "OptimSpec":
         """Read the `train` section; `lr` is what train.lr means."""
         train = params.train
         return cls(

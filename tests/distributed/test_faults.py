@@ -21,7 +21,7 @@ STEP = 4
 LAUNCH = """
 import sys
 from pathlib import Path
-from lean_finetune.core.errors import StageCommand
+from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.distributed.launch import launch
 import click
 

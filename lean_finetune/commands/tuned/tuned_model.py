@@ -11,8 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from transformers import PretrainedConfig
 
-from lean_finetune.config.field_types import Method, Precision
-from lean_finetune.config.train_schema import ALL_LINEAR
+from lean_finetune.config.field_types import ALL_LINEAR, Method, Precision
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.memory_limits import free_host_bytes

@@ -1,14 +1,17 @@
 """The parameters of a run that its memory depends on, besides the shapes of its micro-batches."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import OffloadActivations, OffloadState, OptimizerName, Precision
-from lean_finetune.config.schema import Params
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.run_optimizer import OptimSpec
+
+if TYPE_CHECKING:
+    from lean_finetune.config.schema import Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,7 @@ class Setting:
     """How several GPUs share the run; None = one GPU."""
 
     @classmethod
-    def from_params(cls, params: Params, precision: Precision, *, accumulates_gradients: bool) -> "Setting":
+    def from_params(cls, params: "Params", precision: Precision, *, accumulates_gradients: bool) -> "Setting":
         """Read `train`, `seed` and `hardware.num_gpus`.
 
         `precision` is what train.precision resolves to on the device. `accumulates_gradients`: over several

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from lean_finetune.config.train_schema import ALL_LINEAR
+from lean_finetune.config.field_types import ALL_LINEAR
 from lean_finetune.memory.predict.optimizer_states import FP32_BYTES, PAGED, Line, Trained, by_type, optimizer_tensors
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target

@@ -7,7 +7,7 @@ functions.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import bitsandbytes.nn.modules as bnb_modules
@@ -22,7 +22,6 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
-from lean_finetune.config.schema import Params
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.distributed import fsdp, replicated
 from lean_finetune.distributed.processes import World
@@ -32,6 +31,9 @@ from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZ
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, named_trained
+
+if TYPE_CHECKING:
+    from lean_finetune.config.schema import Params
 
 SHARDED = {WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER}
 """Categories that FSDP2 divides among GPUs; scales of quantised weights are replicated."""
@@ -51,7 +53,7 @@ class Sharing:
     """Mode zero1, for traces of fewer layers: shapes and types that the fullest GPU of the whole model updates."""
 
     @classmethod
-    def from_params(cls, params: Params, *, accumulates_gradients: bool) -> "Sharing | None":
+    def from_params(cls, params: "Params", *, accumulates_gradients: bool) -> "Sharing | None":
         """Read hardware.num_gpus and train.sharding; None for one GPU."""
         found = cls(
             spec=ShardSpec.from_params(params),

@@ -1,0 +1,48 @@
+"""The sections of params.yaml, and the ranges and registries that their fields are checked against."""
+
+from collections.abc import Mapping
+from datetime import date
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS
+from lean_finetune.config.field_types import LoraInit, OptimizerName
+from lean_finetune.config.optimizers import OPTIMIZERS
+
+
+def _iso_date(value: Any) -> str:
+    """A date as YYYY-MM-DD. YAML reads a date without quotes as a date object."""
+    try:
+        return (value if isinstance(value, date) else date.fromisoformat(value)).strftime("%Y-%m-%d")
+    except (TypeError, ValueError):
+        raise PydanticCustomError("date", "must be a date as YYYY-MM-DD") from None
+
+
+def _key_of(known: Mapping[str, Any]) -> AfterValidator:
+    """Accept a key of a registry, which may gain entries after import."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            *others, last = map(repr, known)
+            raise PydanticCustomError("choice", "must be {names}", {"names": f"{', '.join(others)} or {last}"})
+        return name
+
+    return AfterValidator(check)
+
+
+Text = Annotated[str, Field(min_length=1)]
+IsoDate = Annotated[str, BeforeValidator(_iso_date)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+LoraStart = Annotated[LoraInit, _key_of(ADAPTER_STARTS)]
+Optimizer = Annotated[OptimizerName, _key_of(OPTIMIZERS)]
+
+
+class Section(BaseModel):
+    """A frozen, strict part of params.yaml without defaults. Unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
