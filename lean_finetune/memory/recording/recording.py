@@ -55,6 +55,8 @@ class Segment:
     is_expandable: bool = False
     is_small: bool | None = None
     """Whether it belongs to the pool of requests up to 1 MiB; None if unknown."""
+    private_pool: tuple[int, int] = (0, 0)
+    """Id of its private pool, of CUDA graphs or a torch.cuda.MemPool; (0, 0) is the default pool."""
     blocks: tuple[LiveBlock, ...] = ()
     """Ascending by address. The rest of the segment is free."""
 
@@ -70,6 +72,8 @@ class Event:
     stack: int | None = None
     """Index into `Recording.stacks`; None if unknown."""
     time_us: int | None = None
+    private_pool: tuple[int, int] = (0, 0)
+    """As in `Segment`. Only needed of `segment_alloc` and `segment_map`: allocations lie in their segments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
