@@ -16,6 +16,7 @@ LoraInit = str
 LoraExperts = Literal["none", "all"]
 Router = Literal["frozen", "trained"]
 Resume = Literal["exact", "compatible"]
+MemorySnapshot = Literal["never", "on_oom", "first_steps"]
 TrackerName = Literal["dvclive", "tensorboard", "wandb", "mlflow"]
 OptimizerName = str
 """A key of OPTIMIZERS."""

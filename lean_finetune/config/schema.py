@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lean_finetune.config.data_schema import Data
-from lean_finetune.config.field_types import Resume, TrackerName
+from lean_finetune.config.field_types import MemorySnapshot, Resume, TrackerName
 from lean_finetune.config.section import PositiveFloat, PositiveInt, Section, Text
 from lean_finetune.config.train_schema import Train
 
@@ -92,6 +92,8 @@ class Run(Section):
     """Library that encodes text. `auto` uses tiktoken where it gives the same ids, which every run checks."""
     oom_recovery: Literal["none", "split"]
     """What train does when a step runs out of memory: stop, or split the step's micro-batches and repeat it."""
+    memory_snapshot: MemorySnapshot
+    """When train writes the history of CUDA's allocator: never | when memory runs out | also after the first steps."""
     loader_threads: Annotated[int, Field(ge=0)]
     """Threads that read batches ahead of training. 0 reads them in the training thread. The batches are the same."""
     checkpoint_seconds: PositiveFloat | None

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,11 +26,12 @@ from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, mark_finish
 from lean_finetune.train.job import Paths, make_job, prepare_device
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
+from lean_finetune.train.monitor.memory_snapshot import OOM_FILE, MemorySnapshots
 from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.oom.oom_report import oom_error, read_prediction
 from lean_finetune.train.oom.oom_state import SAVE, Failure, OutOfMemory
 from lean_finetune.train.process.best_effort_output import ignore_output_errors
-from lean_finetune.train.process.crash_marker import crash_marker
+from lean_finetune.train.process.crash_marker import CrashMarker, crash_marker
 from lean_finetune.train.process.ranks import (
     claim_device,
     describe_position,
@@ -77,11 +77,13 @@ def _run(
     check_size(world, params.hardware.num_gpus)
     spec = ModelSpec.from_params(params, precision_of(params, paths.verdict))
     prepare_device(params, spec, device, world, paths, _notify)
+    snapshots = MemorySnapshots(params.run.memory_snapshot, device, scratch_root(), world, _notify)
     job = make_job(params, spec, device, world, paths)
     if job.note is not None and world.is_first:
         click.echo(job.note)
     stop = StopRequest()
     with ExitStack() as stack:
+        stack.callback(snapshots.close)
         marker = stack.enter_context(crash_marker(scratch_root() / "running", _notify, reports=world.local_rank == 0))
         stack.enter_context(handle_signals(stop))
         root, part = scratch_root(), resumable_part(fingerprint)
@@ -97,7 +99,7 @@ def _run(
                 disk_space=_disk_space(params, job, paths),
             )
         )
-        oom_handler = _oom_handler(job, params.run, paths, marker.step_started)
+        oom_handler = _oom_handler(job, params.run, paths, marker, snapshots)
         position = partial(describe_position, oom_handler.position)
         timeout = params.run.rank_timeout_seconds
 
@@ -142,11 +144,20 @@ def _disk_space(params: Params, job: TrainJob, paths: Paths) -> DiskSpace:
     return DiskSpace(out=paths.out, merged_bytes=merged if params.train.merge else 0, enforce=enforce, notify=_notify)
 
 
-def _oom_handler(job: TrainJob, run: Run, paths: Paths, on_step: Callable[[int], None]) -> OomHandler:
+def _oom_handler(job: TrainJob, run: Run, paths: Paths, marker: CrashMarker, snapshots: MemorySnapshots) -> OomHandler:
     """Create the handler; it reads the prediction only when memory runs out."""
     name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "this machine"
     split = run.oom_recovery == "split"
+    snapshot: Path | None = None
     can_split = not (split or job.world.size > 1 or job.step_spec.optimizer_in_backward)
+
+    def on_step(step: int) -> None:
+        marker.step_started(step)
+        snapshots.step_started()
+
+    def on_failure() -> None:
+        nonlocal snapshot
+        snapshot = snapshots.write(OOM_FILE)
 
     def report(failure: Failure) -> OutOfMemory:
         prediction = read_prediction(read_json(paths.estimate), paths.verdict.parent)
@@ -158,6 +169,7 @@ def _oom_handler(job: TrainJob, run: Run, paths: Paths, on_step: Callable[[int],
             optimizer=job.optim_spec.name,
             can_split=can_split,
             record=scratch_root() / "oom.json",
+            snapshot=snapshot,
         )
 
     return OomHandler(
@@ -166,6 +178,7 @@ def _oom_handler(job: TrainJob, run: Run, paths: Paths, on_step: Callable[[int],
         updates_in_backward=job.step_spec.optimizer_in_backward,
         report=report,
         on_step=on_step,
+        on_failure=on_failure,
     )
 
 

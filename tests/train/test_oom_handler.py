@@ -18,7 +18,7 @@ from lean_finetune.train.checkpoint.training_state import TrainingRun
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.oom.oom_handler import OomHandler
-from lean_finetune.train.oom.oom_state import MOST_BLOCKS, MOST_SEGMENTS, Failure, OutOfMemory
+from lean_finetune.train.oom.oom_state import Failure, OutOfMemory
 from lean_finetune.train.process.stop_signals import StopRequest
 from lean_finetune.train.train_job import TrainJob, TrainResult
 from tests.small_model import CPU, spec_of
@@ -255,8 +255,6 @@ def test_gpu_out_of_memory_is_reported_and_recovered_with_the_same_losses(small_
     assert failure.phase in ("forward", "backward") and (failure.step, failure.rows) == (0, GPU_ROWS)
     assert failure.requested_bytes and failure.live_bytes and failure.reserved_bytes and failure.weights_intact
     assert failure.live_bytes >= sum(failure.by_category.values()) > 0
-    segments = failure.snapshot["segments"]
-    assert 0 < len(segments) <= MOST_SEGMENTS and all(len(one["blocks"]) <= MOST_BLOCKS for one in segments)
     result = train(job, make_meter(job.device), oom_handler=handler_of(split=True, seen=seen, device=job.device))
     assert losses(result) == pytest.approx(losses(free), rel=1e-4)
     assert result.oom_splits is not None and result.oom_splits["steps"] == GPU_STEPS

@@ -35,9 +35,9 @@ FAILURE = Failure(
     total_bytes=24 * GIB,
     addresses=None,
     weights_intact=True,
-    snapshot={"segments": []},
+    process_status=None,
 )
-FULL: dict[str, Any] = {"spec": spec_of(method="full"), "optimizer": "adamw", "can_split": True}
+FULL: dict[str, Any] = {"spec": spec_of(method="full"), "optimizer": "adamw", "can_split": True, "snapshot": None}
 METRICS = {"worst_phase": "backward", "gpu": "RTX-4090", "capacity_gib": 23.99}
 FORECAST = Prediction(
     metrics=METRICS,
@@ -94,7 +94,7 @@ def test_each_phase_has_its_own_remedy(tmp_path: Path, changes: dict[str, Any], 
 
 def test_current_settings_are_not_proposed(tmp_path: Path):
     """A run of qlora that is advised to use qlora, and one of sgd to use an optimizer with less state."""
-    least = {"spec": spec_of(method="qlora", precision="bf16"), "optimizer": "sgd", "can_split": False}
+    least = FULL | {"spec": spec_of(method="qlora", precision="bf16"), "optimizer": "sgd", "can_split": False}
     for phase in ("load", "optimizer"):
         failure = replace(FAILURE, phase=phase, step=None, number=None, weights_intact=False)
         assert lines_of(failure, tmp_path, running=least)[0].startswith("hardware.gpu: ")
@@ -176,3 +176,11 @@ def test_requested_bytes_are_parsed_from_real_messages():
     assert requested_bytes(str(refused_too.value)) == 2**49
     assert requested_bytes("Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.11 GiB") == 3 * GIB // 2
     assert requested_bytes("CUDA error: out of memory") is None
+
+
+def test_snapshot_is_named_with_the_command_that_explains_it(tmp_path: Path):
+    """A file of 21 MiB that nobody knows what to do with."""
+    lines = lines_of(FAILURE, tmp_path, running=FULL | {"snapshot": tmp_path / "oom_snapshot.pickle"})
+    assert lines[-1] == (
+        f"to see what filled the memory, run: lean-finetune snapshot {tmp_path / 'oom_snapshot.pickle'}"
+    )

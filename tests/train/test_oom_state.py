@@ -163,7 +163,7 @@ def test_large_batch_is_refused_with_measured_memory_and_changes_that_fit(runs: 
     assert "dvc exp run -S run.oom_recovery=split" in refused.errors
     assert lines[-1] == "  no checkpoint was made: the same command starts at the first step"
     record = json.loads((refused.workspace / "scratch/train/oom.json").read_text())
-    assert record["failure"]["padded_tokens"] == 32 * 256 and record["failure"]["snapshot"]["process_status"]["VmRSS"]
+    assert record["failure"]["padded_tokens"] == 32 * 256 and record["failure"]["process_status"]["VmRSS"]
     assert not (refused.workspace / "data/tuned").exists() and not (refused.workspace / "metrics/train.json").exists()
 
 

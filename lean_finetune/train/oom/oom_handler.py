@@ -79,13 +79,16 @@ class OomHandler:
         split: bool = False,
         report: Callable[[Failure], OutOfMemory] = plain_report,
         on_step: Callable[[int], None] = lambda step: None,
+        on_failure: Callable[[], object] = lambda: None,
     ):
         """Create it before the model is loaded.
 
         `split`: repeat a step that failed in smaller micro-batches. `updates_in_backward`: weights change during a
-        step. `report` returns the error for the user. `on_step` is called as each step starts.
+        step. `report` returns the error for the user. `on_step` is called as each step starts, `on_failure` before
+        `report`, while the tensors that fill the memory still exist.
         """
-        self._device, self._split, self._report, self._on_step = device, split, report, on_step
+        self._device, self._split, self._report = device, split, report
+        self._on_step, self._on_failure = on_step, on_failure
         self.position = RunPosition(device, updates_in_backward=updates_in_backward)
 
     def step(
@@ -106,12 +109,15 @@ class OomHandler:
                 if not is_out_of_memory(error):
                     raise
                 failure = self.position.failure(error)
+                recovers = self._split and failure.can_split
+                if not recovers:
+                    self._on_failure()
             # The exception is gone here, and with it the frames that referenced the step's tensors.
             model.zero_grad(set_to_none=True)
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            if not (self._split and failure.can_split):
+            if not recovers:
                 raise self._report(failure)
             stream.split(step, failure.padded_tokens // 2)
 
@@ -125,6 +131,7 @@ class OomHandler:
             if not is_out_of_memory(error):
                 raise
             failure = self.position.failure(error)
+            self._on_failure()
         raise self._report(failure)
 
 

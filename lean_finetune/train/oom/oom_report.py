@@ -57,11 +57,12 @@ def oom_error(
     optimizer: OptimizerName,
     can_split: bool,
     record: Path,
+    snapshot: Path | None,
 ) -> OutOfMemory:
     """Return the error that ends the run, and write all details to `record`, a JSON file.
 
     `spec` and `optimizer` are the current ones, which are never proposed. `can_split`: run.oom_recovery=split is
-    possible and not set yet.
+    possible and not set yet. `snapshot` is the file of the allocator's history, if one was written.
     """
     commands = changes_that_fit(failure, prediction)
     split = "or split steps when memory runs out: dvc exp run -S run.oom_recovery=split"
@@ -79,6 +80,7 @@ def oom_error(
         *commands,
         *([split] if can_split and failure.can_split else []),
         written,
+        *([] if snapshot is None else [f"to see what filled the memory, run: lean-finetune snapshot {snapshot}"]),
     ]
     parameter, remedy = _first_remedy(failure, spec, optimizer)
     text = f"{parameter}: {_where(failure, device)}; {remedy}, or change the run as below"

@@ -9,9 +9,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from heapq import nlargest
-from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +28,6 @@ READING = "reading"
 SIZES = {"bytes": 1, "byte": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 RESERVE_BYTES = 8 * 2**20
 """Address space that is reserved and released at an out-of-memory error: reporting it needs some."""
-MOST_SEGMENTS, MOST_BLOCKS = 64, 64
-"""Limits of a snapshot: largest segments, and largest blocks of each."""
 
 
 def requested_bytes(message: str) -> int | None:
@@ -74,8 +69,8 @@ class Failure:
     """The limit of the address space, if that was exhausted; None if memory was."""
     weights_intact: bool
     """No weight has changed since the last finished step, so training can continue from it."""
-    snapshot: Mapping[str, Any]
-    """More, for the file: see `snapshot_of`."""
+    process_status: Mapping[str, int] | None
+    """Linux's counters of this process on a CPU; None on a GPU."""
 
     @property
     def can_split(self) -> bool:
@@ -168,7 +163,7 @@ class RunPosition:
             total_bytes=total,
             addresses=None if cuda else address_limit_met(requested),
             weights_intact=self.phase_name in ((FORWARD,) if self._updates_in_backward else (FORWARD, BACKWARD, CLIP)),
-            snapshot=snapshot_of(self._device),
+            process_status=None if cuda or not STATUS.exists() else process_status(),
         )
 
     def _by_category(self) -> dict[str, int]:
@@ -187,28 +182,3 @@ class RunPosition:
             storages = [one.untyped_storage() for one in tensors if one.device.type == self._device.type]
             sizes[name] = sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # Each once.
         return sizes
-
-
-def snapshot_of(device: torch.device) -> dict[str, Any]:
-    """Return memory in detail, of limited size: the allocator's largest segments, or the process status on a CPU."""
-    if device.type != "cuda":
-        return {"process_status": process_status() if STATUS.exists() else None}
-
-    segments = torch.cuda.memory_snapshot()
-    return {
-        "segments": [
-            {
-                "bytes": segment["total_size"],
-                "allocated_bytes": segment["allocated_size"],
-                "kind": segment["segment_type"],
-                "expandable": segment.get("is_expandable", False),
-                "blocks": [
-                    {"bytes": block["size"], "state": block["state"]}
-                    for block in nlargest(MOST_BLOCKS, segment["blocks"], key=itemgetter("size"))
-                ],
-                "blocks_left_out": max(0, len(segment["blocks"]) - MOST_BLOCKS),
-            }
-            for segment in nlargest(MOST_SEGMENTS, segments, key=itemgetter("total_size"))
-        ],
-        "segments_left_out": max(0, len(segments) - MOST_SEGMENTS),
-    }
