@@ -101,10 +101,13 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
     """What the training step does not support; later checks may assume that earlier ones passed."""
     name, file = config.model_type, f"{directory}/config.json"
     of_text = type(config) in AutoModelForCausalLM._model_mapping or is_multimodal(config)
-    if not of_text or not hasattr(config.get_text_config(), "num_hidden_layers"):
-        yield f"must be a causal language model; got model_type {name!r}"
-    if getattr(config, "is_encoder_decoder", False):
+    not_causal = f"must be a causal language model; got model_type {name!r}"
+    if not of_text:
+        yield not_causal
+    if getattr(config, "is_encoder_decoder", False):  # Of both, get_text_config finds none.
         yield f"must be a decoder alone; got {name}, an encoder with a decoder"
+    if not hasattr(config.get_text_config(), "num_hidden_layers"):
+        yield not_causal
     if getattr(config, "is_decoder", True) is False and type(config) in AutoModelForMaskedLM._model_mapping:
         yield f"must be a decoder; {name} attends to later tokens as well, as {file} does not say is_decoder"
     if (unsupported := unsupported_format(config)) is not None:
