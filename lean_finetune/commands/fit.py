@@ -14,10 +14,10 @@ from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.config.field_types import AnyPrecision, Method
 from lean_finetune.config.load import PARAMS_FILE, load_params
 from lean_finetune.config.overrides import with_flags
-from lean_finetune.config.schema import Params, round_up
+from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.core.units import GIB
+from lean_finetune.core.units import GIB, round_up
 from lean_finetune.memory.gpus import GPUS, named_gpu
 from lean_finetune.pinning.locate import find_model
 

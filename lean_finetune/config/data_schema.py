@@ -7,7 +7,6 @@ from pydantic import Discriminator, Field, Tag
 from lean_finetune.config.field_types import Format
 from lean_finetune.config.section import IsoDate, PositiveFloat, PositiveInt, Section, Text
 
-HUB_PREFIX = "hf://"
 HELDOUT_SOURCE = "data.heldout_source"
 SOURCE_KEYS = ("source", "heldout_source")
 SOURCE_FORMS = ("path", "list")

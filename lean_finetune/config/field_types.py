@@ -21,5 +21,7 @@ TrackerName = Literal["dvclive", "tensorboard", "wandb", "mlflow"]
 OptimizerName = str
 """A key of OPTIMIZERS."""
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+HUB_PREFIX = "hf://"
+"""Start of a `data.source` that is a data set of the Hugging Face Hub."""
 ALL_LINEAR = "all-linear"
 """The value of `train.lora.targets` that stands for every linear layer."""

@@ -121,8 +121,3 @@ class Params(Section):
     train: Train
     evaluate: Evaluate
     run: Run
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple

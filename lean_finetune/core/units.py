@@ -1,9 +1,14 @@
-"""Format byte counts and times for people. All other code computes in bytes and seconds."""
+"""Round sizes, and format byte counts and times for people. All other code computes in bytes and seconds."""
 
 MIB = 2**20
 GIB = 2**30
 TIMES = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 UNITS = ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB"), (1, "B"))
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
 
 
 def reading_unit(count: int) -> tuple[int, str]:

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.config.data_schema import HELDOUT_SOURCE, HUB_PREFIX, Data, Source, named_sources
+from lean_finetune.config.data_schema import HELDOUT_SOURCE, Data, Source, named_sources
+from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.core.atomic_files import sha256_file, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import KNOWN_NAMES, file_kind

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
-from lean_finetune.config.data_schema import HUB_PREFIX
+from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import KNOWN_NAMES
 

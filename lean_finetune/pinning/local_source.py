@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.config.data_schema import HUB_PREFIX
+from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.core.atomic_files import find_source, repo_root, sha256_file
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import KNOWN_NAMES, file_kind, glob_base, is_documentation, is_hidden

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.config.data_schema import HUB_PREFIX
+from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.core.atomic_files import file_digest, find_source, repo_root
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import FileKind, file_kind, glob_base

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.config.data_schema import Source
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.arrow_files import damaged, open_batches, read_column
+
+if TYPE_CHECKING:
+    from lean_finetune.config.data_schema import Source
 
 COLUMNS = {
     "length": (pa.int32(),),
@@ -40,7 +43,7 @@ class RowIndex:
         return all(weight == 1.0 for weight in self.weights) and not self.dropped.any()
 
 
-def source_weights(source: str | Sequence[Source]) -> tuple[float, ...]:
+def source_weights(source: "str | Sequence[Source]") -> tuple[float, ...]:
     """The weight of each source, from the value of data.source."""
     return (1.0,) if isinstance(source, str) else tuple(one.weight for one in source)
 

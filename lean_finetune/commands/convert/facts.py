@@ -8,8 +8,8 @@ from typing import Any
 from lean_finetune.commands.convert.converted import Converted
 from lean_finetune.commands.convert.dataset_info import FILE, find_dataset_info, read_sources
 from lean_finetune.config.other_tools import Table, shared
-from lean_finetune.config.schema import round_up
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.units import round_up
 from lean_finetune.pinning.hub import HUB_ID
 
 LENGTH, PAD_MULTIPLE = 4096, 8

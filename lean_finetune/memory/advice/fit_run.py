@@ -9,8 +9,9 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import Precision
 from lean_finetune.config.overrides import with_flags
-from lean_finetune.config.schema import Params, round_up
+from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.units import round_up
 from lean_finetune.memory.advice.largest_that_fits import Limits, find_limits
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.step_cost import tokens_per_second
