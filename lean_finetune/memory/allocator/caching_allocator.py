@@ -1,31 +1,22 @@
 """Emulate PyTorch's CUDA caching allocator: how much a sequence of allocations and frees makes it reserve.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp as PyTorch has had them since 2.1, read in the source of 2.6;
-the constants are those of the headers of 2.13. They hold for the default settings (no max_split_size_mb,
-roundup_power2_divisions or garbage_collection_threshold; expandable_segments on or off) and for one stream. The driver
-chooses the address of a new segment, which only matters between free blocks of equal size. Here addresses rise.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp as PyTorch has had them since 2.1, read in the source of 2.6
+and of 2.10; the constants are those of the headers of 2.13. The driver chooses the address of a new segment, which only
+matters between free blocks of equal size. Here addresses rise, unless the caller knows them.
 
 Sizes inside are in units of 512 bytes, to which the allocator rounds every request.
 """
 
 from bisect import bisect_left, insort
+from typing import NamedTuple
 
-from lean_finetune.core.units import MIB, readable_size
-from lean_finetune.memory.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, BlockPool
+from lean_finetune.core.units import readable_size
+from lean_finetune.memory.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, BlockPool, DriverCall
+from lean_finetune.memory.allocator.partial_release import collect_garbage, release_oversize
+from lean_finetune.memory.allocator.settings import MIB_UNITS, SMALL_UNITS, UNIT_BYTES, AllocatorSettings
 
-UNIT_BYTES = 512
-"""Every request is rounded up to a multiple of this (kMinBlockSize)."""
-MIB_UNITS = MIB // UNIT_BYTES
-SMALL_UNITS = MIB_UNITS
-"""Largest request that the small pool serves (kSmallSize)."""
-SMALL_SEGMENT_UNITS = 2 * MIB_UNITS
-"""Size of a segment of the small pool, and of the pages of its expandable segment (kSmallBuffer)."""
 LARGE_SEGMENT_UNITS = 20 * MIB_UNITS
-"""Size of a segment for large requests below OWN_SEGMENT_UNITS, and of the pages of the large pool (kLargeBuffer)."""
-OWN_SEGMENT_UNITS = 10 * MIB_UNITS
-"""Smallest request that gets a segment to itself (kMinLargeAlloc)."""
-OWN_SEGMENT_STEP_UNITS = 2 * MIB_UNITS
-"""The size of such a segment is rounded up to a multiple of this (kRoundLarge)."""
+"""New segments begin at multiples of this."""
 MIN_REMAINDER_UNITS = 1
 """A block of the small pool or of an expandable segment is split if at least so much remains."""
 MIN_LARGE_REMAINDER_UNITS = MIB_UNITS + 1
@@ -38,30 +29,71 @@ class OutOfMemory(Exception):
     """The device cannot serve a request, even after the allocator released every cached block."""
 
 
-class CachingAllocator:
-    """The caching allocator of one GPU and one stream."""
+class Arena(NamedTuple):
+    """What may share blocks: one stream, and one private pool of it."""
 
-    def __init__(self, *, expandable: bool, capacity_bytes: int | None):
+    stream: int = 0
+    private_pool: tuple[int, int] = (0, 0)
+    """Id of a pool of CUDA graphs; (0, 0) is the default pool."""
+
+
+DEFAULT_ARENA = Arena()
+DEFAULT_SETTINGS = AllocatorSettings()
+
+
+class CachingAllocator:
+    """The caching allocator of one GPU."""
+
+    def __init__(self, *, expandable: bool, capacity_bytes: int | None, settings: AllocatorSettings = DEFAULT_SETTINGS):
         """Create an allocator that has nothing reserved; `capacity_bytes` of device memory, None for no limit."""
-        self.expandable, self.capacity_bytes = expandable, capacity_bytes
-        min_large_remainder = MIN_REMAINDER_UNITS if expandable else MIN_LARGE_REMAINDER_UNITS
-        self._small = BlockPool(page=SMALL_SEGMENT_UNITS, min_remainder=MIN_REMAINDER_UNITS)
-        self._large = BlockPool(page=LARGE_SEGMENT_UNITS, min_remainder=min_large_remainder)
+        self.expandable, self.capacity_bytes, self.settings = expandable, capacity_bytes, settings
+        limit = settings.max_split_bytes
+        self.max_split = None if limit is None else limit // UNIT_BYTES
+        """Units from which on a block is not split; None for no limit."""
+        self._arenas: dict[Arena, tuple[BlockPool, BlockPool]] = {}
         self._live: dict[int, int] = {}
-        self._next_segment = 0
+        self._pool_of: dict[int, BlockPool] = {}
+        self.pending: dict[int, int] = {}
+        """Handles of blocks that the program freed and another stream still uses, by any name. Where memory is short,
+        the allocator waits for that stream and frees them."""
+        self._next_address = 0
+        self.next_segment: tuple[int, int] | None = None
+        """Where the caller knows what the driver will answer: start of the next segment, and its size in units, or the
+        address range that an expandable one may have."""
+        self.driver_calls: list[DriverCall] = []
+        """Every call so far; the caller may clear it."""
         self.allocated_bytes = self.peak_allocated_bytes = 0
         """In live blocks, now and at most since the start or `reset_peaks`: torch.cuda.memory_allocated."""
         self.reserved_bytes = self.peak_reserved_bytes = 0
         """Reserved from the driver, now and at most: torch.cuda.memory_reserved."""
         self.retries = 0
         """How often all cached blocks were released to serve a request (num_alloc_retries)."""
+        self.searches = 0
+        """Number of searches in the large pools, by which the garbage collection measures age."""
+        self.free_since: dict[int, int] = {}
+        """`searches` when a block became free, by start."""
 
     def reset_peaks(self) -> None:
         """Start both peaks anew: torch.cuda.reset_peak_memory_stats."""
         self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
-    def allocate(self, count_bytes: int) -> int:
-        """Serve a request of at least one byte and return a handle for `free`.
+    def pool(self, arena: Arena, *, is_small: bool) -> BlockPool:
+        """The pool of small or of large blocks of an arena."""
+        pools = self._arenas.get(arena)
+        if pools is None:
+            small, large = (
+                BlockPool(
+                    page=self.settings.page_units(is_small=small),
+                    is_small=small,
+                    is_private=arena.private_pool != (0, 0),
+                )
+                for small in (True, False)
+            )
+            pools = self._arenas[arena] = small, large
+        return pools[0] if is_small else pools[1]
+
+    def allocate(self, count_bytes: int, arena: Arena = DEFAULT_ARENA) -> int:
+        """Serve a request of at least one byte and return a handle for `free`: its address in units.
 
         Raises:
             OutOfMemory: the capacity is exhausted, even after cached blocks were released.
@@ -69,46 +101,91 @@ class CachingAllocator:
         """
         if count_bytes < 1:
             raise ValueError(f"a request is at least one byte, got {count_bytes}")
-        wanted = (count_bytes + UNIT_BYTES - 1) // UNIT_BYTES
-        pool = self._small if wanted <= SMALL_UNITS else self._large
-        place = bisect_left(pool.fits, wanted << ADDRESS_BITS)
-        if place == len(pool.fits):
+        wanted = self.settings.round_up(count_bytes)
+        pool = self.pool(arena, is_small=wanted <= SMALL_UNITS)
+        self.searches += not pool.is_small
+        place = self._best_fit(pool, wanted)
+        if place is None:
             start, size = self._new_block(pool, wanted)
         else:
-            if pool.unmapped:
-                place = pool.best_expandable_fit(place)
             fit = pool.fits.pop(place)
             start, size = fit & ADDRESS_MASK, fit >> ADDRESS_BITS
             del pool.free[start], pool.free_ends[start + size]
-        remainder = size - wanted
-        if remainder >= pool.min_remainder:  # The block behind it is in use: nothing to merge.
-            insort(pool.fits, remainder << ADDRESS_BITS | (start + wanted))
-            pool.free[start + wanted], pool.free_ends[start + size] = remainder, start + wanted
+        if self._is_split(pool, wanted, size - wanted):  # The block behind it is in use: nothing to merge.
+            rest = start + wanted
+            insort(pool.fits, (size - wanted) << ADDRESS_BITS | rest)
+            pool.free[rest], pool.free_ends[start + size] = size - wanted, rest
+            self.free_since[rest] = self.searches
             size = wanted
-        self._live[start] = size
+        self.add_live(pool, start, size)
+        return start
+
+    def add_live(self, pool: BlockPool, start: int, size: int) -> None:
+        """Count a block as allocated."""
+        self._live[start], self._pool_of[start] = size, pool
         self.allocated_bytes += size * UNIT_BYTES
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        return start
+
+    def count_reserved(self, size: int) -> None:
+        """Count units as reserved."""
+        self.reserved_bytes += size * UNIT_BYTES
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _is_split(self, pool: BlockPool, wanted: int, remainder: int) -> bool:
+        """Whether the remainder of a block becomes a free block."""
+        if pool.is_small or self.expandable:
+            return remainder >= MIN_REMAINDER_UNITS
+        return remainder >= MIN_LARGE_REMAINDER_UNITS and (self.max_split is None or wanted < self.max_split)
+
+    def _best_fit(self, pool: BlockPool, wanted: int) -> int | None:
+        """The place in `pool.fits` of the free block that serves a request; None if none does."""
+        place = bisect_left(pool.fits, wanted << ADDRESS_BITS)
+        if place < len(pool.fits) and pool.spaces:
+            place = pool.best_expandable_fit(place) if self.expandable else pool.first_fixed_fit(place)
+        if place == len(pool.fits):
+            return None
+        if self.max_split is not None:
+            size = pool.fits[place] >> ADDRESS_BITS
+            rounding = self.settings.max_non_split_rounding_bytes // UNIT_BYTES
+            if size >= (self.max_split if wanted < self.max_split else wanted + rounding):
+                return None
+        return place
 
     def free(self, handle: int) -> None:
         """Free an allocated block; it stays reserved."""
-        size = self._live.pop(handle)
+        size, pool = self._live.pop(handle), self._pool_of.pop(handle)
         self.allocated_bytes -= size * UNIT_BYTES
-        # Blocks of the small pool are always split, so only they are this small.
-        (self._small if size <= SMALL_UNITS else self._large).put(handle, size)
+        self.free_since[pool.put(handle, size)] = self.searches
+
+    def live_blocks(self) -> list[int]:
+        """The handles of every allocated block."""
+        return list(self._live)
 
     def release_cached(self) -> None:
         """Release memory that holds no live block to the driver: torch.cuda.empty_cache.
 
         A fixed segment is released if all of it is free; of an expandable segment, every page that is free.
         """
-        for pool in (self._large, self._small):
-            for start in [fit & ADDRESS_MASK for fit in pool.fits]:
-                if self.expandable:
-                    self._unmap(pool, start)
-                elif pool.free[start] == pool.segments.get(start):
-                    self.reserved_bytes -= pool.take(start) * UNIT_BYTES
-                    del pool.segments[start]
+        while self.pending:
+            self.free(self.pending.popitem()[1])
+        for pool, call in self.releasable():
+            self.release(pool, call)
+
+    def releasable(self) -> list[tuple[BlockPool, DriverCall]]:
+        """What `release_cached` would release now."""
+        pools = [pool for arena in self._arenas.values() for pool in reversed(arena) if not pool.is_private]
+        return [(pool, call) for pool in pools for call in pool.releasable()]
+
+    def pool_with_free(self, call: DriverCall) -> BlockPool | None:
+        """The pool that has free what a call releases; None if none has, or a segment has live blocks."""
+        pools = (pool for arena in self._arenas.values() for pool in arena)
+        return next((pool for pool in pools if pool.can_release(call)), None)
+
+    def release(self, pool: BlockPool, call: DriverCall) -> None:
+        """Release free memory of a pool to the driver."""
+        pool.release(call)
+        self.driver_calls.append(call)
+        self.reserved_bytes -= call.size * UNIT_BYTES
 
     def _new_block(self, pool: BlockPool, wanted: int) -> tuple[int, int]:
         """Reserve a block of at least `wanted` units from the driver; return its start and size.
@@ -117,7 +194,10 @@ class CachingAllocator:
             OutOfMemory: see `allocate`.
         """
         grow = self._grow_expandable if self.expandable else self._new_segment
+        collect_garbage(self)
         start = grow(pool, wanted)
+        if start is None and release_oversize(self, pool, wanted):
+            start = grow(pool, wanted)
         if start is None:
             self.release_cached()
             self.retries += 1
@@ -130,32 +210,41 @@ class CachingAllocator:
             )
         return start, pool.take(start)
 
-    def _reserve(self, units: int) -> bool:
-        """Count memory as reserved; return whether the capacity has room for it."""
-        reserved_bytes = self.reserved_bytes + units * UNIT_BYTES
-        if self.capacity_bytes is not None and reserved_bytes > self.capacity_bytes:
-            return False
-        self.reserved_bytes = reserved_bytes
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved_bytes)
-        return True
+    def map_range(self, pool: BlockPool, start: int, size: int) -> None:
+        """Map memory into addresses of an expandable segment that have none."""
+        hole = next(hole for hole, room in pool.unmapped.items() if hole <= start < hole + room)
+        end = hole + pool.take_unmapped(hole)
+        for first, last in ((hole, start), (start + size, end)):
+            if first < last:
+                pool.put_unmapped(first, last - first)
+        pool.put(start, size)
+        self.driver_calls.append(DriverCall("segment_map", start, size))
+        self.count_reserved(size)
+
+    def _has_room(self, size: int) -> bool:
+        """Whether the capacity has room for units more."""
+        return self.capacity_bytes is None or self.reserved_bytes + size * UNIT_BYTES <= self.capacity_bytes
 
     def _new_segment(self, pool: BlockPool, wanted: int) -> int | None:
         """Reserve a fixed segment as one free block; return its start, or None if the capacity is exhausted."""
-        size = pool.page
-        if wanted >= OWN_SEGMENT_UNITS:
-            size = -(-wanted // OWN_SEGMENT_STEP_UNITS) * OWN_SEGMENT_STEP_UNITS
-        if not self._reserve(size):
+        size = self.settings.segment_units(wanted)
+        if not self._has_room(size):
             return None
-        start = self._addresses(size)
+        start, _ = self._addresses(size)
+        self.driver_calls.append(DriverCall("segment_alloc", start, size))
+        self.count_reserved(size)
         pool.segments[start] = size
         pool.put(start, size)
         return start
 
-    def _addresses(self, size: int) -> int:
-        """Return the start of an address range on a page boundary, which touches no other segment."""
-        start = self._next_segment
-        self._next_segment = start + (size // LARGE_SEGMENT_UNITS + 2) * LARGE_SEGMENT_UNITS
-        return start
+    def _addresses(self, size: int) -> tuple[int, int]:
+        """Return start and size of an address range. It begins on a page, unless the caller knows where."""
+        if self.next_segment is not None:
+            known, self.next_segment = self.next_segment, None
+            return known
+        start = self._next_address
+        self._next_address = start + (size // LARGE_SEGMENT_UNITS + 2) * LARGE_SEGMENT_UNITS
+        return start, size
 
     def _grow_expandable(self, pool: BlockPool, wanted: int) -> int | None:
         """Map pages at the lowest address with room, so that a free block has `wanted` units.
@@ -163,44 +252,22 @@ class CachingAllocator:
         Returns the start of that block, or None if the capacity is exhausted. As in PyTorch, pages that were already
         mapped for the request then stay mapped.
         """
-        start = next((s for s in map(pool.start_before, sorted(pool.unmapped)) if pool.room(s) >= wanted), None)
+        start = pool.lowest_room(wanted)
         if start is None:
             start = self._new_expandable_segment(pool, wanted)
         while (free := pool.free.get(start, 0)) < wanted:
             hole = start + free
-            size = pool.unmapped[hole]
-            mapped = -(-min(wanted - free, size) // pool.page) * pool.page
-            if not self._reserve(mapped):
+            mapped = -(-min(wanted - free, pool.unmapped[hole]) // pool.page) * pool.page
+            if not self._has_room(mapped):
                 return None
-            pool.take_unmapped(hole)
-            if mapped < size:
-                pool.put_unmapped(hole + mapped, size - mapped)
-            pool.put(hole, mapped)
+            self.map_range(pool, hole, mapped)
         return start
 
     def _new_expandable_segment(self, pool: BlockPool, wanted: int) -> int:
         """Add an address range of 9/8 of the device, as PyTorch does, which leaves room for holes; return its start."""
         capacity = self.capacity_bytes
         space = UNLIMITED_SPACE_UNITS if capacity is None else capacity // UNIT_BYTES * 9 // 8
-        size = -(-max(space, wanted) // pool.page) * pool.page
-        start = self._addresses(size)
-        pool.segments[start] = size
+        start, size = self._addresses(-(-max(space, wanted) // pool.page) * pool.page)
+        pool.segments[start] = pool.spaces[start] = size
         pool.put_unmapped(start, size)
         return start
-
-    def _unmap(self, pool: BlockPool, start: int) -> None:
-        """Release the whole pages inside a free block, and the segment itself once none of it is mapped."""
-        end = start + pool.free[start]
-        first, last = -(-start // pool.page) * pool.page, end // pool.page * pool.page
-        if first >= last:
-            return
-        pool.take(start)
-        if start < first:
-            pool.put(start, first - start)
-        if last < end:
-            pool.put(last, end - last)
-        self.reserved_bytes -= (last - first) * UNIT_BYTES
-        hole = pool.put_unmapped(first, last - first)
-        if pool.segments.get(hole) == pool.unmapped[hole]:
-            pool.take_unmapped(hole)
-            del pool.segments[hole]

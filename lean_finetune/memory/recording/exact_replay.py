@@ -1,0 +1,185 @@
+"""Replay a recording in the model of the caching allocator, and compare every call to the driver with the recording's.
+
+Releases are played as recorded, because a recording names neither the calls of torch.cuda.empty_cache nor the memory of
+the device. Whether a release of all cached memory would release the same is compared too.
+"""
+
+from dataclasses import dataclass
+
+from lean_finetune.memory.allocator.block_pool import DriverCall
+from lean_finetune.memory.allocator.caching_allocator import Arena, CachingAllocator
+from lean_finetune.memory.allocator.settings import UNIT_BYTES
+from lean_finetune.memory.recording.recorded_state import (
+    expands,
+    mapped_ranges,
+    put_initial_state,
+    settings_of,
+)
+from lean_finetune.memory.recording.recording import Event, Recording
+from lean_finetune.memory.recording.reserved_ranges import ReservedRanges
+
+RESERVES = {"segment_alloc": False, "segment_map": True}
+"""Events that reserve memory, and whether the segment expands."""
+RELEASES = ("segment_free", "segment_unmap")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """An event at which the replay called the driver otherwise than the GPU did."""
+
+    event: int
+    """Number of the event in the recording."""
+    recorded: tuple[DriverCall, ...]
+    replayed: tuple[DriverCall, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactReplay:
+    """What the replay of a recording found."""
+
+    allocations: int
+    """Allocations that were compared."""
+    differences: tuple[Difference, ...]
+    """Allocations that reserved other segments than on the GPU."""
+    moved: int
+    """Allocations at another address than on the GPU."""
+    unknown: int
+    """Allocations in memory of which the recording does not say when it was reserved; they are not replayed."""
+    releases: int
+    """Releases of cached memory: torch.cuda.empty_cache, or memory that ran short."""
+    partial_releases: int
+    """Releases of other segments than a release of all cached memory would release."""
+    peak_reserved_bytes: int
+    """As replayed."""
+    recorded_peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes_at_oom: tuple[int, ...]
+    """Reserved when each request failed, for which memory was not enough."""
+
+
+class _Replay:
+    """The state of a replay."""
+
+    def __init__(self, recording: Recording):
+        self.events = recording.events
+        self.allocator = CachingAllocator(
+            expandable=expands(recording), capacity_bytes=None, settings=settings_of(recording)
+        )
+        put_initial_state(self.allocator, recording)
+        self.reserved = ReservedRanges()
+        for segment in recording.segments:
+            self.reserved.add(segment.address, segment.bytes, Arena(segment.stream, segment.private_pool))
+        self.mapped = mapped_ranges(recording.events)
+        kinds = {event.action for event in recording.events if event.action in RESERVES}
+        self.both_kinds = len(kinds) == 2
+        self.handles: dict[int, int] = {start * UNIT_BYTES: start for start in self.allocator.live_blocks()}
+        self.waiting: list[int] = []
+        """Events that reserved memory for the next allocation."""
+        self.differences: list[Difference] = []
+        self.allocations = self.moved = self.unknown = self.releases = self.partial_releases = 0
+        self.at_oom: list[int] = []
+
+    def play(self) -> None:
+        """Play every event."""
+        place = 0
+        while place < len(self.events):
+            event = self.events[place]
+            if event.action in RELEASES:
+                end = place
+                while end < len(self.events) and self.events[end].action in RELEASES:
+                    end += 1
+                self._release(place, end)
+                place = end
+                continue
+            if event.action == "alloc":
+                self._allocate(place, event)
+            elif event.action == "free_completed":
+                handle = self.handles.pop(event.address, None)
+                if handle is not None:
+                    self.allocator.free(handle)
+            elif event.action in RESERVES:
+                arena = Arena(event.stream, event.private_pool)
+                self.reserved.add(event.address, event.bytes, arena)
+                self.waiting.append(place)
+            elif event.action == "oom":
+                self._map_waiting()
+                self.at_oom.append(self.allocator.reserved_bytes)
+            place += 1
+
+    def _allocate(self, place: int, event: Event) -> None:
+        arena = self.reserved.arena_of(event.address)
+        if arena is None:
+            self.unknown += 1
+            return
+        recorded = self._recorded_calls()
+        if recorded:
+            action, start, size = recorded[0]
+            if self.both_kinds:
+                self.allocator.expandable = RESERVES[action]
+            self.allocator.next_segment = (start, self._room(start) if RESERVES[action] else size)
+        self.allocator.driver_calls.clear()
+        handle = self.allocator.allocate(max(event.bytes, 1), Arena(event.stream, arena.private_pool))
+        self.allocator.next_segment = None
+        replayed = tuple(self.allocator.driver_calls)
+        if replayed != recorded:
+            self.differences.append(Difference(event=place, recorded=recorded, replayed=replayed))
+        self.allocations += 1
+        self.moved += handle != event.address // UNIT_BYTES
+        self.handles[event.address] = handle
+
+    def _recorded_calls(self) -> tuple[DriverCall, ...]:
+        """The calls that reserved memory since the last allocation, in units."""
+        found = tuple(_call(self.events[number]) for number in self.waiting)
+        self.waiting.clear()
+        return found
+
+    def _room(self, start: int) -> int:
+        """The address range in units that a new expandable segment may have, without touching what is reserved."""
+        return self.reserved.room_above(start * UNIT_BYTES) // UNIT_BYTES
+
+    def _map_waiting(self) -> None:
+        """Map what was mapped for a request that then failed."""
+        for number in self.waiting:
+            event, found = self.events[number], self.mapped.get(number)
+            if event.action == "segment_map" and found is not None:
+                pool = self.allocator.pool(found.arena, is_small=found.is_small)
+                if pool.is_unmapped(found.start, found.size):
+                    self.allocator.map_range(pool, found.start, found.size)
+        self.waiting.clear()
+
+    def _release(self, first: int, end: int) -> None:
+        """Play one release of cached memory."""
+        self._map_waiting()
+        expected = {call: pool for pool, call in self.allocator.releasable()}
+        recorded = [_call(event) for event in self.events[first:end]]
+        self.releases += 1
+        self.partial_releases += set(recorded) != set(expected)
+        for call, event in zip(recorded, self.events[first:end], strict=True):
+            self.reserved.remove(event.address, event.bytes)
+            pool = expected.get(call) or self.allocator.pool_with_free(call)
+            if pool is None:
+                self.differences.append(Difference(event=first, recorded=(call,), replayed=()))
+            else:
+                self.allocator.release(pool, call)
+
+
+def _call(event: Event) -> DriverCall:
+    return DriverCall(event.action, event.address // UNIT_BYTES, event.bytes // UNIT_BYTES)
+
+
+def replay_exactly(recording: Recording) -> ExactReplay:
+    """Replay a recording with its own settings, from what was reserved when it began."""
+    replay = _Replay(recording)
+    replay.play()
+    return ExactReplay(
+        allocations=replay.allocations,
+        differences=tuple(replay.differences),
+        moved=replay.moved,
+        unknown=replay.unknown,
+        releases=replay.releases,
+        partial_releases=replay.partial_releases,
+        peak_reserved_bytes=replay.allocator.peak_reserved_bytes,
+        recorded_peak_reserved_bytes=replay.reserved.peak_bytes,
+        peak_allocated_bytes=replay.allocator.peak_allocated_bytes,
+        reserved_bytes_at_oom=tuple(replay.at_oom),
+    )

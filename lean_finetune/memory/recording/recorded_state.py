@@ -1,0 +1,188 @@
+"""What a recording says about the allocator: its settings, and what was reserved when the recording began."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from lean_finetune.core.units import MIB
+from lean_finetune.memory.allocator.caching_allocator import (
+    MIN_LARGE_REMAINDER_UNITS,
+    UNLIMITED_SPACE_UNITS,
+    Arena,
+    CachingAllocator,
+)
+from lean_finetune.memory.allocator.settings import SMALL_SEGMENT_UNITS, SMALL_UNITS, UNIT_BYTES, AllocatorSettings
+from lean_finetune.memory.recording.initial_state import put_expandable_segment, put_segment
+from lean_finetune.memory.recording.recording import Event, Recording, Segment
+
+IN_MEGABYTES = {
+    "large_segment_size_mb": "large_segment_bytes",
+    "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
+}
+"""Settings that a snapshot names only in the text of PYTORCH_CUDA_ALLOC_CONF."""
+
+
+def expands(recording: Recording) -> bool:
+    """Whether new segments expand when the recording begins."""
+    setting = recording.settings.get("expandable_segments")
+    if isinstance(setting, bool):
+        return setting
+    found = {event.action for event in recording.events}
+    return "segment_map" in found or any(segment.is_expandable for segment in recording.segments)
+
+
+def settings_of(recording: Recording) -> AllocatorSettings:
+    """The allocator's other settings, without the garbage collection, whose limit a recording does not name."""
+    found: dict[str, object] = {}
+    split = recording.settings.get("max_split_size")
+    if isinstance(split, int) and 0 < split < 1 << 60:
+        found["max_split_bytes"] = split
+    divisions = recording.settings.get("roundup_power2_divisions")
+    if isinstance(divisions, Mapping) and any(divisions.values()):
+        found["roundup_power2_divisions"] = tuple(int(value) for value in divisions.values())
+    text = str(recording.settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    for name, field in IN_MEGABYTES.items():
+        if match := re.search(rf"{name}\s*:\s*(\d+)", text):
+            found[field] = int(match[1]) * MIB
+    return replace(AllocatorSettings(), **found)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MappedRange:
+    """A range of an expandable segment: memory at the beginning, or memory that an event maps. In units."""
+
+    arena: Arena
+    is_small: bool
+    start: int
+    size: int
+    segment: Segment | None
+    """None if an event maps it."""
+
+
+def is_small(segment: Segment) -> bool:
+    """Whether a segment belongs to the pool of small requests. A table does not say; its sizes do."""
+    if segment.is_small is not None:
+        return segment.is_small
+    if segment.is_expandable:
+        return bool(segment.blocks) and all(block.requested_bytes <= MIB for block in segment.blocks)
+    return segment.bytes == SMALL_SEGMENT_UNITS * UNIT_BYTES
+
+
+def put_initial_state(allocator: CachingAllocator, recording: Recording) -> None:
+    """Put in what was reserved when the recording began."""
+    for segment in recording.segments:
+        if not segment.is_expandable:
+            small = is_small(segment)
+            pool = allocator.pool(Arena(segment.stream, segment.private_pool), is_small=small)
+            start, size = segment.address // UNIT_BYTES, segment.bytes // UNIT_BYTES
+            rest = 1 if small or allocator.expandable else MIN_LARGE_REMAINDER_UNITS
+            put_segment(allocator, pool, start, size, _live_blocks(allocator, segment, rest))
+    for start, size, ranges in expandable_segments(recording, allocator.settings):
+        pool = allocator.pool(ranges[0].arena, is_small=ranges[0].is_small)
+        mapped = [
+            (found.start, found.size, _live_blocks(allocator, found.segment, 1))
+            for found in ranges
+            if found.segment is not None
+        ]
+        put_expandable_segment(allocator, pool, start, size, mapped)
+
+
+def _live_blocks(allocator: CachingAllocator, segment: Segment, min_remainder: int) -> Iterator[tuple[int, int]]:
+    """Start and size in units of the live blocks, with the remainders that are too small to be free blocks."""
+    ends = [*(block.address for block in segment.blocks), segment.address + segment.bytes][1:]
+    for block, end in zip(segment.blocks, ends, strict=True):
+        size = max(-(-block.bytes // UNIT_BYTES), allocator.settings.round_up(max(block.requested_bytes, 1)))
+        room = (end - block.address) // UNIT_BYTES
+        never_split = allocator.max_split is not None and size >= allocator.max_split and min_remainder > 1
+        yield block.address // UNIT_BYTES, room if never_split or room - size < min_remainder else size
+
+
+def expandable_segments(
+    recording: Recording, settings: AllocatorSettings
+) -> Iterator[tuple[int, int, list[MappedRange]]]:
+    """Start, size and mapped ranges of every expandable segment at the beginning, in units.
+
+    A snapshot names only the ranges that are mapped. Ranges of one arena lie in one segment if they are whole pages
+    apart and nothing else lies between them. The segment begins at the lowest address that an event maps before all
+    of it is unmapped.
+    """
+    initial = [
+        MappedRange(
+            arena=Arena(segment.stream, segment.private_pool),
+            is_small=is_small(segment),
+            start=segment.address // UNIT_BYTES,
+            size=segment.bytes // UNIT_BYTES,
+            segment=segment,
+        )
+        for segment in recording.segments
+        if segment.is_expandable
+    ]
+    if not initial:
+        return
+    others = sorted(segment.address // UNIT_BYTES for segment in recording.segments)
+    mapped = mapped_ranges(recording.events)
+    for (_, small), found in groupby(sorted(initial, key=_place), lambda found: (found.arena, found.is_small)):
+        page = settings.page_units(is_small=small)
+        groups: list[list[MappedRange]] = []
+        for mapping in found:
+            last = groups[-1][-1] if groups else None
+            if last is not None and (mapping.start - last.start) % page == 0 and not _between(others, last, mapping):
+                groups[-1].append(mapping)
+            else:
+                groups.append([mapping])
+        for group in groups:
+            start = min([group[0].start, *_mapped_below(recording.events, mapped, group, page)])
+            after = [place for place in others if place > group[-1].start]
+            room = min(UNLIMITED_SPACE_UNITS, (after[0] if after else 1 << 47) - start)
+            yield start, room // page * page, group
+
+
+def _place(found: MappedRange) -> tuple[Arena, bool, int]:
+    return found.arena, found.is_small, found.start
+
+
+def _between(others: Sequence[int], low: MappedRange, high: MappedRange) -> bool:
+    return any(low.start < place < high.start for place in others)
+
+
+def _mapped_below(
+    events: Sequence[Event], mapped: Mapping[int, MappedRange], group: list[MappedRange], page: int
+) -> Iterator[int]:
+    """Addresses below a segment's first range that events map as long as some of the segment is mapped."""
+    left, lowest = sum(found.size for found in group), group[0].start
+    for place, event in enumerate(events):
+        start = event.address // UNIT_BYTES
+        if event.action == "segment_unmap" and start >= lowest:
+            left -= event.bytes // UNIT_BYTES
+            if left <= 0:
+                return
+        elif event.action == "segment_map":
+            found = mapped.get(place)
+            same = found is not None and (found.arena, found.is_small) == (group[0].arena, group[0].is_small)
+            if found is not None and same and (start - group[0].start) % page == 0:
+                left += found.size
+                if start < lowest:
+                    lowest = start
+                    yield start
+
+
+def mapped_ranges(events: Sequence[Event]) -> dict[int, MappedRange]:
+    """The range that each event `segment_map` maps, by the event's number. The next request says which pool it is."""
+    found, waiting = {}, []
+    for place, event in enumerate(events):
+        if event.action == "segment_map":
+            waiting.append(place)
+        elif event.action in ("alloc", "oom"):
+            small = event.bytes <= SMALL_UNITS * UNIT_BYTES
+            for number in waiting:
+                mapping = events[number]
+                found[number] = MappedRange(
+                    arena=Arena(mapping.stream, mapping.private_pool),
+                    is_small=small,
+                    start=mapping.address // UNIT_BYTES,
+                    size=mapping.bytes // UNIT_BYTES,
+                    segment=None,
+                )
+            waiting.clear()
+    return found
