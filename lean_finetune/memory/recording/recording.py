@@ -101,3 +101,5 @@ class Recording:
     """The allocator's settings by their names in a snapshot, such as `expandable_segments`; empty if unknown."""
     annotations: tuple[Annotation, ...] = ()
     """In order of time."""
+    notes: tuple[str, ...] = ()
+    """What the source lacks, or where its events contradict each other."""
