@@ -18,6 +18,7 @@ MAX_EVENTS, MAX_SEGMENTS, MAX_DEVICES = 2_000_000, 100_000, 1024
 MAX_ADDRESS, MAX_SIZE = 2**64, 2**48
 """A size of 256 TiB is more than any device has."""
 MAX_NAME_LENGTH = 1000
+DEFAULT_POOL = (0, 0)
 Plain = Mapping[str, Any]
 
 
@@ -151,6 +152,7 @@ def _segment(segment: Plain, stacks: _Stacks, place: str) -> Segment:
         stream=_whole(segment, "stream", place, MAX_ADDRESS),
         is_expandable=bool(segment.get("is_expandable", False)),
         is_small=kind == "small",
+        private_pool=_pool(segment, "segment_pool_id", place),
         blocks=tuple(live),
     )
 
@@ -176,7 +178,18 @@ def _event(event: Plain, stacks: _Stacks, place: str) -> Event:
         stream=_whole(event, "stream", place, MAX_ADDRESS),
         stack=stacks.index(event, place),
         time_us=_whole(event, "time_us", place, MAX_ADDRESS) if "time_us" in event else None,
+        private_pool=_pool(event, "pool_id", place),
     )
+
+
+def _pool(holder: Plain, key: str, place: str) -> tuple[int, int]:
+    """The id of a private pool."""
+    if key not in holder:
+        return DEFAULT_POOL
+    numbers = tuple(_value(holder, key, (tuple, list), place))
+    if numbers != DEFAULT_POOL and [type(number) for number in numbers] != [int, int]:
+        raise WrongKey(f"{place}{key} must be two whole numbers")
+    return numbers[0], numbers[1]
 
 
 def _annotations(content: Plain, device: int) -> tuple[Annotation, ...]:
@@ -216,18 +229,16 @@ def _recording(
     state = MemoryState(segments)
     state.undo(events)
     initial, outside = state.with_blocks()
-    allocated = {event.address for event in events if event.action == "alloc"}
-    overwritten = sum(
-        block.stack is not None and block.address not in allocated for segment in initial for block in segment.blocks
-    )
+    earlier = sum(block.stack is not None for segment in initial for block in segment.blocks)
     notes = []
-    if overwritten:
+    if earlier:
         notes.append(
-            f"the recording lost its start: {overwritten:,} live blocks were recorded, but their allocation was not "
-            "kept; raise max_entries of torch.cuda.memory._record_memory_history"
+            f"the events begin late: {earlier:,} blocks were recorded before the first of them. Either newer events "
+            "have overwritten older ones (raise max_entries of torch.cuda.memory._record_memory_history), or an "
+            "earlier recording in the same process had them"
         )
     if conflicts := state.conflicts.total() + outside:
-        notes.append(f"{conflicts:,} events do not fit the memory after them, so figures are uncertain by these")
+        notes.append(f"{conflicts:,} events do not fit the memory after them: figures are uncertain by these")
     return Recording(
         name=name,
         device=device,

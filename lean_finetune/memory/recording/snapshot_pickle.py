@@ -207,7 +207,8 @@ class _Unpickler:
         self.stack.append({})
 
     def tuple_since_mark(self) -> None:
-        self.stack.append(tuple(self._close()))
+        values = tuple(self._close())
+        self.stack.append(values)
 
     def small_tuple(self, count: int) -> None:
         values = [self.stack.pop() for _ in range(count)]

@@ -52,7 +52,13 @@ class MemoryState:
         """Add what a segment_free or segment_unmap removed; return whether it was away."""
         if event.address in self.segments:
             return False
-        segment = Segment(address=event.address, bytes=event.bytes, stream=event.stream, is_expandable=is_expandable)
+        segment = Segment(
+            address=event.address,
+            bytes=event.bytes,
+            stream=event.stream,
+            is_expandable=is_expandable,
+            private_pool=event.private_pool,
+        )
         self.segments[event.address] = segment
         if is_expandable:
             insort(self.expandable, event.address)
