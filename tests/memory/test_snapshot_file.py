@@ -253,7 +253,7 @@ def test_names_are_printable(tmp_path):
 
 @pytest.mark.slow
 def test_fuzzed_files_are_read_or_refused(tmp_path):
-    """10,000 damaged snapshots: bytes changed, cut, repeated, or opcodes inserted. No other error, no growth, no hang."""
+    """10,000 snapshots with bytes changed, cut, repeated or opcodes inserted: no other error, no growth, no hang."""
     rng = random.Random(17)
     whole = pickle.dumps(small_snapshot().content(), protocol=4)
     path = tmp_path / "s.pickle"
