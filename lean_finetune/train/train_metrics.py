@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from lean_finetune.core.units import GIB
+from lean_finetune.memory.growth import classify
 from lean_finetune.model.experts.expert_adapters import trained_in_experts
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.step.run_optimizer import trained_parameters
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, Row
-from lean_finetune.train.monitor.growth import classify
 from lean_finetune.train.monitor.growth_advice import growth_line
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
 from lean_finetune.train.train_job import TrainJob, TrainResult

@@ -58,7 +58,7 @@ class Snapshot:
 
     def content(self, *, keep: int | None = None, device: int = 0) -> Dictionary:
         """The dictionary; of the events, only the last `keep`."""
-        trace = self.trace if keep is None else self.trace[-keep:]
+        trace = self.trace if keep is None else self.trace[len(self.trace) - keep :]
         settings = {"expandable_segments": self.expandable, "max_split_size": -1, "roundup_power2_divisions": {"1": 0}}
         return {
             "segments": [self._segment(start, size, device) for start, size in sorted(self._ranges().items())],

@@ -68,8 +68,10 @@ def test_finds_the_state_at_the_beginning(tmp_path):
         "free_requested",
         "free_completed",
     ]
-    assert recording.stacks[recording.events[0].stack] == (("model.py", 7, "forward"),)
-    assert recording.settings == {"expandable_segments": False, "max_split_size": -1} and recording.notes == ()
+    stack = recording.events[0].stack
+    assert stack is not None and recording.stacks[stack] == (("model.py", 7, "forward"),)
+    settings = {"expandable_segments": False, "max_split_size": -1, "roundup_power2_divisions": {"1": 0}}
+    assert recording.settings == settings and recording.notes == ()
 
 
 def test_undoes_events_of_expandable_segments(tmp_path):

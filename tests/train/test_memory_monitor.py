@@ -11,11 +11,11 @@ import torch
 
 from lean_finetune.core.process_status import STATUS
 from lean_finetune.core.units import MIB
+from lean_finetune.memory.growth import CONFIDENCE, classify
 from lean_finetune.train.callbacks.callback import Callback, Row
 from lean_finetune.train.callbacks.registry import CALLBACKS
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor import memory_counters
-from lean_finetune.train.monitor.growth import CONFIDENCE, classify
 from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.monitor.memory_counters import (

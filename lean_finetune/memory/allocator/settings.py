@@ -47,6 +47,10 @@ class AllocatorSettings:
         limit = self.max_split_bytes
         if limit is not None and limit < 20 * MIB:
             raise UserError(f"max_split_size_mb: must be at least 20, as PyTorch demands; got {limit / MIB:g}")
+        if not MIB <= self.large_segment_bytes <= 1 << 40:
+            raise UserError(
+                f"large_segment_size_mb: must be from 1 to {1 << 20}; got {self.large_segment_bytes / MIB:g}"
+            )
         threshold = self.garbage_collection_threshold
         if threshold is not None and not 0 < threshold < 1:
             raise UserError(f"garbage_collection_threshold: must be between 0 and 1, both excluded; got {threshold}")

@@ -213,8 +213,14 @@ def _settings(content: Plain) -> dict[str, Any]:
     if "allocator_settings" not in content:
         return {}
     settings = _value(content, "allocator_settings", dict, "")
+    divisions = settings.get("roundup_power2_divisions")
     plain = {_printable(key): value for key, value in settings.items() if isinstance(value, bool | int | float | str)}
-    return {key: _printable(value) if isinstance(value, str) else value for key, value in plain.items()}
+    found: dict[str, Any] = {
+        key: _printable(value) if isinstance(value, str) else value for key, value in plain.items()
+    }
+    if isinstance(divisions, dict) and all(type(value) is int for value in divisions.values()):
+        found["roundup_power2_divisions"] = {_printable(key): value for key, value in divisions.items()}
+    return found
 
 
 def _recording(

@@ -9,10 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from lean_finetune.memory.allocator.settings import UNIT_BYTES
 from lean_finetune.memory.recording.recording import Event, LiveBlock, Segment
-
-BLOCK_STEP_BYTES = 512
-"""The allocator rounds requests up to a multiple of this."""
 
 
 class MemoryState:
@@ -107,5 +105,5 @@ class MemoryState:
 
 def _freed_block(event: Event) -> LiveBlock:
     """The block that an event freed. The event's stack says where it was freed, not where it was allocated."""
-    size = -(-event.bytes // BLOCK_STEP_BYTES) * BLOCK_STEP_BYTES
+    size = -(-event.bytes // UNIT_BYTES) * UNIT_BYTES
     return LiveBlock(address=event.address, bytes=size, requested_bytes=event.bytes)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lean_finetune.core.units import readable_size
-from lean_finetune.train.monitor.growth import LIVE, PEAK, SHAPES, Cause, Growth, Rows
+from lean_finetune.memory.growth import LIVE, PEAK, SHAPES, Cause, Growth, Rows
 
 FIRST_CHECK_STEPS, CHECK_FACTOR = 20, 1.5
 """Check after 20 steps, then whenever the run is half as long again: few chances of a false alarm, bounded cost."""

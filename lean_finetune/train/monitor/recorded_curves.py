@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB, MIB
-from lean_finetune.train.monitor.growth import LIVE, OWN, PEAK, RESERVED, RESIDENT, RETRIES, SHAPES, classify
+from lean_finetune.memory.growth import LIVE, OWN, PEAK, RESERVED, RESIDENT, RETRIES, SHAPES, classify
 from lean_finetune.train.monitor.growth_advice import growth_line
 
 MEMORY_NAMES = {

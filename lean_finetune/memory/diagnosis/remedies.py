@@ -1,0 +1,93 @@
+"""What would remove the largest part of memory: our parameter, and its name in other tools."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lean_finetune.memory.diagnosis.origins import Category
+
+TRAINER, AXOLOTL, LLAMA_FACTORY = "Trainer and TRL", "Axolotl", "LLaMA-Factory"
+"""TRL's configurations derive from Hugging Face's TrainingArguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change that makes a category smaller."""
+
+    ours: str
+    effect: str
+    elsewhere: Mapping[str, str]
+    """The same in other tools; those that are missing have no such switch."""
+
+
+GRAD_CKPT = Remedy(
+    ours="train.grad_ckpt=true",
+    effect="keeps one tensor a layer and computes the rest again in backward: about a third more time",
+    elsewhere={
+        TRAINER: "gradient_checkpointing: true",
+        AXOLOTL: "gradient_checkpointing: true",
+        LLAMA_FACTORY: "disable_gradient_checkpointing: false",
+    },
+)
+SMALLER_BATCH = Remedy(
+    ours="bucket.max_tokens, half of it",
+    effect="halves the micro-batch; with as many more of them, the step learns the same",
+    elsewhere={
+        TRAINER: "per_device_train_batch_size, gradient_accumulation_steps",
+        AXOLOTL: "micro_batch_size, gradient_accumulation_steps",
+        LLAMA_FACTORY: "per_device_train_batch_size, gradient_accumulation_steps",
+    },
+)
+QLORA = Remedy(
+    ours="train.method=qlora",
+    effect="stores frozen weights in 4 bits and trains adapters",
+    elsewhere={
+        TRAINER: "load_in_4bit: true, use_peft: true",
+        AXOLOTL: "load_in_4bit: true, adapter: qlora",
+        LLAMA_FACTORY: "quantization_bit: 4, finetuning_type: lora",
+    },
+)
+REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
+    "logits": (
+        Remedy(
+            ours="train.loss_chunk=512",
+            effect="computes the loss in chunks, so that not all logits exist at once",
+            elsewhere={
+                TRAINER: "use_liger_kernel: true",
+                AXOLOTL: "cut_cross_entropy: true",
+                LLAMA_FACTORY: "enable_liger_kernel: true",
+            },
+        ),
+    ),
+    "activations": (GRAD_CKPT, SMALLER_BATCH),
+    "backward": (SMALLER_BATCH,),
+    "optimizer": (
+        Remedy(
+            ours="train.optimizer=adamw_8bit",
+            effect="stores the state in 8 bits, a quarter of fp32; train.offload=optimizer moves it to the host",
+            elsewhere={
+                TRAINER: "optim: adamw_bnb_8bit",
+                AXOLOTL: "optimizer: adamw_bnb_8bit",
+                LLAMA_FACTORY: "optim: adamw_bnb_8bit",
+            },
+        ),
+    ),
+    "gradients": (
+        Remedy(
+            ours="train.method=lora",
+            effect="only adapters have gradients and optimizer state",
+            elsewhere={
+                TRAINER: "use_peft: true",
+                AXOLOTL: "adapter: lora",
+                LLAMA_FACTORY: "finetuning_type: lora",
+            },
+        ),
+    ),
+    "weights": (QLORA,),
+    "earlier": (QLORA,),
+}
+EXPANDABLE = Remedy(
+    ours="train.expandable_segments=true",
+    effect="lets segments grow instead of reserving new ones",
+    elsewhere={"any tool": "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"},
+)
+"""For reserved memory that no tensor uses."""

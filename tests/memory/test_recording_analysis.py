@@ -1,0 +1,175 @@
+"""What a recording's stacks, sizes and lifetimes say is said, and nothing more."""
+
+import pytest
+
+from lean_finetune.config.other_tools import shared, tables
+from lean_finetune.core.units import MIB
+from lean_finetune.memory.diagnosis.analysis import analyse
+from lean_finetune.memory.diagnosis.failures import failures_of, unused_ranges
+from lean_finetune.memory.diagnosis.origins import origin_of
+from lean_finetune.memory.diagnosis.remedies import AXOLOTL, EXPANDABLE, LLAMA_FACTORY, REMEDIES, TRAINER
+from lean_finetune.memory.diagnosis.timeline import timeline_of
+from lean_finetune.memory.recording.recording import Frame
+from lean_finetune.memory.recording.snapshot_file import read_snapshot
+from lean_finetune.memory.recording.tables import read_table
+from tests.conftest import ROOT
+from tests.memory.snapshots import Snapshot, frame
+
+SITE = "/usr/lib/python3/site-packages/"
+MODEL = frame("/home/me/model.py", 20, "forward")
+LOSS = frame(f"{SITE}torch/nn/functional.py", 3053, "cross_entropy")
+ENGINE = frame("??", 0, "torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask> const&)")
+UPDATE = frame(f"{SITE}torch/optim/adamw.py", 130, "step")
+QLORA_TABLE = ROOT.parent / "shared/facts/cuda_traces/tinyllama_qlora_1x1000.csv.gz"
+
+STACKS = {
+    "weights": [(f"{SITE}torch/nn/modules/module.py", 1, "_apply"), ("/home/me/train.py", 5, "<module>")],
+    "optimizer": [(f"{SITE}torch/optim/adamw.py", 1, "_init_group"), ("/home/me/train.py", 5, "step")],
+    "activations": [(f"{SITE}torch/nn/functional.py", 1, "silu"), ("/home/me/model.py", 7, "forward")],
+    "logits": [(f"{SITE}torch/nn/functional.py", 1, "cross_entropy"), ("/home/me/model.py", 9, "forward")],
+    "backward": [("??", 0, "torch::autograd::generated::MmBackward0::apply(x)"), ("??", 0, ENGINE["name"])],
+    "gradients": [("??", 0, "torch::autograd::AccumulateGrad::apply(x)"), ("??", 0, ENGINE["name"])],
+    "unknown": [("/home/me/data.py", 3, "to_device")],
+}
+
+
+@pytest.mark.parametrize("category", STACKS)
+def test_a_stack_says_the_category(category):
+    assert origin_of([Frame(*each) for each in STACKS[category]]).category == category
+
+
+def test_a_place_is_the_line_of_the_user_and_the_operation_of_pytorch():
+    """PyTorch's own lines say nothing to a user, its operation does."""
+    stack = [
+        Frame("??", 0, "at::_ops::silu::call(at::Tensor const&)"),
+        Frame(f"{SITE}torch/nn/functional.py", 2072, "silu"),
+        Frame(f"{SITE}torch/nn/modules/module.py", 1500, "_call_impl"),
+        Frame("/home/me/proj/model.py", 7, "forward"),
+    ]
+    assert origin_of(stack).label == "proj/model.py:7 forward (silu)"
+    assert origin_of([Frame("??", 0, "torch::autograd::generated::MmBackward0::apply(x)")]).label == "backward of Mm"
+
+
+def training(steps: int, *, leak: int = 0) -> Snapshot:
+    """Steps of 6 MiB of activations, logits and loss of 16 MiB, a gradient of 4 MiB; an optimizer's state of 8 MiB."""
+    snapshot = Snapshot(recording=False)
+    snapshot.reserve(0, 200 * MIB)
+    snapshot.alloc(0, 4 * MIB)
+    snapshot.recording = True
+    for step in range(steps):
+        snapshot.alloc(8 * MIB, 6 * MIB, MODEL)
+        snapshot.alloc(16 * MIB, 16 * MIB, frame("/home/me/model.py", 30, "forward"))
+        snapshot.alloc(32 * MIB, 16 * MIB, LOSS, MODEL)
+        snapshot.alloc(48 * MIB, 16 * MIB, ENGINE)
+        snapshot.alloc(64 * MIB, 4 * MIB, ENGINE)
+        for start in (8, 16, 32, 48):
+            snapshot.free(start * MIB)
+        if step == 0:
+            snapshot.alloc(72 * MIB, 8 * MIB, UPDATE)
+        snapshot.alloc(80 * MIB, MIB, UPDATE)
+        snapshot.free(80 * MIB)
+        snapshot.free(64 * MIB)
+        if leak:
+            snapshot.alloc((100 + 2 * step) * MIB, leak, frame("/home/me/metrics.py", 4, "log"))
+    return snapshot
+
+
+def analysed(snapshot, tmp_path, **options):
+    (recording,) = read_snapshot(snapshot.write(tmp_path / "s.pickle", **options))
+    return analyse(recording)
+
+
+def test_the_peak_by_category_and_place(tmp_path):
+    peak = analysed(training(3), tmp_path).peak
+    sizes = {"logits": 32, "backward": 16, "optimizer": 8, "activations": 6, "gradients": 4, "earlier": 4}
+    assert peak.by_category == {category: size * MIB for category, size in sizes.items()}
+    assert peak.by_inference == {"by its size": 16 * MIB, "by its lifetime": 4 * MIB}
+    assert sum(holding.bytes for holding in peak.holdings) == peak.allocated_bytes == 70 * MIB
+    assert peak.reserved_bytes == 200 * MIB and peak.largest[0][2] == 16 * MIB
+
+
+def test_a_leak_is_found_and_named(tmp_path):
+    steps = analysed(training(24, leak=MIB), tmp_path).steps
+    assert len(steps.rows) == 23 and steps.growth[0].cause == "leak" and steps.growth[0].slope_bytes_per_step == MIB
+    assert steps.grown == (("me/metrics.py:4 log", 22 * MIB, 22),)
+
+
+def test_steps_without_growth_are_steady(tmp_path):
+    steps = analysed(training(20), tmp_path).steps
+    assert [growth.cause for growth in steps.growth] == ["steady"] and steps.grown == ()
+
+
+def test_steps_are_found_by_named_ranges(tmp_path):
+    snapshot = training(4)
+    ends = [event["time_us"] for event in snapshot.trace if event["size"] == MIB and event["action"] == "alloc"]
+    snapshot.annotations = [
+        {"device": 0, "name": "Optimizer.step#AdamW.step", "stage": "END", "time_us": time} for time in ends
+    ]
+    steps = analysed(snapshot, tmp_path).steps
+    assert "optimizer steps" in steps.found_by and len(steps.rows) == 3
+
+
+def test_a_failure_says_what_would_have_been_enough(tmp_path):
+    """24 MiB are unused, but in pieces of 16 and 8 MiB: the request needs a new segment of 22 MiB."""
+    snapshot = Snapshot()
+    snapshot.reserve(0, 40 * MIB)
+    snapshot.alloc(0, 8 * MIB, MODEL)
+    snapshot.alloc(8 * MIB, 16 * MIB, MODEL)
+    snapshot.alloc(24 * MIB, 8 * MIB, MODEL)
+    snapshot.free(8 * MIB)
+    snapshot.fail(21 * MIB, 20 * MIB, MODEL)
+    analysis = analysed(snapshot, tmp_path)
+    (failure,) = analysis.failures
+    assert (failure.requested_bytes, failure.device_free_bytes) == (21 * MIB, 20 * MIB)
+    assert (failure.unused_bytes, failure.largest_unused_bytes) == (24 * MIB, 16 * MIB)
+    assert failure.is_fragmentation and failure.missing_bytes == 2 * MIB and failure.where == "me/model.py:20 forward"
+    assert analysis.peak.allocated_bytes == 16 * MIB  # At the failure, not at the highest instant.
+    assert analysis.remedies[-1][1] == EXPANDABLE
+
+
+def test_unused_ranges_of_segments_that_touch_are_not_joined(tmp_path):
+    """A block cannot span two segments of fixed size."""
+    for expandable, sizes in ((False, [20, 20]), (True, [40])):
+        snapshot = Snapshot(expandable=expandable)
+        snapshot.reserve(0, 20 * MIB)
+        snapshot.reserve(20 * MIB, 20 * MIB)
+        (recording,) = read_snapshot(snapshot.write(tmp_path / "s.pickle"))
+        assert [size // MIB for size in unused_ranges(recording, 2)] == sizes
+
+
+def test_a_recording_without_stacks_claims_nothing(tmp_path):
+    snapshot = Snapshot()
+    snapshot.reserve(0, 20 * MIB)
+    snapshot.alloc(0, MIB)
+    analysis = analysed(snapshot, tmp_path)
+    assert set(analysis.peak.by_category) == {"unknown"} and analysis.steps.rows == ()
+    assert not failures_of(timeline_of(analysis.recording))
+
+
+def test_a_snapshot_without_events_shows_what_is_live(tmp_path):
+    analysis = analysed(training(1), tmp_path, keep=0)
+    assert analysis.peak.allocated_bytes == 12 * MIB and analysis.peak.by_category["optimizer"] == 8 * MIB
+
+
+def test_every_name_of_another_tool_is_in_its_table():
+    by_tool = {table["tool"]: table for table in tables()}
+    names = {TRAINER: "TRL", AXOLOTL: "Axolotl", LLAMA_FACTORY: "LLaMA-Factory"}
+    for remedy in (each for remedies in REMEDIES.values() for each in remedies):
+        for tool, text in remedy.elsewhere.items():
+            table = by_tool[names[tool]]
+            known = {*table["keys"], *(key for keys in table["ignored"].values() for key in keys)}
+            for setting in text.split(", "):
+                key, _, value = setting.partition(": ")
+                assert key in known, (tool, key)
+                assert not key.startswith("optim") or shared()["optimizers"][value] == "adamw_8bit"
+
+
+@pytest.mark.skipif(not QLORA_TABLE.exists(), reason="the recording is not part of this repository")
+def test_what_fills_a_real_qlora_step():
+    """By hand: 44 products' outputs of 1000 tokens, 945 MiB; silu 473 MiB; dropout's masks and results 430 MiB."""
+    analysis = analyse(read_table(QLORA_TABLE))
+    found = {(each.where, each.blocks): round(each.bytes / MIB) for each in analysis.peak.holdings}
+    assert found["autograd/_functions.py:509 forward", 44] == 945
+    assert found["nn/functional.py:2072 silu", 22] == 473 and found["nn/functional.py:1266 dropout", 88] == 430
+    assert round(analysis.peak.by_category["logits"] / MIB) == 244
+    assert [category for category, _ in analysis.remedies] == ["activations"]
