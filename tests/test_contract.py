@@ -24,7 +24,9 @@ UNPINNED = {
     "lean_finetune/train/monitor/recorded_curves.py",
 }
 """Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""
-UNPINNED_PACKAGES = tuple(f"lean_finetune/{name}/" for name in ("commands", "other_tools", "memory/recording"))
+UNPINNED_PACKAGES = tuple(
+    f"lean_finetune/{name}/" for name in ("commands", "other_tools", "memory/recording", "memory/diagnosis")
+)
 
 
 def entry_of(stage: str) -> str:

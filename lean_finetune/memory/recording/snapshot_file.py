@@ -209,14 +209,15 @@ def _annotations(content: Plain, device: int) -> tuple[Annotation, ...]:
 
 
 def _settings(content: Plain) -> dict[str, Any]:
-    """The allocator's settings that are numbers, flags or texts; PyTorch writes them since 2.2."""
+    """The allocator's settings: numbers, flags, texts, and divisions by interval; PyTorch writes them since 2.2."""
     if "allocator_settings" not in content:
         return {}
     settings = _value(content, "allocator_settings", dict, "")
     divisions = settings.get("roundup_power2_divisions")
-    plain = {_printable(key): value for key, value in settings.items() if isinstance(value, bool | int | float | str)}
-    found: dict[str, Any] = {
-        key: _printable(value) if isinstance(value, str) else value for key, value in plain.items()
+    found = {
+        _printable(key): _printable(value) if isinstance(value, str) else value
+        for key, value in settings.items()
+        if isinstance(value, bool | int | float | str)
     }
     if isinstance(divisions, dict) and all(type(value) is int for value in divisions.values()):
         found["roundup_power2_divisions"] = {_printable(key): value for key, value in divisions.items()}
