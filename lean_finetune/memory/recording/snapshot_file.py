@@ -214,7 +214,7 @@ def _settings(content: Plain) -> dict[str, Any]:
         return {}
     settings = _value(content, "allocator_settings", dict, "")
     divisions = settings.get("roundup_power2_divisions")
-    found = {
+    found: dict[str, Any] = {
         _printable(key): _printable(value) if isinstance(value, str) else value
         for key, value in settings.items()
         if isinstance(value, bool | int | float | str)
