@@ -75,30 +75,33 @@ class Measured:
     bars: Sequence[Bar]
 
 
-def benchmark(name: str, measure: Callable[[bool], Measured]) -> "click.Command":
+def benchmark(name: str, measure: Callable[..., Measured], options: "Sequence[click.Option]" = ()) -> "click.Command":
     """Make the command of a benchmark; it exits with 1 if a bar fails.
 
     It refuses to write its published results file from a checkout with uncommitted changes.
 
     Args:
         name: name of its module and its results file.
-        measure: does the work; its argument is the value of --quick.
+        measure: does the work; its arguments are the value of --quick, and those of `options` by name.
+        options: of this benchmark only.
     """
     import click  # Not at the top: benchmarks.gpu runs where click is missing.
 
     from lean_finetune.core.stage_command import StageCommand
 
-    @click.command(cls=StageCommand, help=(sys.modules[measure.__module__].__doc__ or "").strip())
+    about = (sys.modules[measure.__module__].__doc__ or "").strip()
+
+    @click.command(cls=StageCommand, help=about, params=list(options))
     @click.option("--quick", is_flag=True, help="A smaller run, with no results file unless --out names one.")
     @click.option("--out", type=Path, help=f"Results file.  [default: {RESULTS / name}.json]")
-    def main(quick: bool, out: Path | None) -> None:
+    def main(quick: bool, out: Path | None, **values: Any) -> None:
         published = not quick and out is None
         if published and (commit() or "").endswith(DIRTY):
             raise UserError(
                 f"{RESULTS / name}.json: published figures must belong to a commit, and this checkout has uncommitted "
                 "changes; commit them, or name another file with --out"
             )
-        measured = measure(quick)
+        measured = measure(quick, **values)
         click.echo(format_table(measured.rows))
         if measured.bars:
             click.echo(format_table([bar.as_json() for bar in measured.bars]))

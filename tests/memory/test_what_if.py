@@ -82,6 +82,20 @@ def test_sorted_steps_allocate_and_free_the_same():
     assert allocated == [84] * 3 + [60] * 3
 
 
+def test_sorting_equal_steps_changes_nothing():
+    """Gradients of equal size, freed in another order than that of their allocation, would swap their places."""
+    recorder = Recorder(expandable=False)
+    recorder.begin()
+    gradients: list[int] = []
+    for _ in range(4):
+        for gradient in reversed(gradients):
+            recorder.free(gradient)
+        gradients = [recorder.allocate(count * MIB, stack=0) for count in (4, 9, 4, 7, 4)]
+        recorder.free(recorder.allocate(2 * MIB, stack=1))
+    found = outcomes(recorder.recording(STACKS))
+    assert found["largest steps first"] == found["as recorded"]
+
+
 def test_a_step_that_frees_what_no_other_leaves_is_not_sorted():
     recorder = training((24, 40))
     extra = recorder.allocate(7 * MIB, stack=0)

@@ -4,6 +4,11 @@ The rules are those of c10/cuda/CUDACachingAllocator.cpp as PyTorch has had them
 and of 2.10; the constants are those of the headers of 2.13. The driver chooses the address of a new segment, which only
 matters between free blocks of equal size. Here addresses rise, unless the caller knows them.
 
+Recordings of GPUs (benchmarks/cuda_traces.py) confirm the rules for pools, streams, best fit, splitting, merging, sizes
+of segments, mapping and unmapping pages of expandable segments, releases, retries and running out of memory. Only read
+in the source are those for the settings in settings.py, for private pools, and for an expandable segment that outgrows
+its addresses.
+
 Sizes inside are in units of 512 bytes, to which the allocator rounds every request.
 """
 

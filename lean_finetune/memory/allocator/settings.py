@@ -1,6 +1,7 @@
-"""Settings of the caching allocator, what each does to a request, and what is known of the rules.
+"""Settings of the caching allocator and what each does to a request.
 
-Read in c10/core/AllocatorConfig.h, c10/cuda/CUDACachingAllocator.cpp and torch 2.13's headers.
+Read in PyTorch's c10/core/AllocatorConfig.cpp, c10/cuda/CUDACachingAllocator.cpp and the headers of 2.13. Recordings of
+GPUs confirm the defaults; none was found that has another value of these settings.
 """
 
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ function `step` of a file with "optim" in its path.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lean_finetune.memory.recording.recording import Event, Frame, Recording
@@ -65,21 +65,27 @@ def _is_step(frame: Frame) -> bool:
     return frame.function == "step" and "optim" in frame.file
 
 
+Blocks = dict[tuple[int, int], list[int]]
+"""Addresses of live blocks in the order of their allocation, by size and stream."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
-    """The events of one optimizer step, and what it takes over from earlier ones."""
+class _Part:
+    """The events of one optimizer step, or of what precedes and follows the steps."""
 
     events: Sequence[Event]
     peak_bytes: int
     """The most that it allocates at once, on top of what it finds."""
+    taken_over: Mapping[int, tuple[tuple[int, int], int]]
+    """What it frees of earlier parts, by the event's number: size and stream, and the rank among such blocks."""
 
 
 def largest_first(recording: Recording) -> tuple[Event, ...]:
     """The events with the steps sorted by their peak, the largest first.
 
     The first step stays the first, because it allocates gradients and optimizer states; events after the last end stay
-    the last. A step that frees what the step before it left frees an equally large block of the step that now
-    precedes it.
+    the last. A step that frees what the step before it left frees the block of the step that now precedes it that has
+    the same size, and the same rank among those of its size.
 
     Raises:
         NoSteps: steps cannot be told apart, or one frees what no other leaves.
@@ -87,54 +93,59 @@ def largest_first(recording: Recording) -> tuple[Event, ...]:
     ends = step_ends(recording)
     if len(ends) < 3:
         raise NoSteps("there is nothing to sort: the recording has fewer than two optimizer steps after the first")
-    events = recording.events
-    bodies = [_step(events[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
-    ordered = sorted(bodies, key=lambda step: -step.peak_bytes)
-    return tuple(_renamed([events[: ends[0]], *(step.events for step in ordered), events[ends[-1] :]]))
+    left: Blocks = defaultdict(list)
+    for segment in recording.segments:
+        for block in segment.blocks:
+            left[block.requested_bytes, segment.stream].append(block.address)
+    begun = {key: list(addresses) for key, addresses in left.items()}
+    bounds = [0, *ends, len(recording.events)]
+    parts = [_part(recording.events[start:end], left) for start, end in zip(bounds, bounds[1:], strict=False)]
+    ordered = [parts[0], *sorted(parts[1:-1], key=lambda part: -part.peak_bytes), parts[-1]]
+    return tuple(_joined(ordered, begun))
 
 
-def _step(events: Sequence[Event]) -> _Step:
-    live: dict[int, int] = {}
+def _part(events: Sequence[Event], left: Blocks) -> _Part:
+    """Describe a part; `left` has what earlier parts left, and becomes what this part leaves."""
+    own: dict[int, Event] = {}
+    keys = {address: key for key, addresses in left.items() for address in addresses}
+    taken_over = {}
     now = peak = 0
-    for event in events:
+    for number, event in enumerate(events):
         if event.action == "alloc":
-            live[event.address] = event.bytes
+            own[event.address] = event
             now += event.bytes
             peak = max(peak, now)
-        elif event.action == "free_completed":
-            now -= live.pop(event.address, 0)
-    return _Step(events=events, peak_bytes=peak)
+        elif event.action == "free_completed" and event.address in own:
+            now -= own.pop(event.address).bytes
+        elif event.action == "free_completed" and event.address in keys:
+            key = keys.pop(event.address)
+            rank = left[key].index(event.address)
+            del left[key][rank]
+            taken_over[number] = key, rank
+    for event in own.values():
+        left[event.bytes, event.stream].append(event.address)
+    return _Part(events=events, peak_bytes=peak, taken_over=taken_over)
 
 
-def _renamed(parts: Sequence[Sequence[Event]]) -> list[Event]:
-    """Join parts of a recording in a new order, with addresses that match again.
+def _joined(parts: Sequence[_Part], begun: Mapping[tuple[int, int], list[int]]) -> Iterator[Event]:
+    """Join parts in a new order, with addresses that match again.
 
     Raises:
         NoSteps: a part frees a block of which no live one has the size.
     """
-    found: list[Event] = []
-    left: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, part in enumerate(parts):
+    left: Blocks = defaultdict(list, begun)
+    for turn, part in enumerate(parts):
         own: dict[int, Event] = {}
-        for event in part:
+        for number, event in enumerate(part.events):
             if event.action == "alloc":
-                own[event.address] = replace(event, address=event.address + number * SCALE)
-                found.append(own[event.address])
-            elif event.action in ("free_requested", "free_completed"):
-                if event.action == "free_requested":
-                    continue
-                mine = own.pop(event.address, None)
-                if mine is not None:
-                    found.append(replace(event, address=mine.address))
-                elif number == 0:
-                    found.append(event)
-                else:
-                    waiting = left[event.bytes, event.stream]
-                    if not waiting:
-                        raise NoSteps("steps cannot be sorted: one frees a tensor of a size that no other step leaves")
-                    found.append(replace(event, address=waiting.pop()))
-            else:
-                found.append(event)
+                own[event.address] = replace(event, address=event.address + turn * SCALE)
+                yield own[event.address]
+            elif event.action == "free_completed" and event.address in own:
+                yield replace(event, address=own.pop(event.address).address)
+            elif event.action == "free_completed" and number in part.taken_over:
+                key, rank = part.taken_over[number]
+                if rank >= len(left[key]):
+                    raise NoSteps("steps cannot be sorted: one frees a tensor of a size that no other step leaves")
+                yield replace(event, address=left[key].pop(rank))
         for event in own.values():
             left[event.bytes, event.stream].append(event.address)
-    return found
