@@ -95,6 +95,8 @@ class Train(Section):
     """Let the CUDA allocator grow its segments instead of reserving segments of fixed sizes."""
     attention: AttentionName
     """Attention kernels. `auto` is sdpa, or eager for models with capped attention scores."""
+    compile: bool
+    """Compile each decoder layer with torch.compile. The predicted peak is that of layers that are not compiled."""
     optimizer: Optimizer
     """Update rule. It decides the bytes of optimizer state per trained value."""
     offload: OffloadState
@@ -240,6 +242,23 @@ TRAIN_RULES = [
         lambda p: p.train.grad_ckpt_policy == "selective" and p.train.method == "int8_lora",
         "selective cannot see bitsandbytes' 8-bit matmuls; got selective with train.method=int8_lora; use full or "
         "every_n",
+    ),
+    Rule(
+        "train.compile",
+        lambda p: p.train.compile and p.bucket.mode == "packed",
+        "compiles again for each micro-batch of joined rows; got true with bucket.mode=packed; set it to false, or "
+        "use bucket.mode=bucketed",
+    ),
+    Rule(
+        "train.compile",
+        lambda p: p.train.compile and p.train.offload_activations != "none",
+        "the compiler decides what a layer saves, so the room for train.offload_activations is unknown; got true with "
+        "{train.offload_activations}; set it to false, or train.offload_activations=none",
+    ),
+    Rule(
+        "train.compile",
+        lambda p: p.train.compile and p.hardware.num_gpus > 1,
+        "was not tried with several GPUs; got true with hardware.num_gpus={hardware.num_gpus}; set it to false",
     ),
     needs("train.merge", False, "train.method", *ADAPTER_METHODS),
 ]

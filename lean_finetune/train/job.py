@@ -14,6 +14,7 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec
+from lean_finetune.memory.predict.compiled_layers import refuse_unpredicted
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.merge.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import other_layers, read_config
@@ -78,7 +79,9 @@ def prepare_device(
     """
     predicted: Mapping[str, Any] = read_json(paths.estimate)
     segments = use_segments(params.train.expandable_segments, device)
-    check_device(device, spec, read_json(paths.verdict), predicted, world.local_size)
+    verdict = read_json(paths.verdict)
+    refuse_unpredicted(params.train.compile, device.type, enforce=verdict["enforce"])
+    check_device(device, spec, verdict, predicted, world.local_size)
     check_offload(params.train.offload_activations, predicted["offloaded_bytes_predicted"] * world.local_size, SCRATCH)
     check_host(params.train.offload, device, predicted, params.train.sharding)
     for note in (segments, paging_note(params.train.optimizer, device)):
@@ -131,6 +134,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
         predicted_peak_bytes=predicted["peak_bytes_predicted"],
         predicted_duration=predicted["duration"],
         note=lr_note,
+        compiled=params.train.compile,
         trackers=params.run.trackers,
     )
 

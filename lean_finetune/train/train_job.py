@@ -59,6 +59,8 @@ class TrainJob:
     """How long all steps take as predicted by stage estimate, for callbacks; None on a CPU."""
     note: str | None = None
     """A line for the user about the learning rate."""
+    compiled: bool = False
+    """Compile the decoder layers."""
     trackers: Sequence[str] = ()
     """Names of the trackers that receive the run's figures."""
 

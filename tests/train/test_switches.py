@@ -50,6 +50,7 @@ class Row:
     """Offload activations to a file."""
     clipped: bool = True
     in_backward: bool = False
+    compiled: bool = False
     plain: str = ""
     """Its baseline in `PLAINS`; blank = that of its method."""
     loss: float = 0.0
@@ -110,7 +111,12 @@ OTHER_ARITHMETIC = [
     Row(switch="quant.double=false", method="qlora", model={"double_quant": False}, loss=0.001, learnt=0.1),
     Row(switch="quant.type=fp4", method="qlora", model={"quant_type": "fp4"}, loss=0.01, learnt=0.8),
 ]
-ROWS = MEMORY_ONLY + OTHER_ARITHMETIC
+COMPILED = [
+    Row(switch="compile=true", compiled=True, **ROUNDING),
+    Row(switch="compile=true", method="qlora", compiled=True, **ROUNDING),
+    Row(switch="compile=true grad_ckpt=true", method="lora", model=CHECKPOINTED, compiled=True, **ROUNDING),
+]
+ROWS = MEMORY_ONLY + COMPILED + OTHER_ARITHMETIC
 FAST = [row for row in MEMORY_ONLY if row.method == "lora" or row.optim or row.loss] + OTHER_ARITHMETIC[:1]
 """Rows of the fast tests; the slow ones check all."""
 
@@ -175,6 +181,7 @@ def learn(directory: Path, row: Row) -> Learnt:
             method=row.method,
             max_grad_norm=1.0 if row.clipped else None,
             in_backward=row.in_backward,
+            compiled=row.compiled,
             **row.model,
         )
     finally:

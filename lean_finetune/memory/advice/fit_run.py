@@ -19,6 +19,7 @@ from lean_finetune.memory.advice.verdict import Answer, Verdict, answer, judge
 from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
 from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.predict.compiled_layers import headroom_percent, memory_note, refuse_compiled
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
@@ -61,8 +62,8 @@ class FitRun:
 
     @property
     def headroom_percent(self) -> float:
-        """estimate.headroom_percent."""
-        return self.params.estimate.headroom_percent
+        """estimate.headroom_percent, more with train.compile on a CPU."""
+        return headroom_percent(self.params, self.device.kind)
 
     @property
     def usable_bytes(self) -> int:
@@ -96,6 +97,8 @@ class FitRun:
         notes = list(environment_notes(self.params.train.expandable_segments)) if self.device.kind == "cuda" else []
         if names := layers_without_adapters(meta_model(self.config), self.workload.setting.model):
             notes.append(f"all-linear leaves out {', '.join(names)}: no effect, or named like experts (docs/models.md)")
+        if (compiled := memory_note(self.params.train.compile, self.device.kind)) is not None:
+            notes.append(compiled)
         return notes
 
     def predict(self) -> Prediction:
@@ -161,6 +164,7 @@ def fit_run(p: Params, *, shorten: bool = False) -> FitRun:
     refuse_offload(p.train.offload_activations, device.kind)
     refuse_offloaded_state(p.train.offload, device.kind)
     config = read_config(find_model(p.model.name, p.model.revision))
+    refuse_compiled(p, device.kind, config)
     positions, stored = max_positions(config), stored_dtype(config)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])

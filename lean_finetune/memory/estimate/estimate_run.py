@@ -8,17 +8,21 @@ from typing import Any
 import click
 import torch
 
+from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB, readable_size
 from lean_finetune.memory.advice.largest_that_fits import find_limits
 from lean_finetune.memory.advice.one_change_sweep import as_advice, as_rows, halving_flag, sweep_switches
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
+from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.step_cost import duration_text
-from lean_finetune.memory.advice.verdict import answer, judge
+from lean_finetune.memory.advice.verdict import Answer, answer, judge
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun, read_run
+from lean_finetune.memory.predict.compiled_layers import headroom_percent
 from lean_finetune.memory.predict.other_phases import (
     LOAD,
     OtherPhases,
@@ -42,7 +46,7 @@ from lean_finetune.step.evaluation_limits import EvaluationLimits
 RESULTS = ("fits", "peak_gib_predicted")
 """Figures in metrics/estimate.json, by which runs are compared."""
 
-MODEL_REASONS = ("attention", "experts", "not_loaded", "weights")
+MODEL_REASONS = ("attention", "compiled", "experts", "not_loaded", "weights")
 """Texts of `PlannedRun.reasons` about the model that are figures too."""
 
 
@@ -60,7 +64,8 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         click.echo(f"train.precision: auto is {precision}: {planned.reasons['precision']}")
     if "not_loaded" in planned.reasons:
         click.echo(f"not loaded: {planned.reasons['not_loaded']}")
-    for note in environment_notes(p.train.expandable_segments) if device.kind == "cuda" else ():
+    notes = environment_notes(p.train.expandable_segments) if device.kind == "cuda" else []
+    for note in filter(None, (*notes, planned.reasons.get("compiled"))):
         click.echo(f"note: {note}", err=True)
     prediction, explanation = planned.predict()
     memory, replayed = planned.replay(prediction)
@@ -78,9 +83,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     duration = duration_text(run, device, len(planned.plan.steps), p.hardware.num_gpus)
     if duration is not None:
         click.echo(f"training: {len(planned.plan.steps):,} steps of {p.train.tokens_per_step:,} tokens: {duration}")
-    settings, headroom = PlanSettings.from_params(p), p.estimate.headroom_percent
-    confirm = FitCheck(planned=planned, run=run, plan_settings=settings, index=index, headroom_percent=headroom)
-    found = answer(run, prediction, device, p, memory, lambda candidate, _: confirm(candidate.run))
+    found = _answer(p, planned, run, prediction, memory, index)
     states = list(closed_form(planned.config, planned.setting, target_of(device)))
     documents = {
         "verdict.json": found.verdict.as_json(precision),
@@ -108,9 +111,26 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         click.echo(f"does not fit: {refusal}", err=True)
 
 
+def _answer(
+    p: Params, planned: PlannedRun, run: Workload, prediction: Prediction, memory: PlanMemory | None, index: Path
+) -> Answer:
+    """The verdict, with changes that its rule and those of params.yaml allow."""
+    settings, headroom = PlanSettings.from_params(p), headroom_percent(p, planned.device.kind)
+    check = FitCheck(planned=planned, run=run, plan_settings=settings, index=index, headroom_percent=headroom)
+
+    def confirmed(candidate: Candidate, _: int) -> int | None:
+        try:
+            with_flags(p, candidate.flags)
+        except UserError:
+            return None
+        return check(candidate.run)
+
+    return answer(run, prediction, planned.device, p, memory, confirmed)
+
+
 def _echo_verdict(p: Params, planned: PlannedRun, prediction: Prediction, memory: PlanMemory | None) -> None:
     """Report that a run does not fit before the search for advice, which takes longer than the prediction."""
-    device, headroom = planned.device, p.estimate.headroom_percent
+    device, headroom = planned.device, headroom_percent(p, planned.device.kind)
     verdict = judge(prediction, device, (), headroom_percent=headroom, enforce=p.estimate.enforce, memory=memory)
     if not verdict.fits:
         usable = readable_size(device.usable_bytes(headroom))
@@ -190,7 +210,7 @@ def _what_fits(p: Params, planned: PlannedRun, run: Workload, prediction: Predic
         run,
         planned.device,
         peak_bytes=prediction.peak.bytes,
-        headroom_percent=p.estimate.headroom_percent,
+        headroom_percent=headroom_percent(p, planned.device.kind),
         positions=max_positions(planned.config),
     )
     return {"reason": None, **asdict(found)}

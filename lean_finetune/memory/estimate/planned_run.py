@@ -20,6 +20,7 @@ from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
 from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.predict.compiled_layers import memory_note, refuse_compiled
 from lean_finetune.memory.predict.other_phases import stored_dtype
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.peak_explanation import Explanation, predict_explained
@@ -122,12 +123,14 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
     refuse_long_rows(config, longest)
     if plan.flat:
         refuse_joined_rows(config, longest)
+    refuse_compiled(p, device.kind, config)
     refuse_offload(p.train.offload_activations, device.kind)
     refuse_offloaded_state(p.train.offload, device.kind)
     setting = Setting.from_params(p, precision, accumulates_gradients=accumulates_gradients(plan))
     beyond_window = longest >= (attention_window(config) or math.inf)
     segments = segments_from_environment()
     of_model = {
+        "compiled": memory_note(p.train.compile, device.kind),
         "experts": experts_on(device, config, setting.model),
         "not_loaded": left_out_text(meta_model(config)),
         "weights": format_text(config),

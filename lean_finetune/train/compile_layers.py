@@ -1,0 +1,47 @@
+"""Compile the decoder layers of a training run (train.compile)."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lean_finetune.core.errors import UserError
+
+MOST_GRAPHS = 64
+"""Graphs of one layer's code: of one and of several rows, recomputed or not, for each kind of layer. PyTorch: 8."""
+
+
+def compile_layers(model: nn.Module, cache: Path) -> None:
+    """Compile each decoder layer at its first call, with its adapters and its recomputation, for all shapes.
+
+    Args:
+        model: as `load_model` returns it.
+        cache: directory for compiled kernels. PyTorch's own choice is a directory in /tmp that others may have made.
+    """
+    import torch._dynamo  # Takes a second, so only here.
+
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.resolve()))
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    # PyTorch's cache of graphs is pickled, so it is not used.
+    options: dict[str, Any] = {"fx_graph_cache": False}
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.compile(dynamic=True, fullgraph=True, options=options)
+
+
+@contextmanager
+def compile_errors() -> Iterator[None]:
+    """A context that turns an error of the compiler into a UserError."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"train.compile: the layers of this model cannot be compiled here ({first}); set it to false"
+        ) from error
