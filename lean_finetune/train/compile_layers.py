@@ -41,7 +41,9 @@ def compile_errors() -> Iterator[None]:
     try:
         yield
     except TorchDynamoException as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        cause = getattr(error, "inner_exception", error)
+        first = next(iter(str(cause).strip().splitlines()), "")
         raise UserError(
-            f"train.compile: the layers of this model cannot be compiled here ({first}); set it to false"
+            f"train.compile: layers of this model cannot be compiled here ({type(cause).__name__}: {first}); set it to "
+            "false"
         ) from error

@@ -29,6 +29,9 @@ from tests.memory.common import CPU_TARGET, setting_of
 from tests.small_model import CPU, save_small_llama, spec_of
 from tests.train.interrupted import finish, in_parts, small_job
 
+JIT_WARNING = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+"""PyTorch's compiler imports a module that uses it."""
+
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
@@ -77,18 +80,20 @@ def test_the_verdict_of_a_cpu_leaves_room_for_the_highest_peak_that_was_measured
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(JIT_WARNING)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_layer_that_cannot_be_compiled_ends_the_run_in_one_line(small_llama: Path, tmp_path: Path):
     """A traceback of the compiler, or layers that silently run uncompiled."""
     model = load_model(small_llama, spec_of(), CPU)
     compile_layers(model, tmp_path)
     model.get_submodule("base_model.model.model.layers.0").register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    with pytest.raises(UserError, match=r"^train\.compile: the layers of this model cannot be compiled here \("):
+    with pytest.raises(UserError, match=r"^train\.compile: layers of this model cannot be compiled here \("):
         with compile_errors():
             model(input_ids=torch.ones(2, 8, dtype=torch.int64))
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(JIT_WARNING)
 @pytest.mark.usefixtures("one_thread", "fresh_compiler")
 def test_a_compiled_run_resumes_to_the_same_bytes(small_llama: Path, tmp_path: Path):
     """Kernels that depend on the shape that they were first compiled for."""
@@ -104,6 +109,7 @@ def test_a_compiled_run_resumes_to_the_same_bytes(small_llama: Path, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(JIT_WARNING)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("changes", [{"method": "full"}, {"method": "lora", "grad_ckpt": True}], ids=str)
 def test_the_stated_range_has_the_peak_of_compiled_steps(tmp_path: Path, changes: dict):

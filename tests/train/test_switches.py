@@ -201,6 +201,7 @@ def plain(small_llama: Path) -> Callable[[str], Learnt]:
     [pytest.param(row, marks=() if row in FAST else pytest.mark.slow) for row in ROWS],
     ids=lambda row: f"{row.method}, {row.switch}",
 )
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_switch_changes_losses_and_weights_within_its_bounds(
     small_llama: Path, plain: Callable[[str], Learnt], row: Row
 ):

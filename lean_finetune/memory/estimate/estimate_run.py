@@ -8,17 +8,14 @@ from typing import Any
 import click
 import torch
 
-from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
-from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB, readable_size
 from lean_finetune.memory.advice.largest_that_fits import find_limits
 from lean_finetune.memory.advice.one_change_sweep import as_advice, as_rows, halving_flag, sweep_switches
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
-from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.step_cost import duration_text
-from lean_finetune.memory.advice.verdict import Answer, answer, judge
+from lean_finetune.memory.advice.verdict import answer, judge
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun, read_run
@@ -83,7 +80,9 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     duration = duration_text(run, device, len(planned.plan.steps), p.hardware.num_gpus)
     if duration is not None:
         click.echo(f"training: {len(planned.plan.steps):,} steps of {p.train.tokens_per_step:,} tokens: {duration}")
-    found = _answer(p, planned, run, prediction, memory, index)
+    settings, headroom = PlanSettings.from_params(p), headroom_percent(p, device.kind)
+    confirm = FitCheck(planned=planned, run=run, plan_settings=settings, index=index, headroom_percent=headroom)
+    found = answer(run, prediction, device, p, memory, lambda candidate, _: confirm(candidate.run))
     states = list(closed_form(planned.config, planned.setting, target_of(device)))
     documents = {
         "verdict.json": found.verdict.as_json(precision),
@@ -109,23 +108,6 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     write_json(metrics, {name: figures[name] for name in RESULTS})
     if (refusal := found.verdict.refusal) is not None:
         click.echo(f"does not fit: {refusal}", err=True)
-
-
-def _answer(
-    p: Params, planned: PlannedRun, run: Workload, prediction: Prediction, memory: PlanMemory | None, index: Path
-) -> Answer:
-    """The verdict, with changes that its rule and those of params.yaml allow."""
-    settings, headroom = PlanSettings.from_params(p), headroom_percent(p, planned.device.kind)
-    check = FitCheck(planned=planned, run=run, plan_settings=settings, index=index, headroom_percent=headroom)
-
-    def confirmed(candidate: Candidate, _: int) -> int | None:
-        try:
-            with_flags(p, candidate.flags)
-        except UserError:
-            return None
-        return check(candidate.run)
-
-    return answer(run, prediction, planned.device, p, memory, confirmed)
 
 
 def _echo_verdict(p: Params, planned: PlannedRun, prediction: Prediction, memory: PlanMemory | None) -> None:
