@@ -13,6 +13,7 @@ import torch
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
+from lean_finetune.memory.recording.snapshot_file import read_snapshot
 from lean_finetune.train.monitor.memory_snapshot import FIRST_STEPS, FIRST_STEPS_FILE, OOM_FILE, MemorySnapshots
 from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.oom.oom_state import OutOfMemory
@@ -61,6 +62,8 @@ def test_history_is_bounded_and_written_when_memory_runs_out(tmp_path: Path, rec
         fails()
     snapshots.close()
     assert files(tmp_path) == [f"{OOM_FILE}.pickle"]
+    (recording,) = read_snapshot(tmp_path / f"{OOM_FILE}.pickle")
+    assert [event.action for event in recording.events] == ["oom"]
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -1,6 +1,7 @@
 """Out-of-memory errors are recognised by any of their names, and reported with remedies."""
 
 import errno
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lean_finetune.core.units import GIB, MIB
 from lean_finetune.step.oom_errors import is_out_of_memory
 from lean_finetune.train.oom.oom_report import Prediction, changes_that_fit, oom_error, read_prediction
 from lean_finetune.train.oom.oom_state import Failure, requested_bytes
+from tests.memory.snapshots import Snapshot, frame
 from tests.small_model import spec_of
 
 FAILURE = Failure(
@@ -178,9 +180,26 @@ def test_requested_bytes_are_parsed_from_real_messages():
     assert requested_bytes("CUDA error: out of memory") is None
 
 
-def test_snapshot_is_named_with_the_command_that_explains_it(tmp_path: Path):
+def test_snapshot_says_what_filled_the_memory(tmp_path: Path):
     """A file of 21 MiB that nobody knows what to do with."""
-    lines = lines_of(FAILURE, tmp_path, running=FULL | {"snapshot": tmp_path / "oom_snapshot.pickle"})
-    assert lines[-1] == (
-        f"to see what filled the memory, run: lean-finetune snapshot {tmp_path / 'oom_snapshot.pickle'}"
-    )
+    found, path = Snapshot(), tmp_path / "oom_snapshot.pickle"
+    found.reserve(0, 20 * MIB)
+    found.alloc(0, 12 * MIB, frame("transformers/models/llama/modeling_llama.py", 87, "forward"))
+    found.alloc(12 * MIB, 3 * MIB, frame("torch/nn/functional.py", 3053, "cross_entropy"))
+    found.fail(512 * MIB, 0)
+    lines = lines_of(FAILURE, tmp_path, running=FULL | {"snapshot": found.write(path)})
+    assert lines[3:5] == [
+        "filled by: activations 12 MiB, logits 3 MiB; most of it from llama/modeling_llama.py:87 forward 12 MiB, "
+        "nn/functional.py:3053 cross_entropy 3 MiB",
+        f"more: lean-finetune snapshot {path}",
+    ]
+    assert json.loads((tmp_path / "oom.json").read_text())["snapshot"]["by_category"]["logits"] == 3 * MIB
+
+
+def test_snapshot_that_cannot_be_read_hides_nothing(tmp_path: Path):
+    """The error of the run replaced by one about pickles."""
+    path = tmp_path / "oom_snapshot.pickle"
+    path.write_bytes(b"not a pickle")
+    first, *lines = lines_of(FAILURE, tmp_path, running=FULL | {"snapshot": path})
+    assert "RTX-4090 ran out of memory" in first
+    assert any(line.startswith("the snapshot could not be explained (") for line in lines)

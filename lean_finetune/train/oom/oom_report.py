@@ -12,11 +12,13 @@ from lean_finetune.core.address_limit import AddressLimit
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB, MIB, readable_size
+from lean_finetune.memory.diagnosis.analysis import analyse
+from lean_finetune.memory.recording.snapshot_file import read_snapshot
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.train.oom.oom_state import READING, Failure, OutOfMemory
 
 MOST_CATEGORIES = 4
-MOST_COMMANDS = 3
+MOST_COMMANDS, MOST_PLACES = 3, 3
 MOST_CHARACTERS = 160
 """Of the allocator's message: CUDA's continues with figures that the report has itself."""
 WHAT_FITS = "lean-finetune fit --gpu"
@@ -67,7 +69,13 @@ def oom_error(
     commands = changes_that_fit(failure, prediction)
     split = "or split steps when memory runs out: dvc exp run -S run.oom_recovery=split"
     message = failure.message
-    content = {"failure": asdict(failure), "predicted": _by_phase(failure, prediction), "changes": commands}
+    filled, peak = ([], None) if snapshot is None else _explained(snapshot)
+    content = {
+        "failure": asdict(failure),
+        "predicted": _by_phase(failure, prediction),
+        "changes": commands,
+        "snapshot": peak,
+    }
     try:
         write_json(record, content)
         written = f"details: {record}"
@@ -76,11 +84,11 @@ def oom_error(
     details = [
         *_predicted_line(failure, prediction),
         _measured_line(failure),
+        *filled,
         f"allocator: {message if len(message) <= MOST_CHARACTERS else f'{message[:MOST_CHARACTERS]}…'}",
         *commands,
         *([split] if can_split and failure.can_split else []),
         written,
-        *([] if snapshot is None else [f"to see what filled the memory, run: lean-finetune snapshot {snapshot}"]),
     ]
     parameter, remedy = _first_remedy(failure, spec, optimizer)
     text = f"{parameter}: {_where(failure, device)}; {remedy}, or change the run as below"
@@ -175,6 +183,19 @@ def _measured_line(failure: Failure) -> str:
     if failure.free_bytes is not None and failure.total_bytes is not None:
         free = f"; {readable_size(failure.free_bytes)} of {readable_size(failure.total_bytes)} free on the device"
     return f"measured: {readable_size(failure.live_bytes)} ({_largest(by_category)}){reserved}{free}"
+
+
+def _explained(snapshot: Path) -> tuple[list[str], dict[str, Any] | None]:
+    """Return lines with what filled the memory when the request failed, and all that was live then."""
+    command = f"more: lean-finetune snapshot {snapshot}"
+    try:
+        analyses = [analyse(recording) for recording in read_snapshot(snapshot)]
+    except Exception as error:  # It must not hide the out-of-memory error.
+        return [f"the snapshot could not be explained ({error}); try: lean-finetune snapshot {snapshot}"], None
+    analysis = max(analyses, key=lambda one: (len(one.failures), one.peak.allocated_bytes))
+    places = [f"{one.where} {readable_size(one.bytes)}" for one in analysis.peak.holdings[:MOST_PLACES]]
+    peak: dict[str, Any] = analysis.as_json()["peak"]
+    return [f"filled by: {_largest(peak['by_category'])}; most of it from {', '.join(places)}", command], peak
 
 
 def _largest(by_category: Mapping[str, int]) -> str:
