@@ -10,6 +10,7 @@ from lean_finetune.commands.fit import fit
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.import_config import import_config
 from lean_finetune.commands.preset import preset
+from lean_finetune.commands.snapshot import snapshot
 from lean_finetune.core.stage_command import one_line_usage_errors
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     """Fine-tune language models inside the GPU memory you have: predict it, check this machine, use the result."""
 
 
-for command in (fit, import_config, preset, doctor, chat, generate, export, explain):
+for command in (fit, import_config, preset, doctor, chat, generate, export, explain, snapshot):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lean_finetune.core.labelled_text import COLUMNS, LABEL_WIDTH, labelled
+from lean_finetune.core.labelled_text import COLUMNS, bar_line, labelled
 from lean_finetune.core.units import readable_size
 from lean_finetune.memory.advice.fit_run import FitRun
 from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest
@@ -16,9 +16,6 @@ from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.model.files.quantized_checkpoint import format_text
 
 VERDICTS = {"fits": "fits", "tight": "fits, but with less headroom than asked for", "does not fit": "does not fit"}
-BAR_WIDTH = 32
-EIGHTHS = " ▏▎▍▌▋▊▉"
-"""Left parts of a character cell, by eighths."""
 LARGEST_PARTS = 5
 
 
@@ -68,13 +65,6 @@ def _peak_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
         yield bar_line(category.replace("_", " "), size, whole)
     for what, where, size in run.host_bytes(prediction):
         yield labelled(where, f"{readable_size(size)}: {what}")
-
-
-def bar_line(label: str, count: int, whole: int) -> str:
-    """A labelled bar for a share of `whole` bytes, and the bytes."""
-    eighths = round(8 * BAR_WIDTH * count / whole)
-    bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
-    return f"  {label:<{LABEL_WIDTH}}{bar:<{BAR_WIDTH}} {readable_size(count):>10}"
 
 
 def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:

@@ -2,8 +2,13 @@
 
 import textwrap
 
+from lean_finetune.core.units import readable_size
+
 COLUMNS = 80
 LABEL_WIDTH = 21
+BAR_WIDTH = 32
+EIGHTHS = " ▏▎▍▌▋▊▉"
+"""Left parts of a character cell, by eighths."""
 
 
 def labelled(label: str, text: str, width: int = LABEL_WIDTH) -> str:
@@ -16,3 +21,10 @@ def labelled(label: str, text: str, width: int = LABEL_WIDTH) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def bar_line(label: str, count: int, whole: int) -> str:
+    """A labelled bar for a share of `whole` bytes, and the bytes."""
+    eighths = round(8 * BAR_WIDTH * count / whole)
+    bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+    return f"  {label:<{LABEL_WIDTH}}{bar:<{BAR_WIDTH}} {readable_size(count):>10}"

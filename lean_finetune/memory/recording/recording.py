@@ -18,7 +18,14 @@ Action = Literal[
     "oom",  # A request failed. `bytes` is what it asked for, `address` what the driver reported as free.
     "snapshot",  # A snapshot was taken.
 ]
+MAX_NAME_LENGTH = 1000
 ACTIONS: tuple[Action, ...] = get_args(Action)
+
+
+def printable(text: str) -> str:
+    """A text from a file as it can be printed: no control characters, not endless."""
+    text = text[:MAX_NAME_LENGTH]
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
 
 
 class Frame(NamedTuple):

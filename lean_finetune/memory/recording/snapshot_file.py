@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.recording.recording import ACTIONS, Annotation, Event, Frame, LiveBlock, Recording, Segment
+from lean_finetune.memory.recording.recording import (
+    ACTIONS,
+    Annotation,
+    Event,
+    Frame,
+    LiveBlock,
+    Recording,
+    Segment,
+    printable,
+)
 from lean_finetune.memory.recording.snapshot_pickle import read_plain_pickle
 from lean_finetune.memory.recording.undo_events import MemoryState
 
 MAX_EVENTS, MAX_SEGMENTS, MAX_DEVICES = 2_000_000, 100_000, 1024
 MAX_ADDRESS, MAX_SIZE = 2**64, 2**48
 """A size of 256 TiB is more than any device has."""
-MAX_NAME_LENGTH = 1000
 DEFAULT_POOL = (0, 0)
 Plain = Mapping[str, Any]
 
@@ -62,12 +70,6 @@ def _whole(holder: Plain, key: str, place: str, end: int) -> int:
     return number
 
 
-def _printable(text: str) -> str:
-    """A text that can be printed: no control characters, not endless."""
-    text = text[:MAX_NAME_LENGTH]
-    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
-
-
 @dataclass
 class _Stacks:
     """Every different stack once. PyTorch shares lists of frames, so each is read once."""
@@ -98,7 +100,7 @@ class _Stacks:
             place = f"{place}frames[…]."
             file, function = (_value(frame, key, str, place) for key in ("filename", "name"))
             line = max(0, _value(frame, "line", int, place))
-            found = Frame(_printable(file), line, _printable(function))
+            found = Frame(printable(file), line, printable(function))
             self._frames[id(frame)] = found
         return found
 
@@ -169,7 +171,7 @@ def _with_frames(block: Plain, place: str) -> Plain:
 def _event(event: Plain, stacks: _Stacks, place: str) -> Event:
     action = _value(event, "action", str, place)
     if action not in ACTIONS:
-        raise WrongKey(f"{place}action must be one of {', '.join(ACTIONS)}, got {_printable(action)[:40]!r}")
+        raise WrongKey(f"{place}action must be one of {', '.join(ACTIONS)}, got {printable(action)[:40]!r}")
     address = "device_free" if action == "oom" else "addr"
     return Event(
         action=action,
@@ -204,7 +206,7 @@ def _annotations(content: Plain, device: int) -> tuple[Annotation, ...]:
         stage, name = (_value(annotation, key, str, place) for key in ("stage", "name"))
         if stage in ("START", "END"):
             time_us = _whole(annotation, "time_us", place, MAX_ADDRESS)
-            found.append(Annotation(name=_printable(name), stage=stage, time_us=time_us))
+            found.append(Annotation(name=printable(name), stage=stage, time_us=time_us))
     return tuple(sorted(found, key=lambda annotation: annotation.time_us))
 
 
@@ -215,12 +217,12 @@ def _settings(content: Plain) -> dict[str, Any]:
     settings = _value(content, "allocator_settings", dict, "")
     divisions = settings.get("roundup_power2_divisions")
     found: dict[str, Any] = {
-        _printable(key): _printable(value) if isinstance(value, str) else value
+        printable(key): printable(value) if isinstance(value, str) else value
         for key, value in settings.items()
         if isinstance(value, bool | int | float | str)
     }
     if isinstance(divisions, dict) and all(type(value) is int for value in divisions.values()):
-        found["roundup_power2_divisions"] = {_printable(key): value for key, value in divisions.items()}
+        found["roundup_power2_divisions"] = {printable(key): value for key, value in divisions.items()}
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.recording.recording import ACTIONS, Event, Frame, LiveBlock, Recording, Segment
+from lean_finetune.memory.recording.recording import ACTIONS, Event, Frame, LiveBlock, Recording, Segment, printable
 
 COLUMNS = ["event", "address", "bytes", "where"]
 
@@ -35,7 +35,7 @@ class _Stacks:
 
 def _frame(text: str) -> Frame:
     file, line, function = text.rsplit(":", 2)
-    return Frame(file, int(line), function)
+    return Frame(printable(file), int(line), printable(function))
 
 
 def read_table(path: Path) -> Recording:

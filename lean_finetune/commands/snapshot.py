@@ -1,0 +1,59 @@
+"""The command `lean-finetune snapshot`: what filled a GPU's memory in a recording of PyTorch's allocator."""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from lean_finetune.commands.fit import gpu_names
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.stage_command import StageCommand
+
+
+@click.command(cls=StageCommand)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--gpu", shell_complete=gpu_names, help="Also say which request would have failed on this GPU or size.")
+@click.option("--device", type=click.IntRange(min=0), help="Number of the GPU. Default: the one with most memory.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")
+def snapshot(file: Path, gpu: str | None, device: int | None, as_json: bool) -> None:
+    """Explain what fills a GPU's memory, from a recording of PyTorch's allocator.
+
+    FILE is what torch.cuda.memory._dump_snapshot writes (any tool, PyTorch 2.1 or newer), or a table of events. Nothing
+    in it is executed. Without a GPU.
+
+    Prints what failed, what filled memory at that instant or at the peak, what grew from step to step, what other
+    settings of the allocator would have reserved, and what would help: the parameter here and in other tools.
+    """
+    from lean_finetune.commands.snapshot_text import snapshot_lines
+    from lean_finetune.memory.diagnosis.analysis import analyse
+    from lean_finetune.memory.gpus import named_gpu
+    from lean_finetune.memory.recording.contradictions import contradiction
+    from lean_finetune.memory.recording.recorded_state import expands
+    from lean_finetune.memory.recording.snapshot_file import read_snapshot
+    from lean_finetune.memory.recording.tables import read_table
+    from lean_finetune.memory.recording.what_if import first_failure, what_if
+
+    card = None if gpu is None else named_gpu(gpu if re.search("[a-zA-Z]", gpu) else f"{gpu}GiB")[0]
+    is_table = file.name.endswith((".csv", ".csv.gz"))
+    found = {each.device: each for each in ((read_table(file),) if is_table else read_snapshot(file))}
+    if device is not None and device not in found:
+        raise UserError(f"--device: {file} has no device {device}; it has {', '.join(map(str, found))}")
+    analyses = [analyse(each) for each in found.values() if device in (None, each.device)]
+    analysis = max(analyses, key=lambda each: each.peak.allocated_bytes)
+    recording = analysis.recording
+    impossible = contradiction(recording)
+    replays = what_if(recording) if impossible is None else None
+    on_card = None
+    if card is not None and impossible is None:
+        on_card = first_failure(recording, card.usable_bytes(0), expandable=expands(recording))
+    if as_json:
+        answer = {**analysis.as_json(), "devices": sorted(found), "contradiction": impossible}
+        answer["what_if"] = None if replays is None else asdict(replays)
+        if card is not None and on_card is not None:
+            answer["on_gpu"] = {"gpu": card.name, "usable_bytes": card.usable_bytes(0), **asdict(on_card)}
+        click.echo(json.dumps(answer, indent=2, default=str))
+        return
+    for line in snapshot_lines(analysis, replays or impossible or "", sorted(found), card, on_card):
+        click.echo(line)

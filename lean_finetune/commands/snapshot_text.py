@@ -1,0 +1,196 @@
+"""The answer of `lean-finetune snapshot` as lines of at most 100 columns: the verdict first."""
+
+from collections.abc import Iterator, Sequence
+
+from lean_finetune.core.labelled_text import bar_line, labelled
+from lean_finetune.core.units import readable_size
+from lean_finetune.memory.diagnosis.analysis import Analysis
+from lean_finetune.memory.diagnosis.failures import Failure
+from lean_finetune.memory.diagnosis.growth_by_step import Steps
+from lean_finetune.memory.diagnosis.origins import origin_of
+from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.growth import LEAST_STEPS, LIVE, PEAK, Cause
+from lean_finetune.memory.recording.recording import Recording
+from lean_finetune.memory.recording.what_if import Outcome, WhatIf
+
+MOST_LINES, MOST_TENSORS, MOST_GROWN, MOST_REMEDIES, MOST_PATH = 12, 5, 5, 3, 66
+CATEGORY_NAMES = {
+    "earlier": "before recording",
+    "backward": "backward",
+}
+MEANINGS = {
+    "earlier": "live before the recording began: no stack says what it is, usually weights and optimizer state",
+    "backward": "allocated by backward: gradients of activations, and temporaries",
+    "unknown": "no rule knows the stack, or there is none; torch.cuda.memory._record_memory_history() records stacks",
+}
+CAUSES: dict[Cause, str] = {
+    "leak": "a leak: memory between steps grows steadily, by {slope} a step",
+    "fragmentation": "fragmentation: reserved memory grows by {slope} a step beyond what tensors need",
+    "length": "memory grows with the length of batches",
+    "jump": "memory {jumps}",
+    "steady": "memory does not grow",
+    "unclear": "memory grows by {slope} a step, of no certain cause",
+    "too_short": f"a trend needs {LEAST_STEPS} steps",
+}
+
+
+def snapshot_lines(
+    analysis: Analysis, replays: WhatIf | str, devices: Sequence[int], card: Device | None, on_card: Outcome | None
+) -> Iterator[str]:
+    """The lines of the answer. `replays` is a text if the recording cannot be replayed: why."""
+    recording, peak = analysis.recording, analysis.peak
+    yield labelled("verdict", _verdict(analysis))
+    others = "" if len(devices) < 2 else f"; --device selects another of {', '.join(map(str, devices))}"
+    events = f"{len(recording.events):,} events"
+    yield labelled("recording", f"{_shortened(recording.name)}, device {recording.device}, {events}{others}")
+    for note in recording.notes:
+        yield labelled("note", note)
+    for failure in analysis.failures[-1:]:
+        yield labelled("why it failed", _why(failure, len(analysis.failures)))
+    yield ""
+    yield f"{_instant(analysis)}, by category"
+    for category, size in peak.by_category.items():
+        yield bar_line(CATEGORY_NAMES.get(category, category), size, max(peak.allocated_bytes, 1))
+    for category in peak.by_category:
+        if category in MEANINGS:
+            yield labelled(f"  {CATEGORY_NAMES.get(category, category)}", MEANINGS[category])
+    for how, size in peak.by_inference.items():
+        yield labelled("  by inference", f"{readable_size(size)} {how}: {INFERENCES[how]}")
+    yield ""
+    yield from _places(analysis)
+    yield ""
+    yield from _steps(analysis.steps)
+    yield ""
+    if isinstance(replays, str):
+        yield labelled("what if", f"not replayed, because the recording contradicts itself: {replays}")
+    else:
+        yield from _replays(replays)
+    if card is not None and on_card is not None:
+        yield labelled(f"  on {card.name}", _on_card(recording, card, on_card))
+    if analysis.remedies:
+        yield ""
+        yield from _remedies(analysis)
+
+
+INFERENCES = {
+    "by its size": "as large as the loss's largest tensor, and allocated shortly before it",
+    "by its lifetime": "allocated by backward and live after it, as gradients of weights are",
+}
+
+
+def _verdict(analysis: Analysis) -> str:
+    """The answer in one sentence or two."""
+    peak = analysis.peak
+    largest = next(iter(peak.by_category), None)
+    share = 0 if largest is None else round(100 * peak.by_category[largest] / max(peak.allocated_bytes, 1))
+    what = "" if largest is None else f"; {CATEGORY_NAMES.get(largest, largest)} {share} %"
+    if analysis.failures:
+        failure = analysis.failures[-1]
+        return (
+            f"out of memory: {readable_size(failure.requested_bytes)} requested"
+            f"{f' in {failure.where}' if failure.where else ''}, {readable_size(failure.device_free_bytes)} free; "
+            f"tensors had {readable_size(failure.allocated_bytes)}{what}"
+        )
+    return (
+        f"tensors need {readable_size(peak.allocated_bytes)} at the peak{what}; "
+        f"{readable_size(analysis.reserved_peak_bytes)} are reserved at most"
+    )
+
+
+def _why(failure: Failure, count: int) -> str:
+    """What was free when a request failed, and what would have been enough."""
+    text = (
+        f"{readable_size(failure.reserved_bytes)} were reserved, {readable_size(failure.unused_bytes)} of them unused, "
+        f"the largest piece {readable_size(failure.largest_unused_bytes)}. "
+        f"{readable_size(failure.missing_bytes)} more free memory would have been enough"
+    )
+    if failure.is_fragmentation:
+        text += ". The unused memory would have been enough in one piece: this is fragmentation"
+    return text + (f" ({count} requests failed; this is the last)" if count > 1 else "")
+
+
+def _instant(analysis: Analysis) -> str:
+    return "when it failed" if analysis.failures else f"at the peak, after {analysis.peak.event:,} events"
+
+
+def _places(analysis: Analysis) -> Iterator[str]:
+    """The lines of code with most memory, and the largest tensors."""
+    peak = analysis.peak
+    yield f"{_instant(analysis)}, by line of code"
+    for each in peak.holdings[:MOST_LINES]:
+        place = _shortened(each.where)
+        yield f"  {readable_size(each.bytes):>10} {each.blocks:>6} x  {place}"
+    if rest := peak.holdings[MOST_LINES:]:
+        size, blocks = sum(each.bytes for each in rest), sum(each.blocks for each in rest)
+        yield f"  {readable_size(size):>10} {blocks:>6} x  {len(rest)} other lines"
+    yield "largest tensors"
+    for where, category, size in peak.largest[:MOST_TENSORS]:
+        yield f"  {readable_size(size):>10}  {_shortened(where)}, {CATEGORY_NAMES.get(category, category)}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_PATH else f"…{text[1 - MOST_PATH :]}"
+
+
+def _steps(steps: Steps) -> Iterator[str]:
+    """What changed from step to step."""
+    if not steps.rows:
+        yield labelled("step to step", f"unknown: {steps.found_by}")
+        return
+    peaks, live = [row[PEAK] for row in steps.rows], [row[LIVE] for row in steps.rows]
+    text = (
+        f"{len(steps.rows)} complete steps, told apart {steps.found_by}: peaks of {readable_size(min(peaks))} to "
+        f"{readable_size(max(peaks))}; {readable_size(live[0])} live after the first, {readable_size(live[-1])} after "
+        "the last"
+    )
+    for growth in steps.growth:
+        slope = readable_size(max(0, round(growth.slope_bytes_per_step)))
+        text += f"; {CAUSES[growth.cause].format(slope=slope, jumps=growth.jumps)}"
+    yield labelled("step to step", text)
+    for where, size, blocks in steps.grown[:MOST_GROWN]:
+        yield f"  {readable_size(size):>10} more in {blocks:,} more blocks: {_shortened(where)}"
+
+
+def _replays(replays: WhatIf) -> Iterator[str]:
+    """What would have been reserved under other settings."""
+    yield "reserved at most, replayed with other settings of the allocator"
+    for outcome in replays.outcomes:
+        failed = f"  fails: {outcome.why}" if outcome.why else ""
+        yield f"  {outcome.name:<32}{readable_size(outcome.peak_reserved_bytes):>10}{failed}"
+    reasons: dict[str, list[str]] = {}
+    for text in replays.not_replayed:
+        name, _, reason = text.partition(": ")
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        yield labelled("  not replayed", f"{', '.join(names)}: {reason}")
+    if replays.begins_anew:
+        yield labelled("  note", "what was live before the recording is placed anew, in order of its addresses")
+    cards = {kind: "none known" if gpu is None else gpu.name for kind, gpu in replays.smallest_gpus.items()}
+    each = ", ".join(f"{name} with {kind} segments" for kind, name in cards.items())
+    same = len(set(cards.values())) == 1
+    yield labelled("  smallest GPU", f"{next(iter(cards.values()))}, of the known ones" if same else each)
+
+
+def _on_card(recording: Recording, card: Device, outcome: Outcome) -> str:
+    """Whether and where a card would have failed."""
+    usable = f"{readable_size(card.usable_bytes(0))} without the CUDA context"
+    if outcome.why is None:
+        reserved = readable_size(outcome.peak_reserved_bytes)
+        return f"fits: {reserved} reserved at most, of {usable}; {outcome.retries} retries"
+    if outcome.failed_event is None:
+        return f"fails before the first event: {outcome.why}"
+    event = recording.events[outcome.failed_event]
+    where = "" if event.stack is None else f" in {origin_of(recording.stacks[event.stack]).label}"
+    return f"fails at event {outcome.failed_event:,} of {len(recording.events):,}{where}: {outcome.why}"
+
+
+def _remedies(analysis: Analysis) -> Iterator[str]:
+    """What would make the largest categories smaller."""
+    yield "what would help, the largest part first"
+    for category, remedy in analysis.remedies[:MOST_REMEDIES]:
+        condition = ", if these are weights" if category == "earlier" else ""
+        name = CATEGORY_NAMES.get(category, category)
+        yield f"  {name}{condition}: {remedy.ours}"
+        yield labelled("", f"{remedy.effect}", width=4)
+        for tool, text in remedy.elsewhere.items():
+            yield f"    {tool}: {text}"

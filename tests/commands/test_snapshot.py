@@ -1,0 +1,110 @@
+"""`lean-finetune snapshot`: the verdict first, in plain words; wrong files in one line."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from lean_finetune.cli import main
+from lean_finetune.core.units import GIB, MIB
+from tests.memory.snapshots import Snapshot, frame
+from tests.memory.test_recording_analysis import MODEL, training
+
+
+def run(*words: object) -> str:
+    """The output of a command that succeeds."""
+    result = CliRunner().invoke(main, ["snapshot", *map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*words: object) -> str:
+    result = CliRunner().invoke(main, ["snapshot", *map(str, words)])
+    assert result.exit_code == 1 and result.output.startswith("error: ") and result.output.count("\n") == 1
+    return result.output
+
+
+def test_explains_a_run(tmp_path):
+    """The peak by category and line, growth, other settings, and the switch in the words of four tools."""
+    path = training(24, leak=MIB).write(tmp_path / "run.pickle")
+    text = run(path)
+    assert text.startswith("verdict              tensors need")
+    assert all(len(line) <= 100 for line in text.splitlines())
+    for expected in (
+        "16 MiB 1 x me/model.py:30 forward",
+        "a leak: memory between steps grows steadily, by 1 MiB a step",
+        "22 MiB more in 22 more blocks: me/metrics.py:4 log",
+        "expandable_segments:True",
+        "largest steps first",
+        "smallest GPU",
+        "logits: train.loss_chunk=512",
+        "Trainer and TRL: use_liger_kernel: true",
+    ):
+        assert expected in " ".join(text.split()), expected
+
+
+def test_explains_a_failure(tmp_path):
+    snapshot = Snapshot()
+    snapshot.reserve(0, 40 * MIB)
+    snapshot.alloc(0, 30 * MIB, MODEL)
+    snapshot.fail(2 * GIB, 300 * MIB, frame("/home/me/model.py", 21, "forward"))
+    text = run(snapshot.write(tmp_path / "oom.pickle"))
+    words = " ".join(text.split())
+    assert "out of memory: 2 GiB requested in me/model.py:21 forward, 0.293 GiB free; tensors had 30 MiB" in words
+    assert "1.707 GiB more free memory would have been enough" in words and "train.grad_ckpt=true" in words
+
+
+def test_names_the_request_that_a_smaller_card_fails(tmp_path):
+    snapshot = Snapshot()
+    for number in range(4):
+        snapshot.reserve(number * GIB, GIB)
+        snapshot.alloc(number * GIB, GIB, frame("/home/me/model.py", number, "forward"))
+    path = snapshot.write(tmp_path / "s.pickle")
+    assert "on 3GiB" in run(path, "--gpu", "3") and "me/model.py:2 forward" in run(path, "--gpu", "3GiB")
+    assert "fits: 4 GiB reserved" in run(path, "--gpu", "RTX-4090")
+    assert "known GPU" in refused(path, "--gpu", "RTX-9999")
+
+
+def test_json_has_all_in_bytes(tmp_path):
+    answer = json.loads(run(training(3).write(tmp_path / "s.pickle"), "--json", "--gpu", "24"))
+    assert answer["peak"]["by_category"]["logits"] == 32 * MIB and answer["reserved_peak_bytes"] == 200 * MIB
+    assert answer["what_if"]["outcomes"][0]["name"] == "as recorded" and answer["on_gpu"]["why"] is None
+    assert len(answer["steps"]["rows"]) == 2 and answer["contradiction"] is None
+
+
+def test_a_recording_that_contradicts_itself_is_not_replayed(tmp_path):
+    content = training(3).content()
+    content["device_traces"][0].insert(1, dict(content["device_traces"][0][0]))
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps(content))
+    words = " ".join(run(tmp_path / "s.pickle").split())
+    assert "1 events do not fit" in words and "contradicts itself: event 1 allocates memory that is not free" in words
+
+
+def test_selects_a_device(tmp_path):
+    first, second = training(3).content(), Snapshot()
+    second.reserve(0, GIB)
+    second.alloc(0, GIB, MODEL)
+    both = second.content(device=1)
+    both["segments"] += first["segments"]
+    both["device_traces"][0] = first["device_traces"][0]
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps(both))
+    assert "device 1, 2 events; --device selects another of 0, 1" in " ".join(run(tmp_path / "s.pickle").split())
+    assert "device 0" in run(tmp_path / "s.pickle", "--device", "0")
+    assert "has no device 7" in refused(tmp_path / "s.pickle", "--device", "7")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04cos\nsystem\n.", b"event,address\n"])
+def test_refuses_other_files_in_one_line(content, tmp_path):
+    (tmp_path / "s.pickle").write_bytes(content)
+    assert "s.pickle" in refused(tmp_path / "s.pickle")
+
+
+def test_needs_no_torch():
+    """A snapshot from a cluster is read on a laptop: the command must start in under a second."""
+    modules = "lean_finetune.commands.snapshot_text, lean_finetune.memory.recording.what_if"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
