@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig
@@ -49,6 +49,8 @@ UNSUPPORTED = {
 
 SEE_OTHER_ROWS = {"falcon", "openai-gpt", "xglm"}
 """Families that compute attention in their own code, where a token sees the rows before its own."""
+LOOPS_OVER_TOKENS = {"recurrent_gemma"}
+"""Families that compute one token after the other."""
 UNPACKED = "set bucket.mode=bucketed, or choose another model"
 """Remedy of families that cannot have joined rows."""
 
@@ -266,9 +268,11 @@ def other_layers(config: PretrainedConfig) -> list[str]:
     return sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - JOINABLE_LAYERS)
 
 
-def loops_over_rows(config: PretrainedConfig) -> bool:
-    """Whether the model's code loops over parts of a row, so that a trace takes time with the row's length."""
-    return bool(other_layers(config)) or hasattr(config.get_text_config(), "chunk_size")
+def row_loop(config: PretrainedConfig) -> Literal["none", "parts", "tokens"]:
+    """What of a row the model's code loops over, so that a trace takes time with the row's length."""
+    if config.model_type in LOOPS_OVER_TOKENS:
+        return "tokens"
+    return "parts" if other_layers(config) or hasattr(config.get_text_config(), "chunk_size") else "none"
 
 
 def rows_see_each_other(name: str) -> UserError:

@@ -8,15 +8,15 @@ from lean_finetune.memory.advice.workload import Workload, full_batch, largest_s
 from lean_finetune.memory.gpus import BF16_CAPABILITY, GPUS, Device
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
-from lean_finetune.model.model_config import loops_over_rows
+from lean_finetune.model.model_config import row_loop
 
 LENGTH_STEP = 64
 """Row lengths are multiples of this."""
 PRECISION = 64
 """A largest size is accurate to one part in this many, and exact below it."""
 MOST_TRACES = 8
-MOST_TOKENS, MOST_LOOPED_TOKENS = 10**6, 2**14
-"""The longest row that is tried, and that of models whose code loops over a row: a trace of more takes minutes."""
+MOST_TOKENS = {"none": 10**6, "parts": 2**14, "tokens": 2**10}
+"""The longest row that is tried, by what of a row the model's code loops over: a trace of more takes minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def smallest_gpu(run: Workload, headroom_percent: float, known: Mapping[tuple[bo
 
 def longest_row(run: Workload, target: Target, usable: int, positions: int | None, near: Mapping[int, int]) -> Largest:
     """The longest row that fits alone in a micro-batch. `near` as for `largest_micro_batch`."""
-    tried = MOST_LOOPED_TOKENS if loops_over_rows(run.config) else MOST_TOKENS
+    tried = MOST_TOKENS[row_loop(run.config)]
     most = min(positions or tried, tried) // LENGTH_STEP
     hints = {tokens / LENGTH_STEP: size for tokens, size in near.items()}
     found = largest_fitting(lambda count: _peak(run, target, count * LENGTH_STEP, rows=1), usable, most, hints)
