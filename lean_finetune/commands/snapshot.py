@@ -16,8 +16,11 @@ from lean_finetune.core.stage_command import StageCommand
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--gpu", shell_complete=gpu_names, help="Also say which request would have failed on this GPU or size.")
 @click.option("--device", type=click.IntRange(min=0), help="Number of the GPU. Default: the one with most memory.")
+@click.option(
+    "--html", type=click.Path(path_type=Path), help="Also write a page with pictures, which needs no network."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")
-def snapshot(file: Path, gpu: str | None, device: int | None, as_json: bool) -> None:
+def snapshot(file: Path, gpu: str | None, device: int | None, html: Path | None, as_json: bool) -> None:
     """Explain what fills a GPU's memory, from a recording of PyTorch's allocator.
 
     FILE is what torch.cuda.memory._dump_snapshot writes (any tool, PyTorch 2.1 or newer), or a table of events. Nothing
@@ -26,6 +29,7 @@ def snapshot(file: Path, gpu: str | None, device: int | None, as_json: bool) -> 
     Prints what failed, what filled memory at that instant or at the peak, what grew from step to step, what other
     settings of the allocator would have reserved, and what would help: the parameter here and in other tools.
     """
+    from lean_finetune.commands.snapshot_page import write_page
     from lean_finetune.commands.snapshot_text import snapshot_lines
     from lean_finetune.memory.diagnosis.analysis import analyse
     from lean_finetune.memory.gpus import named_gpu
@@ -48,6 +52,8 @@ def snapshot(file: Path, gpu: str | None, device: int | None, as_json: bool) -> 
     on_card = None
     if card is not None and impossible is None:
         on_card = first_failure(recording, card.usable_bytes(0), expandable=expands(recording))
+    if html is not None:
+        write_page(html, analysis, replays or impossible or "", card, on_card)
     if as_json:
         answer = {**analysis.as_json(), "devices": sorted(found), "contradiction": impossible}
         answer["what_if"] = None if replays is None else asdict(replays)

@@ -23,6 +23,7 @@ MEANINGS = {
     "backward": "allocated by backward: gradients of activations, and temporaries",
     "unknown": "no rule knows the stack, or there is none; torch.cuda.memory._record_memory_history() records stacks",
 }
+BEGINS_ANEW = "what was live before the recording is placed anew, in order of its addresses"
 CAUSES: dict[Cause, str] = {
     "leak": "a leak: memory between steps grows steadily, by {slope} a step",
     "fragmentation": "fragmentation: reserved memory grows by {slope} a step beyond what tensors need",
@@ -39,16 +40,16 @@ def snapshot_lines(
 ) -> Iterator[str]:
     """The lines of the answer. `replays` is a text if the recording cannot be replayed: why."""
     recording, peak = analysis.recording, analysis.peak
-    yield labelled("verdict", _verdict(analysis))
+    yield labelled("verdict", verdict_text(analysis))
     others = "" if len(devices) < 2 else f"; --device selects another of {', '.join(map(str, devices))}"
     events = f"{len(recording.events):,} events"
     yield labelled("recording", f"{_shortened(recording.name)}, device {recording.device}, {events}{others}")
     for note in recording.notes:
         yield labelled("note", note)
     for failure in analysis.failures[-1:]:
-        yield labelled("why it failed", _why(failure, len(analysis.failures)))
+        yield labelled("why it failed", why_it_failed(failure, len(analysis.failures)))
     yield ""
-    yield f"{_instant(analysis)}, by category"
+    yield f"{instant_text(analysis)}, by category"
     for category, size in peak.by_category.items():
         yield bar_line(CATEGORY_NAMES.get(category, category), size, max(peak.allocated_bytes, 1))
     for category in peak.by_category:
@@ -66,7 +67,7 @@ def snapshot_lines(
     else:
         yield from _replays(replays)
     if card is not None and on_card is not None:
-        yield labelled(f"  on {card.name}", _on_card(recording, card, on_card))
+        yield labelled(f"  on {card.name}", on_card_text(recording, card, on_card))
     if analysis.remedies:
         yield ""
         yield from _remedies(analysis)
@@ -78,7 +79,7 @@ INFERENCES = {
 }
 
 
-def _verdict(analysis: Analysis) -> str:
+def verdict_text(analysis: Analysis) -> str:
     """The answer in one sentence or two."""
     peak = analysis.peak
     largest = next(iter(peak.by_category), None)
@@ -97,7 +98,7 @@ def _verdict(analysis: Analysis) -> str:
     )
 
 
-def _why(failure: Failure, count: int) -> str:
+def why_it_failed(failure: Failure, count: int) -> str:
     """What was free when a request failed, and what would have been enough."""
     text = (
         f"{readable_size(failure.reserved_bytes)} were reserved, {readable_size(failure.unused_bytes)} of them unused, "
@@ -109,14 +110,15 @@ def _why(failure: Failure, count: int) -> str:
     return text + (f" ({count} requests failed; this is the last)" if count > 1 else "")
 
 
-def _instant(analysis: Analysis) -> str:
+def instant_text(analysis: Analysis) -> str:
+    """Names the instant of `analysis.peak`."""
     return "when it failed" if analysis.failures else f"at the peak, after {analysis.peak.event:,} events"
 
 
 def _places(analysis: Analysis) -> Iterator[str]:
     """The lines of code with most memory, and the largest tensors."""
     peak = analysis.peak
-    yield f"{_instant(analysis)}, by line of code"
+    yield f"{instant_text(analysis)}, by line of code"
     for each in peak.holdings[:MOST_LINES]:
         place = _shortened(each.where)
         yield f"  {readable_size(each.bytes):>10} {each.blocks:>6} x  {place}"
@@ -134,9 +136,15 @@ def _shortened(text: str) -> str:
 
 def _steps(steps: Steps) -> Iterator[str]:
     """What changed from step to step."""
+    yield labelled("step to step", steps_text(steps))
+    for where, size, blocks in steps.grown[:MOST_GROWN]:
+        yield f"  {readable_size(size):>10} more in {blocks:,} more blocks: {_shortened(where)}"
+
+
+def steps_text(steps: Steps) -> str:
+    """How memory changed from step to step."""
     if not steps.rows:
-        yield labelled("step to step", f"unknown: {steps.found_by}")
-        return
+        return f"unknown: {steps.found_by}"
     peaks, live = [row[PEAK] for row in steps.rows], [row[LIVE] for row in steps.rows]
     text = (
         f"{len(steps.rows)} complete steps, told apart {steps.found_by}: peaks of {readable_size(min(peaks))} to "
@@ -146,9 +154,7 @@ def _steps(steps: Steps) -> Iterator[str]:
     for growth in steps.growth:
         slope = readable_size(max(0, round(growth.slope_bytes_per_step)))
         text += f"; {CAUSES[growth.cause].format(slope=slope, jumps=growth.jumps)}"
-    yield labelled("step to step", text)
-    for where, size, blocks in steps.grown[:MOST_GROWN]:
-        yield f"  {readable_size(size):>10} more in {blocks:,} more blocks: {_shortened(where)}"
+    return text
 
 
 def _replays(replays: WhatIf) -> Iterator[str]:
@@ -157,21 +163,30 @@ def _replays(replays: WhatIf) -> Iterator[str]:
     for outcome in replays.outcomes:
         failed = f"  fails: {outcome.why}" if outcome.why else ""
         yield f"  {outcome.name:<32}{readable_size(outcome.peak_reserved_bytes):>10}{failed}"
+    for reason in not_replayed(replays):
+        yield labelled("  not replayed", reason)
+    if replays.begins_anew:
+        yield labelled("  note", BEGINS_ANEW)
+    yield labelled("  smallest GPU", f"{smallest_gpus(replays)}, of the known ones")
+
+
+def not_replayed(replays: WhatIf) -> list[str]:
+    """What could not be replayed, with the reason."""
     reasons: dict[str, list[str]] = {}
     for text in replays.not_replayed:
         name, _, reason = text.partition(": ")
         reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
-        yield labelled("  not replayed", f"{', '.join(names)}: {reason}")
-    if replays.begins_anew:
-        yield labelled("  note", "what was live before the recording is placed anew, in order of its addresses")
-    cards = {kind: "none known" if gpu is None else gpu.name for kind, gpu in replays.smallest_gpus.items()}
+    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+
+
+def smallest_gpus(replays: WhatIf) -> str:
+    """The smallest card that serves the recording, by kind of segments where that matters."""
+    cards = {kind: "none" if gpu is None else gpu.name for kind, gpu in replays.smallest_gpus.items()}
     each = ", ".join(f"{name} with {kind} segments" for kind, name in cards.items())
-    same = len(set(cards.values())) == 1
-    yield labelled("  smallest GPU", f"{next(iter(cards.values()))}, of the known ones" if same else each)
+    return next(iter(cards.values())) if len(set(cards.values())) == 1 else each
 
 
-def _on_card(recording: Recording, card: Device, outcome: Outcome) -> str:
+def on_card_text(recording: Recording, card: Device, outcome: Outcome) -> str:
     """Whether and where a card would have failed."""
     usable = f"{readable_size(card.usable_bytes(0))} without the CUDA context"
     if outcome.why is None:

@@ -84,7 +84,7 @@ def line_chart(lines: Sequence[Line], *, title: str, x_label: str, from_zero: bo
     inner, dots = [], []
     for line, points in shown:
         places = [(_place(x, x_range), 1 - _place(y, y_range)) for x, y in points]
-        path = " ".join(f"{SCALE * x:.0f},{SCALE * y:.0f}" for x, y in places)
+        path = _path(points, x_range, y_range)
         dash = Markup(' class="dashed"') if line.dashed else ""
         inner.append(Markup('<polyline points="{}" stroke="{}"{}/>').format(path, line.color, dash))
         if line.dots or len(places) == 1:
@@ -103,18 +103,27 @@ def area_chart(
     *,
     title: str,
     x_label: str,
+    line: tuple[str, Sequence[float]] | None = None,
+    marks: Sequence[float] = (),
 ) -> Markup:
-    """Return stacked areas: name, colour and values of each layer, bottom first; `phases` has the phase of each x."""
+    """Return stacked areas: name, colour and values of each layer, bottom first; `phases` has the phase of each x.
+
+    `line` is the colour and the values of a line above them, `marks` are the x of vertical lines.
+    """
     totals = [sum(values) for values in zip(*(layer for *_, layer in layers), strict=True)]
-    x_range, y_ticks = (x_values[0], x_values[-1]), _ticks(0.0, max(totals))
-    y_range = (0.0, max(max(totals), y_ticks[-1]))
+    highest = max([*totals, *(line[1] if line else ())])
+    x_range, y_ticks = (x_values[0], x_values[-1]), _ticks(0.0, highest)
+    y_range = (0.0, max(highest, y_ticks[-1]))
     lower, inner = [0.0] * len(x_values), []
     for name, color, values in layers:
         upper = [below + value for below, value in zip(lower, values, strict=True)]
         edge = [*zip(x_values, upper, strict=True), *reversed(list(zip(x_values, lower, strict=True)))]
-        path = " ".join(f"{SCALE * _place(x, x_range):.0f},{SCALE * (1 - _place(y, y_range)):.0f}" for x, y in edge)
+        path = _path(edge, x_range, y_range)
         inner.append(Markup('<polygon points="{}" fill="{}"><title>{}</title></polygon>').format(path, color, name))
         lower = upper
+    if line:
+        path = _path(zip(x_values, line[1], strict=True), x_range, y_range)
+        inner.append(Markup('<polyline points="{}" stroke="{}"/>').format(path, line[0]))
     names = []
     starts = [0, *(k for k in range(1, len(phases)) if phases[k] != phases[k - 1])]
     for start, end in zip(starts, [*starts[1:], len(phases) - 1], strict=True):
@@ -123,6 +132,9 @@ def area_chart(
         if right - left > NAMED_SHARE:
             middle = (left + right) / 2
             names.append(Markup('<text x="{:.2f}%" y="-6" class="middle">{}</text>').format(middle, phases[start]))
+    for x in marks:
+        mark = Markup('<line x1="{0:.2f}%" x2="{0:.2f}%" y1="0" y2="100%" class="capacity"/>')
+        names.append(mark.format(100 * _place(x, x_range)))
     parts = [*_axes(x_range, y_range, y_ticks, x_label), _stretched(inner), *names]
     return _svg(parts, title, LINE_HEIGHT, "plot")
 
@@ -157,6 +169,12 @@ def _axes(
     for x, style, text in ((0, "", f"{x_range[0]:g}"), (50, "middle", x_label), (100, "end", f"{x_range[1]:g}")):
         parts.append(Markup('<text x="{}%" y="100%" dy="17" class="{}">{}</text>').format(x, style, text))
     return parts
+
+
+def _path(points: Iterable[tuple[float, float]], x_range: tuple[float, float], y_range: tuple[float, float]) -> str:
+    """Return points in the coordinates of `_stretched`."""
+    places = ((_place(x, x_range), 1 - _place(y, y_range)) for x, y in points)
+    return " ".join(f"{SCALE * x:.0f},{SCALE * y:.0f}" for x, y in places)
 
 
 def _place(value: float, limits: tuple[float, float]) -> float:

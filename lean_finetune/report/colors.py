@@ -17,6 +17,14 @@ CATEGORY_COLORS = {
 }
 """Colour of each category of memory, from the most persistent to the most temporary."""
 
+RECORDED_COLORS = {
+    "earlier": CATEGORY_COLORS["sharding"],
+    **{name: CATEGORY_COLORS[name] for name in ("weights", "optimizer", "gradients", "activations", "logits")},
+    "backward": CATEGORY_COLORS["activation_gradients"],
+    "unknown": CATEGORY_COLORS["workspace"],
+}
+"""Colour of each category of recorded memory, from the most persistent to the most temporary."""
+
 TEXT = "currentColor"
 """The colour of the page's text, dark or light."""
 

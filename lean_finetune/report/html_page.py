@@ -23,14 +23,8 @@ PLAIN = re.compile(r"[\w./@+-]+(:[\w./@+-]+)*")
 
 def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """Return the page; `parameters` are those of the run by dotted name, `metrics` the report's figures."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html").render(
+    return rendered(
+        "report.html",
         model=describe_model(inputs.model),
         data=describe_data(inputs.data),
         inputs=inputs,
@@ -38,10 +32,21 @@ def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[st
         metrics=metrics,
         content=content,
         pictures=pictures(inputs),
-        swatch=swatch,
         command=command(parameters),
         locks=locks_table(inputs),
     )
+
+
+def rendered(template: str, **values: Any) -> str:
+    """Return a page: a template, in which every value is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(swatch=swatch, **values)
 
 
 def command(parameters: Mapping[str, Any]) -> str:

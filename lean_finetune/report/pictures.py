@@ -94,7 +94,7 @@ def _steps(inputs: Inputs) -> Picture:
     if inputs.train["device"] != CPU:
         lines.append(("live tensors after a step", "live", _curve(inputs, "live_bytes")))
         lines.append(("reserved after a step", "reserved", _curve(inputs, "reserved_bytes")))
-    return _memory_lines("Memory over optimizer steps", lines, f"{inputs.train['growth']['summary']}.")
+    return memory_lines("Memory over optimizer steps", lines, f"{inputs.train['growth']['summary']}.")
 
 
 def _reserved(inputs: Inputs) -> Picture:
@@ -108,10 +108,10 @@ def _reserved(inputs: Inputs) -> Picture:
         (name, series, [(int(record["step"]), float(record[column]) * GIB) for record in inputs.reserved])
         for column, (name, series) in names.items()
     ]
-    return _memory_lines("Predicted memory of the plan, step by step", lines, plan_note(inputs))
+    return memory_lines("Predicted memory of the plan, step by step", lines, plan_note(inputs))
 
 
-def _memory_lines(title: str, lines: Sequence[tuple[str, str, Sequence[tuple[int, float]]]], note: str) -> Picture:
+def memory_lines(title: str, lines: Sequence[tuple[str, str, Sequence[tuple[int, float]]]], note: str) -> Picture:
     """Bytes over optimizer steps in their best unit; name, series and points of each line."""
     divisor, unit = reading_unit(round(max(count for *_, points in lines for _, count in points)))
     drawn = [
