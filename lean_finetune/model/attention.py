@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -267,15 +267,22 @@ def joined_forward(joined_rows: JoinedRows | None) -> Iterator[dict[str, Any]]:
     """A context for a decoder's forward without a mask; yields the arguments for joined rows.
 
     Rows are an argument, so that recomputation in backward gets them again. Masks are made at the start of the forward,
-    which gets no argument of ours, so a global flag prevents them.
+    which gets no argument of ours, so a global flag prevents them. transformers would first search the positions for
+    joined rows, and wait for the GPU to see whether there are any.
     """
     global _without_mask, _rows_are_joined
     _without_mask, _rows_are_joined = True, joined_rows is not None
     _got_rows.clear()
+    search, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, _no_joined_rows
     try:
         yield {} if joined_rows is None else {"position_ids": joined_rows.positions_BT, "joined_rows": joined_rows}
     finally:
+        masking_utils.find_packed_sequence_indices = search
         _without_mask = _rows_are_joined = False
+
+
+def _no_joined_rows(position_ids: torch.Tensor) -> None:
+    """The answer of transformers' search for joined rows where there are none."""
 
 
 @contextmanager

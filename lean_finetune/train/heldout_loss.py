@@ -13,7 +13,9 @@ from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.token_rows import TokenRows
 
 
-def heldout_batches(rows: TokenRows, count: int, max_tokens: int, pad_id: int) -> Iterator[Batch]:
+def heldout_batches(
+    rows: TokenRows, count: int, max_tokens: int, pad_id: int, *, pin_memory: bool = False
+) -> Iterator[Batch]:
     """Yield the first `count` held-out rows, sorted by length, in batches of at most `max_tokens` padded tokens.
 
     A row longer than `max_tokens` is a batch by itself.
@@ -24,7 +26,7 @@ def heldout_batches(rows: TokenRows, count: int, max_tokens: int, pad_id: int) -
         longest_next = rows.lengths[numbers[min(end, len(numbers) - 1)]]
         if end == len(numbers) or (end - start + 1) * longest_next > max_tokens:
             batch = [(rows.ids(row), rows.spans(row)) for row in numbers[start:end]]
-            yield collate(batch, len(batch[-1][0]), pad_id)
+            yield collate(batch, len(batch[-1][0]), pad_id, pin_memory=pin_memory)
             start = end
 
 
@@ -42,12 +44,13 @@ def heldout_loss(
     All processes call this with all batches; each computes every `parallel.size`-th one.
     """
     parallel.model.eval()
-    summed, tokens = 0.0, 0
+    summed = torch.zeros((), dtype=torch.float64, device=device)  # Read once: each read waits for the GPU.
+    tokens = 0
     with model_spec.autocast(device.type):
         while group := list(islice(batches, parallel.size)):
             batch = group[parallel.rank] if parallel.rank < len(group) else idle_batch(pad_id)
-            summed += parallel.run(partial(summed_loss, batch=batch.to(device), chunk=chunk)).item()
+            summed += parallel.run(partial(summed_loss, batch=batch.to(device), chunk=chunk))
             tokens += len(batch.supervised_index_N)
     parallel.model.train()
-    total, count = parallel.sum_over_ranks(torch.tensor([summed, tokens], dtype=torch.float64, device=device)).tolist()
+    total, count = parallel.sum_over_ranks(torch.stack([summed, torch.full_like(summed, tokens)])).tolist()
     return total / count

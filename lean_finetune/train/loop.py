@@ -244,7 +244,8 @@ class Trainer:
         """Return the mean loss over the held-out rows."""
         job = self.job
         budget = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
-        batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id)
+        pinned = job.device.type == "cuda"
+        batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id, pin_memory=pinned)
         # Without chunks in training, the tokens of a micro-batch limit the logits of a longer held-out row.
         chunk = job.step_spec.loss_chunk or budget
         # Held-out losses would compile each layer a second time, without gradients.
