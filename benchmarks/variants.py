@@ -71,6 +71,8 @@ def trace_variant(
     )
     with FakeTensorMode(allow_non_fake_inputs=True), target.attention():
         model = fake_model(config, spec, CPU)
+        for module in model.modules():
+            module.__dict__.pop("_cast_input_dtype", None)  # peft's own adapters convert their inputs.
         if variant.upcast:
             _upcast(model)
         if variant.trained is not None:

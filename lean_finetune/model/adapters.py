@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -176,10 +177,20 @@ def _linear_names(model: PreTrainedModel) -> set[str]:
 
 
 def _cast_adapters(model: PeftModel, spec: WeightsSpec) -> None:
-    """Convert the adapters, which peft makes fp32, to their type."""
+    """Convert the adapters, which peft makes fp32, to their type; under autocast do not convert inputs for them."""
     for name, parameter in model.named_parameters():
         if any(part in name for part in ADAPTER_NAMES):
             parameter.data = parameter.data.to(spec.adapter_dtype)
+    # Autocast would convert peft's fp32 copy of an input back, and save that. Dropout and DoRA compute with the copy.
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear):
+            if not layer.lora_variant and all(isinstance(one, nn.Identity) for one in layer.lora_dropout.values()):
+                layer._cast_input_dtype = _cast_without_autocast
+
+
+def _cast_without_autocast(inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The input of an adapter in its type, unless autocast decides the type."""
+    return inputs if torch.is_autocast_enabled(inputs.device.type) else inputs.to(dtype)
 
 
 def save_adapter(
