@@ -182,10 +182,10 @@ def _cast_adapters(model: PeftModel, spec: WeightsSpec) -> None:
         if any(part in name for part in ADAPTER_NAMES):
             parameter.data = parameter.data.to(spec.adapter_dtype)
     # Autocast would convert peft's fp32 copy of an input back, and save that. Dropout and DoRA compute with the copy.
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear):
-            if not layer.lora_variant and all(isinstance(one, nn.Identity) for one in layer.lora_dropout.values()):
-                layer._cast_input_dtype = _cast_without_autocast
+    layers: Iterator[Any] = (m for m in model.modules() if isinstance(m, LoraLayer))
+    for layer in (one for one in layers if isinstance(one.get_base_layer(), nn.Linear) and not one.lora_variant):
+        if all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values()):
+            layer._cast_input_dtype = _cast_without_autocast
 
 
 def _cast_without_autocast(inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

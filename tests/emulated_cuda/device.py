@@ -285,7 +285,10 @@ def emulated_cuda(capability: tuple[int, int] = (8, 0)) -> Iterator[EmulatedCuda
 
     def grouped(lists: Any, *rest: Any) -> Any:
         found = group(lists, *rest)
-        return {(gpu.device_of(tensors[0][0]), dtype): (tensors, n) for (_, dtype), (tensors, n) in found.items()}
+        return {
+            (gpu.device_of(next(t for t in tensors[0] if t is not None)), dtype): (tensors, n)
+            for (_, dtype), (tensors, n) in found.items()
+        }
 
     with ExitStack() as stack:
         for change in (
